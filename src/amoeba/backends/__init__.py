@@ -1,0 +1,1 @@
+"""One file per way to compute experts. `operator.py` turns a pair of functions (forward, backward) into a backend."""

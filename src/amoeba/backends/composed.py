@@ -1,0 +1,174 @@
+"""Experts whose activation is somebody else's function: the same products, with torch's autograd through the middle.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O columns out
+
+    y_TH = experts_composed(x_TH, routing, gate_up_EJH, down_EHI, gate=module._apply_gate)
+
+Used where an activation or a norm after the expert is not one of `Activation`. Correct everywhere, deterministic, and
+heavier than the fused backends: autograd keeps what the foreign function keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amoeba.backends.allocate import empty_gradient, empty_rows
+from amoeba.backends.eager import multiply, occupied_groups, zero_empty
+from amoeba.backends.grouped import bias_of_row, sum_per_expert, weight_gradient
+from amoeba.backends.rowwise import sum_rows
+from amoeba.layout import build_layout
+from amoeba.routing import Routing
+
+RowFunction = Callable[[Tensor], Tensor]
+
+_library = torch.library.Library("amoeba", "FRAGMENT")
+
+
+def experts_composed(
+    x_TH: Tensor,
+    routing: Routing,
+    gate_up_EJH: Tensor,
+    down_EHI: Tensor,
+    gate_up_bias_EJ: Tensor | None = None,
+    down_bias_EH: Tensor | None = None,
+    *,
+    gate: RowFunction,
+    finish: RowFunction | None = None,
+) -> Tensor:
+    """y_t = Σ_k weight · finish(gate(x W1ᵀ + b1) W2ᵀ + b2), for any differentiable `gate` (J -> I) and `finish`."""
+    layout = build_layout(routing.expert_TK, gate_up_EJH.shape[0])
+    offs_E, slot_row_TK = layout.offs_E, layout.slot_row_N.view_as(routing.expert_TK)
+    x_NH = torch.ops.amoeba.expand_rows(x_TH, layout.token_N, slot_row_TK)
+    a_NI = gate(torch.ops.amoeba.row_linear(x_NH, gate_up_EJH, gate_up_bias_EJ, offs_E))
+    y_NH = torch.ops.amoeba.row_linear(a_NI, down_EHI, down_bias_EH, offs_E)
+    if finish is not None:
+        y_NH = finish(y_NH)
+    weighted_NH = y_NH * routing.weight_TK.reshape(-1)[layout.order_N][:, None]
+    return torch.ops.amoeba.combine_rows(weighted_NH, layout.token_N, slot_row_TK).to(x_TH.dtype)
+
+
+def _row_linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:
+    """x Wᵀ + b with each row's own expert. Rows past offs_E[-1] come out as zeros."""
+    if _grouped_on_gpu(x_NI):
+        out_NO = F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=offs_E)
+        if bias_EO is not None:
+            out_NO += bias_of_row(bias_EO, x_NI.shape[0], offs_E)
+        return out_NO.masked_fill_(_tail(x_NI.shape[0], offs_E), 0)
+    out_NO = empty_rows(x_NI.shape[0], weight_EOI.shape[1], x_NI)
+    end = 0
+    for e, start, end in occupied_groups(offs_E):
+        bias = None if bias_EO is None else bias_EO[e]
+        multiply(x_NI[start:end], weight_EOI[e].t(), out=out_NO[start:end], bias=bias)
+    out_NO[end:].zero_()
+    return out_NO
+
+
+def _row_linear_backward(
+    dout_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, offs_E: Tensor, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout_NO = dout_NO.contiguous()
+    dx = dweight = dbias = x_NI.new_empty(0)
+    if _grouped_on_gpu(x_NI):
+        if needs[0]:
+            dx = F.grouped_mm(dout_NO, weight_EOI, offs=offs_E).masked_fill_(_tail(x_NI.shape[0], offs_E), 0)
+        if needs[1]:
+            dweight = weight_gradient(dout_NO, x_NI, offs_E, weight_EOI)
+        if needs[2]:
+            dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype)
+        return dx, dweight, dbias
+    groups = occupied_groups(offs_E)
+    if needs[0]:
+        dx = torch.zeros_like(x_NI)
+        for e, start, end in groups:
+            multiply(dout_NO[start:end], weight_EOI[e], out=dx[start:end])
+    if needs[1]:
+        dweight = zero_empty(empty_gradient(weight_EOI), groups)
+        for e, start, end in groups:
+            multiply(dout_NO[start:end].t(), x_NI[start:end], out=dweight[e])
+    if needs[2]:
+        dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype)
+    return dx, dweight, dbias
+
+
+def _grouped_on_gpu(x_NI: Tensor) -> bool:
+    return x_NI.is_cuda and x_NI.dtype == torch.bfloat16 and x_NI.shape[0] > 0
+
+
+def _tail(rows: int, offs_E: Tensor) -> Tensor:
+    return (torch.arange(rows, device=offs_E.device) >= offs_E[-1])[:, None]
+
+
+def _expand_rows(x_TH: Tensor, token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
+    return x_TH.index_select(0, token_N)
+
+
+def _combine_rows(rows_NH: Tensor, token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
+    spare = rows_NH.new_zeros(1, rows_NH.shape[1])
+    return sum_rows(torch.cat((rows_NH, spare)), slot_row_TK)
+
+
+def _define(schema: str, implementation: Callable, fake: Callable) -> None:
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"amoeba::{name}", fake, lib=_library)
+
+
+_define(
+    "row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor offs) -> Tensor",
+    _row_linear,
+    lambda x, weight, bias, offs: x.new_empty(x.shape[0], weight.shape[1]),
+)
+_define(
+    "row_linear_backward(Tensor dout, Tensor x, Tensor weight, Tensor offs, bool[3] needs) -> (Tensor, Tensor, Tensor)",
+    _row_linear_backward,
+    lambda dout, x, weight, offs, needs: (
+        torch.empty_like(x) if needs[0] else x.new_empty(0),
+        torch.empty_like(weight) if needs[1] else x.new_empty(0),
+        weight.new_empty(weight.shape[:2]) if needs[2] else x.new_empty(0),
+    ),
+)
+# These two are each other's adjoint, which is what keeps the backward of a gather free of atomics. A slot that belongs
+# to nobody gets no row in combine_rows; its row in expand_rows lies past offs_E[-1], where row_linear gives zeros.
+_define(
+    "expand_rows(Tensor x, Tensor token, Tensor slot_row) -> Tensor",
+    _expand_rows,
+    lambda x, token, slot_row: x.new_empty(token.shape[0], x.shape[1]),
+)
+_define(
+    "combine_rows(Tensor rows, Tensor token, Tensor slot_row) -> Tensor",
+    _combine_rows,
+    lambda rows, token, slot_row: rows.new_empty(slot_row.shape[0], rows.shape[1]),
+)
+
+
+def _register_autograd() -> None:
+    def keep_linear(ctx, inputs, output):
+        x, weight, bias, offs = inputs
+        ctx.save_for_backward(x, weight, offs)
+
+    def linear_backward(ctx, dout):
+        needs = [*ctx.needs_input_grad[:3]]
+        found = torch.ops.amoeba.row_linear_backward(dout, *ctx.saved_tensors, needs)
+        return (*(g if need else None for g, need in zip(found, needs, strict=True)), None)
+
+    def keep_maps(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[1:])
+
+    def expand_backward(ctx, drows):
+        return torch.ops.amoeba.combine_rows(drows.contiguous(), *ctx.saved_tensors), None, None
+
+    def combine_backward(ctx, dy):
+        return torch.ops.amoeba.expand_rows(dy.contiguous(), *ctx.saved_tensors), None, None
+
+    register = torch.library.register_autograd
+    register("amoeba::row_linear", linear_backward, setup_context=keep_linear, lib=_library)
+    register("amoeba::expand_rows", expand_backward, setup_context=keep_maps, lib=_library)
+    register("amoeba::combine_rows", combine_backward, setup_context=keep_maps, lib=_library)
+
+
+_register_autograd()

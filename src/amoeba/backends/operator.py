@@ -1,0 +1,191 @@
+"""From two functions to a backend: the custom operators, their fakes and their autograd, defined once for all backends.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+A backend supplies
+
+    forward(Problem, keep_h) -> Kept        y_TH, h_NJ (empty unless keep_h) and the layout's tensors
+    backward(Problem, Kept, dy_TH, needs) -> Gradients
+
+and gets `torch.ops.amoeba.<name>`, which torch.compile, autocast and activation checkpointing see as one opaque,
+differentiable operator. Kept between the passes: x and h (and the row order, 20 bytes a row); h is dropped and computed
+again with `recompute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.layout import Layout
+
+
+class Problem(NamedTuple):
+    """All that goes into the experts of one layer in one pass."""
+
+    x_TH: Tensor
+    expert_TK: Tensor
+    weight_TK: Tensor
+    gate_up_EJH: Tensor
+    down_EHI: Tensor
+    gate_up_bias_EJ: Tensor | None
+    down_bias_EH: Tensor | None
+    activation: Activation
+
+    @property
+    def rows(self) -> int:
+        return self.expert_TK.shape[0] * self.expert_TK.shape[1]
+
+
+class Kept(NamedTuple):
+    """What forward leaves behind."""
+
+    y_TH: Tensor
+    h_NJ: Tensor
+    order_N: Tensor
+    slot_row_N: Tensor
+    offs_E: Tensor
+
+    def layout(self, top_k: int) -> Layout:
+        return Layout(self.order_N, self.slot_row_N, self.offs_E, self.order_N, top_k)
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    x: bool
+    weight: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+
+
+class Gradients(NamedTuple):
+    x_TH: Tensor | None
+    weight_TK: Tensor | None
+    gate_up_EJH: Tensor | None
+    down_EHI: Tensor | None
+    gate_up_bias_EJ: Tensor | None
+    down_bias_EH: Tensor | None
+
+
+Forward = Callable[[Problem, bool], Kept]
+Backward = Callable[[Problem, Kept, Tensor, Needs], Gradients]
+
+_TENSORS = (
+    "Tensor x, Tensor expert, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
+)
+_ACTIVATION = "str kind, bool gated, float alpha, float limit, float up_shift, bool interleaved"
+_FORWARD = f"({_TENSORS}, {_ACTIVATION}, bool keep_h) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD = (
+    f"({_TENSORS}, {_ACTIVATION}, Tensor h, Tensor order, Tensor slot_row, Tensor offs, Tensor dy, bool[6] needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_NUM_TENSORS, _NUM_ACTIVATION = 7, 6
+
+_library = torch.library.Library("amoeba", "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The differentiable operator of one backend."""
+
+    name: str
+    forward: Callable[..., tuple[Tensor, ...]]
+
+    def __call__(self, problem: Problem, *, keep_h: bool) -> Tensor:
+        return self.forward(*problem[:_NUM_TENSORS], *_flat(problem.activation), keep_h)[0]
+
+
+def define_operator(name: str, forward: Forward, backward: Backward) -> Operator:
+    """Registers amoeba::<name> and amoeba::<name>_backward."""
+
+    def forward_impl(*args: object) -> tuple[Tensor, ...]:
+        return tuple(forward(_problem(args), args[-1]))  # type: ignore[arg-type]
+
+    def backward_impl(*args: object) -> tuple[Tensor, ...]:
+        problem = _problem(args)
+        h, order, slot_row, offs, dy, needs = args[_NUM_TENSORS + _NUM_ACTIVATION :]
+        kept = Kept(dy, h, order, slot_row, offs)  # type: ignore[arg-type]
+        gradients = backward(problem, kept, dy.contiguous(), Needs(*needs))  # type: ignore[attr-defined, misc]
+        return tuple(problem.x_TH.new_empty(0) if g is None else g for g in gradients)
+
+    _library.define(f"{name}{_FORWARD}")
+    _library.define(f"{name}_backward{_BACKWARD}")
+    _library.impl(name, forward_impl, "CompositeExplicitAutograd")
+    _library.impl(f"{name}_backward", backward_impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"amoeba::{name}", _fake_forward, lib=_library)
+    torch.library.register_fake(f"amoeba::{name}_backward", _fake_backward, lib=_library)
+    namespace = torch.ops.amoeba
+    forward_op = getattr(namespace, name).default
+    backward_op = getattr(namespace, f"{name}_backward").default
+    _register_autograd(name, backward_op)
+    return Operator(name, forward_op)
+
+
+def _register_autograd(name: str, backward_op: Callable[..., tuple[Tensor, ...]]) -> None:
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+        _, h, order, slot_row, offs = output
+        ctx.save_for_backward(*inputs[:_NUM_TENSORS], h, order, slot_row, offs)
+        ctx.mark_non_differentiable(h, order, slot_row, offs)
+        ctx.set_materialize_grads(False)
+        ctx.activation = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_ACTIVATION]  # type: ignore[attr-defined]
+
+    def backward(ctx: torch.autograd.function.FunctionCtx, dy: Tensor | None, *_: object) -> tuple:
+        inputs = _NUM_TENSORS + _NUM_ACTIVATION + 1
+        if dy is None:
+            return (None,) * inputs
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        wanted = ctx.needs_input_grad  # type: ignore[attr-defined]
+        needs = [wanted[0], *wanted[2:_NUM_TENSORS]]  # expert ids have no gradient
+        found = backward_op(*saved[:_NUM_TENSORS], *ctx.activation, *saved[_NUM_TENSORS:], dy, needs)  # type: ignore[attr-defined]
+        x, *others = (g if need else None for g, need in zip(found, needs, strict=True))
+        return (x, None, *others) + (None,) * (_NUM_ACTIVATION + 1)
+
+    def twice(ctx: object, *_: object) -> tuple:
+        raise NotImplementedError(
+            f"amoeba::{name}: second derivatives are not implemented; got a backward through a backward. "
+            "Use the functions of amoeba.reference under autograd where you need them."
+        )
+
+    torch.library.register_autograd(f"amoeba::{name}", backward, setup_context=setup_context, lib=_library)
+    torch.library.register_autograd(f"amoeba::{name}_backward", twice, lib=_library)
+
+
+def _fake_forward(*args: object) -> tuple[Tensor, ...]:
+    problem, keep_h = _problem(args), args[-1]
+    rows, x = problem.rows, problem.x_TH
+    experts, width = problem.gate_up_EJH.shape[:2]
+    h = x.new_empty((rows, width) if keep_h else (0,))
+    order, slot_row = (x.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    return x.new_empty(x.shape), h, order, slot_row, x.new_empty(experts, dtype=torch.int32)
+
+
+def _fake_backward(*args: object) -> tuple[Tensor, ...]:
+    problem, needs = _problem(args), Needs(*args[-1])  # type: ignore[misc]
+    sources = (problem.x_TH, *problem[2:_NUM_TENSORS])
+    return tuple(
+        torch.empty_like(source) if need and isinstance(source, Tensor) else problem.x_TH.new_empty(0)
+        for source, need in zip(sources, needs, strict=True)
+    )
+
+
+def _flat(activation: Activation) -> tuple[str, bool, float, float, float, bool]:
+    return (
+        activation.kind,
+        activation.gated,
+        activation.alpha,
+        activation.limit,
+        activation.up_shift,
+        activation.interleaved,
+    )
+
+
+def _problem(args: tuple) -> Problem:
+    return Problem(*args[:_NUM_TENSORS], Activation(*args[_NUM_TENSORS : _NUM_TENSORS + _NUM_ACTIVATION]))

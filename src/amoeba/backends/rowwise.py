@@ -1,0 +1,156 @@
+"""What happens to single rows between the matrix products: activation, its backward, gather-and-sum.
+
+T tokens · K experts per token · N = T·K routed rows · H hidden · I intermediate · J = 2I or I
+
+Plain torch on chunks of rows, so that the working set stays small; half-precision rows are computed in fp32 and
+rounded once on the way out.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.layout import Layout
+
+# Elements of h per chunk. On a CPU a chunk and its few temporaries stay in the last-level cache; on a GPU a chunk only
+# bounds the memory that the temporaries take.
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+
+
+def activate_rows(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI: Tensor) -> Tensor:
+    """out = scale · act(h), row by row."""
+    for rows in _chunks(h_NJ):
+        h = _wide(h_NJ[rows])
+        value = _activate(h, activation).mul_(scale_N[rows, None].to(h.dtype))
+        out_NI[rows] = value
+    return out_NI
+
+
+def activate_rows_backward(
+    da_NI: Tensor, h_NJ: Tensor, scale_N: Tensor, activation: Activation, dh_NJ: Tensor, scaled_a_NI: Tensor | None
+) -> Tensor:
+    """From dA' (no scale in it yet): writes dh and scale·a, returns ds_N = <dA', a> in the compute dtype."""
+    ds_N = torch.empty(h_NJ.shape[0], dtype=_wide_dtype(h_NJ.dtype), device=h_NJ.device)
+    for rows in _chunks(h_NJ):
+        h, da, scale = _wide(h_NJ[rows]), _wide(da_NI[rows]), scale_N[rows, None].to(ds_N.dtype)
+        if activation.gated:
+            a = _gated_backward(da, h, scale, activation, dh_NJ[rows])
+        else:
+            a = _plain_backward(da, h, scale, activation, dh_NJ[rows])
+        torch.sum(da * a, dim=-1, out=ds_N[rows])
+        if scaled_a_NI is not None:
+            scaled_a_NI[rows] = a.mul_(scale)
+    return ds_N
+
+
+def sum_rows(rows_NH: Tensor, slot_row_TK: Tensor) -> Tensor:
+    """Gather-and-sum: out_t = Σ_k rows[slot_row[t, k]], accumulated in fp32 and in the order of k.
+
+    The last row of `rows` is a spare that stands for slots that belong to nobody here; it is never read.
+    """
+    return F.embedding_bag(slot_row_TK, rows_NH, mode="sum", padding_idx=rows_NH.shape[0] - 1)
+
+
+def slot_gradient(ds_N: Tensor, layout: Layout, weight_TK: Tensor) -> Tensor:
+    """ds of the sorted rows back to (T, K), in the dtype of the weights; 0 for slots that belong to nobody here."""
+    padded = torch.cat((ds_N, ds_N.new_zeros(1)))
+    return padded[layout.slot_row_N].view_as(weight_TK).to(weight_TK.dtype)
+
+
+def split_gate_up(h: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    if activation.interleaved:
+        return h[:, 0::2], h[:, 1::2]
+    gate, up = h.chunk(2, dim=1)
+    return gate, up
+
+
+def activate(h: Tensor, activation: Activation) -> Tensor:
+    """act(h) in h's own dtype, for few rows."""
+    return _activate(h, activation)
+
+
+def _activate(h: Tensor, activation: Activation) -> Tensor:
+    limit = activation.limit
+    clamped = limit != float("inf")
+    if not activation.gated:
+        return _act(h.clamp(max=limit) if clamped else h, activation)
+    gate, up = split_gate_up(h, activation)
+    if clamped:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    value = _act(gate, activation)
+    return value.mul_(up + activation.up_shift if activation.up_shift else up)
+
+
+def _gated_backward(da: Tensor, h: Tensor, scale: Tensor, activation: Activation, dh_out: Tensor) -> Tensor:
+    gate, up = split_gate_up(h, activation)
+    dgate_out, dup_out = split_gate_up(dh_out, activation)
+    limit = activation.limit
+    clamped = limit != float("inf")
+    gate_in, up_in = (gate.clamp(max=limit), up.clamp(-limit, limit)) if clamped else (gate, up)
+    up_in = up_in + activation.up_shift if activation.up_shift else up_in
+    value = _act(gate_in, activation)
+    scaled = da * scale
+    dup = scaled * value
+    dgate = _act_backward(scaled.mul_(up_in), gate_in, activation)
+    if clamped:
+        dgate = dgate.masked_fill_(gate > limit, 0)
+        dup = dup.masked_fill_(up.abs() > limit, 0)
+    dgate_out.copy_(dgate)
+    dup_out.copy_(dup)
+    return value.mul_(up_in)
+
+
+def _plain_backward(da: Tensor, h: Tensor, scale: Tensor, activation: Activation, dh_out: Tensor) -> Tensor:
+    limit = activation.limit
+    clamped = limit != float("inf")
+    h_in = h.clamp(max=limit) if clamped else h
+    dh = _act_backward(da * scale, h_in, activation)
+    dh_out.copy_(dh.masked_fill_(h > limit, 0) if clamped else dh)
+    return _act(h_in, activation)
+
+
+def _act(z: Tensor, activation: Activation) -> Tensor:
+    kind = activation.kind
+    if kind == "silu":
+        return F.silu(z) if activation.alpha == 1.0 else torch.sigmoid(z * activation.alpha).mul_(z)
+    if kind == "gelu":
+        return F.gelu(z)
+    if kind == "gelu_tanh":
+        return F.gelu(z, approximate="tanh")
+    if kind == "relu":
+        return F.relu(z)
+    return F.relu(z).square_()
+
+
+def _act_backward(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
+    kind = activation.kind
+    if kind == "silu" and activation.alpha == 1.0:
+        return torch.ops.aten.silu_backward(grad, z)
+    if kind == "silu":
+        sigmoid = torch.sigmoid(z * activation.alpha)
+        slope = (1 - sigmoid).mul_(z).mul_(activation.alpha).add_(1).mul_(sigmoid)
+        return slope.mul_(grad)
+    if kind == "gelu":
+        return torch.ops.aten.gelu_backward(grad, z)
+    if kind == "gelu_tanh":
+        return torch.ops.aten.gelu_backward(grad, z, approximate="tanh")
+    if kind == "relu":
+        return grad * (z > 0)
+    return F.relu(z).mul_(2).mul_(grad)
+
+
+def _chunks(h_NJ: Tensor) -> list[slice]:
+    rows, width = h_NJ.shape
+    step = max(1, CHUNK_ELEMENTS.get(h_NJ.device.type, 1 << 20) // width)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(_wide_dtype(tensor.dtype))

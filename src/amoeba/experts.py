@@ -1,0 +1,75 @@
+"""The one seam: `experts(x, routing, weights)` computes routed experts, wherever they live, on the best backend there is.
+
+T tokens · K experts per token · E experts · H hidden
+
+    y_TH = experts(x_TH, Routing(expert_TK, weight_TK), ExpertWeights(gate_up_EJH, down_EHI))
+
+Gradients go to x, to weight_TK (and so to the router), and to every weight and bias that requires them. An expert id
+outside [0, E) belongs to nobody here: it costs nothing, adds nothing, and its weight gets gradient zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.backends.registry import Request, choose
+from amoeba.errors import bad_value
+from amoeba.routing import Routing
+from amoeba.weights import ExpertWeights
+
+
+def experts(
+    x_TH: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    *,
+    lora: Any = None,
+    backend: str = "auto",
+    recompute: bool = False,
+) -> Tensor:
+    """y_TH = Σ_k weight[t, k] · expert[t, k](x_t).
+
+    recompute: keep x alone between the passes and compute the up projection again in backward.
+    Under autocast x and the weights are cast to the autocast dtype, and y comes in it.
+    """
+    if torch.is_autocast_enabled(x_TH.device.type):
+        dtype = torch.get_autocast_dtype(x_TH.device.type)
+        x_TH = x_TH.to(dtype)
+        weights = weights if weights.dtype == dtype else weights.to(dtype)
+    _check(x_TH, routing, weights)
+    request = Request(x_TH, routing, weights, lora, recompute)
+    return choose(backend, request).run(request)
+
+
+def _check(x_TH: Tensor, routing: Routing, weights: ExpertWeights) -> None:
+    if x_TH.dim() != 2 or x_TH.shape[1] != weights.hidden:
+        raise bad_value(
+            "x_TH",
+            f"shape (T, {weights.hidden}), H as the weights have it",
+            tuple(x_TH.shape),
+            "flatten batch and sequence: x.reshape(-1, H)",
+        )
+    if routing.expert_TK.shape[0] != x_TH.shape[0]:
+        raise bad_value(
+            "routing",
+            f"one row per token, T = {x_TH.shape[0]}",
+            tuple(routing.expert_TK.shape),
+            "route the same tokens that you pass as x",
+        )
+    if x_TH.dtype != weights.dtype:
+        raise bad_value(
+            "x_TH", f"{weights.dtype}, as the weights", x_TH.dtype, "cast x or the weights, or use torch.autocast"
+        )
+    if x_TH.device != weights.device or routing.expert_TK.device != weights.device:
+        raise bad_value(
+            "device",
+            f"x, routing and weights on {weights.device}",
+            f"x on {x_TH.device}, routing on {routing.expert_TK.device}",
+            "move them to one device",
+        )
+    # Reading values means waiting for the device, so a GPU's are checked by routing.check_values() on request only.
+    if not routing.trusted and x_TH.device.type == "cpu" and not torch.compiler.is_compiling():
+        routing.check_values()

@@ -1,0 +1,1 @@
+"""Where aMoEba meets other libraries. Each module here imports the library it is named after."""
