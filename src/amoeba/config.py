@@ -99,9 +99,7 @@ class RouterConfig:
         _one_of("score", self.score, get_args(ScoreFunction))
         _one_of("group_score", self.group_score, get_args(GroupScore))
         if not (math.isfinite(self.scaling_factor) and self.scaling_factor > 0):
-            raise bad_value(
-                "scaling_factor", "a finite number above 0", self.scaling_factor, "use 1.0 for no scaling"
-            )
+            raise bad_value("scaling_factor", "a finite number above 0", self.scaling_factor, "use 1.0 for no scaling")
         _positive("n_group", self.n_group)
         _positive("topk_group", self.topk_group)
         if self.num_experts % self.n_group:
@@ -123,11 +121,12 @@ class RouterConfig:
             )
         if not 0.0 <= self.jitter < 1.0:
             raise bad_value("jitter", "0 <= jitter < 1", self.jitter, "use 0.0 for no noise, 0.01 is customary")
-        if self.capacity_factor is not None and not (
-            math.isfinite(self.capacity_factor) and self.capacity_factor > 0
-        ):
+        if self.capacity_factor is not None and not (math.isfinite(self.capacity_factor) and self.capacity_factor > 0):
             raise bad_value(
-                "capacity_factor", "None or a finite number above 0", self.capacity_factor, "use None for dropless"
+                "capacity_factor",
+                "None or a finite number above 0",
+                self.capacity_factor,
+                "use None for dropless",
             )
 
 

@@ -1,6 +1,6 @@
 """What the CPU of this machine can do, and what follows for the dtype to compute in.
 
-    compute_dtype(torch.bfloat16, device)   # bfloat16 where the CPU has bf16 dot products, float32 where it has not
+compute_dtype(torch.bfloat16, device)   # bfloat16 where the CPU has bf16 dot products, float32 where it has not
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one seam: `experts(x, routing, weights)` computes routed experts, wherever they live, on the best backend there is.
+"""The one seam: `experts(x, routing, weights)` computes routed experts, wherever they live, on the best backend.
 
 T tokens · K experts per token · E experts · H hidden
 
@@ -61,7 +61,10 @@ def _check(x_TH: Tensor, routing: Routing, weights: ExpertWeights) -> None:
         )
     if x_TH.dtype != weights.dtype:
         raise bad_value(
-            "x_TH", f"{weights.dtype}, as the weights", x_TH.dtype, "cast x or the weights, or use torch.autocast"
+            "x_TH",
+            f"{weights.dtype}, as the weights",
+            x_TH.dtype,
+            "cast x or the weights, or use torch.autocast",
         )
     if x_TH.device != weights.device or routing.expert_TK.device != weights.device:
         raise bad_value(

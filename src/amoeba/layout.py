@@ -69,9 +69,7 @@ def build_layout(expert_TK: Tensor, num_experts: int, *, rank: int = 0) -> Layou
     """Layout of the rows that one rank routed."""
     num_tokens, top_k = expert_TK.shape
     rows = num_tokens * top_k
-    return _sorted_by_expert(
-        expert_TK.reshape(rows), num_experts, first_row_id=rank * rows, row_id_N=None, top_k=top_k
-    )
+    return _sorted_by_expert(expert_TK.reshape(rows), num_experts, first_row_id=rank * rows, row_id_N=None, top_k=top_k)
 
 
 def build_layout_from_rows(expert_N: Tensor, row_id_N: Tensor, num_experts: int, *, top_k: int) -> Layout:
@@ -84,9 +82,7 @@ def build_layout_from_rows(expert_N: Tensor, row_id_N: Tensor, num_experts: int,
             "send the row_id along with every row",
         )
     by_name = torch.argsort(row_id_N)
-    inner = _sorted_by_expert(
-        expert_N[by_name], num_experts, first_row_id=0, row_id_N=row_id_N[by_name], top_k=top_k
-    )
+    inner = _sorted_by_expert(expert_N[by_name], num_experts, first_row_id=0, row_id_N=row_id_N[by_name], top_k=top_k)
     slot_row_N = torch.empty_like(inner.slot_row_N)
     slot_row_N[by_name] = inner.slot_row_N
     return Layout(by_name[inner.order_N], slot_row_N, inner.offs_E, inner.row_id_N, top_k)

@@ -94,5 +94,6 @@ class ExpertWeights:
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         """The same experts in another dtype, differentiably."""
         gate_up, down, gate_up_bias, down_bias = (None if t is None else t.to(dtype) for t in self.tensors())
-        assert gate_up is not None and down is not None
+        assert gate_up is not None
+        assert down is not None
         return ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation)

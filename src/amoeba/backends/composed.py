@@ -1,6 +1,6 @@
 """Experts whose activation is somebody else's function: the same products, with torch's autograd through the middle.
 
-T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O columns out
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O out
 
     y_TH = experts_composed(x_TH, routing, gate_up_EJH, down_EHI, gate=module._apply_gate)
 
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.backends.allocate import empty_gradient, empty_rows
-from amoeba.backends.eager import multiply, occupied_groups, zero_empty
+from amoeba.backends.allocate import empty_rows
+from amoeba.backends.eager import Groups
 from amoeba.backends.grouped import bias_of_row, sum_per_expert, weight_gradient
 from amoeba.backends.rowwise import sum_rows
 from amoeba.layout import build_layout
@@ -59,11 +59,9 @@ def _row_linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E
             out_NO += bias_of_row(bias_EO, x_NI.shape[0], offs_E)
         return out_NO.masked_fill_(_tail(x_NI.shape[0], offs_E), 0)
     out_NO = empty_rows(x_NI.shape[0], weight_EOI.shape[1], x_NI)
-    end = 0
-    for e, start, end in occupied_groups(offs_E):
-        bias = None if bias_EO is None else bias_EO[e]
-        multiply(x_NI[start:end], weight_EOI[e].t(), out=out_NO[start:end], bias=bias)
-    out_NO[end:].zero_()
+    groups = Groups(offs_E, x_NI.shape[0])
+    groups.multiply_rows(x_NI, weight_EOI.transpose(1, 2), out=out_NO, bias_EO=bias_EO)
+    groups.rest(out_NO).zero_()
     return out_NO
 
 
@@ -80,15 +78,13 @@ def _row_linear_backward(
         if needs[2]:
             dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype)
         return dx, dweight, dbias
-    groups = occupied_groups(offs_E)
+    groups = Groups(offs_E, x_NI.shape[0])
     if needs[0]:
-        dx = torch.zeros_like(x_NI)
-        for e, start, end in groups:
-            multiply(dout_NO[start:end], weight_EOI[e], out=dx[start:end])
+        dx = torch.empty_like(x_NI)
+        groups.multiply_rows(dout_NO, weight_EOI, out=dx)
+        groups.rest(dx).zero_()
     if needs[1]:
-        dweight = zero_empty(empty_gradient(weight_EOI), groups)
-        for e, start, end in groups:
-            multiply(dout_NO[start:end].t(), x_NI[start:end], out=dweight[e])
+        dweight = groups.weight_gradient(dout_NO, x_NI, weight_EOI)
     if needs[2]:
         dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype)
     return dx, dweight, dbias
@@ -148,7 +144,7 @@ _define(
 
 def _register_autograd() -> None:
     def keep_linear(ctx, inputs, output):
-        x, weight, bias, offs = inputs
+        x, weight, _bias, offs = inputs
         ctx.save_for_backward(x, weight, offs)
 
     def linear_backward(ctx, dout):

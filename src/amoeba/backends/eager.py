@@ -9,6 +9,8 @@ which stalls the stream; there it is the path for what `grouped` cannot take.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -22,160 +24,173 @@ from amoeba.layout import Layout, build_layout
 # (2-core Xeon, H=512 I=256 E=32 K=4, fp32: 0.17 ms at 4 rows where sorting and grouping take 0.33 ms, 2026-11-15.)
 DECODE_ROWS = 16
 
-Groups = list[tuple[int, int, int]]  # expert, first row, end row; experts without rows are left out
-
 
 def forward(problem: Problem, keep_h: bool) -> Kept:
     x_TH, rows = problem.x_TH, problem.rows
     if not keep_h and 0 < rows <= DECODE_ROWS and x_TH.device.type == "cpu":
-        return _no_layout(_decode(problem), problem)
+        return _no_layout(_decode(problem))
     layout = build_layout(problem.expert_TK, problem.gate_up_EJH.shape[0])
-    groups = occupied_groups(layout.offs_E)
+    groups = Groups(layout.offs_E, rows)
     scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
 
     h_NJ = _up(problem, layout, groups)
-    intermediate = problem.down_EHI.shape[2]
-    a_NI = activate_rows(h_NJ, scale_N, problem.activation, empty_rows(rows, intermediate, x_TH))
+    a_NI = empty_rows(rows, problem.down_EHI.shape[2], x_TH)
+    activate_rows(h_NJ, scale_N, problem.activation, a_NI)
     y_NH = empty_rows(rows + 1, x_TH.shape[1], x_TH)
-    for e, start, end in groups:
-        multiply(a_NI[start:end], problem.down_EHI[e].t(), out=y_NH[start:end])
-        if problem.down_bias_EH is not None:
-            y_NH[start:end] += scale_N[start:end, None].to(y_NH.dtype) * problem.down_bias_EH[e]
+    groups.multiply_rows(a_NI, problem.down_EHI.transpose(1, 2), out=y_NH[:rows])
+    if problem.down_bias_EH is not None:
+        for e, y, scale in groups.each(y_NH[:rows], scale_N):
+            y += scale[:, None].to(y.dtype) * problem.down_bias_EH[e]
     y_TH = sum_rows(y_NH, layout.slot_row_N.view_as(problem.expert_TK))
     return Kept(y_TH, h_NJ if keep_h else x_TH.new_empty(0), layout.order_N, layout.slot_row_N, layout.offs_E)
 
 
 def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
-    x_TH, rows, hidden = problem.x_TH, problem.rows, problem.x_TH.shape[1]
+    x_TH, rows = problem.x_TH, problem.rows
     layout = kept.layout(problem.expert_TK.shape[1])
-    groups = occupied_groups(layout.offs_E)
+    groups = Groups(layout.offs_E, rows)
     scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
     h_NJ = kept.h_NJ if kept.h_NJ.dim() == 2 else _up(problem, layout, groups)
-    intermediate, width = problem.down_EHI.shape[2], h_NJ.shape[1]
+    intermediate = problem.down_EHI.shape[2]
 
     dy_NH = dy_TH.index_select(0, layout.token_N)
     da_NI = empty_rows(rows, intermediate, x_TH)
-    for e, start, end in groups:
-        multiply(dy_NH[start:end], problem.down_EHI[e], out=da_NI[start:end])
-    dh_NJ = empty_rows(rows, width, x_TH)
+    groups.multiply_rows(dy_NH, problem.down_EHI, out=da_NI)
+    dh_NJ = empty_rows(rows, h_NJ.shape[1], x_TH)
     scaled_a_NI = empty_rows(rows, intermediate, x_TH) if needs.down else None
     ds_N = activate_rows_backward(da_NI, h_NJ, scale_N, problem.activation, dh_NJ, scaled_a_NI)
     del da_NI, h_NJ
 
+    wide = ds_N.dtype
     d_weight = d_down = d_down_bias = d_gate_up = d_gate_up_bias = d_x = None
     if needs.weight:
         if problem.down_bias_EH is not None:
-            for e, start, end in groups:
-                ds_N[start:end] += dy_NH[start:end].to(ds_N.dtype) @ problem.down_bias_EH[e].to(ds_N.dtype)
+            for e, ds, dy in groups.each(ds_N, dy_NH):
+                ds += dy.to(wide) @ problem.down_bias_EH[e].to(wide)
         d_weight = slot_gradient(ds_N, layout, problem.weight_TK)
-    if needs.down:
-        assert scaled_a_NI is not None
-        d_down = zero_empty(empty_gradient(problem.down_EHI), groups)
-        for e, start, end in groups:
-            multiply(dy_NH[start:end].t(), scaled_a_NI[start:end], out=d_down[e])
+    if scaled_a_NI is not None:
+        d_down = groups.weight_gradient(dy_NH, scaled_a_NI, problem.down_EHI)
     if needs.down_bias:
-        assert problem.down_bias_EH is not None
-        d_down_bias = torch.zeros_like(problem.down_bias_EH)
-        for e, start, end in groups:
-            wide = torch.promote_types(x_TH.dtype, torch.float32)
-            d_down_bias[e] = scale_N[start:end].to(wide) @ dy_NH[start:end].to(wide)
+        d_down_bias = torch.zeros_like(problem.down_bias_EH)  # type: ignore[arg-type]
+        for e, dy, scale in groups.each(dy_NH, scale_N):
+            d_down_bias[e] = scale.to(wide) @ dy.to(wide)
     del scaled_a_NI, dy_NH
     if needs.gate_up:
-        d_gate_up = zero_empty(empty_gradient(problem.gate_up_EJH), groups)
         x_NH = x_TH.index_select(0, layout.token_N)
-        for e, start, end in groups:
-            multiply(dh_NJ[start:end].t(), x_NH[start:end], out=d_gate_up[e])
+        d_gate_up = groups.weight_gradient(dh_NJ, x_NH, problem.gate_up_EJH)
         del x_NH
     if needs.gate_up_bias:
-        assert problem.gate_up_bias_EJ is not None
-        d_gate_up_bias = torch.zeros_like(problem.gate_up_bias_EJ)
-        for e, start, end in groups:
-            d_gate_up_bias[e] = dh_NJ[start:end].sum(0, dtype=torch.promote_types(x_TH.dtype, torch.float32))
+        d_gate_up_bias = torch.zeros_like(problem.gate_up_bias_EJ)  # type: ignore[arg-type]
+        for e, dh in groups.each(dh_NJ):
+            d_gate_up_bias[e] = dh.sum(0, dtype=wide)
     if needs.x:
-        dx_NH = empty_rows(rows + 1, hidden, x_TH)
-        for e, start, end in groups:
-            multiply(dh_NJ[start:end], problem.gate_up_EJH[e], out=dx_NH[start:end])
+        dx_NH = empty_rows(rows + 1, x_TH.shape[1], x_TH)
+        groups.multiply_rows(dh_NJ, problem.gate_up_EJH, out=dx_NH[:rows])
         d_x = sum_rows(dx_NH, layout.slot_row_N.view_as(problem.expert_TK))
     return Gradients(d_x, d_weight, d_gate_up, d_down, d_gate_up_bias, d_down_bias)
-
-
-def multiply(left: Tensor, right: Tensor, *, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = left @ right (+ bias), in the dtype that this device computes fast."""
-    dtype = compute_dtype(left.dtype, left.device)
-    if dtype != left.dtype:
-        product = left.to(dtype) @ right.to(dtype)
-        out.copy_(product if bias is None else product.add_(bias))
-    elif bias is not None:
-        torch.addmm(bias, left, right, out=out)
-    else:
-        torch.mm(left, right, out=out)
 
 
 def _up(problem: Problem, layout: Layout, groups: Groups) -> Tensor:
     x_NH = problem.x_TH.index_select(0, layout.token_N)
     h_NJ = empty_rows(problem.rows, problem.gate_up_EJH.shape[1], problem.x_TH)
-    bias = problem.gate_up_bias_EJ
-    for e, start, end in groups:
-        multiply(
-            x_NH[start:end],
-            problem.gate_up_EJH[e].t(),
-            out=h_NJ[start:end],
-            bias=None if bias is None else bias[e],
-        )
+    groups.multiply_rows(x_NH, problem.gate_up_EJH.transpose(1, 2), out=h_NJ, bias_EO=problem.gate_up_bias_EJ)
     return h_NJ
 
 
-def occupied_groups(offs_E: Tensor) -> Groups:
-    ends = offs_E.tolist()
-    starts = [0, *ends[:-1]]
-    return [(e, start, end) for e, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+class Groups:
+    """The sorted rows as each expert sees them. Reading the row counts is this backend's one wait for the device."""
 
+    def __init__(self, offs_E: Tensor, rows: int) -> None:
+        ends = offs_E.tolist()
+        self.counts = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        self._sizes = [*self.counts, rows - ends[-1]]  # the last part: rows that belong to nobody here
 
-def zero_empty(gradient: Tensor, groups: Groups) -> Tensor:
-    """Zeroes the gradient of every expert without rows; the others are about to be overwritten."""
-    busy = {e for e, _, _ in groups}
-    for e in range(gradient.shape[0]):
-        if e not in busy:
-            gradient[e].zero_()
-    return gradient
+    def each(self, *row_tensors: Tensor) -> Iterator[tuple]:
+        """(expert, its rows of each tensor) for the experts that have rows."""
+        parts = [tensor.split(self._sizes) for tensor in row_tensors]
+        for e, count in enumerate(self.counts):
+            if count:
+                yield e, *(part[e] for part in parts)
+
+    def rest(self, rows_NW: Tensor) -> Tensor:
+        """The rows that belong to nobody here."""
+        return rows_NW.split(self._sizes)[-1]
+
+    def multiply_rows(self, rows_NI: Tensor, matrix_EIO: Tensor, *, out: Tensor, bias_EO: Tensor | None = None) -> None:
+        """out = rows @ matrix of their expert (+ its bias); the rest of out is left as it is."""
+        matrices = matrix_EIO.unbind(0)
+        dtype = compute_dtype(rows_NI.dtype, rows_NI.device)
+        for e, rows, target in self.each(rows_NI, out):
+            if dtype != rows.dtype:
+                product = rows.to(dtype) @ matrices[e].to(dtype)
+                target.copy_(product if bias_EO is None else product.add_(bias_EO[e]))
+            elif bias_EO is not None:
+                torch.addmm(bias_EO[e], rows, matrices[e], out=target)
+            else:
+                torch.mm(rows, matrices[e], out=target)
+
+    def weight_gradient(self, grad_NO: Tensor, rows_NI: Tensor, weight_EOI: Tensor) -> Tensor:
+        """Σ over each expert's rows of gradᵀ · row, in the stored layout of the weight; zeros where no rows came."""
+        gradient = empty_gradient(weight_EOI)
+        targets = gradient.unbind(0)
+        for e, count in enumerate(self.counts):
+            if not count:
+                targets[e].zero_()
+        dtype = compute_dtype(grad_NO.dtype, grad_NO.device)
+        for e, grad, rows in self.each(grad_NO, rows_NI):
+            if dtype != grad.dtype:
+                targets[e].copy_(grad.to(dtype).t() @ rows.to(dtype))
+            else:
+                torch.mm(grad.t(), rows, out=targets[e])
+        return gradient
 
 
 def _decode(problem: Problem) -> Tensor:
     """A few rows, one after another; nothing is sorted and every expert is read where it lies."""
-    x_TH, dtype = problem.x_TH, compute_dtype(problem.x_TH.dtype, problem.x_TH.device)
-    experts = problem.gate_up_EJH.shape[0]
-    slots = [
-        (t, k, e)
-        for t, chosen in enumerate(problem.expert_TK.tolist())
-        for k, e in enumerate(chosen)
-        if 0 <= e < experts
-    ]
-    x_rows = x_TH.to(dtype).unbind(0)
-    y_TH = torch.zeros(x_TH.shape, dtype=torch.promote_types(dtype, torch.float32))
-    if not slots:
-        return y_TH.to(x_TH.dtype)
-    h = torch.empty((len(slots), problem.gate_up_EJH.shape[1]), dtype=dtype)
-    for row, (t, _, e) in zip(h.unbind(0), slots, strict=True):
-        torch.mv(problem.gate_up_EJH[e].to(dtype), x_rows[t], out=row)
-        if problem.gate_up_bias_EJ is not None:
-            row += problem.gate_up_bias_EJ[e]
-    a = activate(h.to(y_TH.dtype), problem.activation).to(dtype)
-    y = torch.empty((len(slots), x_TH.shape[1]), dtype=dtype)
-    for row, a_row, (_, _, e) in zip(y.unbind(0), a.unbind(0), slots, strict=True):
-        torch.mv(problem.down_EHI[e].to(dtype), a_row, out=row)
+    x_TH, gate_up, down = problem.x_TH, problem.gate_up_EJH, problem.down_EHI
+    dtype = compute_dtype(x_TH.dtype, x_TH.device)
+    product = torch.mv if dtype == x_TH.dtype else _wide_product
+    experts, bias = gate_up.shape[0], problem.gate_up_bias_EJ
+    owner: list[tuple[int, int]] = []
+    rows: list[Tensor] = []
+    for t, chosen in enumerate(problem.expert_TK.tolist()):
+        x = x_TH[t]
+        for e in chosen:
+            if 0 <= e < experts:
+                h = product(gate_up[e], x)
+                rows.append(h if bias is None else h + bias[e])
+                owner.append((t, e))
+    if not rows:
+        return torch.zeros_like(x_TH)
+    weight = problem.weight_TK.reshape(-1, 1)
+    if len(rows) < weight.shape[0]:
+        weight = weight[((problem.expert_TK >= 0) & (problem.expert_TK < experts)).reshape(-1)]
+    h = torch.stack(rows)
+    wide = torch.promote_types(h.dtype, torch.float32)
+    a = activate(h if h.dtype == wide else h.to(wide), problem.activation).mul_(weight)
+    y_TH = torch.zeros(x_TH.shape, dtype=wide)
+    # fp32 and fp64 add up inside the product; half precision is added up in fp32
+    add_up = Tensor.addmv_ if dtype == wide and x_TH.dtype == wide else _add_product
+    for a_row, w_row, (t, e) in zip(a.unbind(0), weight.unbind(0), owner, strict=True):
+        y = y_TH[t]
+        add_up(y, down[e], a_row)
         if problem.down_bias_EH is not None:
-            row += problem.down_bias_EH[e]
-    if len(slots) == x_TH.shape[0] * problem.expert_TK.shape[1]:
-        grouped = y.to(y_TH.dtype).view(x_TH.shape[0], -1, x_TH.shape[1])
-        weight = problem.weight_TK.to(y_TH.dtype)
-        return torch.bmm(weight[:, None], grouped)[:, 0].to(x_TH.dtype)
-    weights = problem.weight_TK.tolist()
-    for row, (t, k, _) in zip(y.unbind(0), slots, strict=True):
-        y_TH[t].add_(row, alpha=weights[t][k])
-    return y_TH.to(x_TH.dtype)
+            y.addcmul_(problem.down_bias_EH[e], w_row.to(wide))
+    return y_TH if wide == x_TH.dtype else y_TH.to(x_TH.dtype)
 
 
-def _no_layout(y_TH: Tensor, problem: Problem) -> Kept:
+def _wide_product(matrix: Tensor, vector: Tensor) -> Tensor:
+    return torch.mv(matrix.float(), vector.float())
+
+
+def _add_product(total: Tensor, matrix: Tensor, vector: Tensor) -> None:
+    if compute_dtype(matrix.dtype, matrix.device) == matrix.dtype:
+        total += torch.mv(matrix, vector.to(matrix.dtype))
+    else:
+        total += torch.mv(matrix.to(total.dtype), vector)
+
+
+def _no_layout(y_TH: Tensor) -> Kept:
     nothing = y_TH.new_empty(0, dtype=torch.int64)
     return Kept(y_TH, y_TH.new_empty(0), nothing, nothing, nothing.to(torch.int32))
 

@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
-Row buffers carry one spare row at the end, which stands for slots that belong to nobody here (see `sum_rows`). Rows past
-offs_E[-1] are left uninitialised by the product and read by nobody.
+Row buffers carry one spare row at the end, which stands for slots that belong to nobody here (see `sum_rows`).
+Rows past offs_E[-1] are left uninitialised by the product and read by nobody.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
     layout = kept.layout(problem.expert_TK.shape[1])
     if rows == 0:
         sources = (x_TH, *problem[2:7])
-        return Gradients(*(torch.zeros_like(t) if n else None for t, n in zip(sources, needs, strict=True)))
+        return Gradients(
+            *(torch.zeros_like(t) if n and t is not None else None for t, n in zip(sources, needs, strict=True))
+        )
     offs_E, scale_N = layout.offs_E, problem.weight_TK.reshape(-1)[layout.order_N]
     h_NJ = kept.h_NJ if kept.h_NJ.dim() == 2 else _up(problem, layout)
     intermediate, width = problem.down_EHI.shape[2], h_NJ.shape[1]

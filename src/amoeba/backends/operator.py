@@ -97,10 +97,26 @@ class Operator:
     """The differentiable operator of one backend."""
 
     name: str
-    forward: Callable[..., tuple[Tensor, ...]]
+    dispatched: Callable[..., tuple[Tensor, ...]]
+    plain: Forward
 
-    def __call__(self, problem: Problem, *, keep_h: bool) -> Tensor:
-        return self.forward(*problem[:_NUM_TENSORS], *_flat(problem.activation), keep_h)[0]
+    def __call__(self, problem: Problem, *, keep_h: bool, gradient: bool) -> Tensor:
+        if not gradient and _nobody_watches(problem.x_TH):
+            return self.plain(problem, False).y_TH
+        return self.dispatched(*problem[:_NUM_TENSORS], *_flat(problem.activation), keep_h)[0]
+
+
+def _nobody_watches(x: Tensor) -> bool:
+    """True where dispatch would change nothing: no gradient, no tracing, no mode, no tensor subclass.
+
+    Decoding one token on a CPU takes 0.2 ms; the dispatcher's way through Python is 0.03 ms of it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def define_operator(name: str, forward: Forward, backward: Backward) -> Operator:
@@ -126,7 +142,7 @@ def define_operator(name: str, forward: Forward, backward: Backward) -> Operator
     forward_op = getattr(namespace, name).default
     backward_op = getattr(namespace, f"{name}_backward").default
     _register_autograd(name, backward_op)
-    return Operator(name, forward_op)
+    return Operator(name, forward_op, forward)
 
 
 def _register_autograd(name: str, backward_op: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -188,4 +204,6 @@ def _flat(activation: Activation) -> tuple[str, bool, float, float, float, bool]
 
 
 def _problem(args: tuple) -> Problem:
-    return Problem(*args[:_NUM_TENSORS], Activation(*args[_NUM_TENSORS : _NUM_TENSORS + _NUM_ACTIVATION]))
+    x, expert, weight, gate_up, down, gate_up_bias, down_bias = args[:_NUM_TENSORS]
+    activation = Activation(*args[_NUM_TENSORS : _NUM_TENSORS + _NUM_ACTIVATION])
+    return Problem(x, expert, weight, gate_up, down, gate_up_bias, down_bias, activation)

@@ -45,10 +45,9 @@ class Backend:
 
     def run(self, request: Request) -> Tensor:
         weights, routing = request.weights, request.routing
-        problem = Problem(
-            request.x_TH, routing.expert_TK, routing.weight_TK, *weights.tensors(), weights.activation
-        )
-        return self.operator(problem, keep_h=not request.recompute and _wants_gradient(problem))
+        problem = Problem(request.x_TH, routing.expert_TK, routing.weight_TK, *weights.tensors(), weights.activation)
+        gradient = _wants_gradient(problem)
+        return self.operator(problem, keep_h=gradient and not request.recompute, gradient=gradient)
 
 
 def _wants_gradient(problem: Problem) -> bool:
@@ -99,7 +98,8 @@ _GROUPED = Backend("grouped", "torch's grouped matrix product on sorted rows", _
 _EAGER = Backend("eager", "one matrix product after another", _eager_why_not, eager.operator)
 
 # Fastest first. On the 2-core Xeon, T=512 H=512 I=256 E=32 K=4 in fp32, forward+backward: eager 38 ms, grouped 50 ms,
-# since torch's weight gradient there runs at a third of the speed of its mm (2026-11-15). On a GPU eager stalls the stream.
+# since torch's weight gradient there runs at a third of the speed of its mm (2026-11-15). On a GPU eager has to wait
+# for the device.
 _BY_DEVICE = {"cpu": (_EAGER, _GROUPED)}
 _ELSEWHERE = (_GROUPED, _EAGER)
 
@@ -129,7 +129,7 @@ _announced: set[str] = set()
 
 
 def _choose_auto(candidates: tuple[Backend, ...], request: Request) -> Backend:
-    refused = []
+    refused: list[str] = []
     for backend in candidates:
         reason = backend.why_not(request)
         if reason is None:
@@ -151,5 +151,9 @@ def _announce(backend: Backend, refused: list[str], request: Request) -> None:
         _announced.add(key)
         because = f" ({'; '.join(refused)})" if refused else ""
         logger.info(
-            "experts of %s on %s: backend %s%s", request.weights.dtype, request.weights.device, backend.name, because
+            "experts of %s on %s: backend %s%s",
+            request.weights.dtype,
+            request.weights.device,
+            backend.name,
+            because,
         )

@@ -30,7 +30,12 @@ def activate_rows(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI:
 
 
 def activate_rows_backward(
-    da_NI: Tensor, h_NJ: Tensor, scale_N: Tensor, activation: Activation, dh_NJ: Tensor, scaled_a_NI: Tensor | None
+    da_NI: Tensor,
+    h_NJ: Tensor,
+    scale_N: Tensor,
+    activation: Activation,
+    dh_NJ: Tensor,
+    scaled_a_NI: Tensor | None,
 ) -> Tensor:
     """From dA' (no scale in it yet): writes dh and scale·a, returns ds_N = <dA', a> in the compute dtype."""
     ds_N = torch.empty(h_NJ.shape[0], dtype=_wide_dtype(h_NJ.dtype), device=h_NJ.device)

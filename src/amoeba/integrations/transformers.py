@@ -52,7 +52,7 @@ _PROBE_TOLERANCE = 1e-6
 
 
 def experts_forward(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any, **__: Any
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any, **__: Any
 ) -> Tensor:
     """What transformers calls in place of the module's own forward: (T, H), (T, K), (T, K) -> (T, H)."""
     flag = module.__dict__.get
@@ -86,7 +86,7 @@ def experts_forward(
     return y.to(hidden_states.dtype)
 
 
-def recognised_activation(module: nn.Module) -> Activation | None:
+def recognised_activation(module: Any) -> Activation | None:
     """The module's activation as one that the backends compute themselves; None if it is another."""
     known = module.__dict__.get("_amoeba_activation", False)
     if known is not False:
@@ -94,12 +94,12 @@ def recognised_activation(module: nn.Module) -> Activation | None:
     if torch.compiler.is_compiling():
         return _by_class(module)
     activation = _by_probe(module)
-    module._amoeba_activation = activation  # type: ignore[assignment]
+    module._amoeba_activation = activation
     _announce(type(module).__name__, activation)
     return activation
 
 
-def _by_class(module: nn.Module) -> Activation | None:
+def _by_class(module: Any) -> Activation | None:
     act_fn = getattr(module, "act_fn", None)
     kind = _KIND_OF_CLASS.get(type(act_fn).__name__)
     default = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
@@ -110,16 +110,16 @@ def _by_class(module: nn.Module) -> Activation | None:
     return Activation(kind) if getattr(module, "is_concatenated", True) else None
 
 
-def _by_probe(module: nn.Module) -> Activation | None:
+def _by_probe(module: Any) -> Activation | None:
     gated = getattr(module, "has_gate", True)
-    act_fn = getattr(module, "act_fn", None)
+    act_fn: Any = getattr(module, "act_fn", None)
     if isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters()):
         return None  # it learns: only the function itself can give its gradient
     h = torch.cat((torch.linspace(-9, 9, 128), torch.linspace(12, -12, 128))).double()
     h = h[torch.randperm(256, generator=torch.Generator().manual_seed(0))].view(2, 128)
     try:
         with torch.no_grad():
-            got = module._apply_gate(h) if gated else act_fn(h)  # type: ignore[misc, operator]
+            got = module._apply_gate(h) if gated else act_fn(h)
     except Exception as error:
         logger.debug("the activation of %s could not be tried out: %s", type(module).__name__, error)
         return None
@@ -132,7 +132,7 @@ def _by_probe(module: nn.Module) -> Activation | None:
     return None
 
 
-def _candidates(module: nn.Module, gated: bool) -> Iterator[Activation]:
+def _candidates(module: Any, gated: bool) -> Iterator[Activation]:
     limits = [math.inf, *_numbers(module, _LIMIT_NAMES)]
     alphas = [1.0, 1.702, *_numbers(module, _ALPHA_NAMES)]
     for limit in limits:
@@ -146,7 +146,7 @@ def _candidates(module: nn.Module, gated: bool) -> Iterator[Activation]:
                         yield Activation(kind, True, alpha, limit, up_shift, interleaved)
 
 
-def _numbers(module: nn.Module, names: tuple[str, ...]) -> list[float]:
+def _numbers(module: Any, names: tuple[str, ...]) -> list[float]:
     found = (getattr(module, name, None) for name in names)
     return [float(n) for n in found if isinstance(n, int | float) and math.isfinite(n) and n > 0]
 
@@ -185,13 +185,13 @@ def register() -> None:
         return
 
     @functools.wraps(original)
-    def refuse_at_load(self: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:
+    def refuse_at_load(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(config, "_experts_implementation", None) == NAME:
             _refuse_fp8()
         original(self, config, *args, **kwargs)
 
     refuse_at_load._amoeba_checked = True  # type: ignore[attr-defined]
-    finegrained_fp8.FP8Experts.__init__ = refuse_at_load
+    finegrained_fp8.FP8Experts.__init__ = refuse_at_load  # type: ignore[method-assign]
 
 
 register()

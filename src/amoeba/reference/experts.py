@@ -105,7 +105,11 @@ def activate_backward(da: Tensor, h: Tensor, activation: Activation) -> Tensor:
 
 
 def experts_forward(
-    x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, weights: ExpertWeights, lora: LoraFactors | None = None
+    x_TH: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    weights: ExpertWeights,
+    lora: LoraFactors | None = None,
 ) -> Tensor:
     y_TH = torch.zeros_like(x_TH)
     for e, token, slot in _rows_of_each_expert(expert_TK, weights.num_experts):
