@@ -1,0 +1,426 @@
+"""From router logits to experts and weights; the losses and the bookkeeping that keep experts evenly used.
+
+    routing = route(x_TH @ gate_EH.T, RouterConfig(num_experts=64, top_k=8), training=True)
+    y_TH = experts(x_TH, routing, weights)
+    loss = loss + 0.01 * load_balance_loss(routing, num_experts=64)
+
+Nothing here waits for the device (only `Routing.check_values` does, and says so), everything but an explicit
+generator goes through torch.compile(fullgraph=True), and results are bitwise equal from run to run.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · G groups of experts ·
+S tokens per sequence · B = T/S sequences
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from amoeba.config import RouterConfig
+from amoeba.errors import bad_value
+
+# DeepSeek-V3 in transformers divides sigmoid scores by their sum plus this
+DENOMINATOR_FLOOR = 1e-20
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Who computes each token, and how much each answer counts.
+
+    expert_TK: int32 or int64; an id outside [0, E) means that the slot belongs to nobody here.
+    weight_TK: floating; carries the gradient to the router.
+    logits_TE: the logits that were scored (after noise, in the precision of the scores), for `z_loss`.
+    scores_TE: softmax or sigmoid of the logits, before any choice; differentiable, for losses and statistics.
+    trusted:   the weights need no `check_values`, because `route` made them.
+    chosen_TK: the choice before capacity dropped any slot; None means that it is expert_TK.
+    """
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+    logits_TE: Tensor | None = None
+    scores_TE: Tensor | None = None
+    trusted: bool = False
+    chosen_TK: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        expert_TK, weight_TK = self.expert_TK, self.weight_TK
+        if expert_TK.dim() != 2:
+            raise bad_value(
+                "expert_TK",
+                "two dimensions, (tokens, experts per token)",
+                f"shape {tuple(expert_TK.shape)}",
+                "flatten batch and sequence into one dimension of tokens",
+            )
+        if weight_TK.shape != expert_TK.shape:
+            raise bad_value(
+                "weight_TK",
+                f"the shape of expert_TK, {tuple(expert_TK.shape)}",
+                f"shape {tuple(weight_TK.shape)}",
+                "pass one weight for each chosen expert",
+            )
+        if expert_TK.dtype not in (torch.int32, torch.int64):
+            raise bad_value("expert_TK", "dtype int32 or int64", expert_TK.dtype, "convert it with .long()")
+        if not weight_TK.dtype.is_floating_point:
+            raise bad_value("weight_TK", "a floating dtype", weight_TK.dtype, "convert it with .float()")
+        if weight_TK.device != expert_TK.device:
+            raise bad_value(
+                "weight_TK",
+                f"the device of expert_TK, {expert_TK.device}",
+                weight_TK.device,
+                "move one of them with .to(device)",
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.expert_TK.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        return self.expert_TK.shape[1]
+
+    def check_values(self) -> None:
+        """Raise ValueError when a weight is NaN or negative. Waits for the device once."""
+        weight_TK = self.weight_TK.detach()
+        # min() of anything with a NaN is NaN, so one comparison finds both faults
+        if weight_TK.numel() == 0 or weight_TK.min().item() >= 0:
+            return
+        bad_TK = ~(weight_TK >= 0)
+        token, slot = bad_TK.nonzero()[0].tolist()
+        raise bad_value(
+            "weight_TK",
+            "no NaN and no negative weight",
+            f"{int(bad_TK.sum())} bad of {weight_TK.numel()}, "
+            f"the first at token {token}, slot {slot}: {weight_TK[token, slot].item()}",
+            "look for NaN or inf in the router's input, or make the weights with amoeba.routing.route",
+        )
+
+
+def route(
+    logits_TE: Tensor,
+    config: RouterConfig,
+    *,
+    bias_E: Tensor | None = None,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> Routing:
+    """Choose top_k experts for each token and weigh them.
+
+    expert_TK is int64, best first; weight_TK is fp32, or fp64 for fp64 logits.
+
+    bias_E takes part in the choice and not in the weights; it is required where config.selection_bias is set,
+    and refused elsewhere. In training, config.jitter multiplies the logits by noise; leave generator at None
+    under activation checkpointing, which replays the default generator only.
+
+    Slots over config.capacity_factor get expert id E and weight 0. First choices are served before second
+    choices, and among equals the earlier token.
+    """
+    _check_route(logits_TE, config, bias_E)
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    if training and config.jitter > 0:
+        low, high = 1 - config.jitter, 1 + config.jitter
+        logits_TE = logits_TE * torch.empty_like(logits_TE).uniform_(low, high, generator=generator)
+    scores_TE = logits_TE.sigmoid() if config.score == "sigmoid" else logits_TE.softmax(dim=-1)
+
+    chosen_TK = _choose(logits_TE.detach(), scores_TE.detach(), config, bias_E)
+    weight_TK = _weigh(logits_TE, scores_TE, chosen_TK, config)
+    if config.capacity_factor is None:
+        return Routing(chosen_TK, weight_TK, logits_TE, scores_TE, trusted=True)
+
+    over_TK = _over_capacity(chosen_TK, config.num_experts, config.capacity_factor)
+    expert_TK = chosen_TK.masked_fill(over_TK, config.num_experts)
+    weight_TK = weight_TK.masked_fill(over_TK, 0.0)
+    return Routing(expert_TK, weight_TK, logits_TE, scores_TE, trusted=True, chosen_TK=chosen_TK)
+
+
+def _check_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> None:
+    if logits_TE.dim() != 2 or logits_TE.shape[1] != config.num_experts:
+        raise bad_value(
+            "logits_TE",
+            f"shape (tokens, num_experts={config.num_experts})",
+            f"shape {tuple(logits_TE.shape)}",
+            "flatten the tokens into one dimension, or set num_experts to the router's width",
+        )
+    if not logits_TE.dtype.is_floating_point:
+        raise bad_value("logits_TE", "a floating dtype", logits_TE.dtype, "convert it with .float()")
+    if bias_E is None:
+        if config.selection_bias:
+            raise bad_value("bias_E", "a tensor, as selection_bias=True", None, "pass bias_E=torch.zeros(num_experts)")
+        return
+    if not config.selection_bias:
+        raise bad_value(
+            "bias_E",
+            "None, as selection_bias=False",
+            f"a tensor of shape {tuple(bias_E.shape)}",
+            "set selection_bias=True in the RouterConfig, or drop the bias",
+        )
+    if bias_E.shape != (config.num_experts,):
+        raise bad_value(
+            "bias_E",
+            f"shape ({config.num_experts},)",
+            f"shape {tuple(bias_E.shape)}",
+            "pass one number for each expert",
+        )
+
+
+def _choose(logits_TE: Tensor, scores_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> Tensor:
+    """The experts of each token, best first."""
+    choice_TE = logits_TE if config.score == "topk_softmax" else scores_TE
+    if bias_E is not None:
+        choice_TE = choice_TE + bias_E.detach().to(choice_TE.dtype)
+    if config.topk_group < config.n_group:
+        # -inf and not 0: a bias can make every score of an allowed group negative
+        choice_TE = choice_TE.masked_fill(~_in_best_groups(choice_TE, config), -math.inf)
+    return choice_TE.topk(config.top_k, dim=-1).indices
+
+
+def _in_best_groups(choice_TE: Tensor, config: RouterConfig) -> Tensor:
+    size = config.num_experts // config.n_group
+    choice_TGe = choice_TE.unflatten(1, (config.n_group, size))
+    counted = 1 if config.group_score == "max" else min(2, size)
+    rank_TG = choice_TGe.topk(counted, dim=-1).values.sum(dim=-1)
+    best_group = rank_TG.topk(config.topk_group, dim=-1).indices
+    allowed_TG = torch.zeros_like(rank_TG, dtype=torch.bool).scatter(1, best_group, True)
+    return allowed_TG.unsqueeze(-1).expand(-1, -1, size).flatten(1)
+
+
+def _weigh(logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, config: RouterConfig) -> Tensor:
+    """The weights of the chosen experts.
+
+    Renormalised weights are a softmax over the chosen alone: s_k / Σ s = softmax(log s)_k. Dividing scores
+    would give the same weights, but rounding noise where the gradient is exactly 0 (on experts not chosen;
+    everywhere for K = 1), and Adam would blow that noise up to full steps.
+    """
+    if config.score == "sigmoid" and config.renormalize:
+        log_score_TK = functional.logsigmoid(logits_TE.gather(1, chosen_TK))
+        floor_T1 = log_score_TK.new_full((log_score_TK.shape[0], 1), math.log(DENOMINATOR_FLOOR))
+        weight_TK = torch.cat((log_score_TK, floor_T1), dim=1).softmax(dim=1)[:, : config.top_k]
+    elif config.score == "topk_softmax" or config.renormalize:
+        weight_TK = logits_TE.gather(1, chosen_TK).softmax(dim=1)
+    else:
+        weight_TK = scores_TE.gather(1, chosen_TK)
+    return weight_TK * config.scaling_factor if config.scaling_factor != 1.0 else weight_TK
+
+
+def _over_capacity(chosen_TK: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
+    """True where an expert is full already; experts take all first choices, then all second choices, ..."""
+    num_tokens, top_k = chosen_TK.shape
+    capacity = math.ceil(capacity_factor * num_tokens * top_k / num_experts)
+    chosen_N = chosen_TK.t().flatten()  # slot-major
+    order_N = chosen_N.argsort(stable=True)
+    sorted_N = chosen_N.gather(0, order_N)
+    first_E = torch.searchsorted(sorted_N, torch.arange(num_experts, device=chosen_N.device))
+    place_N = torch.arange(chosen_N.shape[0], device=chosen_N.device) - first_E.gather(0, sorted_N)
+    over_N = torch.zeros_like(chosen_N, dtype=torch.bool).scatter(0, order_N, place_N >= capacity)
+    return over_N.unflatten(0, (top_k, num_tokens)).t()
+
+
+def load_balance_loss(routing: Routing, num_experts: int, attention_mask: Tensor | None = None) -> Tensor:
+    """Switch's loss, E · Σ_e f_e P_e, with f_e = (rows sent to e) / T and P_e the mean probability of e.
+
+    Equals transformers' load_balancing_loss_func; perfectly balanced it is top_k. Slots that capacity dropped
+    count for the expert they were meant for. attention_mask: (T,), 0 for the tokens to leave out.
+    """
+    probability_TE = _probabilities(_scores(routing, num_experts))
+    chosen_TK = _choice(routing)
+    if attention_mask is None:
+        num_tokens: int | Tensor = max(routing.num_tokens, 1)
+    else:
+        if attention_mask.shape != (routing.num_tokens,):
+            raise bad_value(
+                "attention_mask",
+                f"shape ({routing.num_tokens},), one value for each token",
+                f"shape {tuple(attention_mask.shape)}",
+                "flatten it as the tokens were flattened",
+            )
+        keep_T1 = (attention_mask != 0).unsqueeze(1)
+        probability_TE = probability_TE.masked_fill(~keep_T1, 0.0)
+        chosen_TK = chosen_TK.masked_fill(~keep_T1, num_experts)
+        num_tokens = keep_T1.sum().clamp(min=1)
+    fraction_E = _count(chosen_TK.reshape(1, -1), num_experts)[0].to(probability_TE.dtype) / num_tokens
+    return num_experts * (fraction_E * probability_TE.sum(dim=0) / num_tokens).sum()
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """mean(logsumexp(logits)²): keeps logits small. 0 for no tokens."""
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    return logits_TE.logsumexp(dim=-1).square().sum() / max(logits_TE.shape[0], 1)
+
+
+def sequence_balance_loss(routing: Routing, num_experts: int, sequence_length: int) -> Tensor:
+    """DeepSeek-V3's loss per sequence (eq. 17-20, without α), averaged over sequences; balanced it is 1.
+
+    Σ_e f_e P_e with f_e = E / (K·S) · (rows of e in the sequence) and P_e the mean over the sequence of the
+    scores divided by their sum. Tokens come sequence by sequence, sequence_length each.
+    """
+    probability_TE = _probabilities(_scores(routing, num_experts))
+    if sequence_length < 1 or routing.num_tokens % sequence_length:
+        raise bad_value(
+            "sequence_length",
+            f"a positive divisor of the number of tokens ({routing.num_tokens})",
+            sequence_length,
+            "pad every sequence to one length, or use load_balance_loss",
+        )
+    num_sequences = routing.num_tokens // sequence_length
+    slots = sequence_length * routing.top_k
+    count_BE = _count(_choice(routing).reshape(num_sequences, slots), num_experts).to(probability_TE.dtype)
+    mean_BE = probability_TE.unflatten(0, (num_sequences, sequence_length)).mean(dim=1)
+    return (count_BE * (num_experts / slots) * mean_BE).sum() / max(num_sequences, 1)
+
+
+def update_selection_bias_(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
+    """Aux-free balancing, in place: experts below the mean load gain `rate`, those above it lose `rate`.
+
+    load_E: rows per expert since the last update, summed over all ranks; counts of any dtype.
+    """
+    if bias_E.dtype not in (torch.float32, torch.float64):
+        raise bad_value(
+            "bias_E",
+            "dtype float32 or float64",
+            bias_E.dtype,
+            "keep the bias out of .to(dtype): half precision rounds the small steps away",
+        )
+    if bias_E.dim() != 1 or load_E.shape != bias_E.shape:
+        raise bad_value(
+            "load_E",
+            f"one count for each entry of bias_E, shape {tuple(bias_E.shape)}",
+            f"shape {tuple(load_E.shape)}",
+            "pass the load of all experts, gathered over the ranks",
+        )
+    with torch.no_grad():
+        # sum - E·load has the sign of mean - load, and is exact for integers
+        direction_E = (load_E.sum() - load_E * load_E.shape[0]).sign()
+        return bias_E.add_(direction_E.to(bias_E.dtype), alpha=rate)
+
+
+def _choice(routing: Routing) -> Tensor:
+    return routing.expert_TK if routing.chosen_TK is None else routing.chosen_TK
+
+
+def _scores(routing: Routing, num_experts: int) -> Tensor:
+    scores_TE = routing.scores_TE
+    expected = (routing.num_tokens, num_experts)
+    if scores_TE is None or scores_TE.shape != expected:
+        raise bad_value(
+            "scores_TE",
+            f"shape {expected}, (tokens, num_experts)",
+            None if scores_TE is None else f"shape {tuple(scores_TE.shape)}",
+            "make the Routing with amoeba.routing.route, and pass its num_experts",
+        )
+    return scores_TE
+
+
+def _probabilities(scores_TE: Tensor) -> Tensor:
+    return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + DENOMINATOR_FLOOR)
+
+
+def _count(expert_BN: Tensor, num_experts: int) -> Tensor:
+    """Rows per expert in each line, (B, E) int64; ids outside [0, E) are not counted."""
+    counted_BN = (expert_BN >= 0) & (expert_BN < num_experts)
+    bin_BN = expert_BN.long().masked_fill(~counted_BN, 0)
+    count_BE = torch.zeros(expert_BN.shape[0], num_experts, dtype=torch.int64, device=expert_BN.device)
+    return count_BE.scatter_add(1, bin_BN, counted_BN.long())
+
+
+class RoutingStatistics(nn.Module):
+    """Counts what a router does, on the device, without waiting for it.
+
+        statistics = RoutingStatistics(num_experts=64)
+        statistics.record(routing)              # each step; a recompute in backward is not counted again
+        statistics.summary()["max_violation"]   # a tensor: reading it is what waits
+
+    After to_empty() call reset(): the buffers are not part of checkpoints.
+    """
+
+    load_E: Tensor
+    slots: Tensor
+    dropped: Tensor
+    tokens: Tensor
+    scored_tokens: Tensor
+    entropy_sum: Tensor
+    steps: Tensor
+
+    def __init__(self, num_experts: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
+        for name in ("slots", "dropped", "tokens", "scored_tokens", "steps"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("entropy_sum", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        # .half() and .bfloat16() reach buffers too, and a sum in half precision soon stands still
+        self.entropy_sum = self.entropy_sum.float()
+        return self
+
+    def record(self, routing: Routing) -> None:
+        """Add one call of the router. Without scores_TE its entropy is not counted."""
+        scores_TE = None if routing.scores_TE is None else _scores(routing, self.num_experts).detach()
+        record_routing(
+            routing.expert_TK,
+            scores_TE,
+            self.load_E,
+            self.slots,
+            self.dropped,
+            self.tokens,
+            self.scored_tokens,
+            self.entropy_sum,
+            self.steps,
+        )
+
+    def summary(self) -> dict[str, Tensor]:
+        """Since the last reset, all on the device:
+
+        load_E         rows per expert, dropped slots not counted
+        entropy        of the normalised scores, mean over tokens, in nats; NaN when no token had scores
+        max_violation  max(load) / mean(load) - 1; 0 is perfect balance (or nothing recorded)
+        dead_experts   experts without a row
+        drop_rate      share of slots whose id is E or above
+        """
+        mean_load = self.load_E.float().mean()
+        violation = self.load_E.max() / mean_load - 1
+        return {
+            "load_E": self.load_E.clone(),
+            "entropy": self.entropy_sum / self.scored_tokens,
+            "max_violation": torch.where(mean_load > 0, violation, torch.zeros_like(violation)),
+            "dead_experts": (self.load_E == 0).sum(),
+            "drop_rate": self.dropped / self.slots.clamp(min=1),
+        }
+
+    def reset(self) -> None:
+        for buffer in self.buffers():
+            buffer.zero_()
+
+
+@torch.library.custom_op(
+    "amoeba::record_routing",
+    mutates_args=("load_E", "slots", "dropped", "tokens", "scored_tokens", "entropy_sum", "steps"),
+)
+def record_routing(
+    expert_TK: Tensor,
+    scores_TE: Tensor | None,
+    load_E: Tensor,
+    slots: Tensor,
+    dropped: Tensor,
+    tokens: Tensor,
+    scored_tokens: Tensor,
+    entropy_sum: Tensor,
+    steps: Tensor,
+) -> None:
+    """An operator of its own so that the question below is asked at run time, also in compiled graphs."""
+    inside_backward = torch._C._current_graph_task_id() != -1
+    if inside_backward:  # activation checkpointing runs the forward a second time
+        return
+    num_experts = load_E.shape[0]
+    load_E += _count(expert_TK.reshape(1, -1), num_experts)[0]
+    dropped += (expert_TK >= num_experts).sum()
+    slots += expert_TK.numel()
+    tokens += expert_TK.shape[0]
+    steps += 1
+    if scores_TE is not None:
+        scored_tokens += scores_TE.shape[0]
+        entropy_sum += torch.special.entr(_probabilities(scores_TE)).sum()
