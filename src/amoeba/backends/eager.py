@@ -25,12 +25,13 @@ from amoeba.layout import Layout, build_layout
 DECODE_ROWS = 16
 
 
-def forward(problem: Problem, keep_h: bool) -> Kept:
+def forward(problem: Problem, keep_h: bool, products: type[Groups] | None = None) -> Kept:
+    """The flow; `products` computes the matrix products (torch's, unless another backend brings its own)."""
     x_TH, rows = problem.x_TH, problem.rows
-    if not keep_h and 0 < rows <= DECODE_ROWS and x_TH.device.type == "cpu":
-        return _no_layout(_decode(problem))
+    if products is None and not keep_h and 0 < rows <= DECODE_ROWS and x_TH.device.type == "cpu":
+        return without_layout(_decode(problem))
     layout = build_layout(problem.expert_TK, problem.gate_up_EJH.shape[0])
-    groups = Groups(layout.offs_E, rows)
+    groups = (products or Groups)(layout.offs_E, rows)
     scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
 
     h_NJ = _up(problem, layout, groups)
@@ -45,10 +46,12 @@ def forward(problem: Problem, keep_h: bool) -> Kept:
     return Kept(y_TH, h_NJ if keep_h else x_TH.new_empty(0), layout.order_N, layout.slot_row_N, layout.offs_E)
 
 
-def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
+def backward(
+    problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs, products: type[Groups] | None = None
+) -> Gradients:
     x_TH, rows = problem.x_TH, problem.rows
     layout = kept.layout(problem.expert_TK.shape[1])
-    groups = Groups(layout.offs_E, rows)
+    groups = (products or Groups)(layout.offs_E, rows)
     scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
     h_NJ = kept.h_NJ if kept.h_NJ.dim() == 2 else _up(problem, layout, groups)
     intermediate = problem.down_EHI.shape[2]
@@ -76,9 +79,7 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
             d_down_bias[e] = scale.to(wide) @ dy.to(wide)
     del scaled_a_NI, dy_NH
     if needs.gate_up:
-        x_NH = x_TH.index_select(0, layout.token_N)
-        d_gate_up = groups.weight_gradient(dh_NJ, x_NH, problem.gate_up_EJH)
-        del x_NH
+        d_gate_up = groups.weight_gradient(dh_NJ, x_TH, problem.gate_up_EJH, index_N=layout.token_N)
     if needs.gate_up_bias:
         d_gate_up_bias = torch.zeros_like(problem.gate_up_bias_EJ)  # type: ignore[arg-type]
         for e, dh in groups.each(dh_NJ):
@@ -91,9 +92,9 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
 
 
 def _up(problem: Problem, layout: Layout, groups: Groups) -> Tensor:
-    x_NH = problem.x_TH.index_select(0, layout.token_N)
     h_NJ = empty_rows(problem.rows, problem.gate_up_EJH.shape[1], problem.x_TH)
-    groups.multiply_rows(x_NH, problem.gate_up_EJH.transpose(1, 2), out=h_NJ, bias_EO=problem.gate_up_bias_EJ)
+    up_EHJ = problem.gate_up_EJH.transpose(1, 2)
+    groups.multiply_rows(problem.x_TH, up_EHJ, out=h_NJ, bias_EO=problem.gate_up_bias_EJ, index_N=layout.token_N)
     return h_NJ
 
 
@@ -101,6 +102,7 @@ class Groups:
     """The sorted rows as each expert sees them. Reading the row counts is this backend's one wait for the device."""
 
     def __init__(self, offs_E: Tensor, rows: int) -> None:
+        self.offs_E = offs_E
         ends = offs_E.tolist()
         self.counts = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         self._sizes = [*self.counts, rows - ends[-1]]  # the last part: rows that belong to nobody here
@@ -116,32 +118,44 @@ class Groups:
         """The rows that belong to nobody here."""
         return rows_NW.split(self._sizes)[-1]
 
-    def multiply_rows(self, rows_NI: Tensor, matrix_EIO: Tensor, *, out: Tensor, bias_EO: Tensor | None = None) -> None:
-        """out = rows @ matrix of their expert (+ its bias); the rest of out is left as it is."""
+    def multiply_rows(
+        self,
+        rows: Tensor,
+        matrix_EIO: Tensor,
+        *,
+        out: Tensor,
+        bias_EO: Tensor | None = None,
+        index_N: Tensor | None = None,
+    ) -> None:
+        """out[n] = rows[n] (or rows[index[n]]) @ matrix of n's expert (+ bias); the rest of out is left as it is."""
+        rows_NI = rows if index_N is None else rows.index_select(0, index_N)
         matrices = matrix_EIO.unbind(0)
         dtype = compute_dtype(rows_NI.dtype, rows_NI.device)
-        for e, rows, target in self.each(rows_NI, out):
-            if dtype != rows.dtype:
-                product = rows.to(dtype) @ matrices[e].to(dtype)
+        for e, part, target in self.each(rows_NI, out):
+            if dtype != part.dtype:
+                product = part.to(dtype) @ matrices[e].to(dtype)
                 target.copy_(product if bias_EO is None else product.add_(bias_EO[e]))
             elif bias_EO is not None:
-                torch.addmm(bias_EO[e], rows, matrices[e], out=target)
+                torch.addmm(bias_EO[e], part, matrices[e], out=target)
             else:
-                torch.mm(rows, matrices[e], out=target)
+                torch.mm(part, matrices[e], out=target)
 
-    def weight_gradient(self, grad_NO: Tensor, rows_NI: Tensor, weight_EOI: Tensor) -> Tensor:
+    def weight_gradient(
+        self, grad_NO: Tensor, rows: Tensor, weight_EOI: Tensor, *, index_N: Tensor | None = None
+    ) -> Tensor:
         """Σ over each expert's rows of gradᵀ · row, in the stored layout of the weight; zeros where no rows came."""
+        rows_NI = rows if index_N is None else rows.index_select(0, index_N)
         gradient = empty_gradient(weight_EOI)
         targets = gradient.unbind(0)
         for e, count in enumerate(self.counts):
             if not count:
                 targets[e].zero_()
         dtype = compute_dtype(grad_NO.dtype, grad_NO.device)
-        for e, grad, rows in self.each(grad_NO, rows_NI):
+        for e, grad, part in self.each(grad_NO, rows_NI):
             if dtype != grad.dtype:
-                targets[e].copy_(grad.to(dtype).t() @ rows.to(dtype))
+                targets[e].copy_(grad.to(dtype).t() @ part.to(dtype))
             else:
-                torch.mm(grad.t(), rows, out=targets[e])
+                torch.mm(grad.t(), part, out=targets[e])
         return gradient
 
 
@@ -190,7 +204,7 @@ def _add_product(total: Tensor, matrix: Tensor, vector: Tensor) -> None:
         total += torch.mv(matrix.to(total.dtype), vector)
 
 
-def _no_layout(y_TH: Tensor) -> Kept:
+def without_layout(y_TH: Tensor) -> Kept:
     nothing = y_TH.new_empty(0, dtype=torch.int64)
     return Kept(y_TH, y_TH.new_empty(0), nothing, nothing, nothing.to(torch.int32))
 

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.backends import eager, grouped
+from amoeba.backends import cpu, eager, grouped
 from amoeba.backends.operator import Operator, Problem
+from amoeba.cpu.core import why_no_core
 from amoeba.cpu_features import has_bf16_instructions
 from amoeba.errors import bad_value
 from amoeba.routing import Routing
@@ -68,6 +69,15 @@ def _eager_why_not(request: Request) -> str | None:
     return _not_plain(request)
 
 
+def _cpu_why_not(request: Request) -> str | None:
+    weights = request.weights
+    if weights.device.type != "cpu":
+        return f"computes on the CPU, these weights are on {weights.device}"
+    if weights.dtype != torch.float32:
+        return f"the C++ core computes fp32, these weights are {weights.dtype}"
+    return _not_plain(request) or why_no_core()
+
+
 def _grouped_why_not(request: Request) -> str | None:
     weights = request.weights
     if not hasattr(F, "grouped_mm"):
@@ -94,14 +104,15 @@ def _misaligned(weights: ExpertWeights) -> str | None:
     return None
 
 
+_CPU = Backend("cpu", "the C++ core, compiled for this machine", _cpu_why_not, cpu.operator)
 _GROUPED = Backend("grouped", "torch's grouped matrix product on sorted rows", _grouped_why_not, grouped.operator)
 _EAGER = Backend("eager", "one matrix product after another", _eager_why_not, eager.operator)
 
 # Fastest first. On the 2-core Xeon, T=512 H=512 I=256 E=32 K=4 in fp32, forward+backward: eager 38 ms, grouped 50 ms,
 # since torch's weight gradient there runs at a third of the speed of its mm (2026-11-15). On a GPU eager has to wait
 # for the device.
-_BY_DEVICE = {"cpu": (_EAGER, _GROUPED)}
-_ELSEWHERE = (_GROUPED, _EAGER)
+_BY_DEVICE = {"cpu": (_CPU, _EAGER, _GROUPED)}
+_ELSEWHERE = (_GROUPED, _EAGER, _CPU)
 
 
 def backends_for(device: torch.device) -> tuple[Backend, ...]:

@@ -1,0 +1,83 @@
+"""`cpu`: the C++ core; all experts of a pass in one job list, rows gathered while they are packed, fp32.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+The flow is `eager`'s; the matrix products and the decoding of few tokens are the core's. Products that the core does
+not take (weights without a contiguous dimension) go to torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amoeba.backends import eager
+from amoeba.backends.allocate import empty_gradient
+from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
+from amoeba.cpu.core import load_core
+
+# Up to this many routed rows a pass without gradients reads each row's expert once more instead of sorting the rows.
+DECODE_ROWS = 32
+
+
+def forward(problem: Problem, keep_h: bool) -> Kept:
+    if not keep_h and 0 < problem.rows <= DECODE_ROWS and _core_decodes(problem):
+        return eager.without_layout(_decode(problem))
+    return eager.forward(problem, keep_h, CoreGroups)
+
+
+def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
+    return eager.backward(problem, kept, dy_TH, needs, CoreGroups)
+
+
+class CoreGroups(eager.Groups):
+    """Products over the sorted rows by the core."""
+
+    def multiply_rows(
+        self,
+        rows: Tensor,
+        matrix_EIO: Tensor,
+        *,
+        out: Tensor,
+        bias_EO: Tensor | None = None,
+        index_N: Tensor | None = None,
+    ) -> None:
+        if 1 not in matrix_EIO.stride()[1:] or matrix_EIO.dtype != torch.float32:
+            super().multiply_rows(rows, matrix_EIO, out=out, bias_EO=bias_EO, index_N=index_N)
+            return
+        if index_N is not None and matrix_EIO.stride(1) != 1:  # those rows are broadcast six at a time, not packed
+            rows, index_N = rows.index_select(0, index_N), None
+        bias_EO = bias_EO if bias_EO is None else bias_EO.contiguous()
+        load_core().multiply_rows(self.offs_E, _rowwise(rows), matrix_EIO, out=out, bias_EO=bias_EO, index_N=index_N)
+
+    def weight_gradient(
+        self, grad_NO: Tensor, rows: Tensor, weight_EOI: Tensor, *, index_N: Tensor | None = None
+    ) -> Tensor:
+        gradient = empty_gradient(weight_EOI)
+        grad_NO, rows = _rowwise(grad_NO), _rowwise(rows)
+        if gradient.stride(2) == 1:
+            load_core().weight_gradient(self.offs_E, grad_NO, rows, out=gradient, right_index_N=index_N)
+        else:  # stored as (E, I, O)
+            load_core().weight_gradient(self.offs_E, rows, grad_NO, out=gradient.transpose(1, 2), left_index_N=index_N)
+        return gradient
+
+
+def _core_decodes(problem: Problem) -> bool:
+    return problem.gate_up_EJH.stride(2) == problem.down_EHI.stride(2) == 1
+
+
+def _decode(problem: Problem) -> Tensor:
+    x, expert, weight, gate_up, down, gate_up_bias, down_bias, activation = problem
+    if expert.dtype != torch.int64 or not expert.is_contiguous():
+        expert = expert.to(torch.int64).contiguous()
+    if weight.dtype != torch.float32 or not weight.is_contiguous():
+        weight = weight.to(torch.float32).contiguous()
+    gate_up_bias, down_bias = (b if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
+    return load_core().decode(_rowwise(x), expert, weight, gate_up, down, gate_up_bias, down_bias, activation)
+
+
+def _rowwise(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+operator = define_operator("cpu", forward, backward)

@@ -1,0 +1,127 @@
+"""Compiles the C++ core on first use with the machine's own compiler for its own instruction set, and keeps the result.
+
+    path = compiled_core()      # raises CoreUnavailable with a reason and a remedy
+
+The library is cached under $AMOEBA_CACHE, else $XDG_CACHE_HOME/amoeba, else ~/.cache/amoeba, named by a hash of
+source, compiler, flags and CPU, and put there by an atomic rename: two processes that start together both end with a
+whole file.
+$CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from amoeba.cpu_features import cpu_flags
+
+logger = logging.getLogger("amoeba")
+
+_SOURCE = Path(__file__).parent / "csrc" / "core.cpp"
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
+# -march=native is what GCC and Clang understand on x86; on 64-bit ARM the portable spelling is -mcpu=native.
+_NATIVE = {"aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
+_TIMEOUT_SECONDS = 300
+
+
+class CoreUnavailable(RuntimeError):
+    """The core cannot be had here; the message says why and what to do."""
+
+
+def compiled_core() -> Path:
+    if os.environ.get("AMOEBA_CPU_CORE") == "0":
+        raise CoreUnavailable("the C++ core is switched off by AMOEBA_CPU_CORE=0")
+    if platform.system() not in ("Linux", "Darwin"):
+        raise CoreUnavailable(f"the C++ core is built on Linux and macOS, this is {platform.system()}")
+    compiler = _compiler()
+    native = _NATIVE.get(platform.machine(), "-march=native")
+    key = hashlib.sha256(
+        "\n".join(
+            (
+                _SOURCE.read_text(),
+                _version(compiler),
+                " ".join((*_FLAGS, native)),
+                *sorted(cpu_flags()),
+                _openmp() or "",
+            )
+        ).encode()
+    ).hexdigest()[:16]
+    target = _cache_folder() / f"core-{key}.so"
+    if not target.exists():
+        _compile(compiler, native, target)
+    return target
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    for candidate in (named,) if named else ("g++", "c++", "clang++"):
+        found = shutil.which(candidate.split()[0]) if candidate else None
+        if found:
+            return found
+    raise CoreUnavailable(
+        f"no C++ compiler ({named or 'g++, c++ or clang++'}) was found; install g++ or name one in CXX"
+    )
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def _cache_folder() -> Path:
+    named = os.environ.get("AMOEBA_CACHE")
+    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amoeba"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CoreUnavailable(
+            f"cannot write the cache folder {base} ({error}); name another in AMOEBA_CACHE"
+        ) from error
+    return base
+
+
+@functools.cache
+def _openmp() -> str | None:
+    """The OpenMP runtime that torch itself uses: with the same one, its threads and ours are the same threads."""
+    package = Path(torch.__file__).parent
+    for folder in (package / "lib", package.parent / "torch.libs"):
+        for library in sorted(folder.glob("libgomp*.so*")):
+            return str(library)
+    return None
+
+
+def _compile(compiler: str, native: str, target: Path) -> None:
+    logger.info("compiling the CPU core with %s for this machine (once, some seconds)", compiler)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+        unit, library = Path(folder) / "core.o", Path(folder) / "core.so"
+        openmp = _openmp()
+        threads = ["-fopenmp"] if openmp else []
+        _run([compiler, *_FLAGS, native, *threads, "-c", str(_SOURCE), "-o", str(unit)])
+        _run([compiler, "-shared", str(unit), "-o", str(library), *([openmp] if openmp else [])])
+        os.replace(library, target)
+    if not openmp:
+        logger.warning("no OpenMP runtime beside torch: the CPU core runs on one thread")
+    logger.info("compiled in %.1f s: %s", time.monotonic() - began, target)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CoreUnavailable(f"the compiler did not run: {error}; set CXX to a working C++17 compiler") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise CoreUnavailable(
+            f"the core did not compile: {(lines or ['no message'])[0].strip()}; set CXX to GCC or Clang with C++17"
+        )

@@ -1,0 +1,180 @@
+"""The C++ core as Python functions over tensors. Tensors are checked here, before a pointer is taken.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O out
+
+    core = load_core()
+    core.multiply_rows(offs_E, rows_NI, matrix_EIO, out=out_NO)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from amoeba.config import Activation, ActivationKind
+from amoeba.cpu.build import CoreUnavailable, compiled_core
+
+_POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}  # the order of `enum Kind`
+
+# fmt: off
+_SIGNATURES = {
+    "amoeba_rows_f32": (
+        _INT64, _POINTER, _POINTER, _INT64, _POINTER,       # experts, offs, rows, stride, index
+        _POINTER, _INT64, _INT64, _INT64, _POINTER,         # matrix, its strides, bias
+        _INT64, _INT64, _POINTER, _INT64, _INT,             # depth, columns, out, stride, threads
+    ),
+    "amoeba_weight_gradient_f32": (
+        _INT64, _POINTER,                                   # experts, offs
+        _POINTER, _INT64, _POINTER, _INT64,                 # left, stride, index, columns
+        _POINTER, _INT64, _POINTER, _INT64,                 # right, stride, index, columns
+        _POINTER, _INT64, _INT64, _INT,                     # gradient, its strides, threads
+    ),
+    "amoeba_decode_f32": (
+        _INT64, _INT64, _INT64, _INT64, _INT64, _INT64,     # tokens, top_k, experts, hidden, intermediate, width
+        _POINTER, _INT64, _POINTER, _POINTER,               # x, stride, expert ids, weights
+        _POINTER, _INT64, _INT64, _POINTER,                 # gate_up, its strides, bias
+        _POINTER, _INT64, _INT64, _POINTER,                 # down, its strides, bias
+        _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
+        _POINTER, _POINTER, _POINTER, _INT,                 # scratch h and a, y, threads
+    ),
+}
+# fmt: on
+
+
+class Core:
+    """Handle of the loaded library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self.lanes: int = library.amoeba_lanes()
+        self._rows = library.amoeba_rows_f32
+        self._weight_gradient = library.amoeba_weight_gradient_f32
+        self._decode = library.amoeba_decode_f32
+
+    def multiply_rows(
+        self,
+        offs_E: Tensor,
+        rows: Tensor,
+        matrix_EIO: Tensor,
+        *,
+        out: Tensor,
+        bias_EO: Tensor | None = None,
+        index_N: Tensor | None = None,
+    ) -> None:
+        """out[n] = rows[index[n]] @ matrix of n's expert (+ bias); rows past the last expert's are left as they are."""
+        experts, depth, columns = matrix_EIO.shape
+        _check_offs(offs_E, experts)
+        _check_rows(rows, depth, index_N, out.shape[0])
+        _check_rows(out, columns, None, out.shape[0])
+        assert 1 in matrix_EIO.stride()[1:], f"one inner stride must be 1, strides are {matrix_EIO.stride()}"
+        assert bias_EO is None or (bias_EO.shape == (experts, columns) and bias_EO.is_contiguous())
+        self._rows(
+            experts, offs_E.data_ptr(), rows.data_ptr(), rows.stride(0), _address(index_N),
+            matrix_EIO.data_ptr(), *matrix_EIO.stride(), _address(bias_EO),
+            depth, columns, out.data_ptr(), out.stride(0), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def weight_gradient(
+        self,
+        offs_E: Tensor,
+        left: Tensor,
+        right: Tensor,
+        *,
+        out: Tensor,
+        left_index_N: Tensor | None = None,
+        right_index_N: Tensor | None = None,
+    ) -> None:
+        """out_e (columns of left × columns of right) = Σ over e's rows of leftᵀ right, contiguous along right."""
+        experts, left_columns, right_columns = out.shape
+        _check_offs(offs_E, experts)
+        rows = next((i.shape[0] for i in (left_index_N, right_index_N) if i is not None), left.shape[0])
+        _check_rows(left, left_columns, left_index_N, rows)
+        _check_rows(right, right_columns, right_index_N, rows)
+        assert out.stride(2) == 1
+        self._weight_gradient(
+            experts, offs_E.data_ptr(),
+            left.data_ptr(), left.stride(0), _address(left_index_N), left_columns,
+            right.data_ptr(), right.stride(0), _address(right_index_N), right_columns,
+            out.data_ptr(), out.stride(0), out.stride(1), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def decode(
+        self,
+        x_TH: Tensor,
+        expert_TK: Tensor,
+        weight_TK: Tensor,
+        gate_up_EJH: Tensor,
+        down_EHI: Tensor,
+        gate_up_bias_EJ: Tensor | None,
+        down_bias_EH: Tensor | None,
+        activation: Activation,
+    ) -> Tensor:
+        """The whole layer for a few tokens in one call; weights contiguous along their last dimension."""
+        tokens, hidden = x_TH.shape
+        top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]
+        assert x_TH.stride(1) == gate_up_EJH.stride(2) == down_EHI.stride(2) == 1
+        assert expert_TK.is_contiguous() and expert_TK.dtype == torch.int64
+        assert weight_TK.is_contiguous() and weight_TK.dtype == x_TH.dtype == torch.float32
+        slots = tokens * top_k
+        scratch = torch.empty(slots * (width + intermediate))
+        y_TH = torch.empty((tokens, hidden))
+        h = scratch.data_ptr()
+        self._decode(
+            tokens, top_k, experts, hidden, intermediate, width,
+            x_TH.data_ptr(), x_TH.stride(0), expert_TK.data_ptr(), weight_TK.data_ptr(),
+            gate_up_EJH.data_ptr(), gate_up_EJH.stride(0), gate_up_EJH.stride(1), _address(gate_up_bias_EJ),
+            down_EHI.data_ptr(), down_EHI.stride(0), down_EHI.stride(1), _address(down_bias_EH),
+            _KINDS[activation.kind], activation.interleaved, activation.alpha, activation.limit, activation.up_shift,
+            h, h + 4 * slots * width, y_TH.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return y_TH
+
+
+@functools.cache
+def _load() -> Core | CoreUnavailable:
+    try:
+        return Core(ctypes.CDLL(str(compiled_core())))
+    except CoreUnavailable as error:
+        return error
+    except OSError as error:
+        return CoreUnavailable(f"the compiled core does not load: {error}; delete the cache folder and try again")
+
+
+def load_core() -> Core:
+    loaded = _load()
+    if isinstance(loaded, CoreUnavailable):
+        raise loaded
+    return loaded
+
+
+@torch.compiler.assume_constant_result
+def why_no_core() -> str | None:
+    """None where the core runs; it is compiled by the first call."""
+    loaded = _load()
+    return str(loaded) if isinstance(loaded, CoreUnavailable) else None
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _check_offs(offs_E: Tensor, experts: int) -> None:
+    assert offs_E.shape == (experts,) and offs_E.dtype == torch.int32 and offs_E.is_contiguous()
+
+
+def _check_rows(rows: Tensor, columns: int, index: Tensor | None, count: int) -> None:
+    assert rows.dtype == torch.float32 and rows.device.type == "cpu", (
+        f"fp32 on the CPU, got {rows.dtype}, {rows.device}"
+    )
+    assert rows.dim() == 2 and rows.shape[1] == columns and (rows.stride(1) == 1 or columns == 1)
+    if index is None:
+        assert rows.shape[0] >= count
+    else:
+        assert index.shape == (count,) and index.dtype == torch.int64 and index.is_contiguous()
