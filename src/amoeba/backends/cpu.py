@@ -17,7 +17,7 @@ from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_ope
 from amoeba.cpu.core import load_core
 
 # Up to this many routed rows a pass without gradients reads each row's expert once more instead of sorting the rows.
-DECODE_ROWS = 32
+DECODE_ROWS = 128
 
 
 def forward(problem: Problem, keep_h: bool) -> Kept:

@@ -40,7 +40,7 @@ _SIGNATURES = {
         _POINTER, _INT64, _INT64, _POINTER,                 # gate_up, its strides, bias
         _POINTER, _INT64, _INT64, _POINTER,                 # down, its strides, bias
         _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
-        _POINTER, _POINTER, _POINTER, _INT,                 # scratch h and a, y, threads
+        _POINTER, _POINTER, _POINTER, _POINTER, _INT,       # scratch h, a and order, y, threads
     ),
 }
 # fmt: on
@@ -123,7 +123,7 @@ class Core:
         assert expert_TK.is_contiguous() and expert_TK.dtype == torch.int64
         assert weight_TK.is_contiguous() and weight_TK.dtype == x_TH.dtype == torch.float32
         slots = tokens * top_k
-        scratch = torch.empty(slots * (width + intermediate))
+        scratch = torch.empty(slots * (width + intermediate + 2))  # h, a and a list of slots in 8-byte integers
         y_TH = torch.empty((tokens, hidden))
         h = scratch.data_ptr()
         self._decode(
@@ -132,7 +132,7 @@ class Core:
             gate_up_EJH.data_ptr(), gate_up_EJH.stride(0), gate_up_EJH.stride(1), _address(gate_up_bias_EJ),
             down_EHI.data_ptr(), down_EHI.stride(0), down_EHI.stride(1), _address(down_bias_EH),
             _KINDS[activation.kind], activation.interleaved, activation.alpha, activation.limit, activation.up_shift,
-            h, h + 4 * slots * width, y_TH.data_ptr(), torch.get_num_threads(),
+            h + 8 * slots, h + 4 * slots * (width + 2), h, y_TH.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return y_TH
 

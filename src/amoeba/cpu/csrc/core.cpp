@@ -297,20 +297,39 @@ struct Chunks {  // how many column chunks to cut each expert into, so that ever
 
 inline int64_t start_of(const int32_t* offs, int64_t e) { return e ? offs[e - 1] : 0; }
 
-inline float dot(const float* a, const float* b, int64_t n) {
-  Vector s0{}, s1{}, s2{}, s3{};
-  int64_t k = 0;
-  for (; k + 4 * LANES <= n; k += 4 * LANES) {
-    s0 += load(a + k) * load(b + k);
-    s1 += load(a + k + LANES) * load(b + k + LANES);
-    s2 += load(a + k + 2 * LANES) * load(b + k + 2 * LANES);
-    s3 += load(a + k + 3 * LANES) * load(b + k + 3 * LANES);
-  }
-  s0 = (s0 + s1) + (s2 + s3);
+inline float sum_lanes(Vector v) {
   float total = 0;
-  for (int i = 0; i < LANES; ++i) total += s0[i];
-  for (; k < n; ++k) total += a[k] * b[k];
+  for (int i = 0; i < LANES; ++i) total += v[i];
   return total;
+}
+
+// out[r] = <w, rows[r]> for R rows at once, so that w is read once.
+template <int R>
+inline void dots(const float* w, const float* const* rows, int64_t n, float* out) {
+  Vector even[R] = {}, odd[R] = {};
+  int64_t k = 0;
+  for (; k + 2 * LANES <= n; k += 2 * LANES) {
+    const Vector w0 = load(w + k), w1 = load(w + k + LANES);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      even[r] += w0 * load(rows[r] + k);
+      odd[r] += w1 * load(rows[r] + k + LANES);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    float total = sum_lanes(even[r] + odd[r]);
+    for (int64_t i = k; i < n; ++i) total += w[i] * rows[r][i];
+    out[r] = total;
+  }
+}
+
+inline void dots(int64_t count, const float* w, const float* const* rows, int64_t n, float* out) {
+  switch (count) {
+    case 1: return dots<1>(w, rows, n, out);
+    case 2: return dots<2>(w, rows, n, out);
+    case 3: return dots<3>(w, rows, n, out);
+    default: return dots<4>(w, rows, n, out);
+  }
 }
 
 enum Kind { SILU, GELU, GELU_TANH, RELU, RELU2 };
@@ -371,16 +390,28 @@ void amoeba_weight_gradient_f32(int64_t experts, const int32_t* offs, const floa
   });
 }
 
-// A few tokens through their experts, weights read where they lie: y_t = sum_k s . (act(x W1^T + b1) W2^T + b2).
-// h and a are scratch of tokens * top_k rows. Weights are contiguous along the summed dimension.
+// A few tokens through their experts, weights read where they lie and once per expert:
+// y_t = sum_k s . (act(x W1^T + b1) W2^T + b2). h and a are scratch of tokens * top_k rows, order of as many ints.
+// Weights are contiguous along the summed dimension.
 void amoeba_decode_f32(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate,
                        int64_t width, const float* x, int64_t x_stride, const int64_t* expert, const float* scale,
                        const float* gate_up, int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias,
                        const float* down, int64_t down_e, int64_t down_row, const float* down_bias, int kind,
-                       int interleaved, float alpha, float limit, float up_shift, float* h, float* a, float* y,
-                       int threads) {
-  const int64_t slots = tokens * top_k;
+                       int interleaved, float alpha, float limit, float up_shift, float* h, float* a, int64_t* order,
+                       float* y, int threads) {
   const bool gated = width != intermediate;
+  int64_t slots = 0;
+  for (int64_t slot = 0; slot < tokens * top_k; ++slot)
+    if (expert[slot] >= 0 && expert[slot] < experts) order[slots++] = slot;
+  std::stable_sort(order, order + slots, [&](int64_t l, int64_t r) { return expert[l] < expert[r]; });
+
+  // Calls visit(first, count) for up to four slots of one expert at a time.
+  const auto each_group = [&](auto&& visit) {
+    for (int64_t i = 0, next; i < slots; i = next) {
+      for (next = i + 1; next < slots && next < i + 4 && expert[order[next]] == expert[order[i]];) ++next;
+      visit(order + i, next - i);
+    }
+  };
   // Threads own fixed shares of the rows of a weight, so that each streams contiguous memory.
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -392,48 +423,57 @@ void amoeba_decode_f32(int64_t tokens, int64_t top_k, int64_t experts, int64_t h
     const int64_t self = 0, team = 1;
 #endif
     const int64_t lo = intermediate * self / team, hi = intermediate * (self + 1) / team;
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      const int64_t e = expert[slot];
-      if (e < 0 || e >= experts) continue;
-      const float* row = x + slot / top_k * x_stride;
+    each_group([&](const int64_t* slot, int64_t count) {
+      const int64_t e = expert[*slot];
       const float* w = gate_up + e * gate_up_e;
       const float* b = gate_up_bias ? gate_up_bias + e * width : nullptr;
-      float* mine = h + slot * width;
-      const auto project = [&](int64_t j) { mine[j] = dot(w + j * gate_up_row, row, hidden) + (b ? b[j] : 0.0f); };
-      if (!gated || interleaved) {
-        const int64_t per = gated ? 2 : 1;
-        for (int64_t j = lo * per; j < hi * per; ++j) project(j);
-      } else {
-        for (int64_t j = lo; j < hi; ++j) project(j);
-        for (int64_t j = lo + intermediate; j < hi + intermediate; ++j) project(j);
-      }
-      for (int64_t i = lo; i < hi; ++i) {
-        const float gate = gated ? mine[interleaved ? 2 * i : i] : mine[i];
-        float value = act(std::min(gate, limit), kind, alpha);
-        if (gated) {
-          const float up = mine[interleaved ? 2 * i + 1 : i + intermediate];
-          value *= std::min(std::max(up, -limit), limit) + up_shift;
+      const float* rows[4];
+      float products[4];
+      for (int64_t r = 0; r < count; ++r) rows[r] = x + slot[r] / top_k * x_stride;
+      const auto project = [&](int64_t from, int64_t to) {
+        for (int64_t j = from; j < to; ++j) {
+          dots(count, w + j * gate_up_row, rows, hidden, products);
+          for (int64_t r = 0; r < count; ++r) h[slot[r] * width + j] = products[r] + (b ? b[j] : 0.0f);
         }
-        a[slot * intermediate + i] = value;
+      };
+      if (!gated) {
+        project(lo, hi);
+      } else if (interleaved) {
+        project(2 * lo, 2 * hi);
+      } else {
+        project(lo, hi);
+        project(lo + intermediate, hi + intermediate);
       }
-    }
+      for (int64_t r = 0; r < count; ++r) {
+        const float* mine = h + slot[r] * width;
+        for (int64_t i = lo; i < hi; ++i) {
+          float value = act(std::min(mine[gated && interleaved ? 2 * i : i], limit), kind, alpha);
+          if (gated) {
+            const float up = mine[interleaved ? 2 * i + 1 : i + intermediate];
+            value *= std::min(std::max(up, -limit), limit) + up_shift;
+          }
+          a[slot[r] * intermediate + i] = value;
+        }
+      }
+    });
 #ifdef _OPENMP
 #pragma omp barrier
 #endif
     const int64_t first = hidden * self / team, last = hidden * (self + 1) / team;
-    for (int64_t t = 0; t < tokens; ++t) {
-      float* out = y + t * hidden;
-      std::memset(out + first, 0, (last - first) * sizeof(float));
-      for (int64_t k = 0; k < top_k; ++k) {
-        const int64_t slot = t * top_k + k, e = expert[slot];
-        if (e < 0 || e >= experts) continue;
-        const float s = scale[slot];
-        const float* w = down + e * down_e;
-        const float* b = down_bias ? down_bias + e * hidden : nullptr;
-        for (int64_t n = first; n < last; ++n)
-          out[n] += s * (dot(w + n * down_row, a + slot * intermediate, intermediate) + (b ? b[n] : 0.0f));
+    for (int64_t t = 0; t < tokens; ++t) std::memset(y + t * hidden + first, 0, (last - first) * sizeof(float));
+    each_group([&](const int64_t* slot, int64_t count) {
+      const int64_t e = expert[*slot];
+      const float* w = down + e * down_e;
+      const float* b = down_bias ? down_bias + e * hidden : nullptr;
+      const float* rows[4];
+      float products[4];
+      for (int64_t r = 0; r < count; ++r) rows[r] = a + slot[r] * intermediate;
+      for (int64_t n = first; n < last; ++n) {
+        dots(count, w + n * down_row, rows, intermediate, products);
+        for (int64_t r = 0; r < count; ++r)
+          y[slot[r] / top_k * hidden + n] += scale[slot[r]] * (products[r] + (b ? b[n] : 0.0f));
       }
-    }
+    });
   }
 }
 
