@@ -46,7 +46,8 @@ def experts_composed(
     a_NI = gate(torch.ops.amoeba.row_linear(x_NH, gate_up_EJH, gate_up_bias_EJ, offs_E))
     y_NH = torch.ops.amoeba.row_linear(a_NI, down_EHI, down_bias_EH, offs_E)
     if finish is not None:
-        y_NH = finish(y_NH)
+        # rows of nobody's are zeros, which `finish` may shift or divide by: they must not reach a gradient
+        y_NH = finish(y_NH).masked_fill(_tail(y_NH.shape[0], offs_E), 0)
     weighted_NH = y_NH * routing.weight_TK.reshape(-1)[layout.order_N][:, None]
     return torch.ops.amoeba.combine_rows(weighted_NH, layout.token_N, slot_row_TK).to(x_TH.dtype)
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from amoeba.backends import eager
 from amoeba.backends.allocate import empty_gradient
 from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
+from amoeba.backends.rowwise import activate_rows, activate_rows_backward
+from amoeba.config import Activation
 from amoeba.cpu.core import load_core
 
 # Up to this many routed rows a pass without gradients reads each row's expert once more instead of sorting the rows.
@@ -30,8 +32,28 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
     return eager.backward(problem, kept, dy_TH, needs, CoreGroups)
 
 
+def _activate(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI: Tensor) -> Tensor:
+    core = load_core()
+    if not core.activates(activation, out_NI.shape[1]):
+        return activate_rows(h_NJ, scale_N, activation, out_NI)
+    core.activate(h_NJ, scale_N.to(torch.float32), activation, out=out_NI)
+    return out_NI
+
+
+def _activate_backward(
+    da_NI: Tensor, h_NJ: Tensor, scale_N: Tensor, activation: Activation, dh_NJ: Tensor, scaled_a_NI: Tensor | None
+) -> Tensor:
+    core = load_core()
+    if not core.activates(activation, da_NI.shape[1]):
+        return activate_rows_backward(da_NI, h_NJ, scale_N, activation, dh_NJ, scaled_a_NI)
+    return core.activate_backward(da_NI, h_NJ, scale_N.to(torch.float32), activation, dh_NJ, scaled_a_NI)
+
+
 class CoreGroups(eager.Groups):
     """Products over the sorted rows by the core."""
+
+    activate = staticmethod(_activate)
+    activate_backward = staticmethod(_activate_backward)
 
     def multiply_rows(
         self,

@@ -36,7 +36,7 @@ def forward(problem: Problem, keep_h: bool, products: type[Groups] | None = None
 
     h_NJ = _up(problem, layout, groups)
     a_NI = empty_rows(rows, problem.down_EHI.shape[2], x_TH)
-    activate_rows(h_NJ, scale_N, problem.activation, a_NI)
+    groups.activate(h_NJ, scale_N, problem.activation, a_NI)
     y_NH = empty_rows(rows + 1, x_TH.shape[1], x_TH)
     groups.multiply_rows(a_NI, problem.down_EHI.transpose(1, 2), out=y_NH[:rows])
     if problem.down_bias_EH is not None:
@@ -61,7 +61,7 @@ def backward(
     groups.multiply_rows(dy_NH, problem.down_EHI, out=da_NI)
     dh_NJ = empty_rows(rows, h_NJ.shape[1], x_TH)
     scaled_a_NI = empty_rows(rows, intermediate, x_TH) if needs.down else None
-    ds_N = activate_rows_backward(da_NI, h_NJ, scale_N, problem.activation, dh_NJ, scaled_a_NI)
+    ds_N = groups.activate_backward(da_NI, h_NJ, scale_N, problem.activation, dh_NJ, scaled_a_NI)
     del da_NI, h_NJ
 
     wide = ds_N.dtype
@@ -117,6 +117,9 @@ class Groups:
     def rest(self, rows_NW: Tensor) -> Tensor:
         """The rows that belong to nobody here."""
         return rows_NW.split(self._sizes)[-1]
+
+    activate = staticmethod(activate_rows)
+    activate_backward = staticmethod(activate_rows_backward)
 
     def multiply_rows(
         self,

@@ -34,6 +34,15 @@ _SIGNATURES = {
         _POINTER, _INT64, _POINTER, _INT64,                 # right, stride, index, columns
         _POINTER, _INT64, _INT64, _INT,                     # gradient, its strides, threads
     ),
+    "amoeba_swiglu_f32": (
+        _INT64, _INT64, _POINTER, _POINTER,                 # rows, intermediate, h, scale
+        _FLOAT, _FLOAT, _FLOAT, _POINTER, _INT,             # alpha, limit, up_shift, a, threads
+    ),
+    "amoeba_swiglu_backward_f32": (
+        _INT64, _INT64, _POINTER, _POINTER, _POINTER,       # rows, intermediate, da, h, scale
+        _FLOAT, _FLOAT, _FLOAT,                             # alpha, limit, up_shift
+        _POINTER, _POINTER, _POINTER, _INT,                 # dh, scaled a, ds, threads
+    ),
     "amoeba_decode_f32": (
         _INT64, _INT64, _INT64, _INT64, _INT64, _INT64,     # tokens, top_k, experts, hidden, intermediate, width
         _POINTER, _INT64, _POINTER, _POINTER,               # x, stride, expert ids, weights
@@ -56,7 +65,47 @@ class Core:
         self.lanes: int = library.amoeba_lanes()
         self._rows = library.amoeba_rows_f32
         self._weight_gradient = library.amoeba_weight_gradient_f32
+        self._swiglu = library.amoeba_swiglu_f32
+        self._swiglu_backward = library.amoeba_swiglu_backward_f32
         self._decode = library.amoeba_decode_f32
+
+    def activates(self, activation: Activation, intermediate: int) -> bool:
+        """Whether the core has this activation: silu-gated, concatenated, whole vectors."""
+        concatenated = activation.gated and not activation.interleaved
+        return concatenated and activation.kind == "silu" and intermediate % self.lanes == 0
+
+    def activate(self, h_NJ: Tensor, scale_N: Tensor, activation: Activation, *, out: Tensor) -> None:
+        """out = scale · act(h)."""
+        rows, intermediate = out.shape
+        assert h_NJ.shape == (rows, 2 * intermediate) and scale_N.shape == (rows,)
+        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in (h_NJ, scale_N, out))
+        self._swiglu(
+            rows, intermediate, h_NJ.data_ptr(), scale_N.data_ptr(),
+            activation.alpha, activation.limit, activation.up_shift, out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def activate_backward(
+        self,
+        da_NI: Tensor,
+        h_NJ: Tensor,
+        scale_N: Tensor,
+        activation: Activation,
+        dh_NJ: Tensor,
+        scaled_a_NI: Tensor | None,
+    ) -> Tensor:
+        """From dA' (no scale in it yet): writes dh and scale·a, returns ds_N = <dA', a>."""
+        rows, intermediate = da_NI.shape
+        assert h_NJ.shape == dh_NJ.shape == (rows, 2 * intermediate) and scale_N.shape == (rows,)
+        assert scaled_a_NI is None or scaled_a_NI.shape == da_NI.shape
+        tensors = (da_NI, h_NJ, scale_N, dh_NJ, *(() if scaled_a_NI is None else (scaled_a_NI,)))
+        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors)
+        ds_N = torch.empty(rows)
+        self._swiglu_backward(
+            rows, intermediate, da_NI.data_ptr(), h_NJ.data_ptr(), scale_N.data_ptr(),
+            activation.alpha, activation.limit, activation.up_shift,
+            dh_NJ.data_ptr(), _address(scaled_a_NI), ds_N.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return ds_N
 
     def multiply_rows(
         self,

@@ -332,6 +332,48 @@ inline void dots(int64_t count, const float* w, const float* const* rows, int64_
   }
 }
 
+typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+
+inline Vector pick(Integers mask, Vector yes, Vector no) { return mask ? yes : no; }
+
+// exp by reduction to [-ln2/2, ln2/2] and a polynomial of degree 6; relative error below 2e-7.
+inline Vector exponential(Vector x) {
+  x = pick(x > 88.0f, Vector{} + 88.0f, x);
+  x = pick(x < -87.0f, Vector{} - 87.0f, x);
+  const Vector n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // rounds to the nearest integer
+  const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
+  Vector scale;
+  std::memcpy(&scale, &power, sizeof(scale));
+  return p * scale;
+}
+
+struct Swiglu {  // gate and up concatenated; alpha, limit and up_shift as in config.Activation
+  float alpha, limit, up_shift;
+  bool clamped;
+
+  struct Values {
+    Vector gate, up, sigmoid, value;
+  };
+  Values at(const float* gate_row, const float* up_row, int64_t i) const {
+    Values v{load(gate_row + i), load(up_row + i), {}, {}};
+    if (clamped) {
+      v.gate = pick(v.gate > limit, Vector{} + limit, v.gate);
+      v.up = pick(v.up > limit, Vector{} + limit, pick(v.up < -limit, Vector{} - limit, v.up));
+    }
+    v.up += up_shift;
+    v.sigmoid = 1.0f / (1.0f + exponential(v.gate * -alpha));
+    v.value = v.gate * v.sigmoid;
+    return v;
+  }
+};
+
 enum Kind { SILU, GELU, GELU_TANH, RELU, RELU2 };
 
 inline float act(float z, int kind, float alpha) {
@@ -387,6 +429,53 @@ void amoeba_weight_gradient_f32(int64_t experts, const int32_t* offs, const floa
     }
     sum_of_outer_products({left, left_stride, left_index}, {right, right_stride, right_index}, start, end - start,
                           first, width, right_columns, out, gradient_row);
+  });
+}
+
+// a = scale . swiglu(h), row by row; intermediate is a multiple of the vector.
+void amoeba_swiglu_f32(int64_t rows, int64_t intermediate, const float* h, const float* scale, float alpha, float limit,
+                       float up_shift, float* a, int threads) {
+  const Swiglu swiglu{alpha, limit, up_shift, std::isfinite(limit)};
+  constexpr int64_t STEP = 32;
+  run_jobs((rows + STEP - 1) / STEP, threads, [&](int64_t job) {
+    for (int64_t r = job * STEP; r < std::min(rows, (job + 1) * STEP); ++r) {
+      const float *gate = h + r * 2 * intermediate, *up = gate + intermediate;
+      for (int64_t i = 0; i < intermediate; i += LANES) {
+        const auto v = swiglu.at(gate, up, i);
+        store(a + r * intermediate + i, v.value * v.up * scale[r]);
+      }
+    }
+  });
+}
+
+// From dA' (no scale in it yet): dh, scale . a (if wanted) and ds = <dA', a>, in one pass over the rows.
+void amoeba_swiglu_backward_f32(int64_t rows, int64_t intermediate, const float* da, const float* h, const float* scale,
+                                float alpha, float limit, float up_shift, float* dh, float* scaled_a, float* ds,
+                                int threads) {
+  const Swiglu swiglu{alpha, limit, up_shift, std::isfinite(limit)};
+  constexpr int64_t STEP = 32;
+  run_jobs((rows + STEP - 1) / STEP, threads, [&](int64_t job) {
+    for (int64_t r = job * STEP; r < std::min(rows, (job + 1) * STEP); ++r) {
+      const float *gate = h + r * 2 * intermediate, *up = gate + intermediate, *grad = da + r * intermediate;
+      float *dgate = dh + r * 2 * intermediate, *dup = dgate + intermediate;
+      Vector total{};
+      for (int64_t i = 0; i < intermediate; i += LANES) {
+        const auto v = swiglu.at(gate, up, i);
+        const Vector a = v.value * v.up, g = load(grad + i), scaled = g * scale[r];
+        const Vector slope = v.sigmoid * (1.0f + alpha * v.gate * (1.0f - v.sigmoid));
+        Vector dg = scaled * v.up * slope, du = scaled * v.value;
+        if (swiglu.clamped) {
+          const Vector raw = load(up + i);
+          dg = pick(load(gate + i) > limit, Vector{}, dg);
+          du = pick((raw > limit) | (raw < -limit), Vector{}, du);
+        }
+        store(dgate + i, dg);
+        store(dup + i, du);
+        total += g * a;
+        if (scaled_a) store(scaled_a + r * intermediate + i, a * scale[r]);
+      }
+      ds[r] = sum_lanes(total);
+    }
   });
 }
 
