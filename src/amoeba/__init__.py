@@ -3,12 +3,14 @@
 from amoeba._version import __version__
 from amoeba.config import Activation, MoEConfig, RouterConfig
 from amoeba.experts import experts
+from amoeba.layer import MoE
 from amoeba.routing import Routing, route
 from amoeba.weights import ExpertWeights
 
 __all__ = [
     "Activation",
     "ExpertWeights",
+    "MoE",
     "MoEConfig",
     "RouterConfig",
     "Routing",

@@ -10,15 +10,13 @@ gradients come back in the stored layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
-
-_DEFAULT_ACTIVATION = Activation()
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +27,7 @@ class ExpertWeights:
     down_EHI: Tensor
     gate_up_bias_EJ: Tensor | None = None
     down_bias_EH: Tensor | None = None
-    activation: Activation = _DEFAULT_ACTIVATION
+    activation: Activation = field(default_factory=Activation)
 
     placement = "resident"
 
