@@ -10,7 +10,7 @@ gradients come back in the stored layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,11 +27,13 @@ class ExpertWeights:
     down_EHI: Tensor
     gate_up_bias_EJ: Tensor | None = None
     down_bias_EH: Tensor | None = None
-    activation: Activation = field(default_factory=Activation)
+    activation: Activation = None  # type: ignore[assignment]  # None: Activation(), which torch.compile cannot trace here
 
     placement = "resident"
 
     def __post_init__(self) -> None:
+        if self.activation is None:
+            object.__setattr__(self, "activation", Activation())
         if self.gate_up_EJH.dim() != 3 or self.down_EHI.dim() != 3:
             raise bad_value(
                 "expert weights",
