@@ -553,13 +553,16 @@ def test_a_step_is_captured_in_a_cuda_graph_and_replays_bitwise():
         routing, loss = full_step(logits_TE, bias_E, statistics, False)
         return routing.expert_TK, routing.weight_TK, *torch.autograd.grad(loss, logits_TE)
 
-    expected = step()  # also warms up
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    side = torch.cuda.Stream()  # autograd remembers the stream of the first use, and the default one cannot be captured
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

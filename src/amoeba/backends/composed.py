@@ -54,8 +54,8 @@ def experts_composed(
 
 def _row_linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:
     """x Wᵀ + b with each row's own expert. Rows past offs_E[-1] come out as zeros."""
-    if _grouped_on_gpu(x_NI):
-        out_NO = F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=offs_E)
+    if _grouped_on_gpu(x_NI, weight_EOI):
+        out_NO = F.grouped_mm(x_NI.contiguous(), weight_EOI.transpose(1, 2), offs=offs_E)
         if bias_EO is not None:
             out_NO += bias_of_row(bias_EO, x_NI.shape[0], offs_E)
         return out_NO.masked_fill_(_tail(x_NI.shape[0], offs_E), 0)
@@ -71,11 +71,11 @@ def _row_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout_NO = dout_NO.contiguous()
     dx = dweight = dbias = x_NI.new_empty(0)
-    if _grouped_on_gpu(x_NI):
+    if _grouped_on_gpu(x_NI, weight_EOI):
         if needs[0]:
             dx = F.grouped_mm(dout_NO, weight_EOI, offs=offs_E).masked_fill_(_tail(x_NI.shape[0], offs_E), 0)
         if needs[1]:
-            dweight = weight_gradient(dout_NO, x_NI, offs_E, weight_EOI)
+            dweight = weight_gradient(dout_NO, x_NI.contiguous(), offs_E, weight_EOI)
         if needs[2]:
             dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype)
         return dx, dweight, dbias
@@ -91,8 +91,12 @@ def _row_linear_backward(
     return dx, dweight, dbias
 
 
-def _grouped_on_gpu(x_NI: Tensor) -> bool:
-    return x_NI.is_cuda and x_NI.dtype == torch.bfloat16 and x_NI.shape[0] > 0
+def _grouped_on_gpu(x_NI: Tensor, weight_EOI: Tensor) -> bool:
+    """torch's grouped product takes rows of a multiple of 16 bytes, that is of 8 numbers in bf16."""
+    if not (x_NI.is_cuda and x_NI.dtype == torch.bfloat16 and x_NI.shape[0] > 0):
+        return False
+    strides = weight_EOI.stride()[1:]
+    return 1 in strides and all(length % 8 == 0 for length in (max(strides), *weight_EOI.shape[1:]))
 
 
 def _tail(rows: int, offs_E: Tensor) -> Tensor:

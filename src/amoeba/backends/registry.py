@@ -97,9 +97,13 @@ def _grouped_why_not(request: Request) -> str | None:
 
 
 def _misaligned(weights: ExpertWeights) -> str | None:
+    """Rows of x, h and a are operands too, so every width counts, however the weights are stored."""
+    size = weights.dtype.itemsize
+    for name, width in (("H", weights.hidden), ("I", weights.intermediate), ("J", weights.gate_up_EJH.shape[1])):
+        if width * size % 16:
+            return f"torch's grouped product needs rows of a multiple of 16 bytes, {name} = {width} is {width * size}"
     for name, tensor in (("gate_up", weights.gate_up_EJH), ("down", weights.down_EHI)):
-        inner = [stride for stride in tensor.stride()[1:] if stride != 1]
-        if len(inner) != 1 or inner[0] * tensor.dtype.itemsize % 16:
+        if sorted(tensor.stride()[1:])[0] != 1 or any(s * size % 16 for s in tensor.stride() if s != 1):
             return f"torch's grouped product needs rows of a multiple of 16 bytes, {name} has strides {tensor.stride()}"
     return None
 
