@@ -13,18 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba.backends.allocate import empty_rows
-from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
+from amoeba.backends.operator import Gradients, Keep, Kept, Needs, Problem, define_operator
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward, slot_gradient, sum_rows
 from amoeba.layout import Layout, build_layout
 
 
-def forward(problem: Problem, keep_h: bool) -> Kept:
+def forward(problem: Problem, keep: Keep) -> Kept:
     x_TH, rows = problem.x_TH, problem.rows
     layout = build_layout(problem.expert_TK, problem.gate_up_EJH.shape[0])
-    nothing = x_TH.new_empty(0)
     if rows == 0:
-        h = x_TH.new_empty((0, problem.gate_up_EJH.shape[1])) if keep_h else nothing
-        return Kept(torch.zeros_like(x_TH), h, layout.order_N, layout.slot_row_N, layout.offs_E)
+        return Kept.of(keep, torch.zeros_like(x_TH), x_TH.new_empty((0, problem.gate_up_EJH.shape[1])), layout)
     scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
     h_NJ = _up(problem, layout)
     a_NI = empty_rows(rows + 1, problem.down_EHI.shape[2], x_TH)
@@ -33,7 +31,7 @@ def forward(problem: Problem, keep_h: bool) -> Kept:
     if problem.down_bias_EH is not None:
         y_NH[:rows] += scale_N[:, None].to(y_NH.dtype) * bias_of_row(problem.down_bias_EH, rows, layout.offs_E)
     y_TH = sum_rows(y_NH, layout.slot_row_N.view_as(problem.expert_TK))
-    return Kept(y_TH, h_NJ if keep_h else nothing, layout.order_N, layout.slot_row_N, layout.offs_E)
+    return Kept.of(keep, y_TH, h_NJ, layout)
 
 
 def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba.backends import cpu, eager, grouped
-from amoeba.backends.operator import Operator, Problem
+from amoeba.backends.operator import Keep, Operator, Problem
 from amoeba.cpu.core import why_no_core
 from amoeba.cpu_features import has_bf16_instructions
 from amoeba.errors import bad_value
@@ -47,8 +47,9 @@ class Backend:
     def run(self, request: Request) -> Tensor:
         weights, routing = request.weights, request.routing
         problem = Problem(request.x_TH, routing.expert_TK, routing.weight_TK, *weights.tensors(), weights.activation)
-        gradient = _wants_gradient(problem)
-        return self.operator(problem, keep_h=gradient and not request.recompute, gradient=gradient)
+        if not _wants_gradient(problem):
+            return self.operator(problem, Keep.NOTHING)
+        return self.operator(problem, Keep.ORDER if request.recompute else Keep.ROWS)
 
 
 def _wants_gradient(problem: Problem) -> bool:

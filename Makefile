@@ -1,0 +1,39 @@
+# Every target does its own set-up on a fresh machine: `make demo` and `make test` are all one needs to know.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NEEDS := aMoEba needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)
+# Threads that wait give their core away instead of spinning: on a busy machine five times faster (docs/log.md).
+YIELDING := OMP_WAIT_POLICY=passive
+# what `make bench` measures, for example: make bench BENCH="--suite cpu --out benchmarks/results"
+BENCH ?=
+
+.PHONY: demo test lint bench clean
+
+demo: $(INSTALLED)
+	$(YIELDING) $(BIN)/amoeba verify --dtype float32 --dtype bfloat16
+
+test: lint
+	$(YIELDING) $(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/amoeba bench $(BENCH)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# Done once, and again when pyproject.toml changes.
+$(INSTALLED): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found. $(NEEDS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1). $(NEEDS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@

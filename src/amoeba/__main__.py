@@ -1,0 +1,5 @@
+"""`python -m amoeba` is the command `amoeba`."""
+
+from amoeba.cli import main
+
+main()

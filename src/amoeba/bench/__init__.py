@@ -1,0 +1,5 @@
+"""The benchmark: our backends and their peers on one problem, checked first, then timed in turns.
+
+`shapes` says what is measured, `workload` makes the numbers and the truth about them, `implementations` who computes
+them, `timing` and `memory` how it is measured, `suite` runs it all, `document` writes it down.
+"""

@@ -1,0 +1,68 @@
+"""The benchmark written down: one JSON document that says what was run, on what, by which code, with what result.
+
+document = make_document(reports, command="amoeba bench --shape small")
+path = result_path(Path("benchmarks/results"))     # raises FileExistsError rather than lose an earlier result
+write_new(path, document)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from amoeba.bench.suite import Report
+from amoeba.machine import commit, machine, machine_kind, versions
+
+FORMAT = 1
+
+
+def make_document(reports: Sequence[Report], command: str, load_before: float | None = None) -> dict[str, Any]:
+    """load_before: the machine's load average before the first measurement; others' work distorts the times."""
+    return {
+        "document": "amoeba bench",
+        "format": FORMAT,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": command,
+        "machine": machine(),
+        "load_before": load_before,
+        "versions": versions(),
+        "results": [_plain(report) for report in reports],
+    }
+
+
+def _plain(report: Report) -> dict[str, Any]:
+    plain = asdict(report)
+    for name in ("dtype", "reference"):
+        plain[name] = str(plain[name]).removeprefix("torch.")
+    plain["pass"] = plain.pop("measured_pass")
+    return plain
+
+
+def result_path(directory: Path) -> Path:
+    """The file of a result of today, on this kind of machine, at this commit."""
+    name = f"{datetime.now(UTC).date()}_{machine_kind()}_{commit() or 'unknown-commit'}.json"
+    path = directory / name
+    if path.exists():
+        raise FileExistsError(f"{path} holds an earlier result; it is not overwritten. Move it, or give another --out.")
+    return path
+
+
+def write_new(path: Path, document: dict[str, Any]) -> None:
+    """Writes the whole document or nothing, and never over another one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".json")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(document, file, indent=1)
+            file.write("\n")
+        os.chmod(temporary, 0o644)  # mkstemp makes files for the owner alone
+        os.link(temporary, path)  # unlike a rename, fails where the name is taken
+    finally:
+        os.unlink(temporary)

@@ -1,0 +1,101 @@
+"""What is measured: layers with names, the suites made of them, and how a user writes one.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate
+
+    parse_shape("qwen3_30b")            # by name
+    parse_shape("512,512,256,32,4")     # as T,H,I,E,K
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from amoeba.errors import bad_value
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer and the tokens that it gets.
+
+    skew:         exponent of a Zipf law for the experts' popularity; 0 is an even draw.
+    forward_only: a decoding step; training it would say nothing.
+    """
+
+    name: str
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    skew: float = 0.0
+    forward_only: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+
+#            name             T      H      I    E   K
+_TABLE = (
+    Shape("small", 512, 512, 256, 32, 4),
+    Shape("decode", 1, 512, 256, 32, 4, forward_only=True),
+    Shape("decode8", 8, 512, 256, 32, 4, forward_only=True),
+    Shape("decode64", 64, 512, 256, 32, 4, forward_only=True),
+    Shape("qwen3_30b", 32768, 2048, 768, 128, 8),
+    Shape("qwen3_small", 8192, 2048, 768, 128, 8),
+    # the busiest expert gets about 15 times the mean
+    Shape("qwen3_zipf", 32768, 2048, 768, 128, 8, skew=1.2),
+    Shape("qwen3_decode", 64, 2048, 768, 128, 8, forward_only=True),
+    Shape("sonic_a", 24576, 1536, 256, 128, 8),
+    Shape("sonic_b", 32768, 4096, 256, 256, 16),
+    Shape("sonic_c", 32768, 4096, 1024, 128, 8),
+    Shape("mixtral", 8192, 4096, 14336, 8, 2),
+    Shape("olmoe", 32768, 2048, 1024, 64, 8),
+    Shape("dsv3", 8192, 7168, 2048, 32, 8),
+)
+SHAPES = {shape.name: shape for shape in _TABLE}
+
+SUITES: dict[str, tuple[str, ...]] = {
+    "small": ("small", "decode"),
+    "cpu": ("small", "decode", "decode8", "decode64"),
+    "gpu": (
+        "qwen3_30b",
+        "qwen3_small",
+        "qwen3_zipf",
+        "sonic_a",
+        "sonic_b",
+        "sonic_c",
+        "mixtral",
+        "olmoe",
+        "dsv3",
+        "qwen3_decode",
+    ),
+}
+
+
+def default_suite(device: torch.device) -> str:
+    return "gpu" if device.type == "cuda" else "small"
+
+
+def parse_suite(name: str) -> list[Shape]:
+    if name not in SUITES:
+        raise bad_value("--suite", f"one of {', '.join(SUITES)}", repr(name), "see the names in docs/benchmarks.md")
+    return [SHAPES[shape] for shape in SUITES[name]]
+
+
+def parse_shape(text: str) -> Shape:
+    if text in SHAPES:
+        return SHAPES[text]
+    expected = f"a name ({', '.join(SHAPES)}) or five positive integers T,H,I,E,K"
+    remedy = "write for example --shape small or --shape 512,512,256,32,4"
+    try:
+        tokens, hidden, intermediate, experts, top_k = (int(part) for part in text.split(","))
+    except ValueError:
+        raise bad_value("--shape", expected, repr(text), remedy) from None
+    if min(tokens, hidden, intermediate, experts, top_k) < 1:
+        raise bad_value("--shape", expected, repr(text), remedy)
+    if top_k > experts:
+        raise bad_value("--shape", f"K at most E ({experts})", f"K = {top_k} in {text!r}", "lower K or raise E")
+    return Shape(text, tokens, hidden, intermediate, experts, top_k)

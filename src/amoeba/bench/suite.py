@@ -1,0 +1,219 @@
+"""Runs the benchmark: check, then time, one shape after another.
+
+    reports = run_suite([SHAPES["small"]], torch.device("cpu"), [torch.float32], ["training"], repeats=20)
+    reports[0].measurements[0].median_ms
+
+An implementation whose output or one of whose gradients is out of tolerance on the very problem to be timed, or that
+raises, is refused: it gets no time at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from amoeba import cost
+from amoeba.bench.implementations import Implementation, chosen_by_auto, implementations
+from amoeba.bench.memory import peak_bytes, watch_kept
+from amoeba.bench.shapes import Shape
+from amoeba.bench.timing import Step, Timing, time_in_turns
+from amoeba.bench.workload import Workload, make_workload
+from amoeba.conformance import TOLERANCE
+
+Pass = Literal["forward", "training"]
+Status = Literal["timed", "refused", "left out"]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One implementation on one problem. Without a time, `reason` says why."""
+
+    implementation: str
+    ours: bool
+    status: Status
+    reason: str | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    rounds: int = 0
+    median_ms: float | None = None
+    min_ms: float | None = None
+    quartiles_ms: tuple[float, float] | None = None
+    forward_median_ms: float | None = None
+    backward_median_ms: float | None = None
+    flops_per_second: float | None = None
+    weight_bytes_per_second: float | None = None
+    kept_bytes: int | None = None
+    kept_bytes_without_inputs: int | None = None
+    peak_bytes: int | None = None
+    times_faster_than: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def worst_error(self) -> float:
+        return max(self.errors.values(), default=math.inf)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All implementations on one shape, in one dtype and one pass."""
+
+    shape: Shape
+    device: str
+    dtype: torch.dtype
+    measured_pass: Pass
+    reference: torch.dtype
+    tolerance: float
+    flops: int
+    weight_bytes: int
+    busiest_expert: float
+    auto: str | None
+    measurements: list[Measurement]
+
+
+def run_suite(
+    shapes: Sequence[Shape],
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    passes: Sequence[Pass],
+    repeats: int,
+    progress: Progress = lambda line: None,
+) -> list[Report]:
+    """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only."""
+    reports = []
+    for dtype in dtypes:
+        for shape in shapes:
+            wanted: Sequence[Pass] = ["forward"] if shape.forward_only else passes
+            progress(f"{shape.name} {_name(dtype)}: computing the reference")
+            workload = make_workload(shape, device, dtype, training="training" in wanted)
+            reports += [_report(workload, measured, repeats, progress) for measured in wanted]
+            del workload  # before the next one is made: large ones do not fit twice
+    return reports
+
+
+def _report(workload: Workload, measured: Pass, repeats: int, progress: Progress) -> Report:
+    shape, tolerance, training = workload.shape, TOLERANCE[workload.dtype], measured == "training"
+    about = f"{shape.name} {measured} {_name(workload.dtype)}"
+    candidates, left_out = implementations(workload, training=training)
+    flops = cost.forward_flops(rows=shape.rows, hidden=shape.hidden, intermediate=shape.intermediate)
+    if training:
+        flops += cost.backward_flops(rows=shape.rows, hidden=shape.hidden, intermediate=shape.intermediate)
+    weight_bytes = cost.weight_bytes(
+        experts=workload.experts_touched(),
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        itemsize=workload.dtype.itemsize,
+    )
+
+    measurements: dict[str, Measurement] = {}
+    steps: dict[str, Step] = {}
+    progress(f"{about}: checking {len(candidates)} implementations")
+    for candidate in candidates:
+        checked = _check(candidate, workload, training, tolerance)
+        if checked.status == "timed":
+            steps[candidate.name] = step = _step(candidate, workload, training)
+            checked = replace(checked, peak_bytes=peak_bytes(functools.partial(step, _no_mark), workload.device))
+        measurements[candidate.name] = checked
+    progress(f"{about}: timing {len(steps)} in turns")
+    timings = time_in_turns(steps, workload.device, repeats)
+    for name in timings:
+        measurements[name] = _timed(measurements[name], timings, flops, None if training else weight_bytes)
+    workload.clear_gradients()
+    for name, reason in left_out.items():
+        measurements[name] = Measurement(name, name.startswith("amoeba"), "left out", reason)
+    return Report(
+        shape,
+        workload.device.type,
+        workload.dtype,
+        measured,
+        workload.truth_dtype,
+        tolerance,
+        flops,
+        weight_bytes,
+        workload.busiest(),
+        chosen_by_auto(workload),
+        list(measurements.values()),
+    )
+
+
+def _check(candidate: Implementation, workload: Workload, training: bool, tolerance: float) -> Measurement:
+    """One step, compared with the truth by name; its status says whether it may be timed."""
+    refused = Measurement(candidate.name, candidate.ours, "refused")
+    workload.clear_gradients()
+    try:
+        with torch.set_grad_enabled(training), watch_kept() as kept:
+            y_TH = candidate.run()
+        found: dict[str, Tensor] = {"output": y_TH}
+        if training:
+            y_TH.backward(workload.dy_TH)
+            missing = [name for name, leaf in workload.leaves().items() if leaf.grad is None]
+            if missing:
+                return replace(refused, reason=f"gave no gradient to {', '.join(missing)}")
+            found |= {name: leaf.grad for name, leaf in workload.leaves().items() if leaf.grad is not None}
+    except Exception as error:  # whatever a peer raises is its answer to this problem
+        first_line = (str(error) or "no message").splitlines()[0]
+        return replace(refused, reason=f"{type(error).__name__}: {first_line}")
+    errors = workload.errors(found)
+    workload.clear_gradients()
+    wrong = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= tolerance]
+    if wrong:
+        return replace(refused, reason=f"out of tolerance {tolerance:.0e}: {', '.join(wrong)}", errors=errors)
+    checked = Measurement(candidate.name, candidate.ours, "timed", errors=errors)
+    if not training:
+        return checked
+    parameters = [workload.gate_up_EJH, workload.down_EHI]
+    inputs = [workload.x_TH, workload.expert_TK, workload.weight_TK]
+    return replace(
+        checked,
+        kept_bytes=kept.bytes_without(parameters),
+        kept_bytes_without_inputs=kept.bytes_without([*parameters, *inputs]),
+    )
+
+
+def _step(candidate: Implementation, workload: Workload, training: bool) -> Step:
+    def train(mark: Callable[[], None]) -> None:
+        workload.clear_gradients()
+        mark()
+        y_TH = candidate.run()
+        mark()
+        y_TH.backward(workload.dy_TH)
+        mark()
+
+    def infer(mark: Callable[[], None]) -> None:
+        with torch.no_grad():
+            mark()
+            candidate.run()
+            mark()
+
+    return train if training else infer
+
+
+def _no_mark() -> None:
+    """For a step that is run and not timed."""
+
+
+def _timed(checked: Measurement, timings: dict[str, Timing], flops: int, weight_bytes: int | None) -> Measurement:
+    timing = timings[checked.implementation]
+    parts = timing.part_medians_ms
+    return replace(
+        checked,
+        rounds=timing.rounds,
+        median_ms=timing.median_ms,
+        min_ms=timing.min_ms,
+        quartiles_ms=timing.quartiles_ms,
+        forward_median_ms=parts[0],
+        backward_median_ms=parts[1] if len(parts) > 1 else None,
+        flops_per_second=flops / timing.median_ms * 1e3,
+        weight_bytes_per_second=None if weight_bytes is None else weight_bytes / timing.median_ms * 1e3,
+        times_faster_than={
+            other: found.median_ms / timing.median_ms for other, found in timings.items() if found is not timing
+        },
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,114 @@
+"""Time, measured in turns: every implementation once per round, so that a slow minute of the machine hits all of them.
+
+    timings = time_in_turns({"a": step_a, "b": step_b}, torch.device("cpu"), repeats=20)
+    timings["a"].median_ms
+
+Steps are expected to have run before, so that nothing is compiled or allocated for the first time.
+A step calls `mark()` where its clock starts, between its parts, and where it ends; what it does before the first mark
+is not timed. On a GPU marks are events on the stream, and the second-level cache is overwritten before each step.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+Step = Callable[[Callable[[], None]], None]
+
+# Rounds go on beyond `repeats` until this much time has passed, for steps of microseconds ...
+LEAST_SECONDS = 1.0
+MOST_ROUNDS = 1000
+# ... and an implementation that has used up its own time sits out the rounds that are left, after this many at least.
+MOST_SECONDS_EACH = 5.0
+LEAST_ROUNDS = 2
+
+_FLUSHED_CACHES = 4  # times the size of the second-level cache
+
+
+@dataclass
+class Timing:
+    """Milliseconds between the marks, one tuple per round."""
+
+    parts_ms: list[tuple[float, ...]] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        return len(self.parts_ms)
+
+    @property
+    def totals_ms(self) -> list[float]:
+        return [sum(parts) for parts in self.parts_ms]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.totals_ms)
+
+    @property
+    def min_ms(self) -> float:
+        return min(self.totals_ms)
+
+    @property
+    def quartiles_ms(self) -> tuple[float, float]:
+        if self.rounds < 2:
+            return self.min_ms, self.min_ms
+        first, _, third = statistics.quantiles(self.totals_ms, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def part_medians_ms(self) -> tuple[float, ...]:
+        return tuple(statistics.median(values) for values in zip(*self.parts_ms, strict=True))
+
+
+def time_in_turns(steps: dict[str, Step], device: torch.device, repeats: int) -> dict[str, Timing]:
+    """Runs all steps in each round, forwards and backwards in turn, `repeats` rounds or more (see above)."""
+    measure = _measure_on_gpu(device) if device.type == "cuda" else _measure_on_cpu
+    timings = {name: Timing() for name in steps}
+    spent = dict.fromkeys(steps, 0.0)
+    started = time.perf_counter()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(max(repeats, MOST_ROUNDS)):
+            if turn >= repeats and time.perf_counter() - started >= LEAST_SECONDS:
+                break
+            for name in reversed(steps) if turn % 2 else steps:
+                if timings[name].rounds >= LEAST_ROUNDS and spent[name] > MOST_SECONDS_EACH:
+                    continue
+                before = time.perf_counter()
+                timings[name].parts_ms.append(measure(steps[name]))
+                spent[name] += time.perf_counter() - before
+    finally:
+        if collecting:
+            gc.enable()
+    return timings
+
+
+def _measure_on_cpu(step: Step) -> tuple[float, ...]:
+    marks: list[int] = []
+    step(lambda: marks.append(time.perf_counter_ns()))
+    return tuple((end - start) / 1e6 for start, end in itertools.pairwise(marks))
+
+
+def _measure_on_gpu(device: torch.device) -> Callable[[Step], tuple[float, ...]]:
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    flushed = torch.empty(_FLUSHED_CACHES * max(cache_bytes, 1 << 24), dtype=torch.int8, device=device)
+
+    def measure(step: Step) -> tuple[float, ...]:
+        marks: list[torch.cuda.Event] = []
+
+        def mark() -> None:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+
+        flushed.zero_()
+        step(mark)
+        torch.cuda.synchronize(device)
+        return tuple(start.elapsed_time(end) for start, end in itertools.pairwise(marks))
+
+    return measure

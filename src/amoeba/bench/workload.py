@@ -1,0 +1,122 @@
+"""The numbers that every implementation gets, and the truth about them.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I
+
+    workload = make_workload(SHAPES["small"], torch.device("cpu"), torch.float32)
+    workload.errors({"output": y_TH})["output"]      # relative error in the L2 norm
+
+The routing weights have the dtype of x, as transformers' routers give them. The reference is fp64; on a GPU, where fp64
+may run at a sixty-fourth of the speed, it is fp32 for all but small problems.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from amoeba import cost
+from amoeba.bench.shapes import Shape
+from amoeba.reference import experts as reference
+from amoeba.weights import ExpertWeights
+
+# On a GPU, problems with more operations than this in a forward are compared in fp32.
+_FP64_FLOPS_ON_GPU = 1e10
+# Elements compared at a time: bounds the memory of the comparison.
+_COMPARED_AT_ONCE = 1 << 26
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    shape: Shape
+    x_TH: Tensor
+    expert_TK: Tensor
+    weight_TK: Tensor
+    gate_up_EJH: nn.Parameter
+    down_EHI: nn.Parameter
+    dy_TH: Tensor
+    truth: dict[str, Tensor]  # output and, for a workload made for training, the gradient of each leaf
+    truth_dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x_TH.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x_TH.dtype
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What gets a gradient, by the names of the truth."""
+        return {"x": self.x_TH, "weight": self.weight_TK, "gate_up": self.gate_up_EJH, "down": self.down_EHI}
+
+    def clear_gradients(self) -> None:
+        for leaf in self.leaves().values():
+            leaf.grad = None
+
+    def busiest(self) -> float:
+        """Rows of the busiest expert over the mean."""
+        count_E = torch.bincount(self.expert_TK.flatten(), minlength=self.shape.experts)
+        return float(count_E.max()) * self.shape.experts / self.shape.rows
+
+    def experts_touched(self) -> int:
+        return int(self.expert_TK.unique().numel())
+
+    def errors(self, found: dict[str, Tensor]) -> dict[str, float]:
+        return {name: relative_error(tensor, self.truth[name]) for name, tensor in found.items()}
+
+
+def make_workload(
+    shape: Shape, device: torch.device, dtype: torch.dtype, *, training: bool = True, seed: int = 0
+) -> Workload:
+    """Draws the inputs and computes the reference; with training=False the output only."""
+    generator = torch.Generator(device).manual_seed(seed)
+    hidden, inner, experts = shape.hidden, shape.intermediate, shape.experts
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=dtype).mul_(scale)
+
+    x_TH = normal(shape.tokens, hidden).requires_grad_()
+    gate_up = nn.Parameter(normal(experts, 2 * inner, hidden, scale=hidden**-0.5))
+    down = nn.Parameter(normal(experts, hidden, inner, scale=inner**-0.5))
+    expert_TK, weight_TK = _route(shape, generator)
+    weight_TK = weight_TK.to(dtype).requires_grad_()
+
+    flops = cost.forward_flops(rows=shape.rows, hidden=hidden, intermediate=inner)
+    wide = torch.float32 if device.type == "cuda" and flops > _FP64_FLOPS_ON_GPU else torch.float64
+    with torch.no_grad():
+        weights = ExpertWeights(gate_up.to(wide), down.to(wide))
+        problem = (x_TH.to(wide), expert_TK, weight_TK.to(wide), weights)
+        truth = {"output": reference.experts_forward(*problem)}
+        # The gradient of a routing weight is <dy, y>. Were dy drawn at random, a single one could be next to 0 by
+        # accident and its relative error without bound; so dy leans towards the output.
+        lean_TH = nn.functional.normalize(truth["output"], dim=1) * hidden**0.5
+        dy_TH = (normal(shape.tokens, hidden) + lean_TH).to(dtype)
+        if training:
+            truth |= reference.experts_backward(dy_TH.to(wide), *problem)
+    return Workload(shape, x_TH, expert_TK, weight_TK, gate_up, down, dy_TH, truth, wide)
+
+
+def _route(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """K distinct experts per token, drawn by popularity (Gumbel top-k), with softmax weights."""
+    device = generator.device
+    place_E = torch.randperm(shape.experts, generator=generator, device=device)
+    popularity_E = -shape.skew * (place_E + 1).double().log()
+    noise_TE = torch.rand(shape.tokens, shape.experts, generator=generator, device=device, dtype=torch.float64)
+    gumbel_TE = -(-noise_TE.clamp_(min=1e-300).log()).log()
+    logits_TK, expert_TK = (popularity_E + gumbel_TE).topk(shape.top_k, dim=1)
+    return expert_TK, logits_TK.softmax(dim=1)
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """‖found − truth‖ / ‖truth‖, a slice at a time; infinite where found is not finite or of another shape."""
+    if found.shape != truth.shape:
+        return float("inf")
+    lines = max(1, _COMPARED_AT_ONCE // max(1, truth[0].numel() if truth.dim() and truth.shape[0] else 1))
+    difference = size = torch.zeros((), dtype=torch.float64, device=truth.device)
+    for part, expected in zip(found.detach().split(lines), truth.split(lines), strict=True):
+        difference = difference + (part.to(truth.dtype) - expected).square().sum(dtype=torch.float64)
+        size = size + expected.square().sum(dtype=torch.float64)
+    error = float((difference / size).sqrt())
+    return error if error == error else float("inf")

@@ -1,0 +1,128 @@
+"""The command line: parses, calls a command, prints. `amoeba --help` lists what there is.
+
+Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ModuleNotFoundError as missing:
+    print(f"amoeba: the command line needs {missing.name}. Install it with: pip install typer rich", file=sys.stderr)
+    raise SystemExit(2) from None
+
+from amoeba._version import __version__
+from amoeba.commands import bench as bench_command
+from amoeba.commands import doctor as doctor_command
+from amoeba.commands import verify as verify_command
+from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
+from amoeba.commands.output import Output, show_log
+
+app = typer.Typer(
+    name="amoeba",
+    help="Mixture of experts for PyTorch: prove it, look at the machine, measure it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+CHECK_FAILED, BAD_USAGE = 1, 2
+
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; may be repeated.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
+
+
+@contextmanager
+def _usage() -> Iterator[None]:
+    """What is raised while options are being read is the user's to mend."""
+    try:
+        yield
+    except (ValueError, FileExistsError) as error:
+        typer.echo(f"amoeba: {error}", err=True)
+        raise typer.Exit(BAD_USAGE) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"amoeba {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    show_log()
+
+
+@app.command()
+def verify(
+    device: Device = "auto",
+    dtype: Dtypes = None,
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", help="Check this one only; may be repeated.")
+    ] = None,
+    thorough: Annotated[bool, typer.Option("--thorough", help="The whole cross product of cases; minutes.")] = False,
+    json: Json = False,
+) -> None:
+    """Prove every backend of this machine: output and each gradient against the fp64 reference."""
+    with _usage():
+        place = parse_device(device)
+        dtypes = parse_dtypes(dtype or [], list(DTYPES.values()))
+        backends = verify_command.check_backends(backend or [], place)
+    output = Output()
+    document, ok = verify_command.run(place, dtypes, backends, thorough, output)
+    _finish(output, document, ok, json)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Show the machine, the versions, and which backend runs on what (and why not)."""
+    output = Output()
+    _finish(output, doctor_command.run(output), True, json)
+
+
+@app.command()
+def bench(
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="A name (small, qwen3_30b, ...) or T,H,I,E,K; may be repeated.")
+    ] = None,
+    suite: Annotated[str | None, typer.Option("--suite", help="small, cpu or gpu.")] = None,
+    dtype: Dtypes = None,
+    device: Device = "auto",
+    passes: Annotated[str, typer.Option("--pass", help="forward, training (forward and backward) or both.")] = "both",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds at least.")] = 20,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")] = None,
+    json: Json = False,
+) -> None:
+    """Check each implementation on the very problem, then time those that are right, in turns."""
+    with _usage():
+        place = parse_device(device)
+        dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
+        shapes = bench_command.choose_shapes(shape or [], suite, place)
+        bench_command.choose_passes(passes)
+        path = bench_command.free_path(out)
+    output = Output()
+    document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output)
+    _finish(output, document, ok, json)
+
+
+def _finish(output: Output, document: dict, ok: bool, json: bool) -> None:
+    if json:
+        output.document(document)
+    if not ok:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def main() -> None:
+    app(prog_name="amoeba")

@@ -1,0 +1,147 @@
+"""`amoeba doctor`: what this machine is, what is installed, and which backend runs on what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amoeba.backends.registry import Request, backends_for
+from amoeba.commands.options import DTYPES, dtype_name
+from amoeba.commands.output import Output
+from amoeba.cpu_features import compute_dtype, cpu_flags
+from amoeba.machine import available_memory, commit, flags_looked_for, machine, versions
+from amoeba.routing import Routing
+from amoeba.weights import ExpertWeights
+
+_GIB = 2**30
+# A small layer that no backend has a reason to refuse for its sizes.
+_TOKENS, _TOP_K, _EXPERTS, _HIDDEN, _INTERMEDIATE = 4, 2, 4, 64, 64
+
+
+def run(output: Output) -> dict[str, Any]:
+    """Prints what it finds and returns it as a document."""
+    document = {
+        "document": "amoeba doctor",
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "bfloat16_on_cpu": _bfloat16_on_cpu(),
+        "backends": [row for device in _devices() for row in _backends_on(device)],
+    }
+    _print(document, output)
+    return document
+
+
+def _devices() -> list[torch.device]:
+    return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+
+def _bfloat16_on_cpu() -> dict[str, str]:
+    chosen = compute_dtype(torch.bfloat16, torch.device("cpu"))
+    instructions = sorted(flag for flag in cpu_flags() if "bf16" in flag)
+    if chosen == torch.bfloat16:
+        why = f"this CPU multiplies bf16 ({', '.join(instructions)})"
+    elif cpu_flags():
+        why = "this CPU has no bf16 instructions, torch would emulate them: stored in bf16, computed in fp32"
+    else:
+        why = "the system does not tell the CPU's instruction sets: stored in bf16, computed in fp32"
+    return {"computed_in": dtype_name(chosen), "why": why}
+
+
+def _backends_on(device: torch.device) -> list[dict[str, Any]]:
+    """One row per backend: for each dtype, None if it runs, or the reason why it does not."""
+    rows: list[dict[str, Any]] = []
+    requests = {name: _request(device, dtype) for name, dtype in DTYPES.items()}
+    for backend in backends_for(device):
+        refusals = {name: backend.why_not(request) for name, request in requests.items()}
+        rows.append(
+            {
+                "backend": backend.name,
+                "summary": backend.summary,
+                "device": device.type,
+                "refusals": refusals,
+                "auto": [],
+            }
+        )
+    for name in DTYPES:
+        first = next((row for row in rows if row["refusals"][name] is None), None)
+        if first is not None:
+            first["auto"].append(name)
+    return rows
+
+
+def _request(device: torch.device, dtype: torch.dtype) -> Request:
+    x_TH = torch.zeros(_TOKENS, _HIDDEN, device=device, dtype=dtype)
+    expert_TK = torch.zeros(_TOKENS, _TOP_K, device=device, dtype=torch.int64)
+    weights = ExpertWeights(
+        torch.zeros(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN, device=device, dtype=dtype),
+        torch.zeros(_EXPERTS, _HIDDEN, _INTERMEDIATE, device=device, dtype=dtype),
+    )
+    return Request(x_TH, Routing(expert_TK, torch.ones(_TOKENS, _TOP_K, device=device)), weights)
+
+
+def _print(document: dict[str, Any], output: Output) -> None:
+    found = document["machine"]
+    cpu = found["cpu"]
+    have = set(cpu["instruction_sets"])
+    free = available_memory(torch.device("cpu"))
+    output.heading("machine")
+    output.facts(
+        [
+            ("system", found["system"]),
+            ("cpu", f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} threads used by torch"),
+            ("has", " ".join(cpu["instruction_sets"]) or "none of the instruction sets looked for"),
+            (
+                "has not",
+                " ".join(flag for flag in flags_looked_for() if flag not in have) or "all looked for are there",
+            ),
+            ("memory", f"{_gib(found['memory_bytes'])}, {_gib(free)} free"),
+            ("huge pages", found["huge_pages"] or "no such setting on this system"),
+            *(("gpu", _gpu(gpu)) for gpu in found["gpus"] or [None]),
+        ]
+    )
+    output.heading("versions")
+    output.facts(
+        [
+            *((name, version or "not installed") for name, version in document["versions"].items()),
+            ("commit", document["commit"] or "unknown (not a git checkout)"),
+        ]
+    )
+    output.heading("bf16 on this CPU")
+    bfloat16 = document["bfloat16_on_cpu"]
+    output.line(f"  computed in {bfloat16['computed_in']}: {bfloat16['why']}")
+    _print_backends(document["backends"], output)
+
+
+def _print_backends(rows: list[dict[str, Any]], output: Output) -> None:
+    def cell(row: dict[str, Any], dtype: str) -> str:
+        if row["refusals"][dtype] is not None:
+            return "no"
+        return "auto" if dtype in row["auto"] else "runs"
+
+    lines = [[row["backend"], row["device"], *(cell(row, dtype) for dtype in DTYPES), row["summary"]] for row in rows]
+    columns = ["backend", "device", *DTYPES, "what it is"]
+    output.table("backends, fastest first (auto: taken by default)", columns, lines, text=columns)
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        for dtype, reason in row["refusals"].items():
+            if reason is not None:
+                reasons.setdefault((row["backend"], row["device"], reason), []).append(dtype)
+    if reasons:
+        output.heading("not run, and why")
+        for (backend, device, reason), dtypes in reasons.items():
+            output.line(f"  {backend} on {device} in {', '.join(dtypes)}: {reason}")
+
+
+def _gpu(gpu: dict[str, Any] | None) -> str:
+    if gpu is None:
+        return f"none that torch {torch.__version__} can use"
+    return (
+        f"{gpu['name']}, compute capability {gpu['compute_capability']}, {_gib(gpu['memory_bytes'])}, "
+        f"{gpu['multiprocessors']} multiprocessors"
+    )
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / _GIB:.1f} GiB"

@@ -1,0 +1,171 @@
+"""What this machine is, in words that may be published: no host names, no users, no paths.
+
+machine()["cpu"]["model"]      # "Intel(R) Xeon(R) Processor"
+machine_kind()                 # "intel-xeon-2-cores", fit for a file name
+versions()["torch"]            # "2.13.0+cpu"
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba._version import __version__
+from amoeba.cpu_features import cpu_flags
+
+# Instruction sets that some path of ours, or of torch's products under it, makes use of.
+X86_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
+ARM_FLAGS = ("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2")
+PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "safetensors", "numpy", "tensorboard")
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+_NOT_IN_A_NAME = re.compile(r"\((?:r|tm|c)\)|\b(?:processor|cpu)\b|@.*", re.IGNORECASE)
+
+
+def machine() -> dict[str, Any]:
+    flags = cpu_flags()
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": {
+            "model": cpu_model(),
+            "cores": usable_cores(),
+            "threads": torch.get_num_threads(),
+            "instruction_sets": [flag for flag in (*X86_FLAGS, *ARM_FLAGS) if flag in flags],
+        },
+        "memory_bytes": total_memory(),
+        "huge_pages": huge_pages(),
+        "gpus": gpus(),
+    }
+
+
+def machine_kind() -> str:
+    """Letters, digits and dashes: the GPU where there is one, otherwise the CPU and its cores."""
+    found = gpus()
+    name = found[0]["name"] if found else f"{_NOT_IN_A_NAME.sub('', cpu_model())} {usable_cores()} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def versions() -> dict[str, str | None]:
+    """Version of each package that matters here; None for one that is not installed."""
+    found: dict[str, str | None] = {"amoeba": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def cpu_model() -> str:
+    """As the system names it; ARM kernels do not, there lscpu does."""
+    sources: tuple[Callable[[], str], ...] = (
+        lambda: _read(Path("/proc/cpuinfo")),
+        lambda: _output("lscpu"),
+        lambda: _output("sysctl", "machdep.cpu.brand_string"),
+    )
+    for source in sources:
+        named = r"^(?:model name|machdep.cpu.brand_string)\s*:\s*(.+)$"
+        match = re.search(named, source(), re.IGNORECASE | re.MULTILINE)
+        if match:
+            return match.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+def flags_looked_for() -> tuple[str, ...]:
+    """The relevant instruction sets of this architecture."""
+    return X86_FLAGS if platform.machine().lower() in ("x86_64", "amd64", "i686") else ARM_FLAGS
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """Processes that wanted to run in the last minute; None where the system does not tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def total_memory() -> int | None:
+    """Bytes that this process may use at most; None where the system does not tell."""
+    total = _meminfo("MemTotal")
+    if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read(_CGROUP_MEMORY).strip()
+    return min(total, int(limit)) if total is not None and limit.isdigit() else total
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that could be allocated on the device now; None where nobody tells."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    available = _meminfo("MemAvailable")
+    return available if available is not None else total_memory()
+
+
+def huge_pages() -> str | None:
+    """The transparent huge pages setting (always, madvise or never); None where there is no such thing."""
+    match = re.search(r"\[(\w+)\]", _read(_HUGE_PAGES))
+    return match.group(1) if match else None
+
+
+def gpus() -> list[dict[str, Any]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+                "multiprocessors": properties.multi_processor_count,
+            }
+        )
+    return found
+
+
+def commit() -> str | None:
+    """The git commit this source tree stands at, with -dirty when it was changed; None for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists() or not (root / "src" / "amoeba").is_dir():
+        return None
+    short = _output("git", "-C", str(root), "rev-parse", "--short=10", "HEAD").strip()
+    if not short:
+        return None
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no").strip()
+    return f"{short}-dirty" if changed else short
+
+
+def _meminfo(field: str) -> int | None:
+    match = re.search(rf"^{field}:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

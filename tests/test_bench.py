@@ -1,0 +1,296 @@
+"""The benchmark: it refuses what is wrong, counts bytes right, measures in turns, and writes everything down."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from amoeba import cost
+from amoeba.backends.registry import backends_for
+from amoeba.bench import implementations as implementations_module
+from amoeba.bench import suite as suite_module
+from amoeba.bench import timing as timing_module
+from amoeba.bench.document import make_document, result_path, write_new
+from amoeba.bench.implementations import PEERS, THROUGH_TRANSFORMERS, Implementation, implementations
+from amoeba.bench.memory import peak_bytes, watch_kept
+from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
+from amoeba.bench.suite import run_suite
+from amoeba.bench.timing import time_in_turns
+from amoeba.bench.workload import make_workload, relative_error
+from amoeba.reference.experts import experts_forward
+from amoeba.weights import ExpertWeights
+
+CPU = torch.device("cpu")
+TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch):
+    monkeypatch.setattr(timing_module, "LEAST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def workload():
+    return make_workload(TINY, CPU, torch.float32)
+
+
+def reference(workload, scale: float = 1.0):
+    weights = ExpertWeights(workload.gate_up_EJH, workload.down_EHI)
+    return scale * experts_forward(workload.x_TH, workload.expert_TK, workload.weight_TK, weights)
+
+
+def refusing(workload):
+    def raise_out_of_order():
+        raise RuntimeError("out of order\nand more lines")
+
+    def without_gradient_of_x():
+        weights = ExpertWeights(workload.gate_up_EJH, workload.down_EHI)
+        return experts_forward(workload.x_TH.detach(), workload.expert_TK, workload.weight_TK, weights)
+
+    def wrong_gradient_only():
+        y = reference(workload)
+        return y + 0.1 * (y - y.detach())
+
+    def not_a_number():
+        return reference(workload) * math.nan
+
+    return {
+        "right": lambda: reference(workload),
+        "wrong": lambda: reference(workload, scale=1.0001),
+        "raises": raise_out_of_order,
+        "no gradient": without_gradient_of_x,
+        "wrong gradient": wrong_gradient_only,
+        "not a number": not_a_number,
+    }
+
+
+def test_refuses_to_time_what_is_wrong(monkeypatch):
+    def planted(workload, *, training):
+        return [Implementation(name, False, run) for name, run in refusing(workload).items()], {}
+
+    monkeypatch.setattr(suite_module, "implementations", planted)
+    forward, training = run_suite([TINY], CPU, [torch.float32], ["forward", "training"], repeats=1)
+
+    timed = {m.implementation: m for m in forward.measurements}
+    assert {name for name, m in timed.items() if m.status == "timed"} == {"right", "no gradient", "wrong gradient"}
+
+    found = {m.implementation: m for m in training.measurements}
+    assert {name for name, m in found.items() if m.status == "timed"} == {"right"}
+    for name, words in {
+        "wrong": "out of tolerance 1e-05: output 1.0e-04",
+        "raises": "RuntimeError: out of order",
+        "no gradient": "gave no gradient to x",
+        "wrong gradient": "x 1.0e-01, weight 1.0e-01, gate_up 1.0e-01, down 1.0e-01",
+        "not a number": "output inf",
+    }.items():
+        assert words in found[name].reason
+        assert found[name].median_ms is None
+        assert found[name].rounds == 0
+        assert name not in found["right"].times_faster_than
+
+
+def test_every_implementation_here_passes_its_check_and_is_timed():
+    (report,) = run_suite([TINY], CPU, [torch.float32], ["training"], repeats=2)
+    timed = {m.implementation for m in report.measurements if m.status == "timed"}
+    ours = {f"amoeba {backend.name}" for backend in backends_for(CPU)}
+    left_out = {m.implementation for m in report.measurements if m.status == "left out"}
+    assert not [m for m in report.measurements if m.status == "refused"]
+    assert ours <= timed | left_out
+    assert {THROUGH_TRANSFORMERS, *(f"transformers {name}" for name in PEERS)} <= timed
+    for measurement in report.measurements:
+        if measurement.status == "timed":
+            assert set(measurement.errors) == {"output", "x", "weight", "gate_up", "down"}
+            assert 0 < measurement.min_ms <= measurement.median_ms
+            assert measurement.rounds >= 2
+            assert set(measurement.times_faster_than) == timed - {measurement.implementation}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ours_keeps_x_and_h_and_the_row_maps(dtype):
+    (report,) = run_suite([TINY], CPU, [dtype], ["training"], repeats=1)
+    ours = [m for m in report.measurements if m.ours and m.status == "timed"]
+    assert ours
+    maps = cost.row_map_bytes(rows=TINY.rows, experts=TINY.experts, weight_itemsize=dtype.itemsize)
+    x_and_h = cost.kept_bytes(
+        tokens=TINY.tokens,
+        rows=TINY.rows,
+        hidden=TINY.hidden,
+        intermediate=TINY.intermediate,
+        itemsize=dtype.itemsize,
+    )
+    inputs = TINY.tokens * TINY.hidden * dtype.itemsize + TINY.rows * (8 + dtype.itemsize)
+    for measurement in ours:
+        assert measurement.kept_bytes == x_and_h + maps
+        assert measurement.kept_bytes_without_inputs == x_and_h + maps - inputs
+
+
+def test_peak_of_a_training_step_holds_the_gradients_and_not_much_more():
+    (report,) = run_suite([TINY], CPU, [torch.float32], ["training"], repeats=1)
+    gradients = cost.weight_bytes(experts=TINY.experts, hidden=TINY.hidden, intermediate=TINY.intermediate, itemsize=4)
+    rows = 4 * TINY.rows * (4 * TINY.hidden + 6 * TINY.intermediate)
+    for measurement in report.measurements:
+        if measurement.ours and measurement.status == "timed":
+            assert gradients < measurement.peak_bytes < 2 * (gradients + rows)
+
+
+def test_peak_of_known_allocations():
+    def step():
+        first = torch.empty(3 * MIB, dtype=torch.int8)
+        second = torch.empty(2 * MIB, dtype=torch.int8)
+        del first
+        third = torch.empty(4 * MIB, dtype=torch.int8)
+        return second, third
+
+    assert peak_bytes(step, CPU) == pytest.approx(6 * MIB, abs=4096)
+
+
+def test_kept_counts_a_storage_once_and_leaves_out_what_is_named():
+    parameter = torch.randn(100, 10, requires_grad=True)
+    x = torch.randn(50, 100, requires_grad=True)
+    with watch_kept() as kept:
+        (x[:20] @ parameter).sum() + (x[20:] @ parameter).sum()
+    assert kept.bytes_without([parameter]) == x.nbytes
+    assert kept.bytes_without([]) == x.nbytes + parameter.nbytes
+
+
+def test_batched_mm_is_left_out_when_its_copies_do_not_fit(monkeypatch, workload):
+    monkeypatch.setattr(implementations_module, "available_memory", lambda device: 2**20)
+    found, left_out = implementations(workload, training=True)
+    assert "transformers batched_mm" not in {implementation.name for implementation in found}
+    assert "copies the weights for each of 74 rows" in left_out["transformers batched_mm"]
+
+
+def test_without_transformers_ours_are_measured_alone(monkeypatch, workload):
+    monkeypatch.setitem(sys.modules, "transformers.models.qwen3_moe.configuration_qwen3_moe", None)
+    found, left_out = implementations(workload, training=True)
+    assert all(implementation.ours for implementation in found)
+    assert {THROUGH_TRANSFORMERS, *(f"transformers {name}" for name in PEERS)} <= set(left_out)
+    assert "pip install" in left_out["transformers eager"]
+
+
+def test_steps_take_turns_and_a_slow_one_sits_out(monkeypatch):
+    monkeypatch.setattr(timing_module, "MOST_SECONDS_EACH", 0.02)
+    calls: list[str] = []
+
+    def step_of(name: str, seconds: float):
+        def step(mark):
+            mark()
+            calls.append(name)
+            time.sleep(seconds)
+            mark()
+
+        return step
+
+    steps = {"slow": step_of("slow", 0.015), "fast": step_of("fast", 0.0), "last": step_of("last", 0.0)}
+    timings = time_in_turns(steps, CPU, repeats=4)
+    assert calls[:6] == ["slow", "fast", "last", "last", "fast", "slow"]
+    assert (timings["slow"].rounds, timings["fast"].rounds) == (2, 4)
+    assert timings["slow"].min_ms >= 15
+
+
+def test_time_before_the_first_mark_is_not_counted():
+    def step(mark):
+        time.sleep(0.02)
+        mark()
+        time.sleep(0.002)
+        mark()
+        time.sleep(0.005)
+        mark()
+
+    timing = time_in_turns({"step": step}, CPU, repeats=1)["step"]
+    first, second = timing.part_medians_ms
+    assert first >= 2
+    assert second >= 5
+    assert timing.median_ms == pytest.approx(first + second)
+
+
+def test_decoding_is_measured_forward_only():
+    shape = Shape("step", 1, 32, 16, 6, 2, forward_only=True)
+    (report,) = run_suite([shape], CPU, [torch.float32], ["forward", "training"], repeats=1)
+    assert report.measured_pass == "forward"
+    assert report.weight_bytes == cost.weight_bytes(experts=2, hidden=32, intermediate=16, itemsize=4)
+
+
+def test_skewed_routing_is_skewed_and_never_picks_an_expert_twice():
+    shape = Shape("skewed", 2000, 8, 8, 128, 8, skew=1.2)
+    skewed = make_workload(shape, CPU, torch.float32, training=False)
+    even = make_workload(Shape("even", 2000, 8, 8, 128, 8), CPU, torch.float32, training=False)
+    assert 14 < skewed.busiest() < 16
+    assert even.busiest() < 1.5
+    for made in (skewed, even):
+        assert made.expert_TK.sort(dim=1).values.diff(dim=1).min() > 0
+
+
+def test_relative_error_in_slices_is_that_of_the_whole(monkeypatch):
+    monkeypatch.setattr("amoeba.bench.workload._COMPARED_AT_ONCE", 64)
+    truth = torch.randn(13, 7, 3, dtype=torch.float64)
+    found = truth + 1e-3 * torch.randn_like(truth)
+    assert relative_error(found, truth) == pytest.approx(float((found - truth).norm() / truth.norm()))
+    assert relative_error(found[:-1], truth) == math.inf
+
+
+def test_suites_are_made_of_known_shapes():
+    assert {name for names in SUITES.values() for name in names} <= set(SHAPES)
+    assert parse_shape("512,512,256,32,4").rows == SHAPES["small"].rows
+
+
+@pytest.mark.parametrize("text", ["", "smal", "1,2,3", "1,2,3,4,x", "0,8,8,4,2", "8,8,8,4,5"])
+def test_a_bad_shape_says_what_was_expected(text):
+    with pytest.raises(ValueError, match="--shape: expected"):
+        parse_shape(text)
+
+
+def test_the_document_is_complete_and_names_no_place(tmp_path):
+    reports = run_suite([TINY], CPU, [torch.float32], ["training"], repeats=2)
+    document = make_document(reports, "amoeba bench --shape tiny", load_before=0.5)
+    text = json.dumps(document, allow_nan=False)
+    assert {"date", "commit", "command", "machine", "versions", "load_before", "results"} <= set(document)
+    assert {"model", "cores", "threads", "instruction_sets"} <= set(document["machine"]["cpu"])
+    assert {"python", "torch", "transformers", "amoeba"} <= set(document["versions"])
+    for place in (str(Path.home()), str(Path.cwd()), sys.prefix):
+        assert place not in text
+    (result,) = document["results"]
+    assert (result["pass"], result["dtype"], result["reference"]) == ("training", "float32", "float64")
+    for measurement in result["measurements"]:
+        if measurement["status"] == "timed":
+            for field in ("median_ms", "min_ms", "rounds", "kept_bytes", "peak_bytes", "flops_per_second", "errors"):
+                assert measurement[field]
+
+
+def test_a_result_is_written_whole_and_never_over_another(tmp_path):
+    path = result_path(tmp_path / "results")
+    write_new(path, {"first": True})
+    assert json.loads(path.read_text()) == {"first": True}
+    with pytest.raises(FileExistsError, match="not overwritten"):
+        result_path(tmp_path / "results")
+    with pytest.raises(FileExistsError):
+        write_new(path, {"first": False})
+    assert json.loads(path.read_text()) == {"first": True}
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_on_a_gpu_times_bytes_and_both_references(tokens):
+    shape = Shape("on gpu", tokens=tokens, hidden=512, intermediate=256, experts=16, top_k=4)
+    forward, training = run_suite([shape], torch.device("cuda"), [torch.bfloat16], ["forward", "training"], repeats=3)
+    assert training.reference == (torch.float64 if tokens == 64 else torch.float32)
+    maps = cost.row_map_bytes(rows=shape.rows, experts=shape.experts, weight_itemsize=2)
+    x_and_h = cost.kept_bytes(tokens=tokens, rows=shape.rows, hidden=512, intermediate=256, itemsize=2)
+    gradients = cost.weight_bytes(experts=16, hidden=512, intermediate=256, itemsize=2)
+    for report in (forward, training):
+        timed = [m for m in report.measurements if m.status == "timed"]
+        assert {THROUGH_TRANSFORMERS, "transformers grouped_mm"} <= {m.implementation for m in timed}
+        assert not [m for m in report.measurements if m.status == "refused"]
+        assert all(0 < m.min_ms <= m.median_ms < 1000 for m in timed)
+    for measurement in training.measurements:
+        if measurement.ours and measurement.status == "timed":
+            assert measurement.kept_bytes == x_and_h + maps
+            assert gradients < measurement.peak_bytes < 20 * (gradients + x_and_h)

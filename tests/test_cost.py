@@ -1,0 +1,69 @@
+"""The cost model against counted operations and measured sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from amoeba import Activation, ExpertWeights, cost
+from amoeba.reference.experts import experts_forward
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 63, 3, 5, 24, 40
+ROWS = TOKENS * TOP_K
+
+
+@pytest.mark.parametrize(("gated", "factor"), [(True, 6), (False, 4)])
+def test_flops_follow_the_formula(gated, factor):
+    forward = cost.forward_flops(rows=ROWS, hidden=HIDDEN, intermediate=INTERMEDIATE, gated=gated)
+    assert forward == factor * ROWS * HIDDEN * INTERMEDIATE
+    assert cost.backward_flops(rows=ROWS, hidden=HIDDEN, intermediate=INTERMEDIATE, gated=gated) == 2 * forward
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_flops_are_those_that_torch_counts(gated):
+    width = 2 * INTERMEDIATE if gated else INTERMEDIATE
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    weights = ExpertWeights(
+        torch.randn(EXPERTS, width, HIDDEN, requires_grad=True),
+        torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, requires_grad=True),
+        activation=Activation("silu", gated=gated),
+    )
+    expert = torch.rand(TOKENS, EXPERTS).argsort(dim=1)[:, :TOP_K]
+    with FlopCounterMode(display=False) as forward:
+        y = experts_forward(x, expert, torch.rand(TOKENS, TOP_K), weights)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    sizes = {"rows": ROWS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "gated": gated}
+    assert forward.get_total_flops() == cost.forward_flops(**sizes)
+    assert backward.get_total_flops() == cost.backward_flops(**sizes)
+
+
+def test_kept_bytes_are_x_and_h():
+    sizes = {"tokens": TOKENS, "rows": ROWS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "itemsize": 2}
+    x, h = 2 * TOKENS * HIDDEN, 2 * ROWS * 2 * INTERMEDIATE
+    assert cost.kept_bytes(**sizes) == x + h
+    assert cost.kept_bytes(**sizes, gated=False) == x + h // 2
+    assert cost.kept_bytes(**sizes, recompute=True) == x
+
+
+def test_row_maps_are_three_ids_and_a_weight_per_row():
+    assert cost.row_map_bytes(rows=ROWS, experts=EXPERTS) == ROWS * (3 * 8 + 4) + EXPERTS * 4
+    assert cost.row_map_bytes(rows=ROWS, experts=EXPERTS, weight_itemsize=2) == ROWS * (3 * 8 + 2) + EXPERTS * 4
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_weight_bytes_are_those_of_the_tensors(gated):
+    width = 2 * INTERMEDIATE if gated else INTERMEDIATE
+    gate_up = torch.empty(EXPERTS, width, HIDDEN, dtype=torch.bfloat16)
+    down = torch.empty(EXPERTS, HIDDEN, INTERMEDIATE, dtype=torch.bfloat16)
+    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "itemsize": 2, "gated": gated}
+    assert cost.weight_bytes(experts=EXPERTS, **sizes) == gate_up.nbytes + down.nbytes
+    assert cost.expert_bytes(**sizes) == gate_up[0].nbytes + down[0].nbytes
+    picked = torch.zeros(ROWS, dtype=torch.int64)
+    assert cost.gathered_weight_bytes(rows=ROWS, **sizes) == gate_up[picked].nbytes + down[picked].nbytes
+
+
+def test_nothing_costs_nothing():
+    assert cost.forward_flops(rows=0, hidden=HIDDEN, intermediate=INTERMEDIATE) == 0
+    assert cost.weight_bytes(experts=0, hidden=HIDDEN, intermediate=INTERMEDIATE, itemsize=4) == 0
