@@ -35,8 +35,9 @@ def experts(
     recompute: keep x alone between the passes and compute the up projection again in backward.
     Under autocast x and the weights are cast to the autocast dtype, and y comes in it.
     """
-    if torch.is_autocast_enabled(x_TH.device.type):
-        dtype = torch.get_autocast_dtype(x_TH.device.type)
+    device = x_TH.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         x_TH = x_TH.to(dtype)
         weights = weights if weights.dtype == dtype else weights.to(dtype)
     _check(x_TH, routing, weights)

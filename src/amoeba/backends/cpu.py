@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amoeba.backends import eager
 from amoeba.backends.allocate import empty_gradient
-from amoeba.backends.operator import Gradients, Keep, Kept, Needs, Problem, define_operator
+from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward
 from amoeba.config import Activation
 from amoeba.cpu.core import load_core
@@ -22,10 +22,10 @@ from amoeba.cpu.core import load_core
 DECODE_ROWS = 128
 
 
-def forward(problem: Problem, keep: Keep) -> Kept:
-    if keep == Keep.NOTHING and 0 < problem.rows <= DECODE_ROWS and _core_decodes(problem):
-        return Kept.of(keep, _decode(problem), None, None)
-    return eager.forward(problem, keep, CoreGroups)
+def forward(problem: Problem, keep_h: bool) -> Kept:
+    if not keep_h and 0 < problem.rows <= DECODE_ROWS and _core_decodes(problem):
+        return Kept.nothing_but(_decode(problem))
+    return eager.forward(problem, keep_h, CoreGroups)
 
 
 def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.allocate import empty_gradient, empty_rows
-from amoeba.backends.operator import Gradients, Keep, Kept, Needs, Problem, define_operator
+from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 from amoeba.backends.rowwise import activate, activate_rows, activate_rows_backward, slot_gradient, sum_rows
 from amoeba.cpu_features import compute_dtype
 from amoeba.layout import Layout, build_layout
@@ -25,11 +25,11 @@ from amoeba.layout import Layout, build_layout
 DECODE_ROWS = 16
 
 
-def forward(problem: Problem, keep: Keep, products: type[Groups] | None = None) -> Kept:
+def forward(problem: Problem, keep_h: bool, products: type[Groups] | None = None) -> Kept:
     """The flow; `products` computes the matrix products (torch's, unless another backend brings its own)."""
     x_TH, rows = problem.x_TH, problem.rows
-    if products is None and keep == Keep.NOTHING and 0 < rows <= DECODE_ROWS and x_TH.device.type == "cpu":
-        return Kept.of(keep, _decode(problem), None, None)
+    if products is None and not keep_h and 0 < rows <= DECODE_ROWS and x_TH.device.type == "cpu":
+        return Kept.nothing_but(_decode(problem))
     layout = build_layout(problem.expert_TK, problem.gate_up_EJH.shape[0])
     groups = (products or Groups)(layout.offs_E, rows)
     scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
@@ -43,17 +43,17 @@ def forward(problem: Problem, keep: Keep, products: type[Groups] | None = None) 
         for e, y, scale in groups.each(y_NH[:rows], scale_N):
             y += scale[:, None].to(y.dtype) * problem.down_bias_EH[e]
     y_TH = sum_rows(y_NH, layout.slot_row_N.view_as(problem.expert_TK))
-    return Kept.of(keep, y_TH, h_NJ, layout)
+    return Kept.all(y_TH, h_NJ, layout) if keep_h else Kept.nothing_but(y_TH)
 
 
 def backward(
     problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs, products: type[Groups] | None = None
 ) -> Gradients:
     x_TH, rows = problem.x_TH, problem.rows
-    layout = kept.layout(problem.expert_TK.shape[1])
+    layout = kept.layout(problem)
     groups = (products or Groups)(layout.offs_E, rows)
     scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
-    h_NJ = kept.h_NJ if kept.h_NJ.dim() == 2 else _up(problem, layout, groups)
+    h_NJ = kept.h_NJ if kept.has_h() else _up(problem, layout, groups)
     intermediate = problem.down_EHI.shape[2]
 
     dy_NH = dy_TH.index_select(0, layout.token_N)

@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba.backends.allocate import empty_rows
-from amoeba.backends.operator import Gradients, Keep, Kept, Needs, Problem, define_operator
+from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward, slot_gradient, sum_rows
 from amoeba.layout import Layout, build_layout
 
 
-def forward(problem: Problem, keep: Keep) -> Kept:
+def forward(problem: Problem, keep_h: bool) -> Kept:
     x_TH, rows = problem.x_TH, problem.rows
     layout = build_layout(problem.expert_TK, problem.gate_up_EJH.shape[0])
     if rows == 0:
-        return Kept.of(keep, torch.zeros_like(x_TH), x_TH.new_empty((0, problem.gate_up_EJH.shape[1])), layout)
+        y_TH, h_NJ = torch.zeros_like(x_TH), x_TH.new_empty((0, problem.gate_up_EJH.shape[1]))
+        return Kept.all(y_TH, h_NJ, layout) if keep_h else Kept.nothing_but(y_TH)
     scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
     h_NJ = _up(problem, layout)
     a_NI = empty_rows(rows + 1, problem.down_EHI.shape[2], x_TH)
@@ -31,19 +32,19 @@ def forward(problem: Problem, keep: Keep) -> Kept:
     if problem.down_bias_EH is not None:
         y_NH[:rows] += scale_N[:, None].to(y_NH.dtype) * bias_of_row(problem.down_bias_EH, rows, layout.offs_E)
     y_TH = sum_rows(y_NH, layout.slot_row_N.view_as(problem.expert_TK))
-    return Kept.of(keep, y_TH, h_NJ, layout)
+    return Kept.all(y_TH, h_NJ, layout) if keep_h else Kept.nothing_but(y_TH)
 
 
 def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
     x_TH, rows = problem.x_TH, problem.rows
-    layout = kept.layout(problem.expert_TK.shape[1])
+    layout = kept.layout(problem)
     if rows == 0:
         sources = (x_TH, *problem[2:7])
         return Gradients(
             *(torch.zeros_like(t) if n and t is not None else None for t, n in zip(sources, needs, strict=True))
         )
     offs_E, scale_N = layout.offs_E, problem.weight_TK.reshape(-1)[layout.order_N]
-    h_NJ = kept.h_NJ if kept.h_NJ.dim() == 2 else _up(problem, layout)
+    h_NJ = kept.h_NJ if kept.has_h() else _up(problem, layout)
     intermediate, width = problem.down_EHI.shape[2], h_NJ.shape[1]
 
     dy_NH = dy_TH.index_select(0, layout.token_N)

@@ -4,26 +4,24 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 A backend supplies
 
-    forward(Problem, Keep) -> Kept          y_TH, and what Keep asks for: h_NJ, the layout's tensors, or nothing
+    forward(Problem, keep_h) -> Kept        y_TH; with keep_h also h_NJ and the layout's tensors
     backward(Problem, Kept, dy_TH, needs) -> Gradients
 
 and gets `torch.ops.amoeba.<name>`, which torch.compile, autocast and activation checkpointing see as one opaque,
-differentiable operator. Kept between the passes: x and h (and the row order, 20 bytes a row); h is dropped and computed
-again with `recompute`.
+differentiable operator. Kept between the passes: x and h (and the row maps, 16 bytes a row); x alone with `recompute`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from amoeba.config import Activation
-from amoeba.layout import Layout
+from amoeba.layout import Layout, build_layout
 
 
 class Problem(NamedTuple):
@@ -43,16 +41,8 @@ class Problem(NamedTuple):
         return self.expert_TK.shape[0] * self.expert_TK.shape[1]
 
 
-class Keep(IntEnum):
-    """What backward will want of forward."""
-
-    NOTHING = 0  # there will be no backward
-    ORDER = 1  # the row maps; h is computed again
-    ROWS = 2  # the row maps and h
-
-
 class Kept(NamedTuple):
-    """What forward leaves behind; tensors that were not asked for are empty."""
+    """What forward leaves behind for backward. Without keep_h, all but y is empty and backward computes it again."""
 
     y_TH: Tensor
     h_NJ: Tensor
@@ -61,15 +51,20 @@ class Kept(NamedTuple):
     offs_E: Tensor
 
     @staticmethod
-    def of(keep: Keep, y_TH: Tensor, h_NJ: Tensor | None, layout: Layout | None) -> Kept:
-        nothing = y_TH.new_empty(0)
-        if keep == Keep.NOTHING or layout is None:
-            return Kept(y_TH, nothing, *(y_TH.new_empty(0, dtype=dtype) for dtype in _MAP_DTYPES))
-        kept_h = h_NJ if keep == Keep.ROWS and h_NJ is not None else nothing
-        return Kept(y_TH, kept_h, layout.order_N, layout.slot_row_N, layout.offs_E)
+    def all(y_TH: Tensor, h_NJ: Tensor, layout: Layout) -> Kept:
+        return Kept(y_TH, h_NJ, layout.order_N, layout.slot_row_N, layout.offs_E)
 
-    def layout(self, top_k: int) -> Layout:
-        return Layout(self.order_N, self.slot_row_N, self.offs_E, self.order_N, top_k)
+    @staticmethod
+    def nothing_but(y_TH: Tensor) -> Kept:
+        return Kept(y_TH, y_TH.new_empty(0), *(y_TH.new_empty(0, dtype=dtype) for dtype in _MAP_DTYPES))
+
+    def has_h(self) -> bool:
+        return self.h_NJ.dim() == 2
+
+    def layout(self, problem: Problem) -> Layout:
+        if not self.has_h():
+            return build_layout(problem.expert_TK, problem.gate_up_EJH.shape[0])
+        return Layout(self.order_N, self.slot_row_N, self.offs_E, self.order_N, problem.expert_TK.shape[1])
 
 
 class Needs(NamedTuple):
@@ -92,14 +87,14 @@ class Gradients(NamedTuple):
     down_bias_EH: Tensor | None
 
 
-Forward = Callable[[Problem, Keep], Kept]
+Forward = Callable[[Problem, bool], Kept]
 Backward = Callable[[Problem, Kept, Tensor, Needs], Gradients]
 
 _TENSORS = (
     "Tensor x, Tensor expert, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
 )
 _ACTIVATION = "str kind, bool gated, float alpha, float limit, float up_shift, bool interleaved"
-_FORWARD = f"({_TENSORS}, {_ACTIVATION}, int keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_FORWARD = f"({_TENSORS}, {_ACTIVATION}, bool keep_h) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 _BACKWARD = (
     f"({_TENSORS}, {_ACTIVATION}, Tensor h, Tensor order, Tensor slot_row, Tensor offs, Tensor dy, bool[6] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -118,10 +113,10 @@ class Operator:
     dispatched: Callable[..., tuple[Tensor, ...]]
     plain: Forward
 
-    def __call__(self, problem: Problem, keep: Keep) -> Tensor:
-        if keep == Keep.NOTHING and _nobody_watches(problem.x_TH):
-            return self.plain(problem, keep).y_TH
-        return self.dispatched(*problem[:_NUM_TENSORS], *_flat(problem.activation), int(keep))[0]
+    def __call__(self, problem: Problem, *, keep_h: bool, gradient: bool) -> Tensor:
+        if not gradient and _nobody_watches(problem.x_TH):
+            return self.plain(problem, False).y_TH
+        return self.dispatched(*problem[:_NUM_TENSORS], *_flat(problem.activation), keep_h)[0]
 
 
 def _nobody_watches(x: Tensor) -> bool:
@@ -141,7 +136,7 @@ def define_operator(name: str, forward: Forward, backward: Backward) -> Operator
     """Registers amoeba::<name> and amoeba::<name>_backward."""
 
     def forward_impl(*args: object) -> tuple[Tensor, ...]:
-        return tuple(forward(_problem(args), Keep(args[-1])))  # type: ignore[arg-type]
+        return tuple(forward(_problem(args), args[-1]))  # type: ignore[arg-type]
 
     def backward_impl(*args: object) -> tuple[Tensor, ...]:
         problem = _problem(args)
@@ -193,12 +188,14 @@ def _register_autograd(name: str, backward_op: Callable[..., tuple[Tensor, ...]]
 
 
 def _fake_forward(*args: object) -> tuple[Tensor, ...]:
-    problem, keep = _problem(args), args[-1]
-    x, (experts, width) = problem.x_TH, problem.gate_up_EJH.shape[:2]
-    rows, experts = (0, 0) if keep == Keep.NOTHING else (problem.rows, experts)
-    h = x.new_empty((rows, width) if keep == Keep.ROWS else (0,))
-    maps = (x.new_empty(n, dtype=dtype) for n, dtype in zip((rows, rows, experts), _MAP_DTYPES, strict=True))
-    return x.new_empty(x.shape), h, *maps
+    problem, keep_h = _problem(args), args[-1]
+    x = problem.x_TH
+    if not keep_h:
+        return tuple(Kept.nothing_but(x.new_empty(x.shape)))
+    experts, width = problem.gate_up_EJH.shape[:2]
+    sizes = (problem.rows, problem.rows, experts)
+    maps = (x.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, _MAP_DTYPES, strict=True))
+    return x.new_empty(x.shape), x.new_empty((problem.rows, width)), *maps
 
 
 def _fake_backward(*args: object) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba.backends import cpu, eager, grouped
-from amoeba.backends.operator import Keep, Operator, Problem
+from amoeba.backends.operator import Operator, Problem
 from amoeba.cpu.core import why_no_core
 from amoeba.cpu_features import has_bf16_instructions
 from amoeba.errors import bad_value
@@ -47,9 +47,8 @@ class Backend:
     def run(self, request: Request) -> Tensor:
         weights, routing = request.weights, request.routing
         problem = Problem(request.x_TH, routing.expert_TK, routing.weight_TK, *weights.tensors(), weights.activation)
-        if not _wants_gradient(problem):
-            return self.operator(problem, Keep.NOTHING)
-        return self.operator(problem, Keep.ORDER if request.recompute else Keep.ROWS)
+        gradient = _wants_gradient(problem)
+        return self.operator(problem, keep_h=gradient and not request.recompute, gradient=gradient)
 
 
 def _wants_gradient(problem: Problem) -> bool:
@@ -104,7 +103,8 @@ def _misaligned(weights: ExpertWeights) -> str | None:
         if width * size % 16:
             return f"torch's grouped product needs rows of a multiple of 16 bytes, {name} = {width} is {width * size}"
     for name, tensor in (("gate_up", weights.gate_up_EJH), ("down", weights.down_EHI)):
-        if sorted(tensor.stride()[1:])[0] != 1 or any(s * size % 16 for s in tensor.stride() if s != 1):
+        _, row, column = tensor.stride()
+        if (row != 1 and column != 1) or any(stride * size % 16 for stride in tensor.stride() if stride != 1):
             return f"torch's grouped product needs rows of a multiple of 16 bytes, {name} has strides {tensor.stride()}"
     return None
 

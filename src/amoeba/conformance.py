@@ -1,0 +1,393 @@
+"""The proof: every backend's output and every gradient, by name, against the reference in fp64.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
+
+    results = verify(torch.device("cpu"), [torch.float32, torch.bfloat16])
+    worst(results)["eager", torch.float32]["gate_up"]      # 2.1e-07
+    all(result.ok for result in results)
+
+An error is relative in the L2 norm. Inputs are rounded to the dtype before the reference sees them, so that the error
+is the backend's alone. Memory that nobody wrote holds NaN while a backend runs, and only deterministic operations are
+allowed. The tests run the same cases as the command `amoeba verify`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from amoeba.backends.composed import experts_composed
+from amoeba.backends.registry import Request, backends_for
+from amoeba.config import Activation, ActivationKind
+from amoeba.errors import bad_value
+from amoeba.experts import experts
+from amoeba.reference import experts as reference
+from amoeba.routing import Routing
+from amoeba.weights import ExpertWeights
+
+# Worst seen in all cases on a CPU with AMX (2026-11-15): 9e-16, 7e-7, 7e-3, 9e-4.
+TOLERANCE: dict[torch.dtype, float] = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+}
+
+Pattern = Literal["random", "empty_experts", "all_on_one", "sentinels", "nobody_here", "zero_weights"]
+Storage = Literal["plain", "transposed"]
+
+SILU = Activation("silu")
+PLAIN_RELU2 = Activation("relu2", gated=False)
+# gpt-oss, with a limit that the h of `_inputs` crosses often
+CLAMPED_SWIGLU = Activation("silu", alpha=1.702, limit=0.75, up_shift=1.0, interleaved=True)
+ACTIVATIONS = (SILU, PLAIN_RELU2, CLAMPED_SWIGLU)
+
+# The name under which `experts_composed` stands among the backends.
+COMPOSED = "composed"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer with its routing; all of it follows from these fields."""
+
+    num_tokens: int
+    top_k: int
+    activation: Activation = SILU
+    bias: bool = False
+    pattern: Pattern = "random"
+    hidden: int = 32
+    intermediate: int = 48
+    num_experts: int = 8
+    recompute: bool = False
+    storage: Storage = "plain"
+    narrow: bool = False  # int32 expert ids, and routing weights in the dtype of x instead of fp32
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        activation = self.activation
+        words = [
+            activation.kind,
+            "gated" if activation.gated else "plain",
+            "clamped" if math.isfinite(activation.limit) else "",
+            "interleaved" if activation.interleaved else "",
+            f"alpha={activation.alpha}" if activation.alpha != 1.0 else "",
+            f"up_shift={activation.up_shift}" if activation.up_shift else "",
+            "bias" if self.bias else "",
+            f"T={self.num_tokens} K={self.top_k} E={self.num_experts} H={self.hidden} I={self.intermediate}",
+            self.pattern,
+            "recompute" if self.recompute else "",
+            self.storage if self.storage != "plain" else "",
+            "narrow" if self.narrow else "",
+        ]
+        return " ".join(word for word in words if word)
+
+
+# A single row has no others to average over: with 48 columns one large relu² decides its error (1.2e-2 in bf16).
+def _widths(tokens: int) -> tuple[int, int]:
+    return (64, 240) if tokens == 1 else (32, 48)
+
+
+def cases(thorough: bool = False) -> list[Case]:
+    """A selection that takes seconds, or the whole cross product."""
+    if thorough:
+        return list(dict.fromkeys((*_cross_product(), *_variants())))
+    shapes: list[tuple[int, int, Pattern]] = [
+        (0, 2, "random"),
+        (1, 2, "random"),
+        (63, 1, "all_on_one"),
+        (63, 8, "sentinels"),
+        (199, 2, "empty_experts"),
+    ]
+    chosen = [
+        Case(tokens, top_k, activation, bias, pattern, *_widths(tokens))
+        for activation, bias, (tokens, top_k, pattern) in itertools.product(ACTIVATIONS, (False, True), shapes)
+    ]
+    return list(dict.fromkeys((*chosen, *_variants())))
+
+
+def _cross_product() -> Iterator[Case]:
+    for activation, bias, top_k in itertools.product(ACTIVATIONS, (False, True), (1, 2, 8)):
+        yield Case(0, top_k, activation, bias)
+        for tokens, pattern in itertools.product((1, 63, 199), get_args(Pattern)):
+            if top_k == 2 or pattern not in ("nobody_here", "zero_weights"):
+                yield Case(tokens, top_k, activation, bias, pattern, *_widths(tokens))
+
+
+def _variants() -> Iterator[Case]:
+    """What does not take part in the cross product."""
+    for kind, gated in itertools.product(get_args(ActivationKind), (True, False)):
+        yield Case(63, 2, Activation(kind, gated=gated), bias=True, pattern="sentinels")
+    yield Case(63, 2, Activation("gelu", gated=False, limit=0.75), bias=True)
+    yield Case(63, 2, Activation("gelu_tanh", limit=0.75))
+    yield Case(63, 2, Activation("silu", alpha=1.702, up_shift=-0.5))
+    for activation, tokens in itertools.product(ACTIVATIONS, (0, 1, 63)):
+        widths = _widths(tokens)
+        yield Case(tokens, 2, activation, True, "sentinels", *widths, recompute=True)
+        yield Case(tokens, 2, activation, True, "empty_experts", *widths, storage="transposed")
+        yield Case(tokens, 2, activation, True, "sentinels", *widths, narrow=True)
+    yield Case(63, 2, recompute=True, storage="transposed", narrow=True)
+    # rows of no whole 16 bytes, which torch's grouped product does not take
+    yield Case(63, 2, hidden=31, intermediate=23, bias=True, pattern="sentinels")
+    yield Case(63, 2, PLAIN_RELU2, hidden=31, intermediate=23, storage="transposed")
+    # J holds whole 16 bytes (in fp32, in bf16) and I does not, which shows in no stride of transposed weights
+    yield Case(63, 2, intermediate=46, storage="transposed")
+    yield Case(63, 2, intermediate=44, storage="transposed")
+    # several tiles of any kernel, with a rest in every dimension
+    yield Case(760, 4, CLAMPED_SWIGLU, bias=True, pattern="sentinels", hidden=144, intermediate=208, num_experts=16)
+    yield Case(760, 4, SILU, pattern="empty_experts", hidden=208, intermediate=144, num_experts=16)
+    yield Case(199, 1, SILU, bias=True, num_experts=1)
+    # decoding: few tokens, rows of many whole vectors
+    yield Case(1, 4, SILU, hidden=512, intermediate=256, num_experts=32)
+    yield Case(7, 4, SILU, bias=True, pattern="sentinels", hidden=512, intermediate=256, num_experts=8)
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A case in numbers: fp64 on the CPU, rounded to the dtype it was made for, with the truth about it."""
+
+    expert_TK: Tensor
+    dy_TH: Tensor
+    inputs: dict[str, Tensor]  # x, weight, gate_up, down, and the biases where there are any
+    truth: dict[str, Tensor]  # output and the gradient of each input
+
+
+@functools.lru_cache(maxsize=64)
+def example(case: Case, dtype: torch.dtype) -> Example:
+    generator = torch.Generator().manual_seed(case.seed)
+    expert_TK = _expert_ids(case, generator)
+    inputs = _inputs(case, dtype, generator)
+    weights = _weights(inputs, case.activation)
+    # The gradient of a routing weight is <dy, y of the expert>. A single one of them, with dy drawn at random, may be
+    # next to 0 by accident, and its relative error without bound; so dy leans towards the outputs.
+    y_TH = reference.experts_forward(inputs["x"], expert_TK, torch.ones_like(inputs["weight"]), weights)
+    lean_TH = torch.nn.functional.normalize(y_TH, dim=1) * case.hidden**0.5
+    dy_TH = (torch.randn(y_TH.shape, generator=generator, dtype=torch.float64) + lean_TH).to(dtype).double()
+    problem = (inputs["x"], expert_TK, inputs["weight"], weights)
+    truth = {"output": reference.experts_forward(*problem)} | reference.experts_backward(dy_TH, *problem)
+    return Example(expert_TK, dy_TH, inputs, truth)
+
+
+def _weights(tensors: dict[str, Tensor], activation: Activation) -> ExpertWeights:
+    return ExpertWeights(
+        tensors["gate_up"], tensors["down"], tensors.get("gate_up_bias"), tensors.get("down_bias"), activation
+    )
+
+
+def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
+    tokens, hidden, inner, num_experts = case.num_tokens, case.hidden, case.intermediate, case.num_experts
+    width = case.activation.width(inner)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).double()
+
+    def whole(*shape: int, largest: int, scale: float) -> Tensor:
+        """Multiples of scale, up to largest of them."""
+        return torch.randint(-largest, largest + 1, shape, generator=generator).double() * scale
+
+    weight_TK = torch.rand(tokens, case.top_k, generator=generator, dtype=torch.float64) + 0.1
+    if case.pattern == "zero_weights":
+        weight_TK[::2, 0] = 0
+    inputs = {"weight": weight_TK.to(_weight_dtype(case, dtype)).double()}
+    if math.isfinite(case.activation.limit) or case.activation.kind == "relu":
+        # At a limit, and at relu's zero, the gradient jumps. An h that was rounded to the other side is no error of the
+        # backend and would drown all others; so here h is a sum of multiples of a power of two, few enough for 8 bits
+        # to hold every one of them exactly, in any order of summation. Some lie on the limit itself.
+        unit = 2.0 ** -math.ceil(math.log2(hidden) / 2)
+        inputs["x"] = whole(tokens, hidden, largest=2, scale=0.5)
+        inputs["gate_up"] = whole(num_experts, width, hidden, largest=2, scale=unit)
+        bias_EJ = whole(num_experts, width, largest=8, scale=unit / 2)
+    else:
+        inputs["x"] = normal(tokens, hidden)
+        inputs["gate_up"] = normal(num_experts, width, hidden, scale=hidden**-0.5)
+        bias_EJ = normal(num_experts, width, scale=0.5)
+    inputs["down"] = normal(num_experts, hidden, inner, scale=inner**-0.5)
+    if case.bias:
+        inputs |= {"gate_up_bias": bias_EJ, "down_bias": normal(num_experts, hidden, scale=0.5)}
+    return inputs
+
+
+def _weight_dtype(case: Case, dtype: torch.dtype) -> torch.dtype:
+    return dtype if case.narrow else torch.promote_types(dtype, torch.float32)
+
+
+def _expert_ids(case: Case, generator: torch.Generator) -> Tensor:
+    tokens, top_k, num_experts = case.num_tokens, case.top_k, case.num_experts
+    dtype = torch.int32 if case.narrow else torch.int64
+    if case.pattern == "all_on_one":
+        return torch.full((tokens, top_k), num_experts // 2, dtype=dtype)
+    if case.pattern == "empty_experts":
+        # the first, the last and every other expert get nothing; a token may meet the same expert twice
+        busy = torch.arange(1, max(num_experts - 1, 2), 2) % num_experts
+        return busy[torch.randint(len(busy), (tokens, top_k), generator=generator)].to(dtype)
+    expert_TK = torch.rand(tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k].to(dtype)
+    if case.pattern in ("sentinels", "nobody_here"):
+        # the last one turns into an expert's id where somebody cuts it down to 32 bits
+        outside = [num_experts, num_experts + 3, -1] + ([] if case.narrow else [2**32 + 1])
+        drawn_TK = torch.tensor(outside, dtype=dtype)[torch.randint(len(outside), (tokens, top_k), generator=generator)]
+        if case.pattern == "nobody_here":
+            return drawn_TK
+        return torch.where(torch.rand(tokens, top_k, generator=generator) < 0.4, drawn_TK, expert_TK)
+    return expert_TK
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fills whatever torch allocates uninitialised with NaN, and makes nondeterministic operations raise."""
+    # cuBLAS is deterministic with a fixed workspace only, and torch refuses it without this
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    switch: Any = torch.utils.deterministic
+    fill, enabled = switch.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    switch.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        switch.fill_uninitialized_memory = fill
+
+
+def backend_names(device: torch.device) -> tuple[str, ...]:
+    """All that can be checked on this kind of device."""
+    return (*(backend.name for backend in backends_for(device)), COMPOSED)
+
+
+def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason for which the backend does not serve this case; None if it does."""
+    if backend_name == COMPOSED:
+        return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
+    made = example(case, dtype)
+    tensors, routing, _ = _placed(made, case, device, dtype)
+    request = Request(tensors["x"], routing, _weights(tensors, case.activation), None, case.recompute)
+    for backend in backends_for(device):
+        if backend.name == backend_name:
+            return backend.why_not(request)
+    raise bad_value(
+        "backend",
+        f"one of {', '.join(backend_names(device))}",
+        repr(backend_name),
+        "leave backends at None to check them all",
+    )
+
+
+def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Errors by name: output (with gradient), inference (without), and the gradient of each input."""
+    made = example(case, dtype)
+    tensors, routing, dy_TH = _placed(made, case, device, dtype)
+    weights = _weights(tensors, case.activation)
+    with poisoned_memory():
+        with torch.no_grad():
+            found = {"inference": _run(tensors["x"], routing, weights, backend_name, case.recompute)}
+        found["output"] = _run(tensors["x"], routing, weights, backend_name, case.recompute)
+        gradients = torch.autograd.grad(found["output"], list(tensors.values()), dy_TH)
+    found |= dict(zip(tensors, gradients, strict=True))
+    truth = made.truth | {"inference": made.truth["output"]}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return {name: _error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
+
+
+def _placed(
+    made: Example, case: Case, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Routing, Tensor]:
+    """The inputs that get gradients, the routing, and dy, as a user would hand them in."""
+    tensors = {}
+    for name, tensor in made.inputs.items():
+        placed = tensor.to(device, _weight_dtype(case, dtype) if name == "weight" else dtype)
+        if case.storage == "transposed" and placed.dim() == 3:
+            placed = placed.transpose(1, 2).contiguous().transpose(1, 2)
+        tensors[name] = placed.requires_grad_()
+    return tensors, Routing(made.expert_TK.to(device), tensors["weight"]), made.dy_TH.to(device, dtype)
+
+
+def _run(x_TH: Tensor, routing: Routing, weights: ExpertWeights, backend_name: str, recompute: bool) -> Tensor:
+    if backend_name != COMPOSED:
+        return experts(x_TH, routing, weights, backend=backend_name, recompute=recompute)
+    wide = torch.promote_types(x_TH.dtype, torch.float32)
+
+    def foreign_function(h_NJ: Tensor) -> Tensor:
+        return reference.activate(h_NJ.to(wide), weights.activation).to(h_NJ.dtype)
+
+    return experts_composed(x_TH, routing, *weights.tensors(), gate=foreign_function)
+
+
+def _error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    if found.shape != truth.shape or found.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype} {tuple(truth.shape)}; got {found.dtype} {tuple(found.shape)}.")
+    found = found.detach().cpu().double()
+    if not found.isfinite().all():
+        return math.inf
+    # An expert without rows, a token without experts, a slot of nobody's: their zeros are exact, not small.
+    nothing = truth == 0 if truth.dim() < 3 and name == "weight" else (truth == 0).flatten(1).all(1)
+    if found[nothing].count_nonzero():
+        return math.inf
+    size = float(truth.norm())
+    return float((found - truth).norm()) / size if size else 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one case on one backend: errors, or the reason for a refusal, or a failure's text."""
+
+    backend: str
+    dtype: torch.dtype
+    case: str
+    errors: dict[str, float] = field(default_factory=dict)
+    refused: str | None = None
+    failure: str | None = None
+
+    @property
+    def out_of_tolerance(self) -> dict[str, float]:
+        return {name: error for name, error in self.errors.items() if not error <= TOLERANCE[self.dtype]}
+
+    @property
+    def ok(self) -> bool:
+        """False for a wrong number or an exception; a refusal with its reason is no failure."""
+        return self.failure is None and not self.out_of_tolerance
+
+
+def verify(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    backends: Sequence[str] | None = None,
+    thorough: bool = False,
+    progress: Callable[[Result], None] | None = None,
+) -> list[Result]:
+    """Every case on every backend (or those named) in every dtype; `progress` is called with each result."""
+    results = []
+    for dtype, case in itertools.product(dtypes, cases(thorough)):
+        for name in backends or backend_names(device):
+            result = verify_case(case, name, device, dtype)
+            results.append(result)
+            if progress is not None:
+                progress(result)
+    return results
+
+
+def verify_case(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> Result:
+    refused = why_not(case, backend_name, device, dtype)
+    if refused is not None:
+        return Result(backend_name, dtype, case.name, refused=refused)
+    try:
+        return Result(backend_name, dtype, case.name, check(case, backend_name, device, dtype))
+    except Exception as error:
+        return Result(backend_name, dtype, case.name, failure=f"{type(error).__name__}: {error}")
+
+
+def worst(results: Sequence[Result]) -> dict[tuple[str, torch.dtype], dict[str, float]]:
+    """The largest error of each name, for every backend and dtype that computed anything."""
+    table: dict[tuple[str, torch.dtype], dict[str, float]] = {}
+    for result in results:
+        row = table.setdefault((result.backend, result.dtype), {}) if result.errors else {}
+        for name, error in result.errors.items():
+            row[name] = max(row.get(name, 0.0), error)
+    return table

@@ -1,0 +1,43 @@
+"""One thread, repeatable property tests, and a visible reason for every test that this machine cannot run."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+from amoeba import Routing
+from amoeba.backends.registry import Request, backends_for
+from amoeba.cpu_features import cpu_flags
+from small_layer import Layer
+
+settings.register_profile("here", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a CUDA device; torch sees none here"
+    if "amx_bf16" not in cpu_flags():
+        missing["amx"] = "needs a CPU with AMX; this one has no amx_bf16"
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=[backend.name for backend in backends_for(torch.device("cpu"))])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of every backend that serves a small fp32 layer on the CPU."""
+    layer = Layer()
+    weights = layer.weights(layer.tensors)
+    asked = Request(layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), weights)
+    (found,) = (backend for backend in backends_for(torch.device("cpu")) if backend.name == request.param)
+    reason = found.why_not(asked)
+    if reason is not None:
+        pytest.skip(f"{found.name}: {reason}")
+    return found.name

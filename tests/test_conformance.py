@@ -1,0 +1,246 @@
+"""Every backend against the reference: all cases of `amoeba.conformance`, every gradient by name.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from amoeba import conformance, cpu_features
+from amoeba.backends import registry
+from amoeba.conformance import (
+    COMPOSED,
+    TOLERANCE,
+    Case,
+    backend_names,
+    cases,
+    poisoned_memory,
+    verify,
+    verify_case,
+    worst,
+)
+
+CPU = torch.device("cpu")
+
+
+def groups(thorough):
+    """The cases in lots that are a test each; what a lot has in common is its name."""
+    found = {}
+    for case in cases(thorough):
+        activation = case.activation
+        name = f"{activation.kind}-{'gated' if activation.gated else 'plain'}-T{case.num_tokens}-H{case.hidden}"
+        found.setdefault(name, []).append(case)
+    return found
+
+
+def parameters(device, dtypes, thorough):
+    # the backend varies fastest: the truth of a case is computed once for all of them
+    return [
+        pytest.param(lot, backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}-{name}")
+        for (name, lot), dtype in itertools.product(groups(thorough).items(), dtypes)
+        for backend in backend_names(device)
+    ]
+
+
+def assert_proven(lot, backend, device, dtype, expected_refusals):
+    """Fails with every case and every gradient that is out, next to those that are not."""
+    results = [verify_case(case, backend, device, dtype) for case in lot]
+    wrong = [
+        f"{result.case}: {result.failure or ', '.join(f'{n}={e:.1e}' for n, e in result.errors.items())}"
+        for result in results
+        if not result.ok
+    ]
+    assert not wrong, f"{backend} {dtype}, tolerance {TOLERANCE[dtype]}:\n" + "\n".join(wrong)
+    refused = {result.refused for result in results if result.refused is not None}
+    unexpected = [reason for reason in refused if not any(part in reason for part in expected_refusals)]
+    assert not unexpected, f"{backend} {dtype} refused for reasons it should not have: {unexpected}"
+    if all(result.refused is not None for result in results):
+        pytest.skip(f"{backend} serves none of these: {'; '.join(sorted(refused))}")
+
+
+# What a backend may refuse, by words of its reason. A refusal that is not listed here is a failure.
+REFUSALS = {
+    "cpu": ("computes fp32", "computes on the CPU", "C++ core", "compiler", "cache folder", "compiled core"),
+    "eager": (),
+    "grouped": ("multiple of 16 bytes", "takes fp32 and bf16", "is bf16 only"),
+    COMPOSED: ("nothing to recompute",),
+}
+
+
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float32, torch.bfloat16), True))
+def test_backend_agrees_with_the_reference(lot, backend, dtype, monkeypatch):
+    # grouped leaves bf16 to eager on CPUs that only emulate it; it is proven all the same
+    monkeypatch.setattr(registry, "has_bf16_instructions", lambda: True)
+    assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])
+
+
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float64, torch.float16), False))
+def test_backend_agrees_in_the_rarer_dtypes(lot, backend, dtype):
+    assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("backend", ["eager", COMPOSED])
+def test_bf16_agrees_with_and_without_instructions_for_it(backend, native, monkeypatch):
+    monkeypatch.setattr(cpu_features, "has_bf16_instructions", lambda: native)
+    assert_proven(cases(), backend, CPU, torch.bfloat16, REFUSALS[backend])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("lot", "backend", "dtype"),
+    parameters(torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32), True),
+)
+def test_backend_agrees_with_the_reference_on_a_gpu(lot, backend, dtype):
+    assert_proven(lot, backend, torch.device("cuda"), dtype, REFUSALS[backend])
+
+
+def test_every_registered_backend_is_in_the_suite():
+    for device in (CPU, torch.device("cuda")):
+        names = backend_names(device)
+        assert {backend.name for backend in registry.backends_for(device)} < set(names)
+        assert set(names) <= set(REFUSALS), "a new backend needs its line in REFUSALS"
+
+
+def test_unaligned_sizes_are_refused_by_grouped_and_served_by_eager():
+    (odd, _) = (case for case in cases() if case.hidden == 31)
+    refused = verify_case(odd, "grouped", CPU, torch.float32)
+    assert "multiple of 16 bytes" in refused.refused
+    assert refused.ok
+    assert refused.errors == {}
+    served = verify_case(odd, "eager", CPU, torch.float32)
+    assert served.refused is None
+    assert served.ok
+
+
+class TestTheCases:
+    def test_names_are_distinct(self):
+        for thorough in (False, True):
+            names = [case.name for case in cases(thorough)]
+            assert len(set(names)) == len(names)
+
+    def test_the_quick_selection_meets_every_pattern_that_has_structure(self):
+        assert {case.pattern for case in cases()} >= {"random", "empty_experts", "all_on_one", "sentinels"}
+
+    def test_patterns_are_what_they_say(self):
+        def ids(pattern):
+            return conformance.example(Case(199, 2, pattern=pattern), torch.float32).expert_TK
+
+        assert set(ids("random").unique().tolist()) == set(range(8))
+        assert {0, 7} & set(ids("empty_experts").unique().tolist()) == set()
+        assert ids("all_on_one").unique().numel() == 1
+        assert {8, 11, -1, 2**32 + 1} < set(ids("sentinels").unique().tolist())
+        assert not ((ids("nobody_here") >= 0) & (ids("nobody_here") < 8)).any()
+
+    @pytest.mark.parametrize("case", [c for c in cases() if math.isfinite(c.activation.limit)], ids=lambda c: c.name)
+    def test_no_rounding_carries_h_over_a_limit_and_many_are_clamped(self, case):
+        inputs = conformance.example(case, torch.bfloat16).inputs
+        for e in range(case.num_experts):
+            product = inputs["x"] @ inputs["gate_up"][e].T
+            h = product + inputs["gate_up_bias"][e] if case.bias else product
+            assert torch.equal(product.bfloat16().double(), product)
+            assert torch.equal(h.bfloat16().double(), h)
+            if case.num_tokens:
+                assert 0.05 < (h > case.activation.limit).double().mean() < 0.4
+
+
+class TestTheMeasure:
+    """The suite itself must notice what it is there to notice."""
+
+    def error(self, found, truth, name="gate_up", dtype=torch.float32):
+        return conformance._error(name, torch.tensor(found, dtype=dtype), torch.tensor(truth).double(), torch.float32)
+
+    def test_error_is_relative_in_the_l2_norm(self):
+        assert self.error([[3.0, 4.0]], [[3.0, 5.0]]) == pytest.approx(1 / math.sqrt(34))
+
+    def test_nan_and_inf_are_infinitely_wrong(self):
+        assert self.error([[math.nan, 1.0]], [[0.0, 1.0]]) == math.inf
+        assert self.error([[math.inf, 1.0]], [[0.0, 1.0]]) == math.inf
+
+    def test_an_inactive_expert_has_a_gradient_of_exactly_zero(self):
+        assert self.error([[1.0, 2.0], [0.0, 0.0]], [[1.0, 2.0], [0.0, 0.0]]) == 0
+        assert self.error([[1.0, 2.0], [0.0, 1e-30]], [[1.0, 2.0], [0.0, 0.0]]) == math.inf
+
+    def test_a_slot_of_nobodys_has_a_gradient_of_exactly_zero(self):
+        assert self.error([[1.0, 1e-30]], [[1.0, 0.0]], name="weight") == math.inf
+
+    def test_where_all_is_zero_only_zero_will_do(self):
+        assert self.error([[0.0]], [[0.0]]) == 0
+        assert self.error([[1e-30]], [[0.0]]) == math.inf
+
+    def test_a_wrong_dtype_or_shape_is_an_error(self):
+        with pytest.raises(TypeError, match=r"gate_up: expected torch.float32 \(1, 1\); got torch.float64 \(1, 1\)"):
+            self.error([[0.0]], [[0.0]], dtype=torch.float64)
+        with pytest.raises(TypeError, match=r"got torch.float32 \(1, 2\)"):
+            self.error([[0.0, 0.0]], [[0.0]])
+
+    def test_memory_is_really_poisoned(self):
+        rows_NH, offs_E = torch.ones(9, 16), torch.tensor([3, 7], dtype=torch.int32)
+        with poisoned_memory():
+            assert torch.empty(3).isnan().all()
+            assert torch.empty_like(rows_NH).isnan().all()
+            assert rows_NH.new_empty(2, 2).isnan().all()
+            assert torch.empty(2, dtype=torch.int64).unique().tolist() == [2**63 - 1]
+            product = functional.grouped_mm(rows_NH, torch.ones(2, 16, 16), offs=offs_E)
+        assert product[:7].isfinite().all()
+        assert product[7:].isnan().all()
+
+    def test_poisoning_restores_what_was_before_even_after_an_error(self):
+        before = (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+        with pytest.raises(KeyError), poisoned_memory():
+            raise KeyError
+        after = (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+        assert before == after
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            with poisoned_memory():
+                assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+class TestVerify:
+    def test_every_case_of_every_backend_gets_a_result_and_progress_hears_of_each(self, monkeypatch):
+        monkeypatch.setattr(conformance, "cases", lambda thorough: [Case(3, 2), Case(3, 2, recompute=True)])
+        heard = []
+        results = verify(CPU, [torch.float32], progress=heard.append)
+        assert results == heard
+        assert [result.backend for result in results] == [*backend_names(CPU)] * 2
+        assert all(result.ok for result in results)
+        assert [result.refused is not None for result in results if result.backend == COMPOSED] == [False, True]
+        table = worst(results)
+        assert set(table) == {(name, torch.float32) for name in backend_names(CPU)}
+        assert set(table["eager", torch.float32]) == {"output", "inference", "x", "weight", "gate_up", "down"}
+        assert table["eager", torch.float32]["x"] == max(r.errors["x"] for r in results if r.backend == "eager")
+
+    def test_a_backend_that_raises_is_a_failure_with_the_text(self, monkeypatch):
+        def broken(*_, **__):
+            raise RuntimeError("the kernel fell over")
+
+        monkeypatch.setattr(conformance, "experts", broken)
+        (result,) = verify_cases(monkeypatch, "eager")
+        assert not result.ok
+        assert result.failure == "RuntimeError: the kernel fell over"
+
+    def test_a_wrong_number_is_named(self, monkeypatch):
+        right = conformance.experts
+        monkeypatch.setattr(conformance, "experts", lambda x, *args, **kw: right(x, *args, **kw) + 0.01 * x.detach())
+        (result,) = verify_cases(monkeypatch, "eager")
+        assert not result.ok
+        assert set(result.out_of_tolerance) == {"output", "inference"}
+
+    def test_an_unknown_backend_is_an_error_that_lists_the_known(self):
+        with pytest.raises(
+            ValueError, match=r"backend: expected one of .*eager.*, composed; got 'egaer'\. Leave backends"
+        ):
+            verify(CPU, [torch.float32], backends=["egaer"])
+
+
+def verify_cases(monkeypatch, backend):
+    monkeypatch.setattr(conformance, "cases", lambda thorough: [Case(3, 2)])
+    return verify(CPU, [torch.float32], backends=[backend])

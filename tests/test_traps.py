@@ -1,0 +1,260 @@
+"""Mistakes that are easily made in the backward of routed experts, each written so that making it fails a test.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
+
+(x of the *sender* under expert parallelism is in test_layout.py.)
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from amoeba import Activation, Routing, experts
+from amoeba.backends.composed import experts_composed
+from amoeba.reference.experts import act_slope, activate
+from small_layer import H, K, Layer, T
+
+
+def test_gate_gradient_is_counted_once_per_slot(backend):
+    """A token that meets one expert in several slots: each slot's weight gets <dO, y>, not the sum over the slots."""
+    layer = Layer(expert_TK=torch.tensor([[2, 2, 2], [1, 2, 1], [0, 1, 2]]), tokens=3)
+    ds_TK = layer.gradients(backend)["weight"]
+    for t, k in itertools.product(range(3), range(3)):
+        torch.testing.assert_close(ds_TK[t, k], layer.dy_TH[t] @ layer.expert_output(t, k))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_routing_weight_gradient_is_taken_against_the_expert_output_itself(backend, bias):
+    """ds = <dO, y> with y after the bias and before the routing weight."""
+    layer = Layer(bias=bias)
+    ds_TK = layer.gradients(backend)["weight"]
+    for t, k in itertools.product(range(T), range(K)):
+        torch.testing.assert_close(ds_TK[t, k], layer.dy_TH[t] @ layer.expert_output(t, k), rtol=1e-4, atol=1e-5)
+
+
+def test_routing_weight_of_zero_still_gets_its_gradient(backend):
+    """Dividing the weighted output by the weight would give NaN here."""
+    layer = Layer()
+    silent = torch.zeros(T, K, requires_grad=True)
+    found = layer.gradients(backend, weight=silent)
+    torch.testing.assert_close(found["weight"], layer.gradients(backend)["weight"])
+    assert all((found[name] == 0).all() for name in found if name != "weight")
+
+
+def test_activation_derivative_comes_before_the_matrix_product(backend):
+    """With J = H both orders have the same shapes; only one is the gradient."""
+    layer = Layer(Activation("relu2", gated=False), bias=False, hidden=16, inner=16, tokens=5)
+    layer.expert_TK = torch.full((5, 1), 3)
+    layer.tensors["weight"] = (torch.rand(5, 1, generator=torch.Generator().manual_seed(0)) + 0.1).requires_grad_()
+    x, s, up, down = (layer.tensors[name].detach() for name in ("x", "weight", "gate_up", "down"))
+    slope = act_slope(x @ up[3].T, layer.activation)
+    da = s * (layer.dy_TH @ down[3])
+    right, wrong = (da * slope) @ up[3], (da @ up[3]) * slope
+    assert (right - wrong).norm() > 0.5 * right.norm()
+    found = layer.gradients(backend)
+    torch.testing.assert_close(found["x"], right)
+    torch.testing.assert_close(found["gate_up"][3], (da * slope).T @ x)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_routing_weight_is_applied_once(backend, bias):
+    """Twice the weights: twice the output and every gradient but the weights' own. Exactly, as 2 is a power of two."""
+    layer = Layer(bias=bias)
+    once = layer.gradients(backend)
+    twice = layer.gradients(backend, weight=(2 * layer.tensors["weight"].detach()).requires_grad_())
+    for name in once:
+        expected = once[name] if name == "weight" else 2 * once[name]
+        assert torch.equal(twice[name], expected), name
+
+
+def test_routing_weight_gradient_with_a_function_after_the_expert():
+    """ds is taken against what the routing weight multiplies: the finished output, not the projection before it."""
+    layer = Layer()
+    named = layer.tensors
+
+    def finish(y_NH):
+        return functional.rms_norm(y_NH, (H,)) + 0.3
+
+    y_TH = experts_composed(
+        named["x"],
+        Routing(layer.expert_TK, named["weight"]),
+        *layer.weights(named).tensors(),
+        gate=lambda h: activate(h, layer.activation),
+        finish=finish,
+    )
+    found = dict(zip(named, torch.autograd.grad(y_TH, list(named.values()), layer.dy_TH), strict=True))
+    for t, k in itertools.product(range(T), range(K)):
+        finished = finish(layer.expert_output(t, k)[None])[0]
+        torch.testing.assert_close(found["weight"][t, k], layer.dy_TH[t] @ finished, rtol=1e-4, atol=1e-5)
+
+    expected_TH = torch.zeros(T, H)
+    for t, k in itertools.product(range(T), range(K)):
+        e = int(layer.expert_TK[t, k])
+        h = named["gate_up"][e] @ named["x"][t] + named["gate_up_bias"][e]
+        y = named["down"][e] @ activate(h, layer.activation) + named["down_bias"][e]
+        expected_TH = expected_TH.index_add(0, torch.tensor([t]), named["weight"][t, k] * finish(y[None]))
+    torch.testing.assert_close(y_TH, expected_TH, rtol=1e-4, atol=1e-5)
+    by_autograd = torch.autograd.grad(expected_TH, list(named.values()), layer.dy_TH)
+    for name, expected in zip(named, by_autograd, strict=True):
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("clamp", [1e-12, 0.0])
+def test_function_after_the_expert_gets_nothing_from_rows_of_nobodys(clamp):
+    """Such rows are zeros: a norm of them divides by zero, and what is added to them is not zero."""
+    layer = Layer(bias=False, expert_TK=torch.tensor([[0, 9], [-1, 9], [1, 2]]), tokens=3)
+    shift_H = torch.full((H,), 0.3, requires_grad=True)
+    named = layer.tensors | {"shift": shift_H}
+    y_TH = experts_composed(
+        named["x"],
+        Routing(layer.expert_TK, named["weight"]),
+        *layer.weights(named).tensors(),
+        gate=lambda h: activate(h, layer.activation),
+        finish=lambda y: y / y.norm(dim=1, keepdim=True).clamp(min=clamp) + shift_H,
+    )
+    found = dict(zip(named, torch.autograd.grad(y_TH, list(named.values()), layer.dy_TH), strict=True))
+    for name, gradient in found.items():
+        assert gradient.isfinite().all(), name
+    assert (y_TH[1] == 0).all()
+    assert found["weight"][0, 1] == found["weight"][1, 0] == found["weight"][1, 1] == 0
+    s_TK, dy_TH = named["weight"].detach(), layer.dy_TH
+    torch.testing.assert_close(found["shift"], s_TK[0, 0] * dy_TH[0] + s_TK[2].sum() * dy_TH[2])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_foreign_activation_may_return_a_view(device):
+    def gradients(gate):
+        layer = Layer()
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        named = {name: tensor.detach().to(device, dtype).requires_grad_() for name, tensor in layer.tensors.items()}
+        routing = Routing(layer.expert_TK.to(device), named["weight"])
+        y_TH = experts_composed(named["x"], routing, *layer.weights(named).tensors(), gate=gate)
+        return torch.autograd.grad(y_TH, list(named.values()), layer.dy_TH.to(device, dtype))
+
+    for found, expected in zip(
+        gradients(lambda h: h[:, 1::2]), gradients(lambda h: h[:, 1::2].contiguous()), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_results_are_bitwise_equal_from_run_to_run(backend):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        layer = Layer(tokens=199)
+        first = layer.gradients(backend)
+        for _ in range(3):
+            again = layer.gradients(backend)
+            assert all(torch.equal(again[name], first[name]) for name in first)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_row_does_not_depend_on_the_other_tokens(backend):
+    """Dropping half the tokens leaves the outputs of the others as they are."""
+    layer = Layer(tokens=40)
+    with torch.no_grad():
+        whole = layer.run(backend)
+        kept = torch.arange(0, 40, 2)
+        half = experts(
+            layer.tensors["x"][kept],
+            Routing(layer.expert_TK[kept], layer.tensors["weight"][kept]),
+            layer.weights(layer.tensors),
+            backend=backend,
+        )
+    torch.testing.assert_close(whole[kept], half)
+
+
+def test_a_gradient_without_strides_works(backend):
+    """y.sum() hands back an expanded scalar."""
+    layer = Layer()
+    layer.run(backend).sum().backward()
+    expected = Layer()
+    expected.dy_TH = torch.ones(T, H)
+    for name, gradient in expected.gradients(backend).items():
+        if name != "output":
+            torch.testing.assert_close(layer.tensors[name].grad, gradient, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _transposed(tensor):
+    return tensor.detach().t().contiguous().t()
+
+
+def _every_other_column(tensor):
+    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan)
+    wide[..., ::2] = tensor.detach()
+    return wide[..., ::2]
+
+
+@pytest.mark.parametrize("scatter", [_transposed, _every_other_column])
+@pytest.mark.parametrize("name", ["x", "weight", "gate_up_bias", "down_bias", "dy", "expert"])
+def test_strided_inputs_give_what_contiguous_ones_give(backend, name, scatter):
+    layer = Layer()
+    expected = layer.gradients(backend)
+    if name == "dy":
+        layer.dy_TH = scatter(layer.dy_TH)
+        assert not layer.dy_TH.is_contiguous()
+        found = layer.gradients(backend)
+    elif name == "expert":
+        layer.expert_TK = layer.expert_TK.t().contiguous().t()
+        assert not layer.expert_TK.is_contiguous()
+        found = layer.gradients(backend)
+    else:
+        strided = scatter(layer.tensors[name])
+        assert not strided.is_contiguous()
+        found = layer.gradients(backend, **{name: strided.requires_grad_()})
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, msg=lambda m, k=key: f"{k}: {m}")
+    inference = Layer().run(backend).detach()
+    torch.testing.assert_close(found["output"], inference)
+
+
+@pytest.mark.parametrize("tokens", [1, T])
+def test_few_rows_without_gradient_take_strided_inputs_too(backend, tokens):
+    layer = Layer(tokens=tokens)
+    with torch.no_grad():
+        expected = layer.run(backend)
+        for name in ("x", "weight", "gate_up_bias", "down_bias"):
+            found = layer.run(backend, **{name: _every_other_column(layer.tensors[name])})
+            torch.testing.assert_close(found, expected, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_weight_gradients_come_in_the_layout_of_the_weight(backend, name):
+    layer = Layer()
+    stored = layer.tensors[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    found = layer.gradients(backend, **{name: stored})[name]
+    torch.testing.assert_close(found, layer.gradients(backend)[name])
+    assert found.stride() == stored.stride()
+
+
+def test_frozen_tensors_get_no_gradient_and_the_others_the_same_as_ever(backend):
+    expected = Layer().gradients(backend)
+    names = [name for name in expected if name != "output"]
+    for frozen in (*((name,) for name in names), ("gate_up", "down", "gate_up_bias", "down_bias"), ("x", "weight")):
+        layer = Layer()
+        for name in frozen:
+            layer.tensors[name].requires_grad_(False)
+        layer.run(backend).backward(layer.dy_TH)
+        for name in names:
+            gradient = layer.tensors[name].grad
+            if name in frozen:
+                assert gradient is None, (name, frozen)
+            else:
+                assert torch.equal(gradient, expected[name]), (name, frozen)
+
+
+def test_all_frozen_gives_an_output_without_history(backend):
+    layer = Layer()
+    for tensor in layer.tensors.values():
+        tensor.requires_grad_(False)
+    assert not layer.run(backend).requires_grad
+
+
+def test_unused_output_gives_no_gradient(backend):
+    layer = Layer()
+    (layer.run(backend) * 0 + layer.tensors["x"]).sum().backward()
+    assert (layer.tensors["gate_up"].grad == 0).all()
+    assert torch.equal(layer.tensors["x"].grad, torch.ones(T, H))
