@@ -648,7 +648,12 @@ def test_compiled_unknown_gate_without_an_eager_call(gate: Any, recorder: Record
     assert recorder.own_functions_called
 
 
-@pytest.mark.parametrize("act_fn", [nn.GELU(approximate="tanh"), nn.Tanh(), nn.Softplus(beta=2), F.silu])
+SiLUActivation = type("SiLUActivation", (nn.Tanh,), {})  # a familiar name is not enough
+
+
+@pytest.mark.parametrize(
+    "act_fn", [nn.GELU(approximate="tanh"), nn.Tanh(), nn.Softplus(beta=2), F.silu, SiLUActivation()]
+)
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_compiled_act_fn_that_its_class_does_not_tell(act_fn: Any, has_gate: bool, recorder: Recorder) -> None:
     module = make_experts(has_gate=has_gate)

@@ -161,7 +161,7 @@ class Example:
     truth: dict[str, Tensor]  # output and the gradient of each input
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=128)
 def example(case: Case, dtype: torch.dtype) -> Example:
     generator = torch.Generator().manual_seed(case.seed)
     expert_TK = _expert_ids(case, generator)

@@ -40,6 +40,7 @@ from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
 try:
+    from transformers import activations
     from transformers.integrations import finegrained_fp8
     from transformers.integrations.moe import ExpertsInterface
 except ImportError as error:
@@ -56,14 +57,14 @@ _LIMIT_NAMES = ("limit", "swiglu_limit")
 _ALPHA_NAMES = ("alpha", "swiglu_alpha")
 _KINDS: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # While torch.compile traces, no module can be tried out. These classes compute one thing, whatever their arguments.
-_FUNCTION_OF_CLASS: dict[str, Callable[[Tensor], Tensor]] = {
-    "SiLUActivation": F.silu,
-    "SiLU": F.silu,
-    "GELUActivation": F.gelu,
-    "GELUTanh": functools.partial(F.gelu, approximate="tanh"),
-    "NewGELUActivation": functools.partial(F.gelu, approximate="tanh"),
-    "ReLU": F.relu,
-    "ReLUSquaredActivation": lambda x: F.relu(x).square(),
+_FUNCTION_OF_CLASS: dict[type, Callable[[Tensor], Tensor]] = {
+    nn.SiLU: F.silu,
+    nn.ReLU: F.relu,
+    activations.SiLUActivation: F.silu,
+    activations.GELUActivation: F.gelu,
+    activations.GELUTanh: functools.partial(F.gelu, approximate="tanh"),
+    activations.NewGELUActivation: functools.partial(F.gelu, approximate="tanh"),
+    activations.ReLUSquaredActivation: lambda x: F.relu(x).square(),
 }
 # Relative to (1 + |gate|)·(1 + |up|). A gate that computes in fp32 whatever it is given, as the backends do for half
 # precision, still counts as equal (1e-7); the two kinds of gelu do not (5e-4).
@@ -230,19 +231,20 @@ def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 def _recognise_by_class(module: Any, has_gate: bool) -> Activation | None:
     """For torch.compile before any call. Nothing in it is specific to one instance, so that equal layers share code."""
-    act_name = type(getattr(module, "act_fn", None)).__name__
+    act_fn = getattr(module, "act_fn", None)
+    act_class = type(act_fn) if isinstance(act_fn, nn.Module) else None
     # ldexp because dynamo passes a float that has changed once as a symbol; this makes it a constant again
     numbers = tuple((name, math.ldexp(number, 0)) for name, number in _numbers(module))
-    found = _recognise_class(type(module), has_gate, act_name, numbers)
+    found = _recognise_class(type(module), has_gate, act_class, numbers)
     return None if found is None else Activation(*found)
 
 
 @torch.compiler.assume_constant_result
 def _recognise_class(
-    module_class: Any, has_gate: bool, act_name: str, numbers: tuple[tuple[str, float], ...]
+    module_class: Any, has_gate: bool, act_class: type | None, numbers: tuple[tuple[str, float], ...]
 ) -> tuple | None:
     """Tries out the class's gate with a self that has nothing but the numbers and the act_fn."""
-    act_fn = _FUNCTION_OF_CLASS.get(act_name)
+    act_fn = None if act_class is None else _FUNCTION_OF_CLASS.get(act_class)
     stand_in = SimpleNamespace(**dict(numbers), act_fn=act_fn)
     function = functools.partial(module_class._apply_gate, stand_in) if has_gate else act_fn
     activation = _in_a_thread(lambda: _recognise(function, has_gate, dict(numbers)))
