@@ -127,6 +127,7 @@ def _nobody_watches(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(x) in (Tensor, torch.nn.Parameter)
+        and not x.is_meta
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
