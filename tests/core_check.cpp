@@ -90,7 +90,7 @@ static void check_swiglu(int64_t rows, int64_t intermediate, float limit) {
 int main() {
   const std::vector<std::vector<int32_t>> layouts = {{1}, {0, 0, 5, 5, 12, 80}, {63, 63, 199}, {70, 333}, {0, 7, 600}};
   for (const auto& offs : layouts)
-    for (const auto [depth, columns] : {std::pair{1, 1}, {3, 17}, {40, 64}, {257, 96}, {300, 131}})
+    for (const auto &[depth, columns] : {std::pair{1, 1}, {3, 17}, {40, 64}, {257, 96}, {300, 131}})
       for (const bool summed_contiguous : {true, false}) check_products(offs, depth, columns, summed_contiguous);
   check_products({5, 70}, 20, 530, true);  // more columns than one block of a gradient
   for (const float limit : {std::numeric_limits<float>::infinity(), 0.7f})

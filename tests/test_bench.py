@@ -288,7 +288,8 @@ def test_on_a_gpu_times_bytes_and_both_references(tokens):
     for report in (forward, training):
         timed = [m for m in report.measurements if m.status == "timed"]
         assert {THROUGH_TRANSFORMERS, "transformers grouped_mm"} <= {m.implementation for m in timed}
-        assert not [m for m in report.measurements if m.status == "refused"]
+        # a peer may be out of tolerance (transformers' batched_mm is, in bf16); ours may not
+        assert not [m for m in report.measurements if m.ours and m.status == "refused"]
         assert all(0 < m.min_ms <= m.median_ms < 1000 for m in timed)
     for measurement in training.measurements:
         if measurement.ours and measurement.status == "timed":

@@ -64,7 +64,7 @@ def assert_proven(lot, backend, device, dtype, expected_refusals):
 
 # What a backend may refuse, by words of its reason. A refusal that is not listed here is a failure.
 REFUSALS = {
-    "cpu": ("computes fp32", "computes on the CPU", "C++ core", "compiler", "cache folder", "compiled core"),
+    "cpu": ("takes fp32 and bf16", "computes on the CPU", "C++ core", "compiler", "cache folder", "compiled core"),
     "eager": (),
     "grouped": ("multiple of 16 bytes", "takes fp32 and bf16", "is bf16 only"),
     COMPOSED: ("nothing to recompute",),
@@ -84,7 +84,7 @@ def test_backend_agrees_in_the_rarer_dtypes(lot, backend, dtype):
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("backend", ["eager", COMPOSED])
+@pytest.mark.parametrize("backend", ["cpu", "eager", COMPOSED])
 def test_bf16_agrees_with_and_without_instructions_for_it(backend, native, monkeypatch):
     monkeypatch.setattr(cpu_features, "has_bf16_instructions", lambda: native)
     assert_proven(cases(), backend, CPU, torch.bfloat16, REFUSALS[backend])

@@ -1,9 +1,9 @@
-"""`cpu`: the C++ core; all experts of a pass in one job list, rows gathered while they are packed, fp32.
+"""`cpu`: the C++ core; all experts of a pass in one job list, rows gathered while they are packed.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
-The flow is `eager`'s; the matrix products and the decoding of few tokens are the core's. Products that the core does
-not take (weights without a contiguous dimension) go to torch.
+The flow is `eager`'s; the matrix products in fp32 and the decoding of few tokens in fp32 and bf16 are the core's. What
+the core does not take (bf16 products, weights without a contiguous dimension) goes to torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
 
 def _activate(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI: Tensor) -> Tensor:
     core = load_core()
-    if not core.activates(activation, out_NI.shape[1]):
+    if h_NJ.dtype != torch.float32 or not core.activates(activation, out_NI.shape[1]):
         return activate_rows(h_NJ, scale_N, activation, out_NI)
     core.activate(h_NJ, scale_N.to(torch.float32), activation, out=out_NI)
     return out_NI
@@ -44,7 +44,7 @@ def _activate_backward(
     da_NI: Tensor, h_NJ: Tensor, scale_N: Tensor, activation: Activation, dh_NJ: Tensor, scaled_a_NI: Tensor | None
 ) -> Tensor:
     core = load_core()
-    if not core.activates(activation, da_NI.shape[1]):
+    if h_NJ.dtype != torch.float32 or not core.activates(activation, da_NI.shape[1]):
         return activate_rows_backward(da_NI, h_NJ, scale_N, activation, dh_NJ, scaled_a_NI)
     return core.activate_backward(da_NI, h_NJ, scale_N.to(torch.float32), activation, dh_NJ, scaled_a_NI)
 
@@ -75,6 +75,8 @@ class CoreGroups(eager.Groups):
     def weight_gradient(
         self, grad_NO: Tensor, rows: Tensor, weight_EOI: Tensor, *, index_N: Tensor | None = None
     ) -> Tensor:
+        if weight_EOI.dtype != torch.float32:
+            return super().weight_gradient(grad_NO, rows, weight_EOI, index_N=index_N)
         gradient = empty_gradient(weight_EOI)
         grad_NO, rows = _rowwise(grad_NO), _rowwise(rows)
         if gradient.stride(2) == 1:
@@ -92,10 +94,14 @@ def _decode(problem: Problem) -> Tensor:
     x, expert, weight, gate_up, down, gate_up_bias, down_bias, activation = problem
     if expert.dtype != torch.int64 or not expert.is_contiguous():
         expert = expert.to(torch.int64).contiguous()
-    if weight.dtype != torch.float32 or not weight.is_contiguous():
-        weight = weight.to(torch.float32).contiguous()
-    gate_up_bias, down_bias = (b if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
-    return load_core().decode(_rowwise(x), expert, weight, gate_up, down, gate_up_bias, down_bias, activation)
+    gate_up_bias, down_bias = (bias if bias is None else _plain(bias) for bias in (gate_up_bias, down_bias))
+    y_TH = load_core().decode(_plain(x), expert, _plain(weight), gate_up, down, gate_up_bias, down_bias, activation)
+    return y_TH if y_TH.dtype == down.dtype else y_TH.to(down.dtype)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return tensor if plain else tensor.to(torch.float32).contiguous()
 
 
 def _rowwise(rows: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ def _cpu_why_not(request: Request) -> str | None:
     weights = request.weights
     if weights.device.type != "cpu":
         return f"computes on the CPU, these weights are on {weights.device}"
-    if weights.dtype != torch.float32:
-        return f"the C++ core computes fp32, these weights are {weights.dtype}"
+    if weights.dtype not in (torch.float32, torch.bfloat16):
+        return f"the C++ core takes fp32 and bf16, these weights are {weights.dtype}"
     return _not_plain(request) or why_no_core()
 
 

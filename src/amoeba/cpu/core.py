@@ -43,14 +43,14 @@ _SIGNATURES = {
         _FLOAT, _FLOAT, _FLOAT,                             # alpha, limit, up_shift
         _POINTER, _POINTER, _POINTER, _INT,                 # dh, scaled a, ds, threads
     ),
-    "amoeba_decode_f32": (
+    **dict.fromkeys(("amoeba_decode_f32", "amoeba_decode_bf16"), (
         _INT64, _INT64, _INT64, _INT64, _INT64, _INT64,     # tokens, top_k, experts, hidden, intermediate, width
         _POINTER, _INT64, _POINTER, _POINTER,               # x, stride, expert ids, weights
         _POINTER, _INT64, _INT64, _POINTER,                 # gate_up, its strides, bias
         _POINTER, _INT64, _INT64, _POINTER,                 # down, its strides, bias
         _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
         _POINTER, _POINTER, _POINTER, _POINTER, _INT,       # scratch h, a and order, y, threads
-    ),
+    )),
 }
 # fmt: on
 
@@ -67,7 +67,7 @@ class Core:
         self._weight_gradient = library.amoeba_weight_gradient_f32
         self._swiglu = library.amoeba_swiglu_f32
         self._swiglu_backward = library.amoeba_swiglu_backward_f32
-        self._decode = library.amoeba_decode_f32
+        self._decode = {torch.float32: library.amoeba_decode_f32, torch.bfloat16: library.amoeba_decode_bf16}
 
     def activates(self, activation: Activation, intermediate: int) -> bool:
         """Whether the core has this activation: silu-gated, concatenated, whole vectors."""
@@ -165,17 +165,20 @@ class Core:
         down_bias_EH: Tensor | None,
         activation: Activation,
     ) -> Tensor:
-        """The whole layer for a few tokens in one call; weights contiguous along their last dimension."""
+        """The whole layer for a few tokens in one call, in fp32; weights in fp32 or bf16, contiguous along the last."""
         tokens, hidden = x_TH.shape
         top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]
         assert x_TH.stride(1) == gate_up_EJH.stride(2) == down_EHI.stride(2) == 1
         assert expert_TK.is_contiguous() and expert_TK.dtype == torch.int64
         assert weight_TK.is_contiguous() and weight_TK.dtype == x_TH.dtype == torch.float32
+        assert gate_up_EJH.dtype == down_EHI.dtype
+        for bias in (gate_up_bias_EJ, down_bias_EH):
+            assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32)
         slots = tokens * top_k
         scratch = torch.empty(slots * (width + intermediate + 2))  # h, a and a list of slots in 8-byte integers
         y_TH = torch.empty((tokens, hidden))
         h = scratch.data_ptr()
-        self._decode(
+        self._decode[down_EHI.dtype](
             tokens, top_k, experts, hidden, intermediate, width,
             x_TH.data_ptr(), x_TH.stride(0), expert_TK.data_ptr(), weight_TK.data_ptr(),
             gate_up_EJH.data_ptr(), gate_up_EJH.stride(0), gate_up_EJH.stride(1), _address(gate_up_bias_EJ),
