@@ -21,6 +21,7 @@ except ModuleNotFoundError as missing:
 from amoeba._version import __version__
 from amoeba.commands import bench as bench_command
 from amoeba.commands import doctor as doctor_command
+from amoeba.commands import train as train_command
 from amoeba.commands import verify as verify_command
 from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
 from amoeba.commands.output import Output, show_log
@@ -45,7 +46,7 @@ def _usage() -> Iterator[None]:
     """What is raised while options are being read is the user's to mend."""
     try:
         yield
-    except (ValueError, FileExistsError) as error:
+    except (ValueError, FileExistsError, FileNotFoundError) as error:
         typer.echo(f"amoeba: {error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
 
@@ -114,6 +115,46 @@ def bench(
         path = bench_command.free_path(out)
     output = Output()
     document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output)
+    _finish(output, document, ok, json)
+
+
+@app.command()
+def train(
+    model: Annotated[
+        str | None, typer.Option("--model", help="A preset (demo, 120m, mixtral, ...) or a folder with a config.json.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="File, folder or dataset; default: Python's manual.")
+    ] = None,
+    config: Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Run folder; default runs/MODEL.")] = None,
+    resume: Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per step and device.")] = None,
+    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
+    sequence_length: Annotated[int | None, typer.Option("--sequence-length")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate")] = None,
+    vocab_size: Annotated[int | None, typer.Option("--vocab-size", help="Of a tokenizer trained on the data.")] = None,
+    balance: Annotated[str | None, typer.Option("--balance", help="aux, bias or none.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = None,
+    log_every: Annotated[int | None, typer.Option("--log-every")] = None,
+    eval_every: Annotated[int | None, typer.Option("--eval-every")] = None,
+    save_every: Annotated[int | None, typer.Option("--save-every")] = None,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    json: Json = False,
+) -> None:
+    """Train a mixture-of-experts language model, watch its experts, keep it as a Hugging Face folder."""
+    flags = {
+        "model": model, "data": data, "out": out, "steps": steps, "batch_size": batch_size,
+        "accumulation": accumulation, "sequence_length": sequence_length, "learning_rate": learning_rate,
+        "vocab_size": vocab_size, "balance": balance, "dtype": dtype, "log_every": log_every,
+        "eval_every": eval_every, "save_every": save_every, "seed": seed,
+    }  # fmt: skip
+    output = Output()
+    with _usage():
+        given = {name: value for name, value in flags.items() if value is not None}
+        settings = train_command.settings_of(resume, config, given)
+        document, ok = train_command.run(settings, resume is not None, output)
     _finish(output, document, ok, json)
 
 

@@ -34,6 +34,10 @@ class Output:
         """Whether somebody watches the progress."""
         return self._progress.is_terminal
 
+    @property
+    def progress_console(self) -> Console:
+        return self._progress
+
     def line(self, text: str = "", style: str | None = None) -> None:
         self._out.print(text, style=style)
 

@@ -1,0 +1,1 @@
+"""What the long-running commands are made of: text in, a tokenizer, rows of tokens, a trained model out."""

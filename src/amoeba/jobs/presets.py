@@ -1,0 +1,111 @@
+"""Named models to train: an architecture of transformers, its sizes, and settings that suit it.
+
+preset = find_preset("demo");  config = preset.build(vocab_size=4096)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from amoeba.errors import bad_value
+
+
+@dataclass(frozen=True)
+class Preset:
+    model_type: str
+    summary: str
+    model: dict[str, Any]
+    training: dict[str, Any] = field(default_factory=dict)  # defaults of TrainSettings that it changes
+
+    def build(self, vocab_size: int, sequence_length: int) -> Any:
+        """A transformers configuration."""
+        from transformers import AutoConfig
+
+        positions = max(sequence_length, self.model.get("max_position_embeddings", 0))
+        sizes = self.model | {"vocab_size": vocab_size, "max_position_embeddings": positions}
+        return AutoConfig.for_model(self.model_type, **sizes)
+
+
+_SMALL = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2}
+_SMALL_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+PRESETS = {
+    "demo": Preset(
+        "qwen3_moe",
+        "about 5M parameters, 2M of them at work on a token; minutes on two cores",
+        _SMALL
+        | _SMALL_EXPERTS
+        | {"head_dim": 32, "intermediate_size": 384, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "120m": Preset(
+        "qwen3_moe",
+        "about 120M parameters at work on a token; for a GPU",
+        {
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512,
+            "intermediate_size": 2048,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+        {"sequence_length": 1024, "batch_size": 16, "vocab_size": 32768, "learning_rate": 6e-4, "steps": 2000},
+    ),
+    "mixtral": Preset(
+        "mixtral",
+        "the demo's size with Mixtral's layers",
+        _SMALL | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 192, "head_dim": 32},
+    ),
+    "olmoe": Preset(
+        "olmoe",
+        "the demo's size with OLMoE's layers",
+        _SMALL | {"num_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 96},
+    ),
+    "deepseek_v3": Preset(
+        "deepseek_v3",
+        "the demo's size with DeepSeek-V3's layers: shared expert, groups, selection bias",
+        {
+            "hidden_size": 192,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "intermediate_size": 384,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 48,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+        },
+        {"balance": "bias"},
+    ),
+    "gpt_oss": Preset(
+        "gpt_oss",
+        "the demo's size with gpt-oss's layers: biases, clamped SwiGLU, sliding attention",
+        _SMALL
+        | {
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 96,
+            "head_dim": 32,
+            "sliding_window": 64,
+        },
+    ),
+}
+
+
+def find_preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise bad_value("preset", f"one of {', '.join(PRESETS)}", repr(name), "or pass a folder with a config.json")
+    return PRESETS[name]

@@ -1,0 +1,108 @@
+"""Watches the routers of a Hugging Face model while it trains, without touching it and without waiting for the device.
+
+E experts · T tokens · K experts per token
+
+    watch = RouterWatch(model)      # hooks on every experts module and its router
+    loss = loss + 0.02 * watch.take_balance_loss()
+    ...train...
+    layers = watch.take()           # per layer: load, entropy, max violation, dead experts, drop rate; then starts anew
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amoeba.routing import Routing, RoutingStatistics, load_balance_loss
+
+
+class RouterWatch:
+    """Statistics per MoE layer, in the order of the layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: list[str] = []
+        self.statistics: list[RoutingStatistics] = []
+        self.coactivation: list[Tensor] = []
+        self.selection_biases: list[Tensor | None] = []
+        self._scores: dict[int, Tensor] = {}
+        self._balance_losses: list[Tensor] = []
+        self._handles: list[Any] = []
+        parents = {child: parent for parent in model.modules() for child in parent.children()}
+        for name, module in model.named_modules():
+            if hasattr(module, "num_experts") and hasattr(module, "down_proj") and _is_stack(module.down_proj):
+                self._watch(name, module, parents.get(module))
+
+    def _watch(self, name: str, experts: Any, parent: nn.Module | None) -> None:
+        layer, count = len(self.names), int(experts.num_experts)
+        device = experts.down_proj.device
+        self.names.append(name)
+        self.statistics.append(RoutingStatistics(count).to(device))
+        self.coactivation.append(torch.zeros(count, count, device=device))
+
+        def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if not module.training or torch._C._current_graph_task_id() != -1:
+                return  # evaluation, or a recompute inside backward
+            found = [*args, *kwargs.values()]
+            expert_TK, weight_TK = found[1].detach(), found[2].detach()
+            scores_TE = self._scores.pop(layer, None)
+            routing = Routing(expert_TK, weight_TK, scores_TE=scores_TE, trusted=True)
+            self.statistics[layer].record(routing)
+            if scores_TE is not None and scores_TE.requires_grad:
+                self._balance_losses.append(load_balance_loss(routing, count))
+            chosen_TE = torch.zeros(expert_TK.shape[0], count + 1, device=device)
+            chosen_TE.scatter_(1, expert_TK.clamp(0, count), 1.0)
+            self.coactivation[layer] += chosen_TE[:, :count].T @ chosen_TE[:, :count]
+
+        def keep_scores(module: nn.Module, args: tuple, output: Any) -> None:
+            logits = output[0] if isinstance(output, tuple) else output
+            if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == count and module.training:
+                self._scores[layer] = logits.float().softmax(-1)
+
+        self._handles.append(experts.register_forward_pre_hook(record, with_kwargs=True))
+        self.selection_biases.append(None)
+        for router_name in ("gate", "router"):
+            router = getattr(parent, router_name, None)
+            if isinstance(router, nn.Module):
+                self._handles.append(router.register_forward_hook(keep_scores))
+                self.selection_biases[layer] = getattr(router, "e_score_correction_bias", None)
+
+    def take_balance_loss(self) -> Tensor | None:
+        """The Switch loss of the last pass, averaged over the layers; None where no router was seen.
+
+        Each layer is balanced by itself. transformers' own loss adds the layers up first, so that an idle expert of one
+        layer is made good by a busy one of another.
+        """
+        losses, self._balance_losses = self._balance_losses, []
+        return torch.stack(losses).mean() if losses else None
+
+    def take(self) -> list[dict[str, Any]]:
+        """The statistics since the last call, as plain numbers (this waits for the device)."""
+        layers = []
+        for layer, statistics in enumerate(self.statistics):
+            summary = statistics.summary()
+            entropy = summary["entropy"].item()
+            layers.append(
+                {
+                    "layer": layer,
+                    "load": summary["load_E"].tolist(),
+                    "entropy": None if entropy != entropy else entropy,
+                    "max_violation": summary["max_violation"].item(),
+                    "dead_experts": int(summary["dead_experts"].item()),
+                    "drop_rate": summary["drop_rate"].item(),
+                }
+            )
+            statistics.reset()
+        return layers
+
+    def take_coactivation(self) -> list[dict[str, Any]]:
+        return [{"layer": layer, "counts": counts.tolist()} for layer, counts in enumerate(self.coactivation)]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _is_stack(weight: Any) -> bool:
+    return isinstance(weight, Tensor) and weight.dim() == 3

@@ -1,0 +1,106 @@
+"""The tokenizer that `amoeba train` makes: repeatable, lossless, and the checkpoint's own where there is one."""
+
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from amoeba.jobs.data import Conversation, Corpus, Message, Text, render
+from amoeba.jobs.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, load_or_train_tokenizer, train_tokenizer
+
+TEXTS = [
+    f"line {number}: the quick brown fox {number * number}\n    naïve café, 漢字 {number % 7}" for number in range(199)
+]
+CORPUS = Corpus(train=[Text(text) for text in TEXTS], held_out=[Text("zyzzyva " * 99)], description="")
+TOKENIZER = train_tokenizer(TEXTS, 400)
+
+
+@given(st.text())
+def test_decoding_what_was_encoded_gives_the_text_back(text):
+    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "  a  ,  b .", "\r\n\t", "\0", "e\u0301 \ufeff", "👩‍👩‍👧", f"a {END_OF_TEXT} b", "don 't ."]
+)
+def test_awkward_texts_come_back(text):
+    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("parallel", ["true", "false"])
+def test_the_vocabulary_depends_neither_on_the_order_of_the_texts_nor_on_threads(monkeypatch, parallel):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+    for seed in range(5):
+        shuffled = random.Random(seed).sample(TEXTS, len(TEXTS))
+        again = train_tokenizer(iter(shuffled), 400)
+        assert again.get_vocab() == TOKENIZER.get_vocab()
+        assert again.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
+
+
+def test_the_asked_size_is_reached_and_shortens_the_text():
+    assert len(TOKENIZER) == 400
+    bytes_only = train_tokenizer(TEXTS, SMALLEST_VOCABULARY)
+    assert len(bytes_only) == 257
+    assert len(bytes_only(TEXTS[0])["input_ids"]) == len(TEXTS[0].encode())
+    assert len(TOKENIZER(TEXTS[0])["input_ids"]) < len(TEXTS[0].encode()) / 2
+    assert len(train_tokenizer([], 4096)) == 257
+
+
+def test_the_end_of_text_is_one_token_for_end_begin_and_padding():
+    (token,) = TOKENIZER(END_OF_TEXT)["input_ids"]
+    assert token == TOKENIZER.eos_token_id == TOKENIZER.bos_token_id == TOKENIZER.pad_token_id
+    assert TOKENIZER("a")["input_ids"] == TOKENIZER("a", add_special_tokens=False)["input_ids"]
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_explained():
+    with pytest.raises(ValueError, match=r"vocab_size: expected at least 257 .*; got 256\. 4096 suits"):
+        train_tokenizer(TEXTS, 256)
+
+
+def test_only_the_train_split_is_learned_from():
+    found = load_or_train_tokenizer(None, CORPUS, 400)
+    assert found.get_vocab() == TOKENIZER.get_vocab()
+
+
+def test_a_checkpoint_brings_its_own_tokenizer(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    found = load_or_train_tokenizer(str(tmp_path), Corpus([], [], ""), 7)
+    assert found.get_vocab() == TOKENIZER.get_vocab()
+    assert found.eos_token == END_OF_TEXT
+    assert found.decode(found(" a , 漢\n")["input_ids"]) == " a , 漢\n"
+
+
+@pytest.mark.parametrize("name", [".", "missing"])
+def test_a_folder_without_a_tokenizer_is_explained(tmp_path, name):
+    folder = str(tmp_path / name)
+    with pytest.raises(ValueError) as caught:
+        load_or_train_tokenizer(folder, CORPUS, 400)
+    wanted = (
+        rf"{re.escape(folder)}: expected a checkpoint with a tokenizer; got none .+\. Check the name, .*tokenizer.json"
+    )
+    assert re.match(wanted, str(caught.value)), caught.value
+
+
+def test_a_checkpoint_without_end_of_text_is_explained(tmp_path):
+    tokenizer = train_tokenizer([], 257)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"end-of-text token.*; got one without eos_token\. Set eos_token"):
+        load_or_train_tokenizer(str(tmp_path), CORPUS, 400)
+
+
+def test_messages_are_rendered_by_the_chat_template():
+    tokenizer = train_tokenizer([], 257)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    assert render(Conversation((Message("user", "a"), Message("assistant", "b"))), tokenizer) == "<user>a<assistant>b"
+    with pytest.raises(
+        ValueError, match=r"messages: expected .*template accepts; got the roles system, user: no system"
+    ):
+        render(Conversation((Message("system", "a"), Message("user", "b"))), tokenizer)

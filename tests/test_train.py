@@ -1,0 +1,213 @@
+"""`amoeba train` end to end in miniature: it learns, it can be killed and resumed, and plain transformers loads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+
+from amoeba.jobs.settings import TrainSettings, load_settings
+from amoeba.jobs.train import train
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "steps": 12,
+    "batch_size": 2,
+    "sequence_length": 64,
+    "vocab_size": 512,
+    "log_every": 3,
+    "eval_every": 6,
+    "save_every": 4,
+    "learning_rate": 3e-3,
+    "warmup_steps": 2,
+}
+
+
+class Quiet:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def step(self, line: dict[str, Any], total: int) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture(scope="module")
+def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from pydoc_data.topics import topics
+
+    path = tmp_path_factory.mktemp("data") / "corpus.txt"
+    path.write_text("\n\n".join(sorted(topics.values(), key=len)[:40]))
+    return str(path)
+
+
+def settings(folder: Path, corpus_file: str, **changes: Any) -> TrainSettings:
+    return load_settings(None, TINY | {"data": corpus_file, "out": str(folder)} | changes)
+
+
+def step_losses(folder: Path) -> list[float]:
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [loss for line in lines if line["kind"] == "train" for loss in line["step_losses"]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus_file: str) -> tuple[Path, Any, Quiet]:
+    folder, console = tmp_path_factory.mktemp("runs") / "whole", Quiet()
+    return folder, train(settings(folder, corpus_file), console), console
+
+
+def test_the_held_out_loss_falls(finished: tuple[Path, Any, Quiet]) -> None:
+    _, report, _ = finished
+    assert report.final_loss < report.start_loss - 0.3
+    assert report.steps == 12
+
+
+def test_the_run_folder_holds_what_the_report_reads(finished: tuple[Path, Any, Quiet]) -> None:
+    folder, _, console = finished
+    kinds = [json.loads(text)["kind"] for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert set(kinds) == {"train", "eval", "router", "coactivation", "final"}
+    assert len(step_losses(folder)) == 12
+    assert [line["step"] for line in console.lines] == [3, 6, 9, 12]
+    assert json.loads((folder / "config.json").read_text())["model_config"]["model_type"] == "qwen3_moe"
+    assert "versions" in json.loads((folder / "environment.json").read_text())
+    assert any((folder / "tensorboard").iterdir())
+
+
+def test_loads_count_every_routed_token_once(finished: tuple[Path, Any, Quiet]) -> None:
+    folder, *_ = finished
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in (line for line in lines if line["kind"] == "router"):
+        assert [sum(layer["load"]) for layer in line["layers"]] == [3 * 2 * 64 * 2] * 4
+
+
+def test_plain_transformers_loads_the_model_with_equal_logits(finished: tuple[Path, Any, Quiet]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, *_ = finished
+    tokens = AutoTokenizer.from_pretrained(folder / "model")("The with statement", return_tensors="pt")
+    logits = []
+    for implementation in ("eager", "amoeba"):
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", experts_implementation=implementation)
+        with torch.no_grad():
+            logits.append(model(input_ids=tokens["input_ids"]).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_losses(
+    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str
+) -> None:
+    train(settings(tmp_path / "again", corpus_file), Quiet())
+    assert step_losses(tmp_path / "again") == step_losses(finished[0])
+
+
+def test_a_killed_run_resumes_with_the_same_losses(
+    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str
+) -> None:
+    folder = tmp_path / "killed"
+    flags = [f"--{name.replace('_', '-')}={TINY[name]}" for name in TINY if name != "warmup_steps"]
+    (tmp_path / "run.yaml").write_text("warmup_steps: 2\n")
+    command = [sys.executable, "-m", "amoeba", "train", "--data", corpus_file, "--config", str(tmp_path / "run.yaml")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(
+        [*command, "--out", str(folder), *flags],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints" / "checkpoint-8").exists() and time.monotonic() < deadline:
+        assert process.poll() in (None, 0), "the run ended by itself"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for later in (folder / "checkpoints").glob("checkpoint-12"):
+        pytest.skip(f"the run was over before it could be killed ({later.name})")
+    report = train(settings(folder, corpus_file), Quiet(), resume=True)
+    assert report.steps == 12
+    whole, resumed = step_losses(finished[0]), step_losses(folder)
+    assert resumed[-4:] == whole[-4:]
+    assert report.final_loss == finished[1].final_loss
+
+
+def test_a_torn_checkpoint_is_never_taken_for_good(tmp_path: Path, corpus_file: str) -> None:
+    folder = tmp_path / "torn"
+    train(settings(folder, corpus_file, steps=4), Quiet())
+    torn = folder / "checkpoints" / "writing" / "checkpoint-8"
+    torn.mkdir(parents=True)
+    (torn / "model.safetensors").write_text("half")
+    console = Quiet()
+    report = train(settings(folder, corpus_file, steps=5), console, resume=True)
+    assert "resuming from checkpoint-4" in console.said
+    assert report.steps == 5
+    assert not torn.exists()
+
+
+def test_biases_of_deepseek_move_and_balance(tmp_path: Path, corpus_file: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    changes = {"model": "deepseek_v3", "steps": 3, "bias_rate": 0.01}
+    report = train(settings(tmp_path / "deepseek", corpus_file, **changes), Quiet())
+    model = AutoModelForCausalLM.from_pretrained(report.model)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(bias.abs().max() > 0 for bias in biases)
+
+
+@pytest.mark.parametrize("model", ["mixtral", "olmoe", "gpt_oss"])
+def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str) -> None:
+    report = train(settings(tmp_path / model, corpus_file, model=model, steps=3), Quiet())
+    assert report.final_loss < report.start_loss
+
+
+def test_a_folder_with_a_run_is_not_overwritten(finished: tuple[Path, Any, Quiet], corpus_file: str) -> None:
+    with pytest.raises(ValueError, match=r"holds no run yet.*--resume"):
+        train(settings(finished[0], corpus_file), Quiet())
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path, corpus_file: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--out: expected a folder that can be written"):
+        train(settings(tmp_path / "file" / "run", corpus_file), Quiet())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps: expected an integer of at least 1"),
+        ({"learning_rate": float("nan")}, "learning_rate: expected a finite number"),
+        ({"balance": "much"}, "balance: expected one of aux, bias, none"),
+        ({"vocab_size": 10}, "vocab_size: expected at least 300"),
+        ({"held_out": 1.5}, "held_out: expected a share"),
+        ({"dtype": "int8"}, "dtype: expected auto"),
+    ],
+)
+def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainSettings(**changes)
+
+
+def test_an_unknown_model_lists_the_presets(tmp_path: Path, corpus_file: str) -> None:
+    with pytest.raises(ValueError, match="preset: expected one of demo"):
+        train(settings(tmp_path / "x", corpus_file, model="no-such"), Quiet())
+
+
+def test_a_yaml_file_is_read_and_flags_win(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("steps: 7\nbatch_size: 3\n")
+    found = load_settings(str(tmp_path / "a.yaml"), {"steps": 9})
+    assert (found.steps, found.batch_size) == (9, 3)
+    (tmp_path / "b.yaml").write_text("stepz: 7\n")
+    with pytest.raises(ValueError, match="stepz"):
+        load_settings(str(tmp_path / "b.yaml"), {})
