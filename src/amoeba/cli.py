@@ -1,6 +1,6 @@
 """The command line: parses, calls a command, prints. `amoeba --help` lists what there is.
 
-Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly.
+Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ except ModuleNotFoundError as missing:
 from amoeba._version import __version__
 from amoeba.commands import bench as bench_command
 from amoeba.commands import doctor as doctor_command
+from amoeba.commands import generate as generate_command
 from amoeba.commands import train as train_command
 from amoeba.commands import verify as verify_command
 from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
@@ -28,7 +29,7 @@ from amoeba.commands.output import Output, show_log
 
 app = typer.Typer(
     name="amoeba",
-    help="Mixture of experts for PyTorch: prove it, look at the machine, measure it.",
+    help="Mixture of experts for PyTorch: train, generate, prove, measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -156,6 +157,9 @@ def train(
         settings = train_command.settings_of(resume, config, given)
         document, ok = train_command.run(settings, resume is not None, output)
     _finish(output, document, ok, json)
+
+
+app.command()(generate_command.generate)
 
 
 def _finish(output: Output, document: dict, ok: bool, json: bool) -> None:

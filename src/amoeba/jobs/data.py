@@ -243,9 +243,13 @@ def _language_reference() -> Iterator[Text]:
         ) from error
     seen: set[str] = set()
     for _, topic in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
-        passages = {passage: " ".join(passage.split()) for passage in topic.split("\n\n")}
-        kept = [passage for passage, words in passages.items() if words not in seen]
-        seen.update(words for words in passages.values() if len(words) >= PASSAGE_CHARACTERS)
+        kept = []
+        for passage in topic.split("\n\n"):
+            words = " ".join(passage.split())
+            if words not in seen:
+                kept.append(passage)
+            if len(words) >= PASSAGE_CHARACTERS:
+                seen.add(words)
         remains = "\n\n".join(kept)
         if len(remains) > len(topic) / 2:
             yield from _blocks(remains)

@@ -159,9 +159,11 @@ class WatchedTrainer(Trainer):
 
     run_log: RunLog
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """The language model's loss, which is logged, plus what keeps the routers even, which is not."""
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         log = self.run_log
         balance = log.watch.take_balance_loss()
         if model.training:

@@ -1,0 +1,403 @@
+"""Text from a Hugging Face model, its experts computed by aMoEba, handed on while it is being generated.
+
+    report = generate("models/tiny", "Once upon", GenerationOptions(temperature=0.7, seed=1), write=print)
+    report.text                              # all that was written, end to end
+    report.generation_tokens_per_second
+
+A model without experts, or whose experts transformers does not dispatch, runs as it is and the report says so. Times
+are taken after one warm-up token, which also compiles what has to be compiled.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from amoeba.backends.registry import Request, backends_for
+from amoeba.errors import bad_value
+from amoeba.routing import Routing
+from amoeba.weights import ExpertWeights
+
+logger = logging.getLogger("amoeba")
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+_REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no character, or not one yet
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """What is None is left to the model: its generation_config, its checkpoint's dtype, the best device here.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 keep every token. The seed that was drawn is in the report.
+    """
+
+    max_new_tokens: int = 200
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    chat: bool = False
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise bad_value("max_new_tokens", "at least 1", self.max_new_tokens, "ask for one token or more")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise bad_value(
+                "temperature", "a number from 0 (greedy) up", self.temperature, "0.7 is common, 1 is the model's own"
+            )
+        if self.top_k is not None and self.top_k < 0:
+            raise bad_value("top_k", "at least 0", self.top_k, "leave it out, or 0, to keep every token")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise bad_value("top_p", "0 < top_p <= 1", self.top_p, "leave it out, or 1, to keep every token")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+            raise bad_value("repetition_penalty", "a number above 0", self.repetition_penalty, "1 penalises nothing")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out to have one drawn")
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    prompt_tokens: int
+    generated_tokens: int
+    generated_ids: list[int]
+    text: str
+    stopped: Literal["end of text", "length", "interrupted"]
+    load_seconds: float
+    seconds_to_first_token: float | None  # None: interrupted before it
+    prompt_tokens_per_second: float | None
+    generation_tokens_per_second: float | None  # from the first token to the last; None with fewer than two
+    peak_memory_bytes: int | None  # allocated on the GPU, or resident in this process; None where nobody tells
+    device: str
+    dtype: str
+    experts: str  # "amoeba", or "transformers" where there was nothing to take over
+    backend: str | None
+    backend_reason: str
+    sampling: dict[str, Any]
+    seed: int
+
+
+def generate(
+    model_folder: str | Path, prompt: str, options: GenerationOptions, write: Callable[[str], object]
+) -> GenerationReport:
+    """Calls write(piece) for every piece of text; a KeyboardInterrupt while generating ends it with a report.
+
+    model_folder: as save_pretrained writes it, or the name of a model on the hub.
+    """
+    import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"; says what is missing if it is
+
+    name = _check_folder(str(model_folder))
+    tokenizer, config = _load_tokenizer_and_config(name)
+    prompt_ids = _tokenise(tokenizer, prompt, options.chat)
+    most = _most_new_tokens(config, prompt_ids, options.max_new_tokens)
+
+    device = _choose_device(options.device)
+    started = time.perf_counter()
+    model = _load_model(name, options.dtype, device)
+    backend, reason = _warm_up(model, prompt_ids[0])
+    load_seconds = time.perf_counter() - started
+    logger.info("backend %s: %s", backend or "of transformers", reason)
+
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    sampling = _sampling(options, model.generation_config)
+    _set_generation_config(model, tokenizer, sampling, most)
+    logger.info("sampling: %s, at most %d tokens, seed %d", _in_words(sampling), most, seed)
+
+    stream = _Stream(tokenizer, write)
+    interrupted = False
+    began = time.perf_counter()
+    # The caller's random numbers go on where they were
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        ids = torch.tensor([prompt_ids], device=device)
+        try:
+            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream)
+        except KeyboardInterrupt:
+            interrupted = True
+            stream.end()
+    count = len(stream.ids)
+    first = stream.first_at - began if count else None
+    return GenerationReport(
+        prompt_tokens=len(prompt_ids),
+        generated_tokens=count,
+        generated_ids=stream.ids,
+        text="".join(stream.pieces),
+        stopped="interrupted" if interrupted else "end of text" if _ended(model, stream.ids) else "length",
+        load_seconds=load_seconds,
+        seconds_to_first_token=first,
+        prompt_tokens_per_second=len(prompt_ids) / first if first else None,
+        generation_tokens_per_second=(count - 1) / (stream.last_at - stream.first_at) if count > 1 else None,
+        peak_memory_bytes=_peak_memory(device),
+        device=str(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        experts="transformers" if backend is None else "amoeba",
+        backend=backend,
+        backend_reason=reason,
+        sampling=sampling,
+        seed=seed,
+    )
+
+
+class _Stream:
+    """The streamer that transformers calls with every token; writes text as soon as it cannot change any more.
+
+    ids[prefix:read] was written last and is decoded again together with the new tokens, since a tokenizer may drop
+    the space at the start of what it decodes. Text that ends inside a character waits for the rest of it.
+    """
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
+        self.ids: list[int] = []
+        self.pieces: list[str] = []
+        self.first_at = self.last_at = 0.0
+        self._tokenizer, self._write = tokenizer, write
+        self._prefix = self._read = 0
+        self._seen_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._seen_prompt:
+            self._seen_prompt = True
+            return
+        self.last_at = time.perf_counter()
+        if not self.ids:
+            self.first_at = self.last_at
+        self.ids += value.flatten().tolist()
+        self._emit(final=False)
+
+    def end(self) -> None:
+        self._emit(final=True)
+
+    def _emit(self, final: bool) -> None:
+        text = self._decode(self.ids[self._prefix :])
+        fresh = text[len(self._decode(self.ids[self._prefix : self._read])) :]
+        if not fresh or (fresh.endswith(_REPLACEMENT) and not final):
+            return
+        # Noted before it is written: an interruption in between must not write it twice
+        self._prefix, self._read = self._read, len(self.ids)
+        self.pieces.append(fresh)
+        self._write(fresh)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _check_folder(name: str) -> str:
+    path = Path(name).expanduser()
+    if not path.exists():
+        if _HUB_NAME.fullmatch(name):
+            return name
+        raise bad_value("MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), "mend the path")
+    if not path.is_dir():
+        raise bad_value("MODEL", "a folder", f"the file {name!r}", "give the folder it lies in")
+    remedy = "give the folder that save_pretrained wrote"
+    if not (path / "config.json").is_file():
+        raise bad_value("MODEL", "a folder with a config.json", f"{name!r}, which has none", remedy)
+    if not any((path / file).is_file() for file in _TOKENIZER_FILES):
+        raise bad_value(
+            "MODEL",
+            "a folder with a tokenizer (tokenizer.json)",
+            f"{name!r}, which has none",
+            f"save the model's there: AutoTokenizer.from_pretrained(...).save_pretrained({name!r})",
+        )
+    return str(path)
+
+
+def _load_tokenizer_and_config(name: str) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name), AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: OSError) -> ValueError:
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    here = "a folder" if Path(name).exists() else "no folder here"
+    return bad_value(
+        "MODEL", "a folder or a hub name that loads", f"{name!r} ({here}): {said[0].rstrip('.')}", "mend the name"
+    )
+
+
+def _tokenise(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise bad_value(
+            "--chat",
+            "a tokenizer with a chat template",
+            "one without",
+            "leave --chat out, or take the chat model of the family (its name often ends in Instruct)",
+        )
+    if chat:
+        turns = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise bad_value("prompt", "at least one token", f"none from {prompt!r}", "write something to go on from")
+    return ids
+
+
+def _most_new_tokens(config: Any, prompt_ids: list[int], asked: int) -> int:
+    text_config = config.get_text_config()
+    vocabulary, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
+    if max(prompt_ids) >= vocabulary:
+        raise bad_value(
+            "tokenizer",
+            f"ids below the model's vocab_size, {vocabulary}",
+            max(prompt_ids),
+            "use the tokenizer that the model was trained with",
+        )
+    if positions is None:
+        return asked
+    if len(prompt_ids) > positions:
+        raise bad_value(
+            "prompt",
+            f"at most {positions} tokens, the model's max_position_embeddings",
+            f"{len(prompt_ids)} tokens",
+            "shorten it, or take a model with a longer context",
+        )
+    most = min(asked, positions - len(prompt_ids) + 1)  # the last token takes no position: it is not read again
+    if most < asked:
+        logger.info("at most %d new tokens and not %d: the model has %d positions", most, asked, positions)
+    return most
+
+
+def _choose_device(asked: torch.device | None) -> torch.device:
+    if asked is not None:
+        device, reason = asked, "as asked"
+    elif torch.cuda.is_available():
+        device, reason = torch.device("cuda"), torch.cuda.get_device_name()
+    else:
+        device, reason = torch.device("cpu"), f"torch {torch.__version__} finds no GPU"
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.cuda.reset_peak_memory_stats(device)
+    logger.info("device %s: %s", device, reason)
+    return device
+
+
+def _load_model(name: str, dtype: torch.dtype | None, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", experts_implementation="amoeba")
+    except OSError as error:
+        raise _unreadable(name, error) from error
+    logger.info("dtype %s: %s", model.dtype, "the checkpoint's own" if dtype is None else "as asked")
+    return model.eval().to(device)
+
+
+def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
+    """Runs one token; returns the backends that served the experts, or None, and why these."""
+    from amoeba.integrations.transformers import PLAN
+
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[token]], device=model.device), use_cache=False)
+    served = [module for module in model.modules() if PLAN in module.__dict__]
+    if not served:
+        return None, f"{type(model).__name__} has no experts that transformers lets another implementation compute"
+    found = list(dict.fromkeys(_backend_of(module) for module in served))
+    reasons = dict.fromkeys(reason for _, reason in found)
+    return " and ".join(dict.fromkeys(name for name, _ in found)), "; ".join(reasons)
+
+
+def _backend_of(module: Any) -> tuple[str, str]:
+    """The backend that `auto` takes for this module, and why."""
+    from amoeba.integrations.transformers import PLAN
+
+    plan = module.__dict__[PLAN]
+    if plan.fused is None:
+        return "composed", f"the activation or norm of {type(module).__name__} is called as it is"
+    gate_up, down = getattr(module, plan.up_name), module.down_proj
+    if plan.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up_bias = down_bias = None
+    if plan.has_bias:
+        gate_up_bias, down_bias = getattr(module, plan.up_name + "_bias"), module.down_proj_bias
+    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, plan.fused)
+    x_TH = gate_up.new_zeros(1, weights.hidden)
+    routing = Routing(torch.zeros(1, 1, dtype=torch.int64, device=x_TH.device), x_TH.new_ones(1, 1))
+    refused: list[str] = []
+    for backend in backends_for(weights.device):
+        why_not = backend.why_not(Request(x_TH, routing, weights))
+        if why_not is None:
+            return backend.name, "; ".join(refused) or f"{backend.summary}, the first choice on {weights.device.type}"
+        refused.append(f"{backend.name} {why_not}")
+    raise AssertionError("the warm-up ran, so a backend serves this")
+
+
+def _sampling(options: GenerationOptions, own: Any) -> dict[str, Any]:
+    """What was asked for, then what the model's generation_config says, then nothing cut off (transformers' top_k is
+    50 where nobody says otherwise)."""
+    asked = any(value is not None for value in (options.temperature, options.top_k, options.top_p))
+    penalty = _first(options.repetition_penalty, own.repetition_penalty, 1.0)
+    if options.temperature == 0 or not (asked or own.do_sample):
+        return {"do_sample": False, "repetition_penalty": penalty}
+    return {
+        "do_sample": True,
+        "temperature": _first(options.temperature, own.temperature, 1.0),
+        "top_k": _first(options.top_k, own.top_k, 0),
+        "top_p": _first(options.top_p, own.top_p, 1.0),
+        "repetition_penalty": penalty,
+    }
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _in_words(sampling: dict[str, Any]) -> str:
+    numbers = [f"{name} {value}" for name, value in sampling.items() if name != "do_sample"]
+    return ", ".join([*([] if sampling["do_sample"] else ["greedy"]), *numbers])
+
+
+def _set_generation_config(model: Any, tokenizer: Any, sampling: dict[str, Any], most: int) -> None:
+    config = copy.deepcopy(model.generation_config)
+    # Left from the folder, the ones that greedy has no use for would be warned about
+    for name in ("temperature", "top_k", "top_p", "max_length"):
+        setattr(config, name, None)
+    ends = _end_ids(config.eos_token_id)
+    pad = next((p for p in (config.pad_token_id, tokenizer.pad_token_id, *ends) if p is not None), None)
+    config.update(**sampling, max_new_tokens=most, num_beams=1, pad_token_id=pad)
+    model.generation_config = config
+
+
+def _end_ids(eos: int | list[int] | None) -> list[int]:
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _ended(model: Any, ids: list[int]) -> bool:
+    return bool(ids) and ids[-1] in _end_ids(model.generation_config.eos_token_id)
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
