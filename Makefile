@@ -8,11 +8,16 @@ NEEDS := aMoEba needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MA
 YIELDING := OMP_WAIT_POLICY=passive
 # what `make bench` measures, for example: make bench BENCH="--suite cpu --out benchmarks/results"
 BENCH ?=
+DEMO := runs/demo
 
 .PHONY: demo test lint bench clean
 
+# Trains a small model on Python's own manual, shows what its experts do, and lets it speak. Minutes on two cores.
 demo: $(INSTALLED)
-	$(YIELDING) $(BIN)/amoeba verify --dtype float32 --dtype bfloat16
+	rm -rf $(DEMO)
+	$(BIN)/amoeba train --model demo --out $(DEMO)
+	$(BIN)/amoeba report $(DEMO)
+	$(BIN)/amoeba generate $(DEMO)/model "The with statement" --max-new-tokens 80 --temperature 0.7 --seed 0
 
 test: lint
 	$(YIELDING) $(BIN)/python -m pytest
@@ -26,7 +31,7 @@ bench: $(INSTALLED)
 	$(BIN)/amoeba bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist test-artifacts src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Done once, and again when pyproject.toml changes.

@@ -22,6 +22,7 @@ from amoeba._version import __version__
 from amoeba.commands import bench as bench_command
 from amoeba.commands import doctor as doctor_command
 from amoeba.commands import generate as generate_command
+from amoeba.commands import report as report_command
 from amoeba.commands import train as train_command
 from amoeba.commands import verify as verify_command
 from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
@@ -160,6 +161,19 @@ def train(
 
 
 app.command()(generate_command.generate)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Where to write the page; default RUN/report.html.")] = None,
+    json: Json = False,
+) -> None:
+    """Write a training run as one HTML page: losses, expert heatmap, entropy, co-activation; no network needed."""
+    output = Output()
+    with _usage():
+        document = report_command.run(run, out, output)
+    _finish(output, document, True, json)
 
 
 def _finish(output: Output, document: dict, ok: bool, json: bool) -> None:

@@ -37,6 +37,8 @@ PRESETS = {
         _SMALL
         | _SMALL_EXPERTS
         | {"head_dim": 32, "intermediate_size": 384, "norm_topk_prob": True, "tie_word_embeddings": True},
+        # for the 350 kB of the built-in corpus; 400 steps of it took the held-out loss from 6.95 to 4.12 in 104 s
+        {"vocab_size": 1024, "learning_rate": 3e-3, "steps": 600},
     ),
     "120m": Preset(
         "qwen3_moe",

@@ -57,11 +57,13 @@ class TrainReport:
 
 def train(settings: TrainSettings, console: Console, *, resume: bool = False) -> TrainReport:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     import amoeba
     from amoeba.jobs.training_loop import interrupted_flag, make_trainer
 
     amoeba.register()
+    transformers_logging.disable_progress_bar()  # the run has one of its own
     if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
         find_preset(settings.model)  # says which there are
     folder = _prepare_folder(settings, resume)
