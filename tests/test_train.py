@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,77 @@ def test_a_killed_run_resumes_with_the_same_losses(
     whole, resumed = step_losses(finished[0]), step_losses(folder)
     assert resumed[-4:] == whole[-4:]
     assert report.final_loss == finished[1].final_loss
+
+
+def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str) -> None:
+    folder = tmp_path / "stopped"
+    flags = [
+        f"--{name.replace('_', '-')}={value}" for name, value in TINY.items() if name not in ("warmup_steps", "steps")
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "amoeba", "train", "--data", corpus_file, "--out", str(folder), "--steps=5000", *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints" / "checkpoint-4").exists() and time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended by itself"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    stopped = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").iterdir())
+    assert f"stopped at step {stopped}; go on with: amoeba train --resume {folder}" in said
+    console = Quiet()
+    train(settings(folder, corpus_file, steps=stopped + 2), console, resume=True)
+    assert f"resuming from checkpoint-{stopped}" in console.said
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_what_to_do(
+    tmp_path: Path, corpus_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Trainer
+
+    write = Trainer._save_checkpoint
+
+    def full_after_the_first(self: Any, *args: Any) -> None:
+        write(self, *args)
+        if self.state.global_step > 4:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", full_after_the_first)
+    folder = tmp_path / "full"
+    with pytest.raises(ValueError, match=r"checkpoint of step 8.*No space left.*--resume.*from step 4"):
+        train(settings(folder, corpus_file), Quiet())
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-4"]
+    monkeypatch.undo()
+    assert train(settings(folder, corpus_file), Quiet(), resume=True).steps == 12
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path, corpus_file: str) -> None:
+    from transformers import LlamaConfig
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    LlamaConfig(**small, vocab_size=512).save_pretrained(tmp_path / "llama")
+    from amoeba.jobs.data import load_corpus
+    from amoeba.jobs.tokenizer import load_or_train_tokenizer
+
+    load_or_train_tokenizer(None, load_corpus(corpus_file), 512).save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match=r"--model: expected a mixture-of-experts.*llama, which has no experts"):
+        train(settings(tmp_path / "run", corpus_file, model=str(tmp_path / "llama")), Quiet())
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(
+    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(finished[0], folder)
+    with pytest.raises(ValueError, match="--resume: expected a checkpoint of olmoe; got qwen3_moe"):
+        train(settings(folder, corpus_file, model="olmoe", steps=20), Quiet(), resume=True)
+    with pytest.raises(ValueError, match="--resume: expected a checkpoint of the same sizes"):
+        train(settings(folder, corpus_file, vocab_size=600, steps=20), Quiet(), resume=True)
 
 
 def test_a_torn_checkpoint_is_never_taken_for_good(tmp_path: Path, corpus_file: str) -> None:

@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-CHECK_FAILED, BAD_USAGE = 1, 2
+CHECK_FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; may be repeated.")]
@@ -156,8 +156,10 @@ def train(
     with _usage():
         given = {name: value for name, value in flags.items() if value is not None}
         settings = train_command.settings_of(resume, config, given)
-        document, ok = train_command.run(settings, resume is not None, output)
-    _finish(output, document, ok, json)
+        document = train_command.run(settings, resume is not None, output)
+    _finish(output, document, True, json)
+    if document["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
 
 
 app.command()(generate_command.generate)

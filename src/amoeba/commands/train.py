@@ -67,7 +67,7 @@ def settings_of(resume: str | None, config: str | None, given: dict[str, Any]) -
     return TrainSettings(**(earlier | given | {"out": resume}))
 
 
-def run(settings: TrainSettings, resume: bool, output: Output) -> tuple[dict[str, Any], bool]:
+def run(settings: TrainSettings, resume: bool, output: Output) -> dict[str, Any]:
     from amoeba.jobs.train import train
 
     console = TrainConsole(output)
@@ -88,4 +88,4 @@ def run(settings: TrainSettings, resume: bool, output: Output) -> tuple[dict[str
             ("run", f"{report.folder}    look: amoeba report {report.folder}"),
         ]
     )
-    return asdict(report), True
+    return asdict(report)

@@ -29,6 +29,7 @@ from amoeba.jobs.packing import PackedDataset
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.tokenizer import load_or_train_tokenizer
+from amoeba.observe.router_watch import RouterWatch
 
 logger = logging.getLogger("amoeba")
 
@@ -87,6 +88,13 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
     _write_json(folder / "config.json", settings.as_dict() | {"model_config": model.config.to_dict()})
     _write_json(folder / "environment.json", _environment())
 
+    if not RouterWatch.finds_experts(model):
+        raise bad_value(
+            "--model",
+            "a mixture-of-experts architecture of transformers",
+            f"{model.config.model_type}, which has no experts",
+            f"choose another, or a preset: {', '.join(PRESETS)}",
+        )
     trainer = make_trainer(model, tokenizer, train_rows, held_out_rows, settings, folder, console, dtype)
     began = time.monotonic()
     last = _last_checkpoint(folder) if resume else None
@@ -99,11 +107,13 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
         trainer.train(resume_from_checkpoint=str(last) if last else None)
     if interrupted():
         console.say(f"stopped at step {trainer.state.global_step}; go on with: amoeba train --resume {folder}")
-    final = trainer.evaluate()["eval_loss"]
-    trainer.save_final(tokenizer)
+        final = trainer.run_log.last_evaluation[1] if trainer.run_log.last_evaluation else start_loss
+    else:
+        final = trainer.final_held_out_loss()
+        trainer.save_final(tokenizer)
     report = TrainReport(
         folder=str(folder),
-        model=str(folder / "model"),
+        model=str(_last_checkpoint(folder) if interrupted() else folder / "model"),
         steps=trainer.state.global_step,
         start_loss=start_loss,
         final_loss=final,

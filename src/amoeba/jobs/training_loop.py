@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from amoeba.errors import bad_value
 from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import RouterWatch
@@ -36,6 +37,7 @@ class RunLog(TrainerCallback):
         self.dead_experts, self.tokens_per_second = 0, 0.0
         self.losses: list[Tensor] = []
         self.learning_rate = 0.0
+        self.last_evaluation: tuple[int, float] | None = None  # step, held-out loss
         self._began = self._since = time.monotonic()
         self._last_step = 0
         self._loads: list[Tensor] | None = None
@@ -109,6 +111,7 @@ class RunLog(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         loss = metrics["eval_loss"]
+        self.last_evaluation = (state.global_step, loss)
         line = {
             "kind": "eval",
             "step": state.global_step,
@@ -179,8 +182,18 @@ class WatchedTrainer(Trainer):
         (Trainer's own way reads the file as it is, finds no stacked experts and leaves them as initialised.)
         """
         target: Any = self.model if model is None else model
+        found = json.loads((Path(resume_from_checkpoint) / "config.json").read_text()).get("model_type")
+        if found != target.config.model_type:
+            raise bad_value(
+                "--resume", f"a checkpoint of {target.config.model_type}", found, "leave --model as the run began with"
+            )
         stored = type(target).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
-        target.load_state_dict(stored.state_dict())
+        try:
+            target.load_state_dict(stored.state_dict())
+        except RuntimeError as error:
+            first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+            remedy = "leave the model, the data and the vocabulary as the run began with"
+            raise bad_value("--resume", "a checkpoint of the same sizes", first, remedy) from error
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(str(self.args.output_dir))
@@ -189,6 +202,9 @@ class WatchedTrainer(Trainer):
         self.args.output_dir = str(staging)
         try:
             super()._save_checkpoint(model, trial)
+        except Exception as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise self._not_written(error, folder) from error
         finally:
             self.args.output_dir = str(folder)
         name = f"checkpoint-{self.state.global_step}"
@@ -209,6 +225,25 @@ class WatchedTrainer(Trainer):
                 line = json.loads(text)
                 if line.get("kind") == "eval":
                     return line["loss"]
+        return self.evaluate()["eval_loss"]
+
+    def _not_written(self, error: Exception, folder: Path) -> Exception:
+        """A full disk, in words; any other exception as it is."""
+        if not isinstance(error, OSError) and "No space left" not in str(error):
+            return error
+        whole = sorted((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), reverse=True)
+        return bad_value(
+            f"the checkpoint of step {self.state.global_step}",
+            f"room for it in {folder}",
+            str(error),
+            f"free some space, then: amoeba train --resume {folder.parent} "
+            + (f"(goes on from step {whole[0]})" if whole else "(starts anew, no checkpoint was finished)"),
+        )
+
+    def final_held_out_loss(self) -> float:
+        last = self.run_log.last_evaluation
+        if last is not None and last[0] == self.state.global_step:
+            return last[1]
         return self.evaluate()["eval_loss"]
 
     def save_final(self, tokenizer: Any) -> None:

@@ -31,8 +31,12 @@ class RouterWatch:
         self._handles: list[Any] = []
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         for name, module in model.named_modules():
-            if hasattr(module, "num_experts") and hasattr(module, "down_proj") and _is_stack(module.down_proj):
+            if _is_experts(module):
                 self._watch(name, module, parents.get(module))
+
+    @staticmethod
+    def finds_experts(model: nn.Module) -> bool:
+        return any(_is_experts(module) for module in model.modules())
 
     def _watch(self, name: str, experts: Any, parent: nn.Module | None) -> None:
         layer, count = len(self.names), int(experts.num_experts)
@@ -104,5 +108,6 @@ class RouterWatch:
             handle.remove()
 
 
-def _is_stack(weight: Any) -> bool:
-    return isinstance(weight, Tensor) and weight.dim() == 3
+def _is_experts(module: Any) -> bool:
+    weight = getattr(module, "down_proj", None)
+    return hasattr(module, "num_experts") and isinstance(weight, Tensor) and weight.dim() == 3
