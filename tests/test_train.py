@@ -238,6 +238,21 @@ def test_biases_of_deepseek_move_and_balance(tmp_path: Path, corpus_file: str) -
     assert all(bias.abs().max() > 0 for bias in biases)
 
 
+def test_the_z_loss_keeps_router_logits_smaller(tmp_path: Path, corpus_file: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    norms = []
+    for coefficient in (0.0, 5.0):
+        folder = tmp_path / str(coefficient)
+        report = train(settings(folder, corpus_file, z_loss_coefficient=coefficient), Quiet())
+        model = AutoModelForCausalLM.from_pretrained(report.model)
+        inputs = torch.arange(256).view(1, -1)
+        with torch.no_grad():
+            logits = model(input_ids=inputs, output_router_logits=True).router_logits
+        norms.append(sum(torch.logsumexp(part, -1).square().mean().item() for part in logits))
+    assert norms[1] < 0.9 * norms[0]
+
+
 @pytest.mark.parametrize("model", ["mixtral", "olmoe", "gpt_oss"])
 def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str) -> None:
     report = train(settings(tmp_path / model, corpus_file, model=model, steps=3), Quiet())

@@ -23,6 +23,7 @@ class TrainSettings:
     data:     a file, a folder or a dataset's name; None for the Python reference that comes with Python.
     balance:  "aux" adds a load-balancing loss for each layer, "bias" shifts selection biases where the architecture
               has them, "none" leaves the router alone.
+    z_loss_coefficient: of the loss that keeps router logits small, in any balance.
     """
 
     model: str = "demo"
@@ -38,6 +39,7 @@ class TrainSettings:
     vocab_size: int = 4096
     balance: Balance = "aux"
     aux_loss_coefficient: float = 0.01
+    z_loss_coefficient: float = 0.0
     bias_rate: float = 1e-3
     held_out: float = 0.05
     log_every: int = 10
@@ -51,7 +53,7 @@ class TrainSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise bad_value(name, "an integer of at least 1", repr(value), f"set {name} to a positive integer")
-        for name in ("learning_rate", "weight_decay", "aux_loss_coefficient", "bias_rate"):
+        for name in ("learning_rate", "weight_decay", "aux_loss_coefficient", "z_loss_coefficient", "bias_rate"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise bad_value(name, "a finite number of at least 0", repr(value), f"set {name} to such a number")

@@ -168,12 +168,14 @@ class WatchedTrainer(Trainer):
         """The language model's loss, which is logged, plus what keeps the routers even, which is not."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         log = self.run_log
-        balance = log.watch.take_balance_loss()
+        balance, z_loss = log.watch.take_balance_loss(), log.watch.take_z_loss()
         if model.training:
             log.losses.append(loss.detach())
             log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
             if log.settings.balance == "aux" and balance is not None:
                 loss = loss + log.settings.aux_loss_coefficient / log.settings.accumulation * balance
+            if log.settings.z_loss_coefficient and z_loss is not None:
+                loss = loss + log.settings.z_loss_coefficient / log.settings.accumulation * z_loss
         return (loss, outputs) if return_outputs else loss
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

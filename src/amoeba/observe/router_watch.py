@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.routing import Routing, RoutingStatistics, load_balance_loss
+from amoeba.routing import Routing, RoutingStatistics, load_balance_loss, z_loss
 
 
 class RouterWatch:
@@ -28,6 +28,7 @@ class RouterWatch:
         self.selection_biases: list[Tensor | None] = []
         self._scores: dict[int, Tensor] = {}
         self._balance_losses: list[Tensor] = []
+        self._z_losses: list[Tensor] = []
         self._handles: list[Any] = []
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         for name, module in model.named_modules():
@@ -63,6 +64,8 @@ class RouterWatch:
             logits = output[0] if isinstance(output, tuple) else output
             if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == count and module.training:
                 self._scores[layer] = logits.float().softmax(-1)
+                if logits.requires_grad:
+                    self._z_losses.append(z_loss(logits))
 
         self._handles.append(experts.register_forward_pre_hook(record, with_kwargs=True))
         self.selection_biases.append(None)
@@ -79,6 +82,11 @@ class RouterWatch:
         layer is made good by a busy one of another.
         """
         losses, self._balance_losses = self._balance_losses, []
+        return torch.stack(losses).mean() if losses else None
+
+    def take_z_loss(self) -> Tensor | None:
+        """The z-loss of the last pass, averaged over the layers."""
+        losses, self._z_losses = self._z_losses, []
         return torch.stack(losses).mean() if losses else None
 
     def take(self) -> list[dict[str, Any]]:
