@@ -163,7 +163,7 @@ def _build_model(settings: TrainSettings, tokenizer: Any, auto: Any) -> Any:
 
 
 def _compute_dtype(name: str) -> torch.dtype:
-    """bf16 where the hardware multiplies it; on a CPU the C++ core trains in fp32, which is the faster of the two."""
+    """bf16 on a GPU that has it; fp32 on a CPU, where neither was clearly faster (docs/log.md)."""
     if name != "auto":
         return getattr(torch, name)
     if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
