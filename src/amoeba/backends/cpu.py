@@ -18,9 +18,9 @@ from amoeba.backends.rowwise import activate_rows, activate_rows_backward
 from amoeba.config import Activation
 from amoeba.cpu.core import load_core
 
-# Up to this many routed rows a pass without gradients decodes: no sorted rows, each weight read once for up to four of
-# them. Decoding against sorting, ms, H=512 I=256 E=32 K=4: fp32 0.26/0.85 at 4 rows, 2.65/3.49 at 128, 5.02/4.06 at 256;
-# bf16 1.82/3.60 at 128, 3.29/3.90 at 256 (2-core Xeon, 2026-11-15).
+# Up to this many routed rows a pass without gradients decodes: no sorted rows, each weight read once for up to four.
+# Decoding against sorting, ms, H=512 I=256 E=32 K=4: fp32 0.26/0.85 at 4 rows, 2.65/3.49 at 128, 5.02/4.06 at 256; bf16
+# 1.82/3.60 at 128, 3.29/3.90 at 256 (2-core Xeon, 2026-11-15).
 DECODE_ROWS = 128
 
 

@@ -20,8 +20,9 @@ from amoeba.backends.rowwise import activate, activate_rows, activate_rows_backw
 from amoeba.cpu_features import compute_dtype
 from amoeba.layout import Layout, build_layout
 
-# Up to this many routed rows on a CPU, inference multiplies matrix by vector row by row and never sorts. Row by row against
-# sorted, ms, fp32, H=512 I=256 E=32 K=4: 0.27/0.60 at 4 rows, 0.90/1.14 at 16, 1.47/1.34 at 32 (2-core Xeon, 2026-11-15).
+# Up to this many routed rows on a CPU, inference multiplies matrix by vector row by row and never sorts. Row by row
+# against sorted, ms, fp32, H=512 I=256 E=32 K=4: 0.27/0.60 at 4 rows, 0.90/1.14 at 16, 1.47/1.34 at 32 (2-core Xeon,
+# 2026-11-15).
 DECODE_ROWS = 16
 
 

@@ -113,8 +113,9 @@ _CPU = Backend("cpu", "the C++ core, compiled for this machine", _cpu_why_not, c
 _GROUPED = Backend("grouped", "torch's grouped matrix product on sorted rows", _grouped_why_not, grouped.operator)
 _EAGER = Backend("eager", "one matrix product after another", _eager_why_not, eager.operator)
 
-# Fastest first. On the 2-core Xeon, T=512 H=512 I=256 E=32 K=4 in fp32, forward+backward: cpu 46.3 ms, eager 54.6, grouped
-# 57.6; decoding one token 0.32, 0.46, 0.94 (benchmarks/results, 2026-11-15). On a GPU eager has to wait for the device.
+# Fastest first. On the 2-core Xeon, T=512 H=512 I=256 E=32 K=4 in fp32, forward+backward: cpu 46.3 ms, eager 54.6,
+# grouped 57.6; decoding one token 0.32, 0.46, 0.94 (benchmarks/results, 2026-11-15). On a GPU eager has to wait for the
+# device.
 _BY_DEVICE = {"cpu": (_CPU, _EAGER, _GROUPED)}
 _ELSEWHERE = (_GROUPED, _EAGER, _CPU)
 
