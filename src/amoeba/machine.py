@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,18 @@ def available_memory(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + cached
     available = _meminfo("MemAvailable")
     return available if available is not None else total_memory()
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most that this process has held so far: on the GPU, or in all where there is none. None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def huge_pages() -> str | None:

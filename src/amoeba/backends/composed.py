@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba.backends.allocate import empty_rows
-from amoeba.backends.eager import Groups
 from amoeba.backends.grouped import bias_of_row, sum_per_expert, weight_gradient
 from amoeba.backends.rowwise import sum_rows
+from amoeba.backends.sorted_rows import Groups
 from amoeba.layout import build_layout
 from amoeba.routing import Routing
 
@@ -70,14 +70,13 @@ def _row_linear_backward(
     dout_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, offs_E: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout_NO = dout_NO.contiguous()
-    dx = dweight = dbias = x_NI.new_empty(0)
+    dx = dweight = x_NI.new_empty(0)
+    dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype) if needs[2] else x_NI.new_empty(0)
     if _grouped_on_gpu(x_NI, weight_EOI):
         if needs[0]:
             dx = F.grouped_mm(dout_NO, weight_EOI, offs=offs_E).masked_fill_(_tail(x_NI.shape[0], offs_E), 0)
         if needs[1]:
             dweight = weight_gradient(dout_NO, x_NI.contiguous(), offs_E, weight_EOI)
-        if needs[2]:
-            dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype)
         return dx, dweight, dbias
     groups = Groups(offs_E, x_NI.shape[0])
     if needs[0]:
@@ -86,8 +85,6 @@ def _row_linear_backward(
         groups.rest(dx).zero_()
     if needs[1]:
         dweight = groups.weight_gradient(dout_NO, x_NI, weight_EOI)
-    if needs[2]:
-        dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype)
     return dx, dweight, dbias
 
 

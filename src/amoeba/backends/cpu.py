@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
-The flow is `eager`'s; the matrix products in fp32 and the decoding of few tokens in fp32 and bf16 are the core's. What
-the core does not take (bf16 products, weights without a contiguous dimension) goes to torch.
+The flow is `sorted_rows`'s; the matrix products in fp32 and the decoding of few tokens in fp32 and bf16 are the core's.
+What the core does not take (bf16 products, weights without a contiguous dimension) goes to torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import eager
+from amoeba.backends import sorted_rows
 from amoeba.backends.allocate import empty_gradient
 from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward
@@ -27,11 +27,11 @@ DECODE_ROWS = 128
 def forward(problem: Problem, keep_h: bool) -> Kept:
     if not keep_h and 0 < problem.rows <= DECODE_ROWS and _core_decodes(problem):
         return Kept.nothing_but(_decode(problem))
-    return eager.forward(problem, keep_h, CoreGroups)
+    return sorted_rows.forward(problem, keep_h, CoreGroups)
 
 
 def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
-    return eager.backward(problem, kept, dy_TH, needs, CoreGroups)
+    return sorted_rows.backward(problem, kept, dy_TH, needs, CoreGroups)
 
 
 def _activate(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def _activate_backward(
     return core.activate_backward(da_NI, h_NJ, scale_N.to(torch.float32), activation, dh_NJ, scaled_a_NI)
 
 
-class CoreGroups(eager.Groups):
+class CoreGroups(sorted_rows.Groups):
     """Products over the sorted rows by the core."""
 
     activate = staticmethod(_activate)

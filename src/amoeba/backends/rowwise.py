@@ -24,7 +24,7 @@ def activate_rows(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI:
     """out = scale · act(h), row by row."""
     for rows in _chunks(h_NJ):
         h = _wide(h_NJ[rows])
-        value = _activate(h, activation).mul_(scale_N[rows, None].to(h.dtype))
+        value = activate(h, activation).mul_(scale_N[rows, None].to(h.dtype))
         out_NI[rows] = value
     return out_NI
 
@@ -73,11 +73,7 @@ def split_gate_up(h: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
 
 
 def activate(h: Tensor, activation: Activation) -> Tensor:
-    """act(h) in h's own dtype, for few rows."""
-    return _activate(h, activation)
-
-
-def _activate(h: Tensor, activation: Activation) -> Tensor:
+    """act(h) in h's own dtype."""
     limit = activation.limit
     clamped = limit != float("inf")
     if not activation.gated:

@@ -8,14 +8,13 @@ write_new(path, document)
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from amoeba import files
 from amoeba.bench.suite import Report
 from amoeba.machine import commit, machine, machine_kind, versions
 
@@ -56,13 +55,4 @@ def result_path(directory: Path) -> Path:
 
 def write_new(path: Path, document: dict[str, Any]) -> None:
     """Writes the whole document or nothing, and never over another one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".json")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(document, file, indent=1)
-            file.write("\n")
-        os.chmod(temporary, 0o644)  # mkstemp makes files for the owner alone
-        os.link(temporary, path)  # unlike a rename, fails where the name is taken
-    finally:
-        os.unlink(temporary)
+    files.write_new(path, json.dumps(document, indent=1) + "\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
+
+from amoeba.files import finite
 
 _STYLE_OF_WORD = {"ok": "green", "FAIL": "bold red", "auto": "bold green", "runs": "green", "no": "yellow"}
 
@@ -107,13 +108,7 @@ class Output:
 
 def strict_json(value: Any) -> Any:
     """The same value with infinities and NaN, which JSON does not have, as strings."""
-    if isinstance(value, dict):
-        return {key: strict_json(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict_json(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return finite(value, str)
 
 
 def show_log() -> None:

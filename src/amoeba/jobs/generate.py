@@ -15,7 +15,6 @@ import logging
 import math
 import re
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch
 
 from amoeba.backends.registry import Request, backends_for
 from amoeba.errors import bad_value
+from amoeba.machine import peak_memory
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
@@ -150,7 +150,7 @@ def generate(
         seconds_to_first_token=first,
         prompt_tokens_per_second=len(prompt_ids) / first if first else None,
         generation_tokens_per_second=(count - 1) / (stream.last_at - stream.first_at) if count > 1 else None,
-        peak_memory_bytes=_peak_memory(device),
+        peak_memory_bytes=peak_memory(device),
         device=str(device),
         dtype=str(model.dtype).removeprefix("torch."),
         experts="transformers" if backend is None else "amoeba",
@@ -390,14 +390,3 @@ def _end_ids(eos: int | list[int] | None) -> list[int]:
 
 def _ended(model: Any, ids: list[int]) -> bool:
     return bool(ids) and ids[-1] in _end_ids(model.generation_config.eos_token_id)
-
-
-def _peak_memory(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from amoeba.errors import bad_value
+from amoeba.files import write_whole
 from amoeba.jobs.data import load_corpus
 from amoeba.jobs.packing import PackedDataset
 from amoeba.jobs.presets import PRESETS, find_preset
@@ -189,9 +189,7 @@ def _last_checkpoint(folder: Path) -> Path | None:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    staged = path.with_name(f".{path.name}.writing")
-    staged.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    os.replace(staged, path)
+    write_whole(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -19,8 +19,10 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from amoeba.errors import bad_value
+from amoeba.files import finite, write_whole
 from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
 from amoeba.jobs.settings import TrainSettings
+from amoeba.machine import peak_memory
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.routing import update_selection_bias_
 
@@ -41,14 +43,14 @@ class RunLog(TrainerCallback):
         self._began = self._since = time.monotonic()
         self._last_step = 0
         self._loads: list[Tensor] | None = None
-        device = next(model.parameters()).device
+        self._device = next(model.parameters()).device
         self._flops_per_token = training_flops_per_token(model, settings.sequence_length)
-        self._ceiling = measured_ceiling(device)
+        self._ceiling = measured_ceiling(self._device)
         self._writer = _tensorboard(folder)
 
     def write(self, line: dict[str, Any]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(_finite(line)) + "\n")
+            file.write(json.dumps(finite(line, lambda _: None)) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drops what an interrupted run logged after the checkpoint that it goes on from."""
@@ -60,9 +62,7 @@ class RunLog(TrainerCallback):
                 continue  # torn by a kill
             if line.get("step", 0) <= step and line.get("kind") not in ("final", "coactivation"):
                 kept.append(text + "\n")
-        staged = self.path.with_name(".metrics.jsonl.writing")
-        staged.write_text("".join(kept))
-        os.replace(staged, self.path)
+        write_whole(self.path, "".join(kept))
         self._last_step = step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -99,7 +99,7 @@ class RunLog(TrainerCallback):
             "tokens_per_second": self.tokens_per_second,
             "tokens": state.global_step * tokens,
             "share_of_peak": self.tokens_per_second * self._flops_per_token / self._ceiling,
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": peak_memory(self._device),
             "max_violation": max((layer["max_violation"] for layer in layers), default=0.0),
             "dead_experts": self.dead_experts,
             "drop_rate": max((layer["drop_rate"] for layer in layers), default=0.0),
@@ -348,22 +348,3 @@ def _tensorboard(folder: Path) -> Any:
     except ImportError:
         return None
     return SummaryWriter(str(folder / "tensorboard"))
-
-
-def _memory_bytes() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite becomes null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return value

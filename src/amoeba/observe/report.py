@@ -6,9 +6,6 @@ write_report("runs/small")     # runs/small/report.html
 from __future__ import annotations
 
 import json
-import math
-import os
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import resources
@@ -16,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from amoeba.errors import bad_value
+from amoeba.files import finite, write_whole
 from amoeba.observe.run_log import Record, Run, read_run
 
 _PLACEHOLDER = "__RUN__"
@@ -36,7 +34,7 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
     path = run.folder / "report.html" if out is None else Path(out)
     if path.is_dir():
         raise bad_value(str(path), "the name of a file", "a folder", "give a name, such as report.html in it")
-    _write(path, page(run))
+    write_whole(path, page(run))
     return path
 
 
@@ -44,7 +42,8 @@ def page(run: Run) -> str:
     """The HTML of a run."""
     template = resources.files("amoeba.observe").joinpath("page.html").read_text(encoding="utf-8")
     # With no "<" in it, nothing in the data can end the script element that holds it.
-    data = json.dumps(_finite(page_data(run)), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    shown = finite(page_data(run), lambda number: f"not finite ({number})")
+    data = json.dumps(shown, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     before, after = template.split(_PLACEHOLDER)
     return before + data + after
 
@@ -104,27 +103,3 @@ def _thinned(kind: str, records: Sequence[Record], kept: Sequence[Record]) -> li
 
 def _moment(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become words that the page shows as not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"not finite ({value})"
-    return value
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".html")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes files for the owner alone
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -1,0 +1,48 @@
+"""Files that appear whole or not at all, and numbers that JSON can hold.
+
+write_whole(path, text)     # over what was there
+write_new(path, text)       # FileExistsError where something is there
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, text: str) -> None:
+    with _staged(path, text) as staged:
+        os.replace(staged, path)
+
+
+def write_new(path: Path, text: str) -> None:
+    with _staged(path, text) as staged:
+        os.link(staged, path)  # unlike a rename, fails where the name is taken
+
+
+@contextmanager
+def _staged(path: Path, text: str) -> Iterator[str]:
+    """A file with the text beside its place, gone at the end unless it was renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, staged = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(staged, 0o644)  # mkstemp makes files for the owner alone
+        yield staged
+    finally:
+        Path(staged).unlink(missing_ok=True)
+
+
+def finite(value: Any, instead: Callable[[float], Any]) -> Any:
+    """The same value with `instead(x)` for every NaN and infinity x in it, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(inner, instead) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner, instead) for inner in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
