@@ -236,7 +236,7 @@ def test_a_failed_write_leaves_the_earlier_page(whole_run, tmp_path, monkeypatch
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(report.os, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_report(whole_run, path)
     assert path.read_text() == "earlier" and len(list(tmp_path.iterdir())) == 1
