@@ -241,6 +241,22 @@ def test_biases_of_deepseek_move_and_balance(tmp_path: Path, corpus_file: str) -
     assert all(bias.abs().max() > 0 for bias in biases)
 
 
+def test_the_balance_loss_takes_part_in_training(tmp_path: Path, corpus_file: str) -> None:
+    for balance in ("none", "aux"):
+        train(settings(tmp_path / balance, corpus_file, balance=balance, steps=3), Quiet())
+    without, with_loss = step_losses(tmp_path / "none"), step_losses(tmp_path / "aux")
+    assert with_loss[0] == without[0]  # logged is the language model's loss alone
+    assert with_loss[2] != without[2]
+
+
+def test_accumulation_gives_the_losses_of_the_larger_batch(tmp_path: Path, corpus_file: str) -> None:
+    for name, changes in {"whole": {"batch_size": 4}, "parts": {"batch_size": 2, "accumulation": 2}}.items():
+        train(settings(tmp_path / name, corpus_file, steps=3, balance="none", **changes), Quiet())
+    torch.testing.assert_close(
+        torch.tensor(step_losses(tmp_path / "parts")), torch.tensor(step_losses(tmp_path / "whole")), rtol=1e-5, atol=0
+    )
+
+
 def test_the_z_loss_keeps_router_logits_smaller(tmp_path: Path, corpus_file: str) -> None:
     from transformers import AutoModelForCausalLM
 
