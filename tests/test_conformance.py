@@ -67,6 +67,7 @@ REFUSALS = {
     "cpu": ("takes fp32 and bf16", "computes on the CPU", "C++ core", "compiler", "cache folder", "compiled core"),
     "eager": (),
     "grouped": ("multiple of 16 bytes", "takes fp32 and bf16", "is bf16 only"),
+    "triton": ("computes on a CUDA device", "serves bf16, fp16 and fp32"),
     COMPOSED: ("nothing to recompute",),
 }
 

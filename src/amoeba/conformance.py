@@ -145,6 +145,15 @@ def _variants() -> Iterator[Case]:
     # several tiles of any kernel, with a rest in every dimension
     yield Case(760, 4, CLAMPED_SWIGLU, bias=True, pattern="sentinels", hidden=144, intermediate=208, num_experts=16)
     yield Case(760, 4, SILU, pattern="empty_experts", hidden=208, intermediate=144, num_experts=16)
+    # widths of whole blocks of 64, as the fastest GPU kernels want them, but not of their whole tiles
+    for activation, bias in itertools.product(ACTIVATIONS, (False, True)):
+        yield Case(399, 4, activation, bias, "sentinels", hidden=320, intermediate=192)
+    yield Case(333, 1, SILU, pattern="all_on_one", hidden=128, intermediate=320)
+    yield Case(399, 8, SILU, pattern="empty_experts", hidden=320, intermediate=192, recompute=True)
+    yield Case(
+        399, 2, CLAMPED_SWIGLU, True, "sentinels", hidden=320, intermediate=192, storage="transposed", narrow=True
+    )
+    yield Case(399, 2, SILU, pattern="nobody_here", hidden=128, intermediate=64)
     yield Case(199, 1, SILU, bias=True, num_experts=1)
     # decoding: few tokens, rows of many whole vectors
     yield Case(1, 4, SILU, hidden=512, intermediate=256, num_experts=32)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from amoeba.backends import fused_router
 from amoeba.config import RouterConfig
 from amoeba.errors import bad_value
 
@@ -123,10 +124,12 @@ def route(
     if training and config.jitter > 0:
         low, high = 1 - config.jitter, 1 + config.jitter
         logits_TE = logits_TE * torch.empty_like(logits_TE).uniform_(low, high, generator=generator)
-    scores_TE = logits_TE.sigmoid() if config.score == "sigmoid" else logits_TE.softmax(dim=-1)
-
-    chosen_TK = _choose(logits_TE.detach(), scores_TE.detach(), config, bias_E)
-    weight_TK = _weigh(logits_TE, scores_TE, chosen_TK, config)
+    if fused_router.why_not(logits_TE, config) is None:
+        chosen_TK, weight_TK, scores_TE = fused_router.fused_route(logits_TE, config, bias_E)
+    else:
+        scores_TE = logits_TE.sigmoid() if config.score == "sigmoid" else logits_TE.softmax(dim=-1)
+        chosen_TK = _choose(logits_TE.detach(), scores_TE.detach(), config, bias_E)
+        weight_TK = _weigh(logits_TE, scores_TE, chosen_TK, config)
     if config.capacity_factor is None:
         return Routing(chosen_TK, weight_TK, logits_TE, scores_TE, trusted=True)
 

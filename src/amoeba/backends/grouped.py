@@ -39,10 +39,7 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
     x_TH, rows = problem.x_TH, problem.rows
     layout = kept.layout(problem)
     if rows == 0:
-        sources = (x_TH, *problem[2:7])
-        return Gradients(
-            *(torch.zeros_like(t) if n and t is not None else None for t, n in zip(sources, needs, strict=True))
-        )
+        return Gradients.zeros(problem, needs)
     offs_E, scale_N = layout.offs_E, problem.weight_TK.reshape(-1)[layout.order_N]
     h_NJ = kept.h_NJ if kept.has_h() else _up(problem, layout)
     intermediate, width = problem.down_EHI.shape[2], h_NJ.shape[1]

@@ -13,6 +13,7 @@ differentiable operator. Kept between the passes: x and h (and the row maps, 16 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,8 +56,9 @@ class Kept(NamedTuple):
         return Kept(y_TH, h_NJ, layout.order_N, layout.slot_row_N, layout.offs_E)
 
     @staticmethod
-    def nothing_but(y_TH: Tensor) -> Kept:
-        return Kept(y_TH, y_TH.new_empty(0), *(y_TH.new_empty(0, dtype=dtype) for dtype in _MAP_DTYPES))
+    def nothing_but(y_TH: Tensor, map_dtype: torch.dtype = torch.int64) -> Kept:
+        dtypes = (map_dtype, map_dtype, torch.int32)
+        return Kept(y_TH, y_TH.new_empty(0), *(y_TH.new_empty(0, dtype=dtype) for dtype in dtypes))
 
     def has_h(self) -> bool:
         return self.h_NJ.dim() == 2
@@ -86,6 +88,14 @@ class Gradients(NamedTuple):
     gate_up_bias_EJ: Tensor | None
     down_bias_EH: Tensor | None
 
+    @staticmethod
+    def zeros(problem: Problem, needs: Needs) -> Gradients:
+        """What no routed rows at all give."""
+        sources = (problem.x_TH, *problem[2:7])
+        return Gradients(
+            *(torch.zeros_like(t) if n and t is not None else None for t, n in zip(sources, needs, strict=True))
+        )
+
 
 Forward = Callable[[Problem, bool], Kept]
 Backward = Callable[[Problem, Kept, Tensor, Needs], Gradients]
@@ -100,7 +110,6 @@ _BACKWARD = (
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _NUM_TENSORS, _NUM_ACTIVATION = 7, 6
-_MAP_DTYPES = (torch.int64, torch.int64, torch.int32)  # order, slot_row, offs
 
 _library = torch.library.Library("amoeba", "FRAGMENT")
 
@@ -133,8 +142,10 @@ def _nobody_watches(x: Tensor) -> bool:
     )
 
 
-def define_operator(name: str, forward: Forward, backward: Backward) -> Operator:
-    """Registers amoeba::<name> and amoeba::<name>_backward."""
+def define_operator(
+    name: str, forward: Forward, backward: Backward, *, map_dtype: torch.dtype = torch.int64
+) -> Operator:
+    """Registers amoeba::<name> and amoeba::<name>_backward. map_dtype: of order_N and slot_row_N."""
 
     def forward_impl(*args: object) -> tuple[Tensor, ...]:
         return tuple(forward(_problem(args), args[-1]))  # type: ignore[arg-type]
@@ -150,7 +161,7 @@ def define_operator(name: str, forward: Forward, backward: Backward) -> Operator
     _library.define(f"{name}_backward{_BACKWARD}")
     _library.impl(name, forward_impl, "CompositeExplicitAutograd")
     _library.impl(f"{name}_backward", backward_impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"amoeba::{name}", _fake_forward, lib=_library)
+    torch.library.register_fake(f"amoeba::{name}", functools.partial(_fake_forward, map_dtype=map_dtype), lib=_library)
     torch.library.register_fake(f"amoeba::{name}_backward", _fake_backward, lib=_library)
     namespace = torch.ops.amoeba
     forward_op = getattr(namespace, name).default
@@ -188,15 +199,15 @@ def _register_autograd(name: str, backward_op: Callable[..., tuple[Tensor, ...]]
     torch.library.register_autograd(f"amoeba::{name}_backward", twice, lib=_library)
 
 
-def _fake_forward(*args: object) -> tuple[Tensor, ...]:
+def _fake_forward(*args: object, map_dtype: torch.dtype) -> tuple[Tensor, ...]:
     problem, keep_h = _problem(args), args[-1]
     x = problem.x_TH
     if not keep_h:
-        return tuple(Kept.nothing_but(x.new_empty(x.shape)))
+        return tuple(Kept.nothing_but(x.new_empty(x.shape), map_dtype))
     experts, width = problem.gate_up_EJH.shape[:2]
-    sizes = (problem.rows, problem.rows, experts)
-    maps = (x.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, _MAP_DTYPES, strict=True))
-    return x.new_empty(x.shape), x.new_empty((problem.rows, width)), *maps
+    order, slot_row = (x.new_empty(problem.rows, dtype=map_dtype) for _ in range(2))
+    offs = x.new_empty(experts, dtype=torch.int32)
+    return x.new_empty(x.shape), x.new_empty((problem.rows, width)), order, slot_row, offs
 
 
 def _fake_backward(*args: object) -> tuple[Tensor, ...]:

@@ -6,7 +6,10 @@ They are listed fastest first; `auto` takes the first without a reason.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.backends import cpu, eager, grouped
+from amoeba.backends import cpu, eager, grouped, triton
 from amoeba.backends.operator import Operator, Problem
 from amoeba.cpu.core import why_no_core
 from amoeba.cpu_features import has_bf16_instructions
@@ -78,6 +81,27 @@ def _cpu_why_not(request: Request) -> str | None:
     return _not_plain(request) or why_no_core()
 
 
+def _triton_why_not(request: Request) -> str | None:
+    weights = request.weights
+    if weights.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"serves bf16, fp16 and fp32, these weights are {weights.dtype}"
+    if weights.device.type == "cuda":
+        if torch.cuda.get_device_capability(weights.device) < (8, 0):
+            return "needs compute capability 8.0 or newer"
+    elif weights.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+        return f"computes on a CUDA device (or in Triton's interpreter), these weights are on {weights.device}"
+    return _not_plain(request) or _why_no_triton()
+
+
+@functools.cache
+def _why_no_triton() -> str | None:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"needs Triton, which cannot be imported ({error})"
+    return None
+
+
 def _grouped_why_not(request: Request) -> str | None:
     weights = request.weights
     if not hasattr(F, "grouped_mm"):
@@ -110,14 +134,15 @@ def _misaligned(weights: ExpertWeights) -> str | None:
 
 
 _CPU = Backend("cpu", "the C++ core, compiled for this machine", _cpu_why_not, cpu.operator)
+_TRITON = Backend("triton", "our kernels on the GPU", _triton_why_not, triton.operator)
 _GROUPED = Backend("grouped", "torch's grouped matrix product on sorted rows", _grouped_why_not, grouped.operator)
 _EAGER = Backend("eager", "one matrix product after another", _eager_why_not, eager.operator)
 
 # Fastest first. On the 2-core Xeon, T=512 H=512 I=256 E=32 K=4 in fp32, forward+backward: cpu 46.3 ms, eager 54.6,
 # grouped 57.6; decoding one token 0.32, 0.46, 0.94 (benchmarks/results, 2026-11-15). On a GPU eager has to wait for the
 # device.
-_BY_DEVICE = {"cpu": (_CPU, _EAGER, _GROUPED)}
-_ELSEWHERE = (_GROUPED, _EAGER, _CPU)
+_BY_DEVICE = {"cpu": (_CPU, _EAGER, _GROUPED, _TRITON)}
+_ELSEWHERE = (_TRITON, _GROUPED, _EAGER, _CPU)
 
 
 def backends_for(device: torch.device) -> tuple[Backend, ...]:

@@ -1,0 +1,291 @@
+"""The activation on sorted rows and its backward: one pass over memory each, 16 bytes per access.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · I intermediate · J = 2I (gate and up) or I
+
+    activate(h_NJ, activation, a_NI, offs_E)                        # a = act(h); with bias_EJ also h += bias
+    ds_N = activate_backward(da_NI, h_NJ, weight_TK, order_N, activation, dh_NJ, scaled_a_NI, offs_E)
+
+Everything is computed in fp32 and rounded once. Rows from offs_E[-1] on belong to nobody: they are neither computed nor
+written (ds_N is 0 there). Rows are contiguous inside (stride 1), their stride is free. In the backward `dh_NJ` may be
+`h_NJ` and `scaled_a_NI` may be `da_NI`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.kernels.activation import constants, gated, gated_backward, plain, plain_backward
+from amoeba.kernels.launch import quick
+from amoeba.kernels.row_tiles import column_block, expert_of_row
+
+# Elements of `a` per tile; 4 warps share them. Forward: 16 per thread, 64 bytes of bf16 on their way at once, 32
+# registers. Backward: 8 per thread, 48 bytes, 48 registers (with 16 the compiler takes 77 and puts a third of the loads
+# off). A tile must not have fewer elements than its threads hold in 16-byte pieces, see `_activate_backward`. Register
+# counts are those of Triton 3.6 for Hopper; speeds are not measured yet.
+FORWARD_TILE, BACKWARD_TILE = 2048, 1024
+WARPS = 4
+WIDEST_BLOCK = 1024
+
+
+@triton.jit
+def _lanes(BLOCK: tl.constexpr, DTYPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """0, 1, ... BLOCK - 1.
+
+    Where 16 bytes of h are gates and ups by turns, a thread that loads them holds 8 bytes of `a`. The detour by // and
+    % tells the compiler to access `a` and da in such pieces too, so that they stay with that thread: in pieces of 16
+    bytes every tile of them goes through shared memory, at the price of many registers (128 instead of 74).
+    """
+    lane = tl.arange(0, BLOCK)
+    if INTERLEAVED:
+        PIECE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
+        lane = (lane // PIECE) * PIECE + lane % PIECE
+    return lane
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _activate(
+    h,
+    out,
+    offs,
+    bias,
+    num_rows,
+    I: tl.constexpr,
+    H_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    HAS_OFFS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    COLUMN_BLOCKS: tl.constexpr = (I + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    first_row = (program // COLUMN_BLOCKS) * ROWS
+    first_column = (program % COLUMN_BLOCKS) * BLOCK
+    if HAS_OFFS:
+        num_rows = tl.minimum(num_rows, tl.load(offs + NUM_EXPERTS - 1))
+        if first_row >= num_rows:
+            return
+    row = first_row + tl.arange(0, ROWS)
+    row_in = (row < num_rows)[:, None]
+    column = (first_column + _lanes(BLOCK, h.dtype.element_ty, INTERLEAVED))[None, :]
+    inside = row_in & (column < I)
+    h_row = h + row.to(tl.int64)[:, None] * H_STRIDE
+    bias_row = bias  # only read where there is a bias
+    if HAS_BIAS:
+        expert = tl.minimum(expert_of_row(offs, row, NUM_EXPERTS, EXPERTS_PADDED), NUM_EXPERTS - 1)
+        bias_row = bias + expert.to(tl.int64)[:, None] * BIAS_STRIDE
+
+    if INTERLEAVED:
+        pair = (2 * first_column + tl.arange(0, 2 * BLOCK))[None, :]
+        pair_inside = row_in & (pair < 2 * I)
+        both = _load(h_row + pair, bias_row, pair, pair_inside, HAS_BIAS)
+        if HAS_BIAS:
+            tl.store(h_row + pair, both, mask=pair_inside)
+        gate, up = tl.split(tl.reshape(both.to(tl.float32), (ROWS, BLOCK, 2)))
+        a = gated(gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+    elif GATED:
+        up_column = I + column
+        gate = _load(h_row + column, bias_row, column, inside, HAS_BIAS)
+        up = _load(h_row + up_column, bias_row, up_column, inside, HAS_BIAS)
+        if HAS_BIAS:  # after both loads: neither waits for a store
+            tl.store(h_row + column, gate, mask=inside)
+            tl.store(h_row + up_column, up, mask=inside)
+        a = gated(gate.to(tl.float32), up.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+    else:
+        z = _load(h_row + column, bias_row, column, inside, HAS_BIAS)
+        if HAS_BIAS:
+            tl.store(h_row + column, z, mask=inside)
+        a = plain(z.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT)
+    tl.store(out + row.to(tl.int64)[:, None] * OUT_STRIDE + column, a.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load(address, bias_row, column, inside, HAS_BIAS: tl.constexpr):
+    """h or h + bias. The sum is rounded before it is activated: the activation is that of the h which is kept."""
+    z = tl.load(address, mask=inside, other=0.0)
+    if HAS_BIAS:
+        z = (z.to(tl.float32) + tl.load(bias_row + column, mask=inside, other=0.0).to(tl.float32)).to(z.dtype)
+    return z
+
+
+def activate(
+    h_NJ: Tensor, activation: Activation, out_NI: Tensor, offs_E: Tensor | None = None, bias_EJ: Tensor | None = None
+) -> Tensor:
+    """out = act(h) on the rows before offs_E[-1] (all rows without offs_E). With a bias, h += bias[expert] in place."""
+    rows, intermediate = h_NJ.shape[0], out_NI.shape[1]
+    assert h_NJ.stride(1) == 1 and out_NI.stride(1) == 1 and h_NJ.shape[1] == activation.width(intermediate)
+    assert bias_EJ is None or (offs_E is not None and bias_EJ.stride(1) == 1)
+    if rows == 0:
+        return out_NI
+    block = column_block(intermediate, WIDEST_BLOCK)
+    tile_rows = FORWARD_TILE // block
+    experts = 1 if offs_E is None else offs_E.shape[0]
+    _activate[(triton.cdiv(rows, tile_rows) * triton.cdiv(intermediate, block),)](
+        h_NJ,
+        out_NI,
+        offs_E,
+        bias_EJ,
+        rows,
+        I=intermediate,
+        H_STRIDE=h_NJ.stride(0),
+        OUT_STRIDE=out_NI.stride(0),
+        BIAS_STRIDE=0 if bias_EJ is None else bias_EJ.stride(0),
+        NUM_EXPERTS=experts,
+        EXPERTS_PADDED=triton.next_power_of_2(experts),
+        HAS_OFFS=offs_E is not None,
+        HAS_BIAS=bias_EJ is not None,
+        INTERLEAVED=activation.interleaved,
+        **constants(activation),
+        ROWS=tile_rows,
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+    return out_NI
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _activate_backward(
+    da,
+    h,
+    weight,
+    order,
+    offs,
+    dh,
+    scaled_a,
+    ds,
+    num_rows,
+    I: tl.constexpr,
+    DA_STRIDE: tl.constexpr,
+    H_STRIDE: tl.constexpr,
+    DH_STRIDE: tl.constexpr,
+    SCALED_A_STRIDE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    WRITE_SCALED_A: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program owns whole rows, so that ds needs no second pass and no atomics.
+
+    In place: every element of h and da is loaded exactly once, by the program that overwrites it. The thread that
+    stores an element need not be the one that loaded it (that is the compiler's choice), hence the barrier between a
+    tile's loads and its stores. A tile with fewer elements than threads would be loaded twice over by the idle ones;
+    its size excludes that.
+    """
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    owned_rows = tl.minimum(num_rows, tl.load(offs + NUM_EXPERTS - 1))
+    if first_row >= owned_rows:
+        tl.store(ds + row, tl.zeros((ROWS,), tl.float32), mask=row < num_rows)
+        return
+    row_in = row < owned_rows
+    slot = tl.load(order + row, mask=row_in, other=0)
+    scale = tl.load(weight + slot, mask=row_in, other=0.0).to(tl.float32)[:, None]
+    row_64 = row.to(tl.int64)[:, None]
+    h_row = h + row_64 * H_STRIDE
+    dh_row = dh + row_64 * DH_STRIDE
+    dot = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first_column in range(0, I, BLOCK):
+        column = (first_column + _lanes(BLOCK, h.dtype.element_ty, INTERLEAVED))[None, :]
+        inside = row_in[:, None] & (column < I)
+        d = tl.load(da + row_64 * DA_STRIDE + column, mask=inside, other=0.0)
+        if INTERLEAVED:
+            pair = (2 * first_column + tl.arange(0, 2 * BLOCK))[None, :]
+            pair_inside = row_in[:, None] & (pair < 2 * I)
+            both = tl.load(h_row + pair, mask=pair_inside, other=0.0)
+            tl.debug_barrier()
+            d = d.to(tl.float32)
+            gate, up = tl.split(tl.reshape(both.to(tl.float32), (ROWS, BLOCK, 2)))
+            a, dgate, dup = gated_backward(scale * d, gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+            d_both = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * BLOCK))
+            tl.store(dh_row + pair, d_both.to(dh.dtype.element_ty), mask=pair_inside)
+        elif GATED:
+            gate = tl.load(h_row + column, mask=inside, other=0.0)
+            up = tl.load(h_row + (I + column), mask=inside, other=0.0)
+            tl.debug_barrier()
+            d, gate, up = d.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
+            a, dgate, dup = gated_backward(scale * d, gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+            tl.store(dh_row + column, dgate.to(dh.dtype.element_ty), mask=inside)
+            tl.store(dh_row + (I + column), dup.to(dh.dtype.element_ty), mask=inside)
+        else:
+            z = tl.load(h_row + column, mask=inside, other=0.0)
+            tl.debug_barrier()
+            d = d.to(tl.float32)
+            a, dz = plain_backward(scale * d, z.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT)
+            tl.store(dh_row + column, dz.to(dh.dtype.element_ty), mask=inside)
+        dot += d * a
+        if WRITE_SCALED_A:
+            scaled_at = scaled_a + row_64 * SCALED_A_STRIDE + column
+            tl.store(scaled_at, (scale * a).to(scaled_a.dtype.element_ty), mask=inside)
+    tl.store(ds + row, tl.sum(dot, axis=1), mask=row < num_rows)
+
+
+def activate_backward(
+    da_NI: Tensor,
+    h_NJ: Tensor,
+    weight_TK: Tensor,
+    order_N: Tensor,
+    activation: Activation,
+    dh_NJ: Tensor,
+    scaled_a_NI: Tensor | None,
+    offs_E: Tensor,
+) -> Tensor:
+    """From da' (no scale in it yet) and s = weight[order]: writes dh = act'(h)·s·da' and s·a, returns ds_N = <da', a>.
+
+    ds_N is fp32, one entry per routed row (order_N). `dh_NJ` may be `h_NJ`, `scaled_a_NI` may be `da_NI`.
+    """
+    rows, intermediate = order_N.shape[0], da_NI.shape[1]
+    for tensor in (da_NI, h_NJ, dh_NJ, scaled_a_NI):
+        assert tensor is None or tensor.stride(1) == 1
+    assert h_NJ.shape[1] == dh_NJ.shape[1] == activation.width(intermediate) and order_N.is_contiguous()
+    ds_N = torch.empty(rows, dtype=torch.float32, device=da_NI.device)
+    if rows == 0:
+        return ds_N
+    block = column_block(intermediate, WIDEST_BLOCK)
+    tile_rows = BACKWARD_TILE // block
+    _activate_backward[(triton.cdiv(rows, tile_rows),)](
+        da_NI,
+        h_NJ,
+        weight_TK.contiguous(),
+        order_N,
+        offs_E,
+        dh_NJ,
+        scaled_a_NI,
+        ds_N,
+        rows,
+        I=intermediate,
+        DA_STRIDE=da_NI.stride(0),
+        H_STRIDE=h_NJ.stride(0),
+        DH_STRIDE=dh_NJ.stride(0),
+        SCALED_A_STRIDE=0 if scaled_a_NI is None else scaled_a_NI.stride(0),
+        NUM_EXPERTS=offs_E.shape[0],
+        WRITE_SCALED_A=scaled_a_NI is not None,
+        INTERLEAVED=activation.interleaved,
+        **constants(activation),
+        ROWS=tile_rows,
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+    return ds_N

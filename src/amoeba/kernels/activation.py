@@ -1,0 +1,132 @@
+"""Activations and their slopes on tiles in registers, in fp32: what the kernels' epilogues and row passes share.
+
+Called from Triton and from Gluon kernels alike. What an `Activation` says becomes compile-time constants:
+
+    constants(activation)  # {"KIND": "silu", "GATED": True, "ALPHA": 1.0, "CLAMP": False, "LIMIT": 0.0, ...}
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from amoeba.config import Activation
+
+
+def constants(activation: Activation) -> dict[str, object]:
+    """The compile-time constants that a kernel with an activation takes."""
+    clamp = activation.limit != math.inf
+    return {
+        "KIND": activation.kind,
+        "GATED": activation.gated,
+        "ALPHA": activation.alpha,
+        "CLAMP": clamp,
+        "LIMIT": activation.limit if clamp else 0.0,
+        "UP_SHIFT": activation.up_shift,
+    }
+
+
+@triton.jit
+def _at_most(z, bound):
+    """min(z, bound) that lets NaN through, as torch.clamp does: a run that diverges must show it."""
+    return tl.minimum(z, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _at_least(z, bound):
+    return tl.maximum(z, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def value_and_slope(z, KIND: tl.constexpr, ALPHA: tl.constexpr):
+    """act(z) and act'(z); what nobody uses is not computed."""
+    if KIND == "silu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * z))
+        value = z * sigmoid
+        slope = sigmoid + ALPHA * value * (1.0 - sigmoid)
+    elif KIND == "gelu":
+        half = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
+        value = z * half
+        slope = half + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    elif KIND == "gelu_tanh":
+        # 0.5 (1 + tanh u) = sigmoid(2u)
+        sigmoid = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
+        value = z * sigmoid
+        slope = sigmoid + value * (1.0 - sigmoid) * (1.5957691216057308 * (1.0 + 0.134145 * z * z))
+    elif KIND == "relu":
+        value = _at_least(z, 0.0)
+        slope = tl.where(z > 0, 1.0, 0.0)
+    else:
+        tl.static_assert(KIND == "relu2")
+        positive = _at_least(z, 0.0)
+        value = positive * positive
+        slope = 2.0 * positive
+    return value, slope
+
+
+@triton.jit
+def gated(
+    gate,
+    up,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+):
+    """a = act(gate) · (up + shift)."""
+    if CLAMP:
+        gate = _at_most(gate, LIMIT)
+        up = _at_most(_at_least(up, -LIMIT), LIMIT)
+    value, _ = value_and_slope(gate, KIND, ALPHA)
+    return value * (up + UP_SHIFT)
+
+
+@triton.jit
+def gated_backward(
+    da,
+    gate,
+    up,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+):
+    """a, dgate and dup from the gradient of a."""
+    gate_in, up_in = gate, up
+    if CLAMP:
+        gate_in = _at_most(gate, LIMIT)
+        up_in = _at_most(_at_least(up, -LIMIT), LIMIT)
+    value, slope = value_and_slope(gate_in, KIND, ALPHA)
+    up_in = up_in + UP_SHIFT
+    dgate = da * up_in * slope
+    dup = da * value
+    if CLAMP:
+        dgate = tl.where(gate > LIMIT, 0.0, dgate)
+        dup = tl.where(tl.abs(up) > LIMIT, 0.0, dup)
+    return value * up_in, dgate, dup
+
+
+@triton.jit
+def plain(h, KIND: tl.constexpr, ALPHA: tl.constexpr, CLAMP: tl.constexpr, LIMIT: tl.constexpr):
+    """a = act(h)."""
+    if CLAMP:
+        h = _at_most(h, LIMIT)
+    value, _ = value_and_slope(h, KIND, ALPHA)
+    return value
+
+
+@triton.jit
+def plain_backward(da, h, KIND: tl.constexpr, ALPHA: tl.constexpr, CLAMP: tl.constexpr, LIMIT: tl.constexpr):
+    """a and dh from the gradient of a."""
+    h_in = h
+    if CLAMP:
+        h_in = _at_most(h, LIMIT)
+    value, slope = value_and_slope(h_in, KIND, ALPHA)
+    dh = da * slope
+    if CLAMP:
+        dh = tl.where(h > LIMIT, 0.0, dh)
+    return value, dh

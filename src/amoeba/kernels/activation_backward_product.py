@@ -1,0 +1,273 @@
+"""Backward of the down projection through the activation: one product, whose epilogue does all that is left.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I
+
+Per sorted row n of expert e, token t = order_N[n] // top_k and routing weight s:
+    dA' = dy[t] @ down[e];  dh = act'(h) ∘ (s·dA');  scaled_a = s·act(h);  ds = <dA', act(h)>
+dA' stays in registers. ds is summed without atomics: every tile of columns leaves its part, and the parts are added in
+a fixed order. Rows past offs_E[-1] are not written, and what ds holds for them is undefined.
+
+    ds_N = down_backward(dy_TH, down_EHI, offs_E, h_NJ, weight_TK, activation, dh_NJ, scaled_a_NI, order_N, top_k=K)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.kernels.activation import constants, gated_backward, plain_backward
+from amoeba.kernels.grouped_product import accumulate, halves
+from amoeba.kernels.launch import quick
+from amoeba.kernels.tiles import Configuration, configuration_on, expert_constants, find_tile, rows_of_tile, slots
+
+# Elements of a tile that the epilogue handles at a time, per thread: the accumulator, gate, up and their gradients all
+# want registers. Found by compiling for sm80 and sm90 until nothing spilled; speed not measured yet.
+EPILOGUE_ELEMENTS = 16
+SMALLEST_SLICE = 32  # columns: 64 bytes of a row, two sectors of memory
+
+
+def down_backward(
+    dy_TH: Tensor,
+    down_EHI: Tensor,
+    offs_E: Tensor,
+    h_NJ: Tensor,
+    weight_TK: Tensor,
+    activation: Activation,
+    dh_NJ: Tensor,
+    scaled_a_NI: Tensor | None,
+    order_N: Tensor,
+    *,
+    top_k: int,
+    configuration: Configuration | None = None,
+) -> Tensor:
+    """Writes dh and, where it is asked for, s·a; returns ds_N in fp32. dh may be the memory of h itself."""
+    rows, width = h_NJ.shape
+    experts, hidden, intermediate = down_EHI.shape
+    assert width == activation.width(intermediate) and dy_TH.shape[1] == hidden and offs_E.shape[0] == experts
+    assert dy_TH.dtype == down_EHI.dtype and order_N.shape[0] == rows and weight_TK.numel() == rows
+    assert dh_NJ.shape == h_NJ.shape and h_NJ.stride(1) == dh_NJ.stride(1) == 1
+    assert scaled_a_NI is None or (scaled_a_NI.shape == (rows, intermediate) and scaled_a_NI.stride(1) == 1)
+    chosen = configuration or configuration_on(
+        h_NJ.device,
+        "down_backward",
+        rows=rows,
+        experts=experts,
+        reduction=hidden,
+        columns=intermediate,
+        dtype=dy_TH.dtype,
+    )
+    column_tiles = triton.cdiv(intermediate, chosen.block_n)
+    part_CN = torch.empty(column_tiles, rows, dtype=torch.float32, device=h_NJ.device)
+    if rows == 0:
+        return part_CN.sum(0)
+    _down_backward[(slots(rows, experts, chosen.block_m) * column_tiles,)](
+        dy_TH,
+        down_EHI,
+        offs_E,
+        h_NJ,
+        weight_TK.reshape(-1),
+        dh_NJ,
+        scaled_a_NI,
+        part_CN,
+        order_N,
+        rows,
+        *dy_TH.stride(),
+        *down_EHI.stride(),
+        h_NJ.stride(0),
+        dh_NJ.stride(0),
+        scaled_a_NI.stride(0) if scaled_a_NI is not None else 0,
+        REDUCTION=hidden,
+        INTERMEDIATE=intermediate,
+        TOP_K=top_k,
+        **expert_constants(rows, experts, chosen),
+        COLUMN_TILES=column_tiles,
+        INTERLEAVED=activation.interleaved,
+        SLICES=number_of_slices(chosen, activation),
+        **constants(activation),
+        **chosen.constants(),
+    )
+    return part_CN[0] if column_tiles == 1 else part_CN.sum(0)
+
+
+def number_of_slices(chosen: Configuration, activation: Activation) -> int:
+    """In how many slices of columns the epilogue takes a tile."""
+    per_thread = chosen.block_m * chosen.block_n // (32 * chosen.num_warps)
+    assert per_thread > 0, "elements held by several threads would be read again after dh has overwritten them"
+    doubled = 2 if activation.interleaved else 1  # gate and up come in one tile there, twice as wide
+    return max(1, min(doubled * per_thread // EPILOGUE_ELEMENTS, doubled * chosen.block_n // SMALLEST_SLICE))
+
+
+@triton.jit
+def _slices(tile, SLICES: tl.constexpr):
+    """The tile's columns in so many tiles, a power of 2, from left to right. An epilogue that takes them one after the
+    other needs registers for one slice's intermediate values only."""
+    if SLICES == 1:
+        return (tile,)
+    else:
+        left, right = halves(tile, False)
+        return _slices(left, SLICES // 2) + _slices(right, SLICES // 2)
+
+
+@triton.jit
+def _epilogue(
+    da,
+    h_NJ,
+    dh_NJ,
+    scaled_a_NI,
+    scale_M,
+    valid_M,
+    row,
+    first_column,
+    STRIDE_H_ROW: tl.constexpr,
+    STRIDE_DH_ROW: tl.constexpr,
+    STRIDE_A_ROW: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr,
+):
+    """Everything that follows from the columns of dA' beginning at `first_column`; returns their part of ds."""
+    local_M = tl.arange(0, BLOCK_M)
+    column = first_column + tl.arange(0, WIDTH)
+    mask = valid_M[:, None]
+    if not EVEN_COLUMNS:
+        mask = mask & (column < INTERMEDIATE)[None, :]
+    # Wide arithmetic on the scalar, narrow offsets on the tile: pointers to whole tiles would fill the registers.
+    h = h_NJ + row * STRIDE_H_ROW + (local_M * STRIDE_H_ROW)[:, None]
+    dh = dh_NJ + row * STRIDE_DH_ROW + (local_M * STRIDE_DH_ROW)[:, None]
+    dtype: tl.constexpr = dh_NJ.dtype.element_ty
+    if GATED:
+        if INTERLEAVED:
+            both = 2 * first_column + tl.arange(0, 2 * WIDTH)
+            both_mask = valid_M[:, None]
+            if not EVEN_COLUMNS:
+                both_mask = both_mask & (both < 2 * INTERMEDIATE)[None, :]
+            gate, up = halves(tl.load(h + both[None, :], mask=both_mask, other=0.0), True)
+        else:
+            gate = tl.load(h + column[None, :], mask=mask, other=0.0)
+            up = tl.load(h + INTERMEDIATE + column[None, :], mask=mask, other=0.0)
+        a, dgate, dup = gated_backward(
+            da * scale_M[:, None], gate.to(tl.float32), up.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT
+        )
+        if INTERLEAVED:
+            pair = tl.reshape(tl.join(dgate.to(dtype), dup.to(dtype)), (BLOCK_M, 2 * WIDTH))
+            tl.store(dh + both[None, :], pair, mask=both_mask)
+        else:
+            tl.store(dh + column[None, :], dgate.to(dtype), mask=mask)
+            tl.store(dh + INTERMEDIATE + column[None, :], dup.to(dtype), mask=mask)
+    else:
+        z = tl.load(h + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        a, dz = plain_backward(da * scale_M[:, None], z, KIND, ALPHA, CLAMP, LIMIT)
+        tl.store(dh + column[None, :], dz.to(dtype), mask=mask)
+    if scaled_a_NI is not None:
+        scaled_a = scaled_a_NI + row * STRIDE_A_ROW + (local_M * STRIDE_A_ROW)[:, None] + column[None, :]
+        tl.store(scaled_a, (a * scale_M[:, None]).to(scaled_a_NI.dtype.element_ty), mask=mask)
+    return tl.sum(da * a, 1)  # columns past I have da = 0
+
+
+@quick
+@triton.jit(do_not_specialize=["rows"])
+def _down_backward(
+    dy_TH,
+    down_EHI,
+    offs_E,
+    h_NJ,
+    weight_R,
+    dh_NJ,
+    scaled_a_NI,
+    part_CN,
+    order_N,
+    rows,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_ROW_IN: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_IN: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    STRIDE_H_ROW: tl.constexpr,
+    STRIDE_DH_ROW: tl.constexpr,
+    STRIDE_A_ROW: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SLOT_PER_ROW: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SLICES: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    expert, row, row_end, column_tile = find_tile(
+        offs_E, EXPERTS, BLOCK_E, SLOT_PER_ROW, COLUMN_TILES, BLOCK_M, GROUP_M
+    )
+    if row >= row_end:
+        return
+    row_M, source_M = rows_of_tile(order_N, row, row_end, True, TOP_K, BLOCK_M)
+    first_column = column_tile * BLOCK_N
+    column_N = first_column + tl.arange(0, BLOCK_N)
+    da = accumulate(
+        dy_TH,
+        down_EHI + expert.to(tl.int64) * STRIDE_EXPERT,
+        source_M,
+        column_N,
+        column_N < INTERMEDIATE,
+        STRIDE_ROW,
+        STRIDE_ROW_IN,
+        STRIDE_IN,
+        STRIDE_OUT,
+        REDUCTION,
+        INTERMEDIATE % BLOCK_N == 0,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    valid_M = row_M < row_end
+    slot_M = tl.load(order_N + row_M, mask=valid_M, other=0)
+    scale_M = tl.load(weight_R + slot_M, mask=valid_M, other=0.0).to(tl.float32)
+    slices = _slices(da, SLICES)
+    part_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for s in tl.static_range(SLICES):
+        part_M += _epilogue(
+            slices[s],
+            h_NJ,
+            dh_NJ,
+            scaled_a_NI,
+            scale_M,
+            valid_M,
+            row.to(tl.int64),
+            first_column + s * (BLOCK_N // SLICES),
+            STRIDE_H_ROW,
+            STRIDE_DH_ROW,
+            STRIDE_A_ROW,
+            INTERMEDIATE,
+            INTERLEAVED,
+            KIND,
+            GATED,
+            ALPHA,
+            CLAMP,
+            LIMIT,
+            UP_SHIFT,
+            BLOCK_M,
+            BLOCK_N // SLICES,
+            INTERMEDIATE % BLOCK_N == 0,
+        )
+    tl.store(part_CN + column_tile.to(tl.int64) * rows + row_M, part_M, mask=valid_M)

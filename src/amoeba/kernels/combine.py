@@ -1,0 +1,161 @@
+"""Token rows to sorted rows and back: scatter, gather-and-sum, and the weights' gradient.
+
+T tokens · K experts per token · N = T·K routed rows · H hidden
+
+    scatter_rows(x_TH, slot_row_TK, rows_NH)                  # rows[slot_row[t, k]] = x[t]
+    combine(rows_NH, slot_row_TK, weight_TK, y_TH)            # y[t] = Σ_k weight[t, k] · rows[slot_row[t, k]]
+    slot_gradient(ds_N, slot_row_TK, None, d_weight_TK)       # d_weight[t, k] = ds[slot_row[t, k]]
+
+`slot_row_TK` holds sorted rows, and N for a slot that belongs to nobody: such a slot is neither read nor written, and
+adds nothing. Row buffers have N rows or more, contiguous inside (stride 1), with any stride between them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.kernels.launch import quick
+from amoeba.kernels.row_tiles import column_block
+
+WARPS = 4
+# Elements of a row that a scattering program holds: 4 KB of bf16, two 16-byte loads per thread. Not measured yet.
+SCATTER_BLOCK = 2048
+# Elements that a combining program loads, over all its K rows: 16 KB of bf16 on their way at once. Not measured yet.
+COMBINE_TILE = 8192
+COMBINE_BLOCKS = (1024, 4096)  # narrowest (16 bytes of bf16 per thread) and widest block
+# Rows whose loads are issued together; a K above it is walked in steps of STEP.
+MOST_AT_ONCE, STEP = 12, 8
+SLOTS = 1024
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _scatter_rows(
+    x,
+    slot_row,
+    out,
+    num_rows,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    COLUMN_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    token = (program // COLUMN_BLOCKS).to(tl.int64)
+    column = (program % COLUMN_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + token * X_STRIDE + column, mask=column < H)
+    for k in range(K):
+        row = tl.load(slot_row + token * K + k).to(tl.int64)
+        width = tl.where(row < num_rows, H, 0)  # a row of nobody has no columns
+        tl.store(out + row * OUT_STRIDE + column, values, mask=column < width)
+
+
+def scatter_rows(x_TH: Tensor, slot_row_TK: Tensor, out_NH: Tensor) -> Tensor:
+    """out[slot_row[t, k]] = x[t]: x is read once. Rows of `out` that no slot names stay as they are."""
+    tokens, hidden = x_TH.shape
+    assert x_TH.stride(1) == 1 and out_NH.stride(1) == 1 and slot_row_TK.is_contiguous()
+    if tokens == 0:
+        return out_NH
+    block = column_block(hidden, SCATTER_BLOCK)
+    _scatter_rows[(tokens * triton.cdiv(hidden, block),)](
+        x_TH,
+        slot_row_TK,
+        out_NH,
+        slot_row_TK.numel(),
+        K=slot_row_TK.shape[1],
+        H=hidden,
+        X_STRIDE=x_TH.stride(0),
+        OUT_STRIDE=out_NH.stride(0),
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+    return out_NH
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _combine(
+    rows,
+    slot_row,
+    weight,
+    out,
+    num_rows,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    COLUMN_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    token = (program // COLUMN_BLOCKS).to(tl.int64)
+    column = (program % COLUMN_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, K, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):  # unrolled: the loads do not wait for one another
+            slot = token * K + first + step
+            row = tl.load(slot_row + slot, mask=first + step < K, other=num_rows).to(tl.int64)
+            width = tl.where(row < num_rows, H, 0)  # a row of nobody has no columns
+            values = tl.load(rows + row * ROW_STRIDE + column, mask=column < width, other=0.0).to(tl.float32)
+            if HAS_WEIGHT:
+                values *= tl.load(weight + slot, mask=row < num_rows, other=0.0).to(tl.float32)
+            total += values
+    tl.store(out + token * OUT_STRIDE + column, total.to(out.dtype.element_ty), mask=column < H)
+
+
+def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor) -> Tensor:
+    """out[t] = Σ_k weight[t, k] · rows[slot_row[t, k]], in fp32 and in the order of k; weight None stands for ones."""
+    tokens, hidden = out_TH.shape
+    top_k = slot_row_TK.shape[1]
+    assert rows_NH.stride(1) == 1 and out_TH.stride(1) == 1 and slot_row_TK.is_contiguous()
+    if tokens == 0:
+        return out_TH
+    narrowest, widest = COMBINE_BLOCKS
+    at_once = top_k if top_k <= MOST_AT_ONCE else STEP
+    block = column_block(hidden, min(widest, max(narrowest, COMBINE_TILE // triton.next_power_of_2(at_once))))
+    _combine[(tokens * triton.cdiv(hidden, block),)](
+        rows_NH,
+        slot_row_TK,
+        None if weight_TK is None else weight_TK.contiguous(),
+        out_TH,
+        slot_row_TK.numel(),
+        K=top_k,
+        H=hidden,
+        ROW_STRIDE=rows_NH.stride(0),
+        OUT_STRIDE=out_TH.stride(0),
+        HAS_WEIGHT=weight_TK is not None,
+        AT_ONCE=at_once,
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+    return out_TH
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _slot_gradient(ds, slot_row, extra, out, num_rows, HAS_EXTRA: tl.constexpr, SLOTS: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    row = tl.load(slot_row + slot, mask=slot < num_rows, other=num_rows)
+    owned = row < num_rows
+    gradient = tl.load(ds + row, mask=owned, other=0.0).to(tl.float32)
+    if HAS_EXTRA:
+        gradient += tl.load(extra + slot, mask=owned, other=0.0).to(tl.float32)
+    tl.store(out + slot, gradient.to(out.dtype.element_ty), mask=slot < num_rows)
+
+
+def slot_gradient(ds_N: Tensor, slot_row_TK: Tensor, extra_TK: Tensor | None, out_TK: Tensor) -> Tensor:
+    """out[t, k] = ds[slot_row[t, k]] + extra[t, k]; 0 for slots that belong to nobody."""
+    rows = slot_row_TK.numel()
+    assert slot_row_TK.is_contiguous() and out_TK.is_contiguous() and ds_N.is_contiguous()
+    assert extra_TK is None or extra_TK.is_contiguous()
+    if rows:
+        _slot_gradient[(triton.cdiv(rows, SLOTS),)](
+            ds_N, slot_row_TK, extra_TK, out_TK, rows, HAS_EXTRA=extra_TK is not None, SLOTS=SLOTS, num_warps=WARPS
+        )
+    return out_TK

@@ -1,0 +1,232 @@
+"""Gradients of the biases: sums over each expert's rows, and the products of the output's gradient with a bias.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · W any width (H or J)
+
+    sum_per_expert(dh_NJ, offs_E, out_EJ)                                                      # Σ dh
+    sum_per_expert(dy_TH, offs_E, out_EH, order_N=order_N, weight_TK=weight_TK, by_token=True)  # Σ weight · dy[token]
+    dot_TK = bias_dot(dy_TH, down_bias_EH, expert_TK)                          # <dy[t], bias[expert[t, k]]>
+
+No atomics: rows are summed chunk by chunk into a partial sum for each (chunk, expert) that meet, and the partial sums
+of an expert are added in their order. Chunk c and expert e both only grow along the sorted rows, so no two pairs that
+meet have the same c + e: that is the pair's place in a buffer of chunks + E rows, whatever the routing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.kernels.launch import quick
+from amoeba.kernels.row_tiles import column_block, expert_of_row
+
+WARPS = 4
+SUM_BLOCK, SUM_ROWS = 512, 8  # 64 bytes of bf16 per thread on their way. Not measured yet.
+# Rows are cut into as many chunks as give this many programs (132 SMs with some 8 programs each, four times over), but
+# no chunk has fewer rows than FEWEST_ROWS. Not measured yet.
+SUM_PROGRAMS, FEWEST_ROWS = 4096, 32
+ADD_BLOCK, ADD_ROWS = 256, 8
+DOT_TILE, DOT_SLOTS = 4096, 16
+
+
+@quick
+@triton.jit(do_not_specialize=["chunk_rows"])
+def _sum_chunks(
+    rows,
+    offs,
+    order,
+    weight,
+    partial,
+    chunk_rows,
+    W: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    K: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chunk of rows, one block of columns: a partial sum for each expert that has rows in the chunk."""
+    chunk = tl.program_id(1)
+    chunk_begin = chunk * chunk_rows
+    chunk_end = tl.minimum(chunk_begin + chunk_rows, tl.load(offs + NUM_EXPERTS - 1))
+    if chunk_begin >= chunk_end:
+        return
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column_in = (column < W)[None, :]
+    one = tl.arange(0, 1)
+    first_expert = tl.sum(expert_of_row(offs, chunk_begin + one, NUM_EXPERTS, EXPERTS_PADDED), axis=0)
+    last_expert = tl.sum(expert_of_row(offs, chunk_end - 1 + one, NUM_EXPERTS, EXPERTS_PADDED), axis=0)
+    begin = chunk_begin
+    for expert in range(first_expert, last_expert + 1):
+        end = tl.minimum(tl.load(offs + expert), chunk_end)
+        if begin < end:
+            total = tl.zeros((ROWS, BLOCK), tl.float32)
+            for first in range(begin, end, ROWS):
+                row = first + tl.arange(0, ROWS)
+                row_in = row < end
+                source = row
+                if BY_TOKEN or HAS_WEIGHT:
+                    slot = tl.load(order + row, mask=row_in, other=0)
+                    if BY_TOKEN:
+                        source = slot // K
+                address = rows + source.to(tl.int64)[:, None] * ROW_STRIDE + column[None, :]
+                values = tl.load(address, mask=row_in[:, None] & column_in, other=0.0).to(tl.float32)
+                if HAS_WEIGHT:
+                    values *= tl.load(weight + slot, mask=row_in, other=0.0).to(tl.float32)[:, None]
+                total += values
+            place = partial + (chunk + expert).to(tl.int64) * W + column
+            tl.store(place, tl.sum(total, axis=0), mask=column < W)
+        begin = end
+
+
+@quick
+@triton.jit(do_not_specialize=["chunk_rows"])
+def _add_chunks(
+    partial,
+    offs,
+    out,
+    chunk_rows,
+    W: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The partial sums of one expert, one block of columns; zeros for an expert without rows."""
+    expert = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column_in = column < W
+    begin = tl.load(offs + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offs + expert)
+    first_chunk = begin // chunk_rows
+    past_chunk = tl.where(end > begin, (end - 1) // chunk_rows + 1, first_chunk)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(first_chunk, past_chunk, ROWS):
+        chunk = first + tl.arange(0, ROWS)
+        address = partial + (chunk + expert).to(tl.int64)[:, None] * W + column[None, :]
+        total += tl.load(address, mask=(chunk < past_chunk)[:, None] & column_in[None, :], other=0.0)
+    place = out + expert.to(tl.int64) * OUT_STRIDE + column
+    tl.store(place, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=column_in)
+
+
+def sum_per_expert(
+    rows_NW: Tensor,
+    offs_E: Tensor,
+    out_EW: Tensor,
+    *,
+    order_N: Tensor | None = None,
+    weight_TK: Tensor | None = None,
+    by_token: bool = False,
+) -> Tensor:
+    """out[e] = Σ over the sorted rows of e of rows[n], accumulated in fp32; 0 for an expert without rows.
+
+    With `weight_TK` each row is multiplied by weight.flatten()[order[n]]. With `by_token` the rows are those of tokens,
+    (T, W), and sorted row n is rows[order[n] // K]. Both need `order_N`, and by_token needs weight_TK for its K.
+    """
+    assert rows_NW.stride(1) == 1 and out_EW.stride(1) == 1
+    assert order_N is not None or (weight_TK is None and not by_token)
+    assert weight_TK is not None or not by_token
+    experts, width = out_EW.shape
+    rows = rows_NW.shape[0] if order_N is None else order_N.shape[0]
+    block = column_block(width, SUM_BLOCK)
+    blocks = triton.cdiv(width, block)
+    chunks = max(1, min(triton.cdiv(SUM_PROGRAMS, blocks), rows // FEWEST_ROWS))
+    chunk_rows = max(SUM_ROWS, triton.cdiv(triton.cdiv(rows, chunks), SUM_ROWS) * SUM_ROWS)
+    chunks = triton.cdiv(rows, chunk_rows)
+    partial = torch.empty((chunks + experts, width), dtype=torch.float32, device=rows_NW.device)
+    if rows:
+        _sum_chunks[(blocks, chunks)](
+            rows_NW,
+            offs_E,
+            order_N,
+            None if weight_TK is None else weight_TK.contiguous(),
+            partial,
+            chunk_rows,
+            W=width,
+            ROW_STRIDE=rows_NW.stride(0),
+            K=1 if weight_TK is None else weight_TK.shape[1],
+            BY_TOKEN=by_token,
+            HAS_WEIGHT=weight_TK is not None,
+            NUM_EXPERTS=experts,
+            EXPERTS_PADDED=triton.next_power_of_2(experts),
+            ROWS=SUM_ROWS,
+            BLOCK=block,
+            num_warps=WARPS,
+        )
+    block = column_block(width, ADD_BLOCK)
+    _add_chunks[(triton.cdiv(width, block), experts)](
+        partial,
+        offs_E,
+        out_EW,
+        chunk_rows,
+        W=width,
+        OUT_STRIDE=out_EW.stride(0),
+        ROWS=ADD_ROWS,
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+    return out_EW
+
+
+@quick
+@triton.jit
+def _bias_dot(
+    dy,
+    bias,
+    expert_of_slot,
+    out,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    DY_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    SLOT_BLOCKS: tl.constexpr = (K + SLOTS - 1) // SLOTS
+    program = tl.program_id(0)
+    token = (program // SLOT_BLOCKS).to(tl.int64)
+    slot = (program % SLOT_BLOCKS) * SLOTS + tl.arange(0, SLOTS)
+    expert = tl.load(expert_of_slot + token * K + slot, mask=slot < K, other=-1).to(tl.int64)
+    owned = (expert >= 0) & (expert < NUM_EXPERTS)
+    total = tl.zeros((SLOTS, BLOCK), tl.float32)
+    for first in range(0, H, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < H
+        gradient = tl.load(dy + token * DY_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+        address = bias + expert[:, None] * BIAS_STRIDE + column[None, :]
+        values = tl.load(address, mask=owned[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += gradient[None, :] * values
+    dot = tl.where(owned, tl.sum(total, axis=1), 0.0)  # an infinite dy times the 0 of a slot that nobody owns is NaN
+    tl.store(out + token * K + slot, dot, mask=slot < K)
+
+
+def bias_dot(dy_TH: Tensor, down_bias_EH: Tensor, expert_TK: Tensor) -> Tensor:
+    """<dy[t], bias[expert[t, k]]> as (T, K) in fp32; 0 for slots that belong to nobody.
+
+    The biases of all experts stay in the L2 cache; what bounds this is reading K of them from there per row of dy.
+    """
+    (tokens, hidden), top_k = dy_TH.shape, expert_TK.shape[1]
+    assert dy_TH.stride(1) == 1 and down_bias_EH.stride(1) == 1
+    out_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=dy_TH.device)
+    if tokens == 0:
+        return out_TK
+    slots = min(DOT_SLOTS, triton.next_power_of_2(top_k))
+    _bias_dot[(tokens * triton.cdiv(top_k, slots),)](
+        dy_TH,
+        down_bias_EH,
+        expert_TK.contiguous(),
+        out_TK,
+        K=top_k,
+        H=hidden,
+        DY_STRIDE=dy_TH.stride(0),
+        BIAS_STRIDE=down_bias_EH.stride(0),
+        NUM_EXPERTS=down_bias_EH.shape[0],
+        SLOTS=slots,
+        BLOCK=column_block(hidden, DOT_TILE // slots),
+        num_warps=WARPS,
+    )
+    return out_TK

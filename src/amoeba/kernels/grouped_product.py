@@ -1,0 +1,331 @@
+"""Products of sorted rows with their experts' matrices; rows gathered on load, activation in the epilogue.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I
+
+Expert e owns the sorted rows offs_E[e-1] : offs_E[e]. Where `order_N` is given, sorted row n is read from row
+order_N[n] // top_k. Rows past offs_E[-1] are neither read nor written. Any strides; fp32 accumulation.
+
+    h_NJ, a_NI = x_TH.new_empty(N, J), x_TH.new_empty(N, I)
+    multiply_rows_activated(x_TH, gate_up_EJH, offs_E, activation, h_NJ, a_NI, order_N=order_N, top_k=K)
+    multiply_rows(a_NI, down_EHI.transpose(1, 2), offs_E, y_NH)
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.kernels.activation import constants, gated, plain
+from amoeba.kernels.launch import quick
+from amoeba.kernels.tiles import Configuration, configuration_on, expert_constants, find_tile, rows_of_tile, slots
+
+
+def multiply_rows(
+    rows_NI: Tensor,
+    matrix_EIO: Tensor,
+    offs_E: Tensor,
+    out_NO: Tensor,
+    *,
+    order_N: Tensor | None = None,
+    top_k: int = 1,
+    bias_EO: Tensor | None = None,
+    configuration: Configuration | None = None,
+) -> Tensor:
+    """out[n] = rows[n] @ matrix[e] (+ bias[e]); rows[order[n] // top_k] where there is an order."""
+    rows, columns = out_NO.shape
+    experts, reduction, _ = matrix_EIO.shape
+    assert matrix_EIO.shape[2] == columns and rows_NI.shape[1] == reduction and offs_E.shape[0] == experts
+    assert rows_NI.dtype == matrix_EIO.dtype and out_NO.stride(1) == 1
+    if rows == 0:
+        return out_NO
+    chosen = configuration or configuration_on(
+        out_NO.device,
+        "product",
+        rows=rows,
+        experts=experts,
+        reduction=reduction,
+        columns=columns,
+        dtype=rows_NI.dtype,
+    )
+    column_tiles = triton.cdiv(columns, chosen.block_n)
+    _multiply[(slots(rows, experts, chosen.block_m) * column_tiles,)](
+        rows_NI,
+        matrix_EIO,
+        offs_E,
+        out_NO,
+        order_N,
+        bias_EO,
+        *rows_NI.stride(),
+        *matrix_EIO.stride(),
+        out_NO.stride(0),
+        *(bias_EO.stride() if bias_EO is not None else (0, 0)),
+        REDUCTION=reduction,
+        COLUMNS=columns,
+        TOP_K=top_k,
+        **expert_constants(rows, experts, chosen),
+        COLUMN_TILES=column_tiles,
+        **chosen.constants(),
+    )
+    return out_NO
+
+
+def multiply_rows_activated(
+    x_TH: Tensor,
+    gate_up_EJH: Tensor,
+    offs_E: Tensor,
+    activation: Activation,
+    h_NJ: Tensor | None,
+    a_NI: Tensor,
+    *,
+    order_N: Tensor | None = None,
+    top_k: int = 1,
+    bias_EJ: Tensor | None = None,
+    configuration: Configuration | None = None,
+) -> Tensor:
+    """h[n] = x[order[n] // top_k] @ gate_up[e]ᵀ (+ bias[e]) where it is asked for, and a[n] = act(h[n])."""
+    rows, intermediate = a_NI.shape
+    experts, width, hidden = gate_up_EJH.shape
+    assert width == activation.width(intermediate) and x_TH.shape[1] == hidden and offs_E.shape[0] == experts
+    assert x_TH.dtype == gate_up_EJH.dtype and a_NI.stride(1) == 1
+    assert h_NJ is None or (h_NJ.shape == (rows, width) and h_NJ.stride(1) == 1)
+    if rows == 0:
+        return a_NI
+    chosen = configuration or configuration_on(
+        a_NI.device, "up", rows=rows, experts=experts, reduction=hidden, columns=width, dtype=x_TH.dtype
+    )
+    column_tiles = triton.cdiv(width, chosen.block_n)
+    _multiply_activated[(slots(rows, experts, chosen.block_m) * column_tiles,)](
+        x_TH,
+        gate_up_EJH,
+        offs_E,
+        h_NJ,
+        a_NI,
+        order_N,
+        bias_EJ,
+        *x_TH.stride(),
+        gate_up_EJH.stride(0),
+        gate_up_EJH.stride(2),
+        gate_up_EJH.stride(1),
+        h_NJ.stride(0) if h_NJ is not None else 0,
+        a_NI.stride(0),
+        *(bias_EJ.stride() if bias_EJ is not None else (0, 0)),
+        REDUCTION=hidden,
+        INTERMEDIATE=intermediate,
+        TOP_K=top_k,
+        **expert_constants(rows, experts, chosen),
+        COLUMN_TILES=column_tiles,
+        INTERLEAVED=activation.interleaved,
+        **constants(activation),
+        **chosen.constants(),
+    )
+    return a_NI
+
+
+@triton.jit
+def accumulate(
+    rows,
+    matrix,
+    source_M,
+    column_N,
+    inside_N,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_ROW_IN: tl.constexpr,
+    STRIDE_IN: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The product of the rows `source_M` with the columns `column_N` of one expert's matrix, in fp32."""
+    inner_K = tl.arange(0, BLOCK_K)
+    row_pointers = rows + (source_M.to(tl.int64) * STRIDE_ROW)[:, None] + (inner_K * STRIDE_ROW_IN)[None, :]
+    matrix_pointers = matrix + (inner_K * STRIDE_IN)[:, None] + (column_N.to(tl.int64) * STRIDE_OUT)[None, :]
+    result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for done in range(0, REDUCTION, BLOCK_K):
+        if REDUCTION % BLOCK_K == 0:
+            row_tile = tl.load(row_pointers)
+            if EVEN_COLUMNS:
+                matrix_tile = tl.load(matrix_pointers)
+            else:
+                matrix_tile = tl.load(matrix_pointers, mask=inside_N[None, :], other=0.0)
+        else:
+            left_K = inner_K < REDUCTION - done
+            row_tile = tl.load(row_pointers, mask=left_K[None, :], other=0.0)
+            matrix_tile = tl.load(matrix_pointers, mask=left_K[:, None] & inside_N[None, :], other=0.0)
+        result = tl.dot(row_tile, matrix_tile, result, input_precision="ieee")
+        row_pointers += BLOCK_K * STRIDE_ROW_IN
+        matrix_pointers += BLOCK_K * STRIDE_IN
+    return result
+
+
+@triton.jit
+def halves(tile, ALTERNATE: tl.constexpr):
+    """A tile's even and odd columns, or its left and right half. On an accumulator nothing moves between threads."""
+    if ALTERNATE:
+        return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@quick
+@triton.jit
+def _multiply(
+    rows_NI,
+    matrix_EIO,
+    offs_E,
+    out_NO,
+    order_N,
+    bias_EO,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_ROW_IN: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_IN: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    STRIDE_OUT_ROW: tl.constexpr,
+    STRIDE_BIAS_EXPERT: tl.constexpr,
+    STRIDE_BIAS: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SLOT_PER_ROW: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    expert, row, row_end, column_tile = find_tile(
+        offs_E, EXPERTS, BLOCK_E, SLOT_PER_ROW, COLUMN_TILES, BLOCK_M, GROUP_M
+    )
+    if row >= row_end:
+        return
+    row_M, source_M = rows_of_tile(order_N, row, row_end, order_N is not None, TOP_K, BLOCK_M)
+    column_N = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_N = column_N < COLUMNS
+    result = accumulate(
+        rows_NI,
+        matrix_EIO + expert.to(tl.int64) * STRIDE_EXPERT,
+        source_M,
+        column_N,
+        inside_N,
+        STRIDE_ROW,
+        STRIDE_ROW_IN,
+        STRIDE_IN,
+        STRIDE_OUT,
+        REDUCTION,
+        COLUMNS % BLOCK_N == 0,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    if bias_EO is not None:
+        bias = bias_EO + expert.to(tl.int64) * STRIDE_BIAS_EXPERT
+        result += tl.load(bias + column_N * STRIDE_BIAS, mask=inside_N, other=0.0).to(tl.float32)[None, :]
+    out = out_NO + row.to(tl.int64) * STRIDE_OUT_ROW
+    out += (tl.arange(0, BLOCK_M) * STRIDE_OUT_ROW)[:, None] + column_N[None, :]
+    mask = (row_M < row_end)[:, None]
+    if COLUMNS % BLOCK_N != 0:
+        mask = mask & inside_N[None, :]
+    tl.store(out, result.to(out_NO.dtype.element_ty), mask=mask)
+
+
+@quick
+@triton.jit
+def _multiply_activated(
+    x_TH,
+    gate_up_EJH,
+    offs_E,
+    h_NJ,
+    a_NI,
+    order_N,
+    bias_EJ,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_ROW_IN: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_IN: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    STRIDE_H_ROW: tl.constexpr,
+    STRIDE_A_ROW: tl.constexpr,
+    STRIDE_BIAS_EXPERT: tl.constexpr,
+    STRIDE_BIAS: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SLOT_PER_ROW: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    expert, row, row_end, column_tile = find_tile(
+        offs_E, EXPERTS, BLOCK_E, SLOT_PER_ROW, COLUMN_TILES, BLOCK_M, GROUP_M
+    )
+    if row >= row_end:
+        return
+    row_M, source_M = rows_of_tile(order_N, row, row_end, order_N is not None, TOP_K, BLOCK_M)
+    # One accumulator holds the gates and the ups of the same columns of a: the rows are read once for both, in one
+    # product. Its columns run as h stores them, so that loads along them stay contiguous.
+    ACTIVATED: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    index_N = tl.arange(0, BLOCK_N)
+    if GATED and not INTERLEAVED:
+        within_N = column_tile * ACTIVATED + index_N % ACTIVATED
+        column_N = (index_N // ACTIVATED) * INTERMEDIATE + within_N
+        inside_N = within_N < INTERMEDIATE
+    else:
+        column_N = column_tile * BLOCK_N + index_N
+        inside_N = column_N < INTERMEDIATE * (BLOCK_N // ACTIVATED)
+    h = accumulate(
+        x_TH,
+        gate_up_EJH + expert.to(tl.int64) * STRIDE_EXPERT,
+        source_M,
+        column_N,
+        inside_N,
+        STRIDE_ROW,
+        STRIDE_ROW_IN,
+        STRIDE_IN,
+        STRIDE_OUT,
+        REDUCTION,
+        INTERMEDIATE % ACTIVATED == 0,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    if bias_EJ is not None:
+        bias = bias_EJ + expert.to(tl.int64) * STRIDE_BIAS_EXPERT
+        h += tl.load(bias + column_N * STRIDE_BIAS, mask=inside_N, other=0.0).to(tl.float32)[None, :]
+    # Wide arithmetic on the scalar, narrow offsets on the tile: pointers to whole tiles would fill the registers.
+    first_row = row.to(tl.int64)
+    local_M = tl.arange(0, BLOCK_M)
+    valid = (row_M < row_end)[:, None]
+    if h_NJ is not None:
+        h_pointers = h_NJ + first_row * STRIDE_H_ROW + (local_M * STRIDE_H_ROW)[:, None] + column_N[None, :]
+        h_mask = valid
+        if INTERMEDIATE % ACTIVATED != 0:
+            h_mask = valid & inside_N[None, :]
+        tl.store(h_pointers, h.to(h_NJ.dtype.element_ty), mask=h_mask)
+    if GATED:
+        gate, up = halves(h, INTERLEAVED)
+        a = gated(gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+    else:
+        a = plain(h, KIND, ALPHA, CLAMP, LIMIT)
+    activated = column_tile * ACTIVATED + tl.arange(0, ACTIVATED)
+    a_pointers = a_NI + first_row * STRIDE_A_ROW + (local_M * STRIDE_A_ROW)[:, None] + activated[None, :]
+    a_mask = valid
+    if INTERMEDIATE % ACTIVATED != 0:
+        a_mask = valid & (activated < INTERMEDIATE)[None, :]
+    tl.store(a_pointers, a.to(a_NI.dtype.element_ty), mask=a_mask)

@@ -1,0 +1,62 @@
+"""Launching a kernel for the second time: without asking Triton again which of its compiled variants is meant.
+
+    @quick
+    @triton.jit
+    def kernel(x, n, BLOCK: tl.constexpr): ...
+
+    kernel[(grid,)](x, n, BLOCK=128, num_warps=4)
+
+Triton finds the variant anew at each launch; for kernels with tensor descriptors and a few dozen arguments that takes
+longer than many of our kernels run. Here the variant is looked up by what distinguishes variants and no more: dtypes,
+alignment of pointers, divisibility of integers, and the constants. In the interpreter nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+
+class Quick:
+    """A compiled kernel behind a short look-up; launched like a Triton kernel."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._variants = [_constant if parameter.is_constexpr else _variant for parameter in kernel.params]
+        self._compiled: dict[tuple, tuple[Any, list[str]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **constants: self._launch(grid, arguments, constants)
+
+    def _launch(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
+        variants = (variant(argument) for variant, argument in zip(self._variants, arguments, strict=False))
+        key = (torch.cuda.current_device(), *variants, *constants.items())
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self.kernel[grid](*arguments, **constants)
+            if hasattr(compiled, "packed_metadata"):
+                self._compiled[key] = compiled, self.kernel.arg_names[len(arguments) :]
+            return
+        compiled, names = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *(constants[name] for name in names))
+
+
+def quick(kernel: Any) -> Any:
+    return Quick(kernel) if isinstance(kernel, JITFunction) else kernel
+
+
+def _constant(argument: Any) -> Any:
+    return argument
+
+
+def _variant(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument % 16 == 0, argument == 1, -(1 << 31) <= argument < 1 << 31
+    block = getattr(argument, "block_shape", None)  # of a tensor descriptor; its layout is among the constants
+    return None if argument is None else (argument.base.dtype, tuple(block))  # type: ignore[arg-type]

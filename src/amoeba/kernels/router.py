@@ -1,0 +1,348 @@
+"""The router in one kernel each way: logits to scores, chosen experts and weights, and gradients back to the logits.
+
+T tokens · K experts per token · E experts · G groups of experts · S experts in a group, E = G·S ·
+C columns of a tile: G and S each rounded up to a power of two
+
+    expert_TK, weight_TK, scores_TE = router_forward(logits_TE, config, bias_E)
+    dlogits_TE = router_backward(expert_TK, weight_TK, scores_TE, dweight_TK, dscores_TE, logits_TE, config, dtype)
+
+What is computed is `amoeba.routing.route` without noise and capacity, in fp32 from logits of any width. A program holds
+whole rows of logits in registers and takes the best expert K times over.
+
+Among equals the lowest id comes first, for groups too. NaN counts as the largest number, as in torch.topk, so that K
+different experts are chosen whatever comes in. Where neither a bias nor groups take part, experts are ranked by their
+logits, of which every score is a rising function: this also tells experts apart whose scores round to the same number.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.config import RouterConfig
+from amoeba.kernels.launch import quick
+from amoeba.routing import DENOMINATOR_FLOOR
+
+MAX_COLUMNS = 512  # a row stays in registers
+MAX_TOP_K = 16  # each choice is a pass over the row
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Up to WARP_COLUMNS a warp holds whole rows: tiles of TILE_ELEMENTS go to 4 warps, and few registers leave room for 8
+# programs on a multiprocessor. Wider rows would be spread over the warps, and every choice would go through shared
+# memory, so they go to programs of one warp: 784 instead of 1510 instructions a row for 256 experts in 8 groups, 876
+# instead of 1666 for 384 experts with a bias (fp32 logits, PTX of Triton 3.6 for an H200). Not timed yet.
+WARP_COLUMNS = 128
+TILE_ELEMENTS = 2048
+WIDE_TILE_ROWS = 2
+
+
+def columns(config: RouterConfig) -> int:
+    """C: columns of the tile in which a program holds a row of logits."""
+    groups, size = _groups(config)
+    return triton.next_power_of_2(groups) * triton.next_power_of_2(size)
+
+
+def router_forward(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32)."""
+    num_tokens, num_experts = logits_TE.shape
+    device = logits_TE.device
+    expert_TK = torch.empty(num_tokens, config.top_k, dtype=torch.int64, device=device)
+    weight_TK = torch.empty(num_tokens, config.top_k, dtype=torch.float32, device=device)
+    scores_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device)
+    if num_tokens == 0:
+        return expert_TK, weight_TK, scores_TE
+    groups, size = _groups(config)
+    tile = _tile(columns(config))
+    _forward[(triton.cdiv(num_tokens, tile["TILE_ROWS"]),)](
+        logits_TE.contiguous(),
+        None if bias_E is None else bias_E.float().contiguous(),
+        expert_TK,
+        weight_TK,
+        scores_TE,
+        num_tokens,
+        **_constants(config),
+        GROUPS=groups,
+        GROUP_SIZE=size,
+        TOPK_GROUP=config.topk_group,
+        TOP2_SUM=config.group_score == "top2_sum" and size > 1,
+        GROUP_COLUMNS=triton.next_power_of_2(groups),
+        SIZE_COLUMNS=triton.next_power_of_2(size),
+        SLOTS=triton.next_power_of_2(config.top_k),
+        LOG_FLOOR=math.log(DENOMINATOR_FLOOR),
+        **tile,
+    )
+    return expert_TK, weight_TK, scores_TE
+
+
+def router_backward(
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    scores_TE: Tensor,
+    dweight_TK: Tensor | None,
+    dscores_TE: Tensor | None,
+    logits_TE: Tensor | None,
+    config: RouterConfig,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of the logits, in `dtype`. logits_TE is read only where `needs_logits(config)`."""
+    num_tokens, num_experts = scores_TE.shape
+    dlogits_TE = torch.empty(num_tokens, num_experts, dtype=dtype, device=scores_TE.device)
+    if num_tokens == 0:
+        return dlogits_TE
+    assert logits_TE is not None or not needs_logits(config)
+    tile_columns = triton.next_power_of_2(num_experts)
+    tile = _tile(tile_columns)
+    _backward[(triton.cdiv(num_tokens, tile["TILE_ROWS"]),)](
+        logits_TE.contiguous() if logits_TE is not None and needs_logits(config) else None,
+        expert_TK.contiguous(),
+        weight_TK.contiguous(),
+        scores_TE.contiguous(),
+        None if dweight_TK is None else dweight_TK.float().contiguous(),
+        None if dscores_TE is None else dscores_TE.float().contiguous(),
+        dlogits_TE,
+        num_tokens,
+        **_constants(config),
+        EXPERTS=num_experts,
+        COLUMNS=tile_columns,
+        **tile,
+    )
+    return dlogits_TE
+
+
+def needs_logits(config: RouterConfig) -> bool:
+    """The slope of a sigmoid has the factor 1 - σ, which a score close to 1 no longer tells."""
+    return config.score == "sigmoid"
+
+
+def _groups(config: RouterConfig) -> tuple[int, int]:
+    """G and S; one group where all may be chosen."""
+    groups = config.n_group if config.topk_group < config.n_group else 1
+    return groups, config.num_experts // groups
+
+
+def _tile(tile_columns: int) -> dict[str, int]:
+    if tile_columns > WARP_COLUMNS:
+        return {"TILE_ROWS": WIDE_TILE_ROWS, "num_warps": 1}
+    return {"TILE_ROWS": TILE_ELEMENTS // tile_columns, "num_warps": 4}
+
+
+def _constants(config: RouterConfig) -> dict[str, object]:
+    return {
+        "SIGMOID": config.score == "sigmoid",
+        "RENORMALIZE": config.renormalize or config.score == "topk_softmax",
+        "RANK_LOGITS": config.score == "topk_softmax",
+        "SCALE": config.scaling_factor,
+        "K": config.top_k,
+    }
+
+
+@triton.jit
+def _ordered(value):
+    """int32 keys in the order of these fp32 numbers; NaN the largest, and none as small as the smallest int32."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 = 0: both zeros are equal
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(value != value, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def _from_ordered(key):
+    """The number of such a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _score(logit, top, total, SIGMOID: tl.constexpr):
+    if SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        return tl.exp(logit - top[:, None]) / total[:, None]
+
+
+@triton.jit
+def _log_sigmoid(x):
+    return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _allow_best_groups(
+    key,
+    TOPK_GROUP: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    SIZE_COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """key, with the smallest int32 for the experts outside the TOPK_GROUP best groups."""
+    NOTHING: tl.constexpr = -0x80000000
+    key_3d = tl.reshape(key, [TILE_ROWS, GROUP_COLUMNS, SIZE_COLUMNS])
+    best = tl.max(key_3d, axis=2)
+    group = tl.arange(0, GROUP_COLUMNS)[None, :]
+    if TOP2_SUM:
+        member = tl.arange(0, SIZE_COLUMNS)[None, None, :]
+        first = tl.min(tl.where(key_3d == best[:, :, None], member, SIZE_COLUMNS), axis=2)
+        second = tl.max(tl.where(member == first[:, :, None], NOTHING, key_3d), axis=2)
+        rank = _ordered(_from_ordered(best) + _from_ordered(second))
+    else:
+        rank = best
+    rank = tl.where(group < GROUPS, rank, NOTHING)
+    allowed = tl.zeros([TILE_ROWS, GROUP_COLUMNS], tl.int32)
+    for _ in tl.static_range(TOPK_GROUP):
+        top = tl.max(rank, axis=1)
+        chosen = tl.min(tl.where(rank == top[:, None], group, GROUP_COLUMNS), axis=1)
+        allowed = tl.where(group == chosen[:, None], 1, allowed)
+        rank = tl.where(group == chosen[:, None], NOTHING, rank)
+    key_3d = tl.where(allowed[:, :, None] != 0, key_3d, NOTHING)
+    return tl.reshape(key_3d, [TILE_ROWS, GROUP_COLUMNS * SIZE_COLUMNS])
+
+
+@quick
+@triton.jit
+def _forward(
+    logits_TE,
+    bias_E,
+    expert_TK,
+    weight_TK,
+    scores_TE,
+    num_tokens,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    RANK_LOGITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    SIZE_COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LOG_FLOOR: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    NOTHING: tl.constexpr = -0x80000000
+    COLUMNS: tl.constexpr = GROUP_COLUMNS * SIZE_COLUMNS
+    EXPERTS: tl.constexpr = GROUPS * GROUP_SIZE
+    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.arange(0, COLUMNS)
+    if GROUPS == 1:
+        expert = column[None, :]
+        exists = expert < EXPERTS
+    else:
+        member = column % SIZE_COLUMNS
+        expert = (column // SIZE_COLUMNS * GROUP_SIZE + member)[None, :]
+        exists = (member < GROUP_SIZE)[None, :] & (expert < EXPERTS)
+    inside = row[:, None] < num_tokens
+    at = row[:, None] * EXPERTS + expert
+    logit = tl.load(logits_TE + at, mask=inside & exists, other=-float("inf")).to(tl.float32)
+    logit = tl.where(inside, logit, 0.0)  # rows past the end would compute with -inf alone
+
+    top = tl.max(logit, axis=1)
+    total = tl.sum(tl.exp(logit - top[:, None]), axis=1)
+    score = _score(logit, top, total, SIGMOID)
+    tl.store(scores_TE + at, score, mask=inside & exists)
+
+    if RANK_LOGITS or (bias_E is None and GROUPS == 1):
+        choice = logit
+    else:
+        choice = score
+    if bias_E is not None:
+        choice += tl.load(bias_E + expert, mask=exists, other=0.0)
+    key = tl.where(exists, _ordered(choice), NOTHING)
+    if GROUPS > 1:
+        key = _allow_best_groups(key, TOPK_GROUP, TOP2_SUM, GROUPS, GROUP_COLUMNS, SIZE_COLUMNS, TILE_ROWS)
+
+    slot = tl.arange(0, SLOTS)[None, :]
+    chosen = tl.zeros([TILE_ROWS, SLOTS], tl.int32)
+    for k in tl.static_range(K):
+        best = tl.max(key, axis=1)
+        winner = tl.min(tl.where(key == best[:, None], expert, EXPERTS), axis=1)
+        chosen = tl.where(slot == k, winner[:, None], chosen)
+        key = tl.where(expert == winner[:, None], NOTHING, key)
+
+    # again from memory, or rather from the cache: picking them out of the tile would be a reduction for each slot
+    used = inside & (slot < K)
+    chosen_at = row[:, None] * EXPERTS + chosen
+    chosen_logit = tl.load(logits_TE + chosen_at, mask=used, other=-float("inf")).to(tl.float32)
+    chosen_logit = tl.where(inside, chosen_logit, 0.0)
+    if RENORMALIZE:
+        # the weights are a softmax over the chosen alone (of log σ, beside log of the floor): amoeba.routing says why
+        if SIGMOID:
+            chosen_logit = tl.where(slot < K, _log_sigmoid(chosen_logit), -float("inf"))
+            top = tl.maximum(tl.max(chosen_logit, axis=1), LOG_FLOOR)
+            power = tl.exp(chosen_logit - top[:, None])
+            total = tl.sum(power, axis=1) + tl.exp(LOG_FLOOR - top)
+        else:
+            power = tl.exp(chosen_logit - tl.max(chosen_logit, axis=1)[:, None])
+            total = tl.sum(power, axis=1)
+        weight = tl.div_rn(power, tl.broadcast_to(total[:, None], [TILE_ROWS, SLOTS]))  # exactly 1 for K = 1
+    else:
+        weight = _score(chosen_logit, top, total, SIGMOID)
+    at = row[:, None] * K + slot
+    tl.store(expert_TK + at, chosen.to(tl.int64), mask=used)
+    tl.store(weight_TK + at, weight * SCALE, mask=used)
+
+
+@quick
+@triton.jit
+def _backward(
+    logits_TE,
+    expert_TK,
+    weight_TK,
+    scores_TE,
+    dweight_TK,
+    dscores_TE,
+    dlogits_TE,
+    num_tokens,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    RANK_LOGITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    here = row < num_tokens
+    expert = tl.arange(0, COLUMNS)[None, :]
+    mask = here[:, None] & (expert < EXPERTS)
+    at = row[:, None] * EXPERTS + expert
+
+    # what reaches the logits straight, past the scores; and what reaches them through the scores
+    dlogit = tl.zeros([TILE_ROWS, COLUMNS], tl.float32)
+    if dscores_TE is None:
+        dscore = tl.zeros([TILE_ROWS, COLUMNS], tl.float32)
+    else:
+        dscore = tl.load(dscores_TE + at, mask=mask, other=0.0)
+    if dweight_TK is not None:
+        if RENORMALIZE:
+            # u = w / SCALE, a softmax: its gradient is u_k (g_k - Σ u_j g_j), with g = SCALE · dw
+            mean = tl.zeros([TILE_ROWS], tl.float32)
+            for k in tl.static_range(K):
+                weight = tl.load(weight_TK + row * K + k, mask=here, other=0.0)
+                share = tl.div_rn(weight, tl.full([TILE_ROWS], SCALE, tl.float32))  # exactly 1 for K = 1
+                mean += share * tl.load(dweight_TK + row * K + k, mask=here, other=0.0)
+        for k in tl.static_range(K):
+            chosen = tl.load(expert_TK + row * K + k, mask=here, other=0).to(tl.int32)
+            dweight = tl.load(dweight_TK + row * K + k, mask=here, other=0.0)
+            if RENORMALIZE:
+                value = tl.load(weight_TK + row * K + k, mask=here, other=0.0) * (dweight - mean)
+                if SIGMOID:  # d log σ(x) = 1 - σ(x) = σ(-x)
+                    chosen_logit = tl.load(logits_TE + row * EXPERTS + chosen, mask=here, other=0.0).to(tl.float32)
+                    value *= 1.0 / (1.0 + tl.exp(chosen_logit))
+                dlogit = tl.where(expert == chosen[:, None], value[:, None], dlogit)
+            else:
+                dscore = tl.where(expert == chosen[:, None], dscore + (dweight * SCALE)[:, None], dscore)
+    if dscores_TE is not None or (dweight_TK is not None and not RENORMALIZE):
+        if SIGMOID:
+            logit = tl.load(logits_TE + at, mask=mask, other=0.0).to(tl.float32)
+            dlogit += dscore / (1.0 + tl.exp(-logit)) * (1.0 / (1.0 + tl.exp(logit)))
+        else:
+            score = tl.load(scores_TE + at, mask=mask, other=0.0)
+            dlogit += score * (dscore - tl.sum(score * dscore, axis=1)[:, None])
+    tl.store(dlogits_TE + at, dlogit.to(dlogits_TE.dtype.element_ty), mask=mask)

@@ -1,0 +1,181 @@
+"""Weight gradients: for every expert the sum over its rows of leftᵀ · right, with the rows gathered on load.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · O, I the two sizes of an expert's matrix
+
+Expert e owns the sorted rows offs_E[e-1] : offs_E[e]. Where an order is given for a side, its sorted row n is read from
+row order[n] // top_k. Rows of other experts and rows past offs_E[-1] are never read. Experts without rows get zeros,
+written by the same kernel: `out` needs no memset. Any strides, of the output too; fp32 accumulation, no atomics.
+
+    weight_gradient(dy_TH, scaled_a_NI, offs_E, d_down_EHI, left_order_N=order_N, top_k=K)
+    weight_gradient(dh_NJ, x_TH, offs_E, d_gate_up_EJH, right_order_N=order_N, top_k=K)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.kernels.launch import quick
+from amoeba.kernels.tiles import Configuration, configuration_on, grouped_order
+
+
+def weight_gradient(
+    left_NO: Tensor,
+    right_NI: Tensor,
+    offs_E: Tensor,
+    out_EOI: Tensor,
+    *,
+    left_order_N: Tensor | None = None,
+    right_order_N: Tensor | None = None,
+    top_k: int = 1,
+    heaviest_E: Tensor | None = None,
+    configuration: Configuration | None = None,
+) -> Tensor:
+    """out[e] = Σ_n left[n]ᵀ right[n] over the rows n of e. heaviest_E: see `heaviest_first`; made here if not given."""
+    out = out_EOI
+    if out_EOI.stride(1) == 1 and out_EOI.stride(2) != 1:  # stored as (E, I, O): the transposed product is the same
+        left_NO, right_NI = right_NI, left_NO
+        left_order_N, right_order_N = right_order_N, left_order_N
+        out_EOI = out_EOI.transpose(1, 2)
+    experts, height, width = out_EOI.shape
+    assert left_NO.shape[1] == height and right_NI.shape[1] == width and offs_E.shape[0] == experts
+    assert left_NO.dtype == right_NI.dtype
+    order_N = left_order_N if left_order_N is not None else right_order_N
+    rows = order_N.shape[0] if order_N is not None else left_NO.shape[0]
+    chosen = configuration or configuration_on(
+        out_EOI.device,
+        "weight_gradient",
+        rows=rows,
+        experts=experts,
+        reduction=height,
+        columns=width,
+        dtype=left_NO.dtype,
+    )
+    height_tiles, width_tiles = triton.cdiv(height, chosen.block_m), triton.cdiv(width, chosen.block_n)
+    _weight_gradient[(height_tiles * width_tiles * experts,)](
+        left_NO,
+        right_NI,
+        offs_E,
+        heaviest_E if heaviest_E is not None else heaviest_first(offs_E),
+        out_EOI,
+        left_order_N,
+        right_order_N,
+        *left_NO.stride(),
+        *right_NI.stride(),
+        *out_EOI.stride(),
+        HEIGHT=height,
+        WIDTH=width,
+        TOP_K=top_k,
+        HEIGHT_TILES=height_tiles,
+        WIDTH_TILES=width_tiles,
+        **chosen.constants(),
+    )
+    return out
+
+
+def heaviest_first(offs_E: Tensor) -> Tensor:
+    """The experts by falling number of rows, int32: begun first, the heaviest do not run on alone at the end."""
+    experts = offs_E.shape[0]
+    heaviest_E = torch.empty_like(offs_E, dtype=torch.int32)
+    block = triton.next_power_of_2(experts)
+    part = min(block, 32)
+    _heaviest_first[(block // part,)](offs_E, heaviest_E, EXPERTS=experts, BLOCK_E=block, BLOCK_PART=part)
+    return heaviest_E
+
+
+@quick
+@triton.jit
+def _heaviest_first(offs_E, heaviest_E, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_PART: tl.constexpr):
+    expert_E = tl.arange(0, BLOCK_E)
+    expert_P = tl.program_id(0) * BLOCK_PART + tl.arange(0, BLOCK_PART)
+    rows_E, rows_P = _rows_of(offs_E, expert_E, EXPERTS), _rows_of(offs_E, expert_P, EXPERTS)
+    more = rows_E[None, :] > rows_P[:, None]
+    earlier = (rows_E[None, :] == rows_P[:, None]) & (expert_E[None, :] < expert_P[:, None])
+    place_P = tl.sum((more | earlier).to(tl.int32), 1)
+    tl.store(heaviest_E + place_P, expert_P, mask=expert_P < EXPERTS)
+
+
+@triton.jit
+def _rows_of(offs_E, expert, EXPERTS: tl.constexpr):
+    """Rows of these experts; -1 for what is no expert."""
+    end = tl.load(offs_E + expert, mask=expert < EXPERTS, other=-1)
+    return end - tl.load(offs_E + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
+
+
+@triton.jit
+def _gathered(order_N, row_K, end, TOP_K: tl.constexpr):
+    return tl.load(order_N + row_K, mask=row_K < end, other=0).to(tl.int32) // TOP_K
+
+
+@quick
+@triton.jit
+def _weight_gradient(
+    left_NO,
+    right_NI,
+    offs_E,
+    heaviest_E,
+    out_EOI,
+    left_order_N,
+    right_order_N,
+    STRIDE_LEFT: tl.constexpr,
+    STRIDE_LEFT_IN: tl.constexpr,
+    STRIDE_RIGHT: tl.constexpr,
+    STRIDE_RIGHT_IN: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_HEIGHT: tl.constexpr,
+    STRIDE_WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HEIGHT_TILES: tl.constexpr,
+    WIDTH_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    program = tl.program_id(0)
+    expert = tl.load(heaviest_E + program // (HEIGHT_TILES * WIDTH_TILES))
+    height_tile, width_tile = grouped_order(program % (HEIGHT_TILES * WIDTH_TILES), HEIGHT_TILES, WIDTH_TILES, GROUP_M)
+    start = tl.load(offs_E + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offs_E + expert)
+
+    height_M = height_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    width_N = width_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    left = left_NO + (height_M.to(tl.int64) * STRIDE_LEFT_IN)[:, None]
+    right = right_NI + (width_N.to(tl.int64) * STRIDE_RIGHT_IN)[None, :]
+    result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # Gathered row numbers are read one step ahead and carried along: a load that waits for another one in the same
+    # step would halve the depth of the software pipeline. (Carried over two steps they would end it.)
+    row_K = start + tl.arange(0, BLOCK_K)
+    if left_order_N is not None:
+        left_K = _gathered(left_order_N, row_K, end, TOP_K)
+    if right_order_N is not None:
+        right_K = _gathered(right_order_N, row_K, end, TOP_K)
+    for row in range(start, end, BLOCK_K):
+        row_K = row + tl.arange(0, BLOCK_K)
+        valid_K = row_K < end  # both sides are masked: 0 · NaN of another's row would be NaN
+        if left_order_N is None:
+            left_K = row_K
+        if right_order_N is None:
+            right_K = row_K
+        left_mask = valid_K[None, :]
+        if HEIGHT % BLOCK_M != 0:
+            left_mask = left_mask & (height_M < HEIGHT)[:, None]
+        right_mask = valid_K[:, None]
+        if WIDTH % BLOCK_N != 0:
+            right_mask = right_mask & (width_N < WIDTH)[None, :]
+        left_tile = tl.load(left + (left_K.to(tl.int64) * STRIDE_LEFT)[None, :], mask=left_mask, other=0.0)
+        right_tile = tl.load(right + (right_K.to(tl.int64) * STRIDE_RIGHT)[:, None], mask=right_mask, other=0.0)
+        result = tl.dot(left_tile, right_tile, result, input_precision="ieee")
+        if left_order_N is not None:
+            left_K = _gathered(left_order_N, row_K + BLOCK_K, end, TOP_K)
+        if right_order_N is not None:
+            right_K = _gathered(right_order_N, row_K + BLOCK_K, end, TOP_K)
+
+    out = out_EOI + expert.to(tl.int64) * STRIDE_EXPERT
+    out += (height_M.to(tl.int64) * STRIDE_HEIGHT)[:, None] + (width_N.to(tl.int64) * STRIDE_WIDTH)[None, :]
+    inside = (height_M < HEIGHT)[:, None] & (width_N < WIDTH)[None, :]
+    tl.store(out, result.to(out_EOI.dtype.element_ty), mask=inside)

@@ -1,0 +1,223 @@
+"""`activate` and `activate_backward` against the reference in fp64, and the activations themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from row_checks import TOLERANCE, error
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.kernels import activate as kernels
+from amoeba.kernels.activate import activate, activate_backward
+from amoeba.layout import build_layout
+from amoeba.reference import experts as truth
+
+GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
+ACTIVATIONS = {
+    "silu": Activation("silu"),
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "relu": Activation("relu"),
+    "relu2": Activation("relu2"),
+    "plain silu": Activation("silu", gated=False),
+    "plain gelu": Activation("gelu", gated=False),
+    "plain gelu_tanh": Activation("gelu_tanh", gated=False),
+    "plain relu2": Activation("relu2", gated=False),
+    "plain relu, clamped": Activation("relu", gated=False, limit=1.5),
+    "clamped": Activation("silu", limit=1.0),
+    "interleaved": Activation("gelu", interleaved=True),
+    "gpt-oss": GPT_OSS,
+}
+EXPERTS, TOP_K = 5, 3
+
+
+class Rows:
+    """Sorted rows of a routing in which some slots belong to nobody; their rows hold NaN."""
+
+    def __init__(
+        self, device, activation, *, tokens=21, intermediate=63, dtype=torch.float32, expert_TK=None, spread=3.0
+    ):
+        generator = torch.Generator().manual_seed(tokens * 1000 + intermediate)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        if expert_TK is None:
+            expert_TK = torch.randint(-1, EXPERTS + 1, (tokens, TOP_K), generator=generator)
+        layout = build_layout(expert_TK.to(device), EXPERTS)
+        self.rows, self.owned = expert_TK.numel(), int(layout.offs_E[-1])
+        self.offs_E, self.order_N = layout.offs_E, layout.order_N.to(torch.int32)
+        width = activation.width(intermediate)
+        self.h = (spread * random(self.rows, width)).to(device, dtype)
+        self.da = random(self.rows, intermediate).to(device, dtype)
+        self.weight_TK = random(*expert_TK.shape).to(device)
+        self.bias_EJ = random(EXPERTS, width).to(device, dtype)
+        for tensor in (self.h, self.da):
+            tensor[self.owned :] = math.nan
+        row = torch.arange(self.owned, device=device)
+        self.expert = torch.searchsorted(self.offs_E, row.to(torch.int32), right=True)
+        self.scale = self.weight_TK.flatten()[layout.order_N][: self.owned, None].double()
+
+    def output(self, like: Tensor) -> Tensor:
+        """NaN where a kernel must write, 7 in the rows of nobody."""
+        out = torch.full_like(like, math.nan)
+        out[self.owned :] = 7
+        return out
+
+    def untouched(self, *outputs: Tensor) -> bool:
+        return all(bool((out[self.owned :] == 7).all()) for out in outputs)
+
+
+def poisoned(like: Tensor, *shape: int) -> Tensor:
+    return torch.full(shape or like.shape, math.nan, dtype=like.dtype, device=like.device)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in ACTIVATIONS]
+    + [(name, dtype) for name in ("silu", "plain gelu", "gpt-oss") for dtype in (torch.float16, torch.bfloat16)],
+)
+def test_forward_and_backward_equal_the_reference(device, name, dtype):
+    activation = ACTIVATIONS[name]
+    rows = Rows(device, activation, dtype=dtype)
+    h, da, owned = rows.h[: rows.owned].double(), rows.da[: rows.owned].double(), rows.owned
+    a = truth.activate(h, activation)
+
+    out = activate(rows.h, activation, rows.output(rows.da), rows.offs_E)
+    assert error(out[:owned], a) < TOLERANCE[dtype]
+    assert rows.untouched(out)
+
+    dh, scaled_a = rows.output(rows.h), rows.output(rows.da)
+    ds = activate_backward(rows.da, rows.h, rows.weight_TK, rows.order_N, activation, dh, scaled_a, rows.offs_E)
+    assert ds.dtype == torch.float32
+    assert error(ds[:owned], (da * a).sum(-1)) < 1e-6
+    assert (ds[owned:] == 0).all()
+    assert error(dh[:owned], truth.activate_backward(rows.scale * da, h, activation)) < TOLERANCE[dtype]
+    assert error(scaled_a[:owned], rows.scale * a) < TOLERANCE[dtype]
+    assert rows.untouched(dh, scaled_a)
+
+
+@pytest.mark.parametrize("name", ["silu", "plain gelu", "gpt-oss"])
+@pytest.mark.parametrize("intermediate", [1, 199, 760, 1100])
+def test_every_width(device, name, intermediate):
+    activation = ACTIVATIONS[name]
+    rows = Rows(device, activation, tokens=3, intermediate=intermediate)
+    h, da, owned = rows.h[: rows.owned].double(), rows.da[: rows.owned].double(), rows.owned
+    a = truth.activate(h, activation)
+    out, dh = poisoned(rows.da), poisoned(rows.h)
+    assert error(activate(rows.h, activation, out, rows.offs_E)[:owned], a) < 1e-6
+    ds = activate_backward(rows.da, rows.h, rows.weight_TK, rows.order_N, activation, dh, None, rows.offs_E)
+    assert error(ds[:owned], (da * a).sum(-1)) < 1e-5
+    assert error(dh[:owned], truth.activate_backward(rows.scale * da, h, activation)) < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 140])
+@pytest.mark.parametrize("expert", [-1, 0, EXPERTS - 1], ids=["nobody", "first", "last"])
+def test_all_rows_on_one_expert_or_on_none(device, tokens, expert):
+    activation = ACTIVATIONS["silu"]
+    rows = Rows(device, activation, intermediate=16, expert_TK=torch.full((tokens, 1), expert))
+    assert rows.owned == (0 if expert < 0 else tokens)
+    h, da, owned = rows.h[: rows.owned].double(), rows.da[: rows.owned].double(), rows.owned
+    h_kept = rows.h.clone()
+    out = activate(h_kept, activation, rows.output(rows.da), rows.offs_E, bias_EJ=rows.bias_EJ)
+    assert error(out[:owned], truth.activate(h + rows.bias_EJ[rows.expert].double(), activation)) < 1e-6
+    dh = rows.output(rows.h)
+    ds = activate_backward(rows.da, rows.h, rows.weight_TK, rows.order_N, activation, dh, None, rows.offs_E)
+    assert error(ds[:owned], (da * truth.activate(h, activation)).sum(-1)) < 1e-6
+    assert (ds[owned:] == 0).all() and rows.untouched(out, dh)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["silu", "plain gelu", "gpt-oss"])
+def test_the_bias_of_its_expert_is_added_and_kept(device, name, dtype):
+    activation = ACTIVATIONS[name]
+    rows = Rows(device, activation, dtype=dtype)
+    expected = rows.h[: rows.owned].double() + rows.bias_EJ[rows.expert].double()
+    rows.h[rows.owned :] = 7
+    out = activate(rows.h, activation, poisoned(rows.da), rows.offs_E, bias_EJ=rows.bias_EJ)
+    assert error(rows.h[: rows.owned], expected) < TOLERANCE[dtype]
+    assert rows.untouched(rows.h)
+    again = activate(rows.h, activation, poisoned(rows.da), rows.offs_E)
+    assert torch.equal(out[: rows.owned], again[: rows.owned]), "what is activated is the h that is kept"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["silu", "plain gelu", "gpt-oss"])
+@pytest.mark.parametrize("intermediate", [63, 72])
+def test_in_place_gives_the_same_bits(device, name, intermediate, dtype):
+    activation = ACTIVATIONS[name]
+    rows = Rows(device, activation, intermediate=intermediate, dtype=dtype)
+    arguments = (rows.weight_TK, rows.order_N, activation)
+    dh, scaled_a = rows.h.clone(), rows.da.clone()
+    ds = activate_backward(rows.da, rows.h, *arguments, dh, scaled_a, rows.offs_E)
+    ds_in_place = activate_backward(rows.da, rows.h, *arguments, rows.h, rows.da, rows.offs_E)
+    for name_of, out_of_place, in_place in (
+        ("ds", ds, ds_in_place),
+        ("dh", dh, rows.h),
+        ("scaled a", scaled_a, rows.da),
+    ):
+        assert torch.equal(out_of_place.nan_to_num(7), in_place.nan_to_num(7)), name_of
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["silu", "plain gelu", "gpt-oss"])
+@pytest.mark.parametrize("intermediate", [768, 2880, 4096])
+def test_in_place_gives_the_same_bits_at_full_size(device, name, intermediate):
+    activation = ACTIVATIONS[name]
+    rows = Rows(device, activation, tokens=8192, intermediate=intermediate, dtype=torch.bfloat16)
+    arguments = (rows.weight_TK, rows.order_N, activation)
+    dh, scaled_a = rows.h.clone(), rows.da.clone()
+    ds = activate_backward(rows.da, rows.h, *arguments, dh, scaled_a, rows.offs_E)
+    for _ in range(5):
+        h, da = rows.h.clone(), rows.da.clone()
+        assert torch.equal(ds, activate_backward(da, h, *arguments, h, da, rows.offs_E))
+        assert torch.equal(dh.nan_to_num(7), h.nan_to_num(7)) and torch.equal(scaled_a.nan_to_num(7), da.nan_to_num(7))
+
+
+def test_rows_with_a_stride_wide_indices_and_narrow_weights(device):
+    activation = ACTIVATIONS["silu"]
+    rows = Rows(device, activation)
+    h = torch.cat((rows.h, poisoned(rows.h)), dim=1)[:, : rows.h.shape[1]]
+    da = torch.cat((rows.da, poisoned(rows.da)), dim=1)[:, : rows.da.shape[1]]
+    weight_TK, order_N = rows.weight_TK.bfloat16(), rows.order_N.long()
+    owned, buffer = rows.owned, poisoned(rows.h, rows.rows + 1, 130)
+    dh = buffer[:-1, :126]
+    scale = weight_TK.flatten()[order_N][:owned, None].double()
+    ds = activate_backward(da, h, weight_TK, order_N, activation, dh, None, rows.offs_E)
+    assert (
+        error(dh[:owned], truth.activate_backward(scale * da[:owned].double(), h[:owned].double(), activation)) < 1e-6
+    )
+    assert error(ds[:owned], (da[:owned].double() * truth.activate(h[:owned].double(), activation)).sum(-1)) < 1e-6
+    assert buffer[-1].isnan().all() and buffer[:, 126:].isnan().all()
+
+
+def test_without_offsets_every_row_is_computed(device):
+    rows = Rows(device, GPT_OSS)
+    h = rows.h.nan_to_num(0.5)
+    assert error(activate(h, GPT_OSS, poisoned(rows.da)), truth.activate(h.double(), GPT_OSS)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_diverged_row_shows(device, name):
+    """NaN in, NaN out, in every kind and through the clamps; and large values give no NaN of their own."""
+    activation = ACTIVATIONS[name]
+    rows = Rows(device, activation, tokens=8, intermediate=16, spread=1e4)
+    assert activate(rows.h, activation, poisoned(rows.da), rows.offs_E)[: rows.owned].isfinite().all()
+    dh = poisoned(rows.h)
+    ds = activate_backward(rows.da, rows.h, rows.weight_TK, rows.order_N, activation, dh, None, rows.offs_E)
+    assert dh[: rows.owned].isfinite().all() and ds.isfinite().all()
+    rows.h[0] = math.nan
+    out = activate(rows.h, activation, poisoned(rows.da).zero_(), rows.offs_E)
+    assert out[0].isnan().all() and out[1 : rows.owned].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [1, 16, 63, 64, 768, 1408, 2880, 14336, 28672])
+def test_a_block_leaves_few_lanes_idle_and_a_tile_is_never_smaller_than_its_threads(width):
+    block = kernels.column_block(width, kernels.WIDEST_BLOCK)
+    assert block & (block - 1) == 0 and block <= kernels.WIDEST_BLOCK
+    assert -(-width // block) * block - width < max(block, 16) and (width < 64 or block >= 64)
+    for tile in (kernels.FORWARD_TILE, kernels.BACKWARD_TILE):
+        assert tile // block * block >= 32 * kernels.WARPS * 8

@@ -1,0 +1,271 @@
+"""The experts for few tokens, both ways, against the reference in fp64.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+
+from amoeba.backends.operator import Problem
+from amoeba.config import Activation, ActivationKind
+from amoeba.conformance import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, TOLERANCE, Case, example, poisoned_memory
+from amoeba.reference.experts import experts_forward
+from amoeba.weights import ExpertWeights
+
+triton = pytest.importorskip("triton", reason="the kernels need Triton")
+tl = pytest.importorskip("triton.language")
+decode_module = pytest.importorskip("amoeba.kernels.decode")
+decode, configuration = decode_module.decode, decode_module.configuration
+Configuration, Tile = decode_module.Configuration, decode_module.Tile
+
+# Tiles so small that a small layer has several in each direction, with rests.
+BY_SLOT = Configuration(by_slot=True, up=Tile(32, 16), down=Tile(32, 32))
+BY_EXPERT = Configuration(by_slot=False, up=Tile(32, 16), down=Tile(32, 32), rows=16)
+WAYS = pytest.mark.parametrize("way", [BY_SLOT, BY_EXPERT], ids=["by_slot", "by_expert"])
+ON_GPU = torch.cuda.is_available()
+
+
+def dtypes(way, case):
+    """All three on a GPU. The interpreter takes its time, and its tl.dot is wrong in bf16."""
+    if ON_GPU:
+        return [torch.float32, torch.float16, torch.bfloat16]
+    if case.pattern != "random":
+        return [torch.float32]
+    return [torch.float32, torch.bfloat16 if way.by_slot else torch.float16]
+
+
+def problem_of(case, dtype, device):
+    made = example(case, dtype)
+    tensors = {name: tensor.to(device, dtype) for name, tensor in made.inputs.items() if name != "weight"}
+    if case.storage == "transposed":
+        tensors |= {n: tensors[n].transpose(1, 2).contiguous().transpose(1, 2) for n in ("gate_up", "down")}
+    weight_TK = made.inputs["weight"].to(device, dtype if case.narrow else torch.float32)
+    return Problem(
+        tensors["x"],
+        made.expert_TK.to(device),
+        weight_TK,
+        tensors["gate_up"],
+        tensors["down"],
+        tensors.get("gate_up_bias"),
+        tensors.get("down_bias"),
+        case.activation,
+    )
+
+
+def run(problem, way=None):
+    with poisoned_memory():
+        return decode(problem, configuration=way)
+
+
+def assert_right(y_TH, truth_TH, dtype):
+    assert y_TH.dtype == dtype
+    assert y_TH.shape == truth_TH.shape
+    found = y_TH.cpu().double()
+    assert found.isfinite().all()
+    nothing = (truth_TH == 0).all(1)
+    assert found[nothing].count_nonzero() == 0
+    error = float((found - truth_TH).norm() / truth_TH.norm().clamp(min=1e-30))
+    assert error <= TOLERANCE[dtype], f"relative error {error:.1e}"
+
+
+def assert_agrees(case, way, device):
+    for dtype in dtypes(way, case):
+        truth_TH = example(case, dtype).truth["output"]
+        assert_right(run(problem_of(case, dtype, device), way), truth_TH, dtype)
+
+
+FEW = [
+    Case(1, 2, bias=True, hidden=63, intermediate=199),
+    Case(1, 5, CLAMPED_SWIGLU, True, "sentinels"),
+    Case(1, 1, PLAIN_RELU2, hidden=64, intermediate=64),
+    Case(3, 2, SILU, True, "empty_experts", storage="transposed", narrow=True),
+    Case(2, 2, CLAMPED_SWIGLU, True, storage="transposed", hidden=31, intermediate=23),
+    Case(2, 1, SILU, hidden=1, intermediate=1, bias=True),
+]
+MORE = [
+    Case(5, 4, SILU, True, "sentinels", num_experts=4),  # K = E: programs are named by expert
+    Case(3, 2, CLAMPED_SWIGLU, True, "sentinels", num_experts=16, intermediate=33),  # E > N: they are named by slot
+    Case(33, 1, SILU, True, "all_on_one", hidden=31, num_experts=2),  # three chunks of one expert
+    Case(17, 2, PLAIN_RELU2, True, num_experts=2, hidden=31, storage="transposed"),  # a second chunk with one slot
+    Case(3, 1, SILU, bias=True, num_experts=1),
+]
+
+
+@WAYS
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_few_slots_agree_with_the_reference(case, way, device):
+    assert_agrees(case, way, device)
+
+
+@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
+def test_shared_experts_agree_with_the_reference(case, device):
+    assert_agrees(case, BY_EXPERT, device)
+
+
+@pytest.mark.parametrize("case", [Case(1, 2, bias=True), Case(7, 2, CLAMPED_SWIGLU, True)], ids=["T1", "T7"])
+def test_the_chosen_configuration_agrees_with_the_reference(case, device):
+    truth_TH = example(case, torch.float32).truth["output"]
+    assert_right(run(problem_of(case, torch.float32, device)), truth_TH, torch.float32)
+
+
+@WAYS
+@pytest.mark.parametrize(("kind", "gated"), list(itertools.product(get_args(ActivationKind), (True, False))))
+def test_every_activation(kind, gated, way, device):
+    case = Case(1, 2, Activation(kind, gated=gated, limit=0.75), bias=True, hidden=32, intermediate=32)
+    truth_TH = example(case, torch.float32).truth["output"]
+    assert_right(run(problem_of(case, torch.float32, device), way), truth_TH, torch.float32)
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_no_tokens_or_no_experts_per_token(top_k, device):
+    problem = problem_of(Case(0, 2), torch.float32, device)
+    tokens = 0 if top_k else 3
+    x_TH = problem.x_TH.new_ones(tokens, 32)
+    empty = problem._replace(
+        x_TH=x_TH,
+        expert_TK=problem.expert_TK.new_empty(tokens, top_k),
+        weight_TK=problem.weight_TK.new_empty(tokens, top_k),
+    )
+    assert torch.equal(run(empty), torch.zeros_like(x_TH))
+
+
+@WAYS
+def test_what_nobody_owns_is_not_read(way, device):
+    """NaN in the weights of untouched experts, in routing weights of nobody's slots and in x of lost tokens."""
+    problem = problem_of(Case(4, 2, bias=True), torch.float32, device)
+    expert_TK = torch.tensor([[3, -1], [8, 5], [2**32 + 3, 8], [5, 3]], device=device)
+    nobody_TK = (expert_TK < 0) | (expert_TK >= 8)
+    problem = problem._replace(expert_TK=expert_TK)
+    truth_TH = experts_forward(
+        problem.x_TH.cpu().double(),
+        expert_TK.cpu(),
+        problem.weight_TK.cpu().double(),
+        ExpertWeights(*(t.cpu().double() for t in problem[3:7]), problem.activation),
+    )
+    assert truth_TH[2].count_nonzero() == 0
+    x_TH = problem.x_TH.clone()
+    x_TH[2] = torch.nan
+    untouched = torch.ones(8, dtype=torch.bool, device=device)
+    untouched[[3, 5]] = False
+    weights = [t.masked_fill(untouched.view(-1, *[1] * (t.dim() - 1)), torch.nan) for t in problem[3:7]]
+    poisoned = Problem(
+        x_TH, expert_TK, problem.weight_TK.masked_fill(nobody_TK, torch.nan), *weights, problem.activation
+    )
+    assert_right(run(poisoned, way), truth_TH, torch.float32)
+
+
+@WAYS
+def test_same_bits_from_run_to_run_and_for_any_storage_of_the_routing(way, device):
+    problem = problem_of(Case(2, 3, bias=True, pattern="empty_experts", num_experts=4), torch.float32, device)
+    first = run(problem, way)
+    assert torch.equal(first, run(problem, way))
+    strided = problem._replace(
+        x_TH=problem.x_TH.t().contiguous().t(),
+        expert_TK=problem.expert_TK.to(torch.int32).t().contiguous().t(),
+        weight_TK=problem.weight_TK.t().contiguous().t(),
+    )
+    assert torch.equal(first, run(strided, way))
+
+
+def test_a_larger_chunk_takes_more_slots_at_once(device):
+    case = Case(33, 1, pattern="all_on_one", num_experts=1, hidden=31)
+    truth_TH = example(case, torch.float32).truth["output"]
+    problem = problem_of(case, torch.float32, device)
+    assert_right(run(problem, BY_EXPERT._replace(rows=32)), truth_TH, torch.float32)
+
+
+my_expert, slots_of_chunk = decode_module._my_expert, decode_module._slots_of_chunk
+
+
+@triton.jit
+def _report_slots(expert_N, count_O, slot_OR, N, E, BY_EXPERT: tl.constexpr, BLOCK_N: tl.constexpr):
+    owner = tl.program_id(0)
+    expert, count = my_expert(expert_N, owner, N, E, BY_EXPERT, BLOCK_N)
+    tl.store(count_O + owner, count)
+    for first_rank in range(0, count, 2):
+        slot = slots_of_chunk(expert_N, expert, first_rank, N, 2, 4)
+        tl.store(slot_OR + owner * 16 + first_rank + tl.arange(0, 2), slot)
+
+
+@pytest.mark.parametrize("by_expert", [True, False])
+def test_each_touched_expert_is_computed_once_and_finds_all_its_slots(by_expert, device):
+    """The weights of an expert are read once because one owner has all of its slots; O owners, chunks of 2 slots."""
+    ids = [3, 0, 3, -1, 6, 3, 0, 3, 2**32 + 3, 6, 3]
+    owners = 6 if by_expert else len(ids)
+    count_O = torch.full((owners,), -1, dtype=torch.int32, device=device)
+    slot_OR = torch.full((owners, 16), -1, dtype=torch.int32, device=device)
+    _report_slots[(owners,)](torch.tensor(ids, device=device), count_O, slot_OR, len(ids), 6, by_expert, 16)
+    found = {}
+    for owner, (count, slots) in enumerate(zip(count_O.tolist(), slot_OR.tolist(), strict=True)):
+        if count:
+            found[owner] = slots[:count]
+    assert found == ({0: [1, 6], 3: [0, 2, 5, 7, 10]} if by_expert else {0: [0, 2, 5, 7, 10], 1: [1, 6]})
+
+
+class TestConfiguration:
+    SIZES = tuple(itertools.product((1, 2, 8, 64), (1, 8, 16), (1, 16, 128), (1, 63, 2048), (1, 199, 768, 14336)))
+
+    def test_tiles_are_powers_of_two_that_a_dot_takes(self):
+        for (tokens, top_k, experts, hidden, inner), gated in itertools.product(self.SIZES, (True, False)):
+            chosen = configuration(tokens, top_k, experts, hidden, inner, gated=gated, itemsize=2)
+            for size in (*chosen.up[:2], *chosen.down[:2], chosen.rows):
+                assert size & (size - 1) == 0
+                assert chosen.by_slot or size >= 16
+
+    def test_three_stages_fit_in_99_kb_of_shared_memory(self):
+        for (tokens, top_k, experts, hidden, inner), itemsize in itertools.product(self.SIZES, (2, 4)):
+            chosen = configuration(tokens, top_k, experts, hidden, inner, gated=True, itemsize=itemsize)
+            for tile, rows_per_column in ((chosen.up, 2), (chosen.down, 1)):
+                lines = tile.columns * rows_per_column + (1 if chosen.by_slot else chosen.rows)
+                assert lines * tile.depth * itemsize * tile.stages <= 99 * 1024
+
+    def test_one_token_is_computed_by_slot_and_fills_the_machine(self):
+        chosen = configuration(1, 8, 128, 2048, 768, gated=True, itemsize=2)
+        assert chosen.by_slot
+        assert 8 * 768 // chosen.up.columns >= 2 * 132
+        assert 2048 // chosen.down.columns >= 2 * 132
+
+    @pytest.mark.parametrize("tokens", [8, 64])
+    def test_more_tokens_are_computed_by_expert_without_masks_on_the_weights(self, tokens):
+        chosen = configuration(tokens, 8, 128, 2048, 768, gated=True, itemsize=2)
+        assert not chosen.by_slot
+        assert chosen.rows == 16
+        assert (768 % chosen.up.columns, 2048 % chosen.up.depth) == (0, 0)
+        assert (2048 % chosen.down.columns, 768 % chosen.down.depth) == (0, 0)
+
+    def test_chunks_grow_with_the_slots_per_expert(self):
+        rows = [configuration(64, 2, experts, 512, 512, gated=True, itemsize=2).rows for experts in (128, 16, 8, 2)]
+        assert rows == [16, 32, 64, 64]
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    @pytest.mark.parametrize("tokens", [1, 8, 64])
+    def test_a_real_layer_agrees_with_the_reference(self, tokens, device):
+        case = Case(tokens, 8, hidden=2048, intermediate=768, num_experts=32)
+        truth_TH = example(case, torch.bfloat16).truth["output"]
+        assert_right(run(problem_of(case, torch.bfloat16, device)), truth_TH, torch.bfloat16)
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize("tokens", [1, 8])
+    def test_a_graph_follows_the_routing_that_lies_in_its_memory(self, tokens, overlap, device):
+        if overlap and torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("programmatic dependent launch needs compute capability 9.0")
+        case = Case(tokens, 4, bias=True, pattern="sentinels", hidden=512, intermediate=256, num_experts=32)
+        problem = problem_of(case, torch.bfloat16, device)
+        chosen = configuration(tokens, 4, 32, 512, 256, gated=True, itemsize=2)
+        way = chosen._replace(overlap=overlap)
+        decode(problem, configuration=way)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y_TH = decode(problem, configuration=way)
+        for _ in range(20):
+            problem.expert_TK.copy_((problem.expert_TK + 1) % 33)
+            y_TH.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(y_TH, decode(problem, configuration=chosen))
