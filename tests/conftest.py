@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; to be set before anything imports triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from amoeba import Routing
 from amoeba.backends.registry import Request, backends_for
 from amoeba.cpu_features import cpu_flags
 from small_layer import Layer
-
-if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; to be set before anything imports triton
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)

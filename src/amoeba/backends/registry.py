@@ -6,8 +6,7 @@ They are listed fastest first; `auto` takes the first without a reason.
 
 from __future__ import annotations
 
-import functools
-import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -27,6 +26,8 @@ from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
 logger = logging.getLogger("amoeba")
+
+_TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,16 +91,7 @@ def _triton_why_not(request: Request) -> str | None:
             return "needs compute capability 8.0 or newer"
     elif weights.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return f"computes on a CUDA device (or in Triton's interpreter), these weights are on {weights.device}"
-    return _not_plain(request) or _why_no_triton()
-
-
-@functools.cache
-def _why_no_triton() -> str | None:
-    try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        return f"needs Triton, which cannot be imported ({error})"
-    return None
+    return _not_plain(request) or (None if _TRITON_FOUND else "needs Triton, which is not installed")
 
 
 def _grouped_why_not(request: Request) -> str | None:

@@ -69,6 +69,8 @@ def _our_backends(workload: Workload) -> tuple[list[Implementation], dict[str, s
     for backend in backends_for(workload.device):
         name = f"amoeba {backend.name}"
         reason = backend.why_not(request)
+        if reason is None and backend.name == "triton" and workload.device.type == "cpu":
+            reason = "runs in Triton's interpreter here, which says nothing about its speed"
         if reason is None:
             found.append(Implementation(name, True, functools.partial(_through_seam, workload, backend.name)))
         else:

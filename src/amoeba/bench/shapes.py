@@ -47,6 +47,8 @@ _TABLE = (
     Shape("qwen3_small", 8192, 2048, 768, 128, 8),
     # the busiest expert gets about 15 times the mean
     Shape("qwen3_zipf", 32768, 2048, 768, 128, 8, skew=1.2),
+    Shape("qwen3_decode1", 1, 2048, 768, 128, 8, forward_only=True),
+    Shape("qwen3_decode8", 8, 2048, 768, 128, 8, forward_only=True),
     Shape("qwen3_decode", 64, 2048, 768, 128, 8, forward_only=True),
     Shape("sonic_a", 24576, 1536, 256, 128, 8),
     Shape("sonic_b", 32768, 4096, 256, 256, 16),
@@ -70,6 +72,8 @@ SUITES: dict[str, tuple[str, ...]] = {
         "mixtral",
         "olmoe",
         "dsv3",
+        "qwen3_decode1",
+        "qwen3_decode8",
         "qwen3_decode",
     ),
 }

@@ -46,6 +46,9 @@ class Measurement:
     quartiles_ms: tuple[float, float] | None = None
     forward_median_ms: float | None = None
     backward_median_ms: float | None = None
+    forward_flops_per_second: float | None = None
+    backward_flops_per_second: float | None = None
+    host_median_ms: float | None = None
     flops_per_second: float | None = None
     weight_bytes_per_second: float | None = None
     kept_bytes: int | None = None
@@ -207,6 +210,9 @@ def _timed(checked: Measurement, timings: dict[str, Timing], flops: int, weight_
         quartiles_ms=timing.quartiles_ms,
         forward_median_ms=parts[0],
         backward_median_ms=parts[1] if len(parts) > 1 else None,
+        forward_flops_per_second=flops / (3 if len(parts) > 1 else 1) / parts[0] * 1e3,
+        backward_flops_per_second=flops * 2 / 3 / parts[1] * 1e3 if len(parts) > 1 else None,
+        host_median_ms=timing.host_median_ms,
         flops_per_second=flops / timing.median_ms * 1e3,
         weight_bytes_per_second=None if weight_bytes is None else weight_bytes / timing.median_ms * 1e3,
         times_faster_than={

@@ -94,6 +94,7 @@ def _print(report: Report, output: Output) -> None:
     training = report.measured_pass == "training"
     columns = ["", "ms", "min", *(["forward", "backward"] if training else []), _rate_unit(timed)]
     columns += ["kept MiB"] if training else ["weights GB/s"]
+    columns += ["host ms"] if any(m.host_median_ms is not None for m in timed) else []
     columns += ["peak MiB", "error", *(f"vs {peer.removeprefix('transformers ')}" for peer in peers)]
     output.table(title, columns, [_row(m, peers, training, _rate_unit(timed)) for m in timed])
     for note in _notes(report, timed):
@@ -122,11 +123,20 @@ def _row(measurement: Measurement, peers: Sequence[str], training: bool, unit: s
     row = [measurement.implementation, _three(measurement.median_ms), _three(measurement.min_ms)]
     if training:
         row += [_three(measurement.forward_median_ms or 0), _three(measurement.backward_median_ms or 0)]
-    row.append(_three(measurement.flops_per_second / (1e12 if unit == "TFLOP/s" else 1e9)))
+    scale = 1e12 if unit == "TFLOP/s" else 1e9
+    if training:
+        row.append(
+            f"{(measurement.forward_flops_per_second or 0) / scale:.0f}/"
+            f"{(measurement.backward_flops_per_second or 0) / scale:.0f}"
+        )
+    else:
+        row.append(_three(measurement.flops_per_second / scale))
     if training:
         row.append(_mib(measurement.kept_bytes))
     else:
         row.append(_three((measurement.weight_bytes_per_second or 0) / 1e9))
+    if measurement.host_median_ms is not None:
+        row.append(_three(measurement.host_median_ms))
     row += [_mib(measurement.peak_bytes), f"{measurement.worst_error:.1e}"]
     faster = measurement.times_faster_than
     return row + [f"{faster[peer]:.2f}x" if peer in faster else "-" for peer in peers]

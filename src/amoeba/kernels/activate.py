@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, gated_backward, plain, plain_backward
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.row_tiles import column_block, expert_of_row
 
 # Elements of `a` per tile; 4 warps share them. Forward: 16 per thread, 64 bytes of bf16 on their way at once, 32
@@ -135,7 +135,7 @@ def activate(
     block = column_block(intermediate, WIDEST_BLOCK)
     tile_rows = FORWARD_TILE // block
     experts = 1 if offs_E is None else offs_E.shape[0]
-    _activate[(triton.cdiv(rows, tile_rows) * triton.cdiv(intermediate, block),)](
+    _activate[(cdiv(rows, tile_rows) * cdiv(intermediate, block),)](
         h_NJ,
         out_NI,
         offs_E,
@@ -146,7 +146,7 @@ def activate(
         OUT_STRIDE=out_NI.stride(0),
         BIAS_STRIDE=0 if bias_EJ is None else bias_EJ.stride(0),
         NUM_EXPERTS=experts,
-        EXPERTS_PADDED=triton.next_power_of_2(experts),
+        EXPERTS_PADDED=next_power_of_2(experts),
         HAS_OFFS=offs_E is not None,
         HAS_BIAS=bias_EJ is not None,
         INTERLEAVED=activation.interleaved,
@@ -265,7 +265,7 @@ def activate_backward(
         return ds_N
     block = column_block(intermediate, WIDEST_BLOCK)
     tile_rows = BACKWARD_TILE // block
-    _activate_backward[(triton.cdiv(rows, tile_rows),)](
+    _activate_backward[(cdiv(rows, tile_rows),)](
         da_NI,
         h_NJ,
         weight_TK.contiguous(),

@@ -20,7 +20,7 @@ from torch import Tensor
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated_backward, plain_backward
 from amoeba.kernels.grouped_product import accumulate, halves
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.tiles import Configuration, configuration_on, expert_constants, find_tile, rows_of_tile, slots
 
 # Elements of a tile that the epilogue handles at a time, per thread: the accumulator, gate, up and their gradients all
@@ -59,7 +59,7 @@ def down_backward(
         columns=intermediate,
         dtype=dy_TH.dtype,
     )
-    column_tiles = triton.cdiv(intermediate, chosen.block_n)
+    column_tiles = cdiv(intermediate, chosen.block_n)
     part_CN = torch.empty(column_tiles, rows, dtype=torch.float32, device=h_NJ.device)
     if rows == 0:
         return part_CN.sum(0)

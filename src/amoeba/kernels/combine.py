@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.row_tiles import column_block
 
 WARPS = 4
@@ -61,7 +61,7 @@ def scatter_rows(x_TH: Tensor, slot_row_TK: Tensor, out_NH: Tensor) -> Tensor:
     if tokens == 0:
         return out_NH
     block = column_block(hidden, SCATTER_BLOCK)
-    _scatter_rows[(tokens * triton.cdiv(hidden, block),)](
+    _scatter_rows[(tokens * cdiv(hidden, block),)](
         x_TH,
         slot_row_TK,
         out_NH,
@@ -118,8 +118,8 @@ def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_
         return out_TH
     narrowest, widest = COMBINE_BLOCKS
     at_once = top_k if top_k <= MOST_AT_ONCE else STEP
-    block = column_block(hidden, min(widest, max(narrowest, COMBINE_TILE // triton.next_power_of_2(at_once))))
-    _combine[(tokens * triton.cdiv(hidden, block),)](
+    block = column_block(hidden, min(widest, max(narrowest, COMBINE_TILE // next_power_of_2(at_once))))
+    _combine[(tokens * cdiv(hidden, block),)](
         rows_NH,
         slot_row_TK,
         None if weight_TK is None else weight_TK.contiguous(),
@@ -155,7 +155,7 @@ def slot_gradient(ds_N: Tensor, slot_row_TK: Tensor, extra_TK: Tensor | None, ou
     assert slot_row_TK.is_contiguous() and out_TK.is_contiguous() and ds_N.is_contiguous()
     assert extra_TK is None or extra_TK.is_contiguous()
     if rows:
-        _slot_gradient[(triton.cdiv(rows, SLOTS),)](
+        _slot_gradient[(cdiv(rows, SLOTS),)](
             ds_N, slot_row_TK, extra_TK, out_TK, rows, HAS_EXTRA=extra_TK is not None, SLOTS=SLOTS, num_warps=WARPS
         )
     return out_TK

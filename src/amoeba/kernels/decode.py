@@ -32,7 +32,7 @@ from torch import Tensor
 from amoeba.backends.operator import Problem
 from amoeba.kernels import activation as activations
 from amoeba.kernels.activation import constants
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 # Up to this many tokens the way is by slot. Not measured yet; at T = 2 few slots share an expert if E >> K.
 BY_SLOT_TOKENS = 1
@@ -95,7 +95,7 @@ def configuration(
             down=_tile_by_slot(tokens, hidden, intermediate, rows_per_column=1),
         )
     expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
-    rows = min(max(triton.next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
+    rows = min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
     # fp32 has no tensor core in full precision: its operands pass through registers, so its steps are a quarter
     depth = BY_EXPERT_DEPTH_BYTES // itemsize if itemsize == 2 else BY_EXPERT_DEPTH_BYTES // itemsize // 2
     if rows == LARGEST_CHUNK:  # three stages of both operands fit in the 99 KB of shared memory of the smaller GPUs
@@ -110,15 +110,15 @@ def configuration(
 
 def _tile_by_slot(lines: int, width: int, depth: int, *, rows_per_column: int) -> Tile:
     columns = BY_SLOT_MOST_COLUMNS
-    while columns > BY_SLOT_LEAST_COLUMNS and lines * triton.cdiv(width, columns) < BY_SLOT_PROGRAMS:
+    while columns > BY_SLOT_LEAST_COLUMNS and lines * cdiv(width, columns) < BY_SLOT_PROGRAMS:
         columns //= 2
     room = BY_SLOT_TILE // (columns * rows_per_column)
-    return Tile(columns, min(triton.next_power_of_2(depth), room, 1024), warps=4, stages=4)
+    return Tile(columns, min(next_power_of_2(depth), room, 1024), warps=4, stages=4)
 
 
 def _tile_by_expert(width: int, depth_in_all: int, *, rows_per_column: int, depth: int) -> Tile:
-    columns = min(BY_EXPERT_WEIGHT_ROWS // rows_per_column, triton.next_power_of_2(width))
-    return Tile(max(columns, 16), max(min(depth, triton.next_power_of_2(depth_in_all)), 16), warps=4, stages=3)
+    columns = min(BY_EXPERT_WEIGHT_ROWS // rows_per_column, next_power_of_2(width))
+    return Tile(max(columns, 16), max(min(depth, next_power_of_2(depth_in_all)), 16), warps=4, stages=3)
 
 
 def decode(problem: Problem, *, configuration: Configuration | None = None) -> Tensor:
@@ -167,7 +167,7 @@ def _bias(bias: Tensor | None, stand_in: Tensor) -> tuple[Tensor, bool]:
 def _launch_up_by_slot(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
     (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
     bias_EJ, has_bias = _bias(problem.gate_up_bias_EJ, x_TH)
-    _up_by_slot[(slots * triton.cdiv(intermediate, tile.columns),)](
+    _up_by_slot[(slots * cdiv(intermediate, tile.columns),)](
         x_TH,
         expert_TK,
         problem.gate_up_EJH,
@@ -196,7 +196,7 @@ def _launch_down_by_token(
 ) -> None:
     (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
     bias_EH, has_bias = _bias(problem.down_bias_EH, y_TH)
-    _down_by_token[(tokens * triton.cdiv(hidden, tile.columns),)](
+    _down_by_token[(tokens * cdiv(hidden, tile.columns),)](
         a_NI,
         expert_TK,
         weight_TK,
@@ -224,7 +224,7 @@ def _launch_up_by_expert(
     (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
     num_experts = problem.gate_up_EJH.shape[0]
     bias_EJ, has_bias = _bias(problem.gate_up_bias_EJ, x_TH)
-    _up_by_expert[(min(slots, num_experts) * triton.cdiv(intermediate, tile.columns),)](
+    _up_by_expert[(min(slots, num_experts) * cdiv(intermediate, tile.columns),)](
         x_TH,
         expert_TK,
         problem.gate_up_EJH,
@@ -237,8 +237,8 @@ def _launch_up_by_expert(
         slots,
         expert_TK.shape[1],
         OWNER_IS_EXPERT=num_experts <= slots,
-        BLOCK_N=triton.next_power_of_2(slots),
-        PIECE=min(RANKS_TIMES_IDS // chosen.rows, triton.next_power_of_2(slots)),
+        BLOCK_N=next_power_of_2(slots),
+        PIECE=min(RANKS_TIMES_IDS // chosen.rows, next_power_of_2(slots)),
         ROWS=chosen.rows,
         BLOCK_I=tile.columns,
         BLOCK_H=tile.depth,
@@ -259,7 +259,7 @@ def _launch_down_by_expert(
     (slots, hidden), intermediate, tile = y_NH.shape, a_NI.shape[1], chosen.down
     num_experts = problem.down_EHI.shape[0]
     bias_EH, has_bias = _bias(problem.down_bias_EH, a_NI)
-    _down_by_expert[(min(slots, num_experts) * triton.cdiv(hidden, tile.columns),)](
+    _down_by_expert[(min(slots, num_experts) * cdiv(hidden, tile.columns),)](
         a_NI,
         expert_TK,
         problem.down_EHI,
@@ -271,8 +271,8 @@ def _launch_down_by_expert(
         intermediate,
         slots,
         OWNER_IS_EXPERT=num_experts <= slots,
-        BLOCK_N=triton.next_power_of_2(slots),
-        PIECE=min(RANKS_TIMES_IDS // chosen.rows, triton.next_power_of_2(slots)),
+        BLOCK_N=next_power_of_2(slots),
+        PIECE=min(RANKS_TIMES_IDS // chosen.rows, next_power_of_2(slots)),
         ROWS=chosen.rows,
         BLOCK_H=tile.columns,
         BLOCK_I=tile.depth,
@@ -289,9 +289,9 @@ def _launch_combine(
     y_NH: Tensor, expert_TK: Tensor, weight_TK: Tensor, y_TH: Tensor, num_experts: int, chosen: Configuration
 ) -> None:
     (tokens, hidden), top_k = y_TH.shape, expert_TK.shape[1]
-    block_k = triton.next_power_of_2(top_k)
-    columns = min(max(COMBINE_TILE // block_k, 16), triton.next_power_of_2(hidden))
-    _combine[(tokens * triton.cdiv(hidden, columns),)](
+    block_k = next_power_of_2(top_k)
+    columns = min(max(COMBINE_TILE // block_k, 16), next_power_of_2(hidden))
+    _combine[(tokens * cdiv(hidden, columns),)](
         y_NH,
         expert_TK,
         weight_TK,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.row_tiles import column_block, expert_of_row
 
 WARPS = 4
@@ -132,10 +132,10 @@ def sum_per_expert(
     experts, width = out_EW.shape
     rows = rows_NW.shape[0] if order_N is None else order_N.shape[0]
     block = column_block(width, SUM_BLOCK)
-    blocks = triton.cdiv(width, block)
-    chunks = max(1, min(triton.cdiv(SUM_PROGRAMS, blocks), rows // FEWEST_ROWS))
-    chunk_rows = max(SUM_ROWS, triton.cdiv(triton.cdiv(rows, chunks), SUM_ROWS) * SUM_ROWS)
-    chunks = triton.cdiv(rows, chunk_rows)
+    blocks = cdiv(width, block)
+    chunks = max(1, min(cdiv(SUM_PROGRAMS, blocks), rows // FEWEST_ROWS))
+    chunk_rows = max(SUM_ROWS, cdiv(cdiv(rows, chunks), SUM_ROWS) * SUM_ROWS)
+    chunks = cdiv(rows, chunk_rows)
     partial = torch.empty((chunks + experts, width), dtype=torch.float32, device=rows_NW.device)
     if rows:
         _sum_chunks[(blocks, chunks)](
@@ -151,13 +151,13 @@ def sum_per_expert(
             BY_TOKEN=by_token,
             HAS_WEIGHT=weight_TK is not None,
             NUM_EXPERTS=experts,
-            EXPERTS_PADDED=triton.next_power_of_2(experts),
+            EXPERTS_PADDED=next_power_of_2(experts),
             ROWS=SUM_ROWS,
             BLOCK=block,
             num_warps=WARPS,
         )
     block = column_block(width, ADD_BLOCK)
-    _add_chunks[(triton.cdiv(width, block), experts)](
+    _add_chunks[(cdiv(width, block), experts)](
         partial,
         offs_E,
         out_EW,
@@ -214,8 +214,8 @@ def bias_dot(dy_TH: Tensor, down_bias_EH: Tensor, expert_TK: Tensor) -> Tensor:
     out_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=dy_TH.device)
     if tokens == 0:
         return out_TK
-    slots = min(DOT_SLOTS, triton.next_power_of_2(top_k))
-    _bias_dot[(tokens * triton.cdiv(top_k, slots),)](
+    slots = min(DOT_SLOTS, next_power_of_2(top_k))
+    _bias_dot[(tokens * cdiv(top_k, slots),)](
         dy_TH,
         down_bias_EH,
         expert_TK.contiguous(),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.tiles import Configuration, configuration_on, expert_constants, find_tile, rows_of_tile, slots
 
 
@@ -49,7 +49,7 @@ def multiply_rows(
         columns=columns,
         dtype=rows_NI.dtype,
     )
-    column_tiles = triton.cdiv(columns, chosen.block_n)
+    column_tiles = cdiv(columns, chosen.block_n)
     _multiply[(slots(rows, experts, chosen.block_m) * column_tiles,)](
         rows_NI,
         matrix_EIO,
@@ -95,7 +95,7 @@ def multiply_rows_activated(
     chosen = configuration or configuration_on(
         a_NI.device, "up", rows=rows, experts=experts, reduction=hidden, columns=width, dtype=x_TH.dtype
     )
-    column_tiles = triton.cdiv(width, chosen.block_n)
+    column_tiles = cdiv(width, chosen.block_n)
     _multiply_activated[(slots(rows, experts, chosen.block_m) * column_tiles,)](
         x_TH,
         gate_up_EJH,

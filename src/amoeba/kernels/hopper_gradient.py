@@ -12,6 +12,10 @@ the bulk copy engine. An expert's last rows come under a mask, zeros behind them
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -211,6 +215,26 @@ def gradient_kernel(
     )  # fmt: skip
 
 
+def _staged(transposed: bool) -> tuple[int, int]:
+    return (BLOCK_W // 2, BLOCK_H // 2) if transposed else (BLOCK_H // 2, BLOCK_W // 2)
+
+
+@cache
+def _bound(transposed: bool, dtype: torch.dtype) -> Any:
+    return gradient_kernel.bound(
+        TRANSPOSED=transposed,
+        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H // 2), dtype),
+        RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
+        OUT_LAYOUT=shared_layout(_staged(transposed), dtype),
+        BLOCK_H=BLOCK_H,
+        BLOCK_W=BLOCK_W,
+        BLOCK_N=BLOCK_N,
+        STAGES=STAGES,
+        GROUP=GROUP,
+        num_warps=4,
+    )
+
+
 def weight_gradient(
     left_TH: Tensor,
     order_N: Tensor,
@@ -227,11 +251,9 @@ def weight_gradient(
     experts, hidden, width = out_EHW.shape
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
-    dtype = out_EHW.dtype
-    staged = (BLOCK_W // 2, BLOCK_H // 2) if transposed else (BLOCK_H // 2, BLOCK_W // 2)
-    gradient_kernel[(multiprocessors(out_EHW.device),)](
+    _bound(transposed, out_EHW.dtype)[(multiprocessors(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
-        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), staged),
+        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
         left_TH,
         right_NW,
         order_N,
@@ -244,14 +266,4 @@ def weight_gradient(
         left_TH.stride(0),
         right_NW.stride(0),
         top_k,
-        TRANSPOSED=transposed,
-        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H // 2), dtype),
-        RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
-        OUT_LAYOUT=shared_layout(staged, dtype),
-        BLOCK_H=BLOCK_H,
-        BLOCK_W=BLOCK_W,
-        BLOCK_N=BLOCK_N,
-        STAGES=STAGES,
-        GROUP=GROUP,
-        num_warps=4,
     )

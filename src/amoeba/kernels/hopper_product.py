@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -35,12 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
 from amoeba.kernels.hopper_descriptor import descriptor, shared_layout
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 # A tile, and how much of the depth one stage holds. 4 stages and the buffers of the epilogue take 224 KB of the 227.
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = 128, 256, 64, 4
 # Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
 GROUP_M = 8
+_ROWS, _STAGED = (BLOCK_M, BLOCK_K), (BLOCK_M // 2, BLOCK_N // 2)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,16 @@ class Plan:
         """Columns of the result that a tile holds."""
         return BLOCK_N // 2 if self.PAIRED else BLOCK_N
 
+    @property
+    def MATRIX(self) -> tuple[int, int]:
+        """The part of a matrix that a stage holds."""
+        return (BLOCK_N, BLOCK_K) if self.B_K_MAJOR else (BLOCK_K, BLOCK_N)
+
+    @property
+    def COPIED(self) -> tuple[int, int]:
+        """... and as much of it as is copied at a time: gate and up come one after the other."""
+        return (self.COLUMNS, BLOCK_K) if self.PAIRED else self.MATRIX
+
 
 @dataclass(frozen=True)
 class _Constants:
@@ -80,11 +92,6 @@ class _Constants:
         if not name.isupper():
             raise AttributeError(name)
         return tl.constexpr(getattr(self.plan, name))
-
-
-@cache
-def _constants(plan: Plan) -> _Constants:
-    return _Constants(plan)
 
 
 @quick
@@ -116,8 +123,8 @@ def tile_table(offs_E: Tensor, rows: int) -> Tensor:
     most = rows // BLOCK_M + min(experts, rows)
     table = torch.empty(4 + 4 * most, dtype=torch.int32, device=offs_E.device)
     block = 64
-    _tile_table[(triton.cdiv(most, block),)](
-        offs_E, table, experts, EXPERTS=triton.next_power_of_2(experts), BLOCK_M=BLOCK_M, BLOCK=block
+    _tile_table[(cdiv(most, block),)](
+        offs_E, table, experts, EXPERTS=next_power_of_2(experts), BLOCK_M=BLOCK_M, BLOCK=block
     )
     return table
 
@@ -315,6 +322,23 @@ def product_kernel(
 
 
 @cache
+def _bound(plan: Plan, dtype: torch.dtype) -> Any:
+    """The kernel for this plan."""
+    return product_kernel.bound(
+        PLAN=_Constants(plan),
+        ROW_LAYOUT=shared_layout(_ROWS, dtype),
+        MATRIX_LAYOUT=shared_layout(plan.MATRIX, dtype),
+        STAGE_LAYOUT=shared_layout(_STAGED, dtype),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        STAGES=STAGES,
+        GROUP_M=GROUP_M,
+        num_warps=4,
+    )
+
+
+@cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -333,15 +357,12 @@ def _launch(
     experts, width, depth = matrix_EOW.shape
     stored = matrix_EOW if plan.B_K_MAJOR else matrix_EOW.transpose(1, 2)
     flat = stored.view(experts * stored.shape[1], stored.shape[2])
-    rows_block, staged = (BLOCK_M, BLOCK_K), (BLOCK_M // 2, BLOCK_N // 2)
-    block = (BLOCK_N, BLOCK_K) if plan.B_K_MAJOR else (BLOCK_K, BLOCK_N)
-    matrix_layout = shared_layout(block, out.dtype)
     h = out if h is None else h
-    product_kernel[(multiprocessors(out.device),)](
-        descriptor(rows, rows_block),
-        descriptor(flat, (plan.COLUMNS, BLOCK_K) if plan.PAIRED else block, matrix_layout),
-        descriptor(h, staged),
-        descriptor(out, staged),
+    _bound(plan, out.dtype)[(multiprocessors(out.device),)](
+        descriptor(rows, _ROWS),
+        descriptor(flat, plan.COPIED, shared_layout(plan.MATRIX, out.dtype)),
+        descriptor(h, _STAGED),
+        descriptor(out, _STAGED),
         rows,
         table if order_N is None else order_N,  # the table stands for what this plan does not read
         table,
@@ -355,16 +376,6 @@ def _launch(
         h.stride(0),
         out.stride(0),
         top_k,
-        PLAN=_constants(plan),
-        ROW_LAYOUT=shared_layout(rows_block, out.dtype),
-        MATRIX_LAYOUT=matrix_layout,
-        STAGE_LAYOUT=shared_layout(staged, out.dtype),
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        STAGES=STAGES,
-        GROUP_M=GROUP_M,
-        num_warps=4,
     )
 
 

@@ -6,6 +6,9 @@
 
     kernel[(grid,)](x, n, BLOCK=128, num_warps=4)
 
+    chosen = kernel.bound(BLOCK=128, num_warps=4)   # kept by the caller: the constants are then not even compared
+    chosen[(grid,)](x, n)
+
 Triton finds the variant anew at each launch; for kernels with tensor descriptors and a few dozen arguments that takes
 longer than many of our kernels run. Here the variant is looked up by what distinguishes variants and no more: dtypes,
 alignment of pointers, divisibility of integers, and the constants. In the interpreter nothing changes.
@@ -24,32 +27,50 @@ from triton.runtime.jit import JITFunction
 class Quick:
     """A compiled kernel behind a short look-up; launched like a Triton kernel."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, constants: dict[str, Any] | None = None) -> None:
         self.kernel = kernel
-        self._variants = [_constant if parameter.is_constexpr else _variant for parameter in kernel.params]
+        self._constants = constants or {}
+        self._variants = [_same if parameter.is_constexpr else _variant for parameter in kernel.params]
         self._compiled: dict[tuple, tuple[Any, list[str]]] = {}
+
+    def bound(self, **constants: Any) -> Quick:
+        return Quick(self.kernel, constants)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **constants: self._launch(grid, arguments, constants)
 
     def _launch(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
-        variants = (variant(argument) for variant, argument in zip(self._variants, arguments, strict=False))
+        variants = [variant(argument) for variant, argument in zip(self._variants, arguments, strict=False)]
         key = (torch.cuda.current_device(), *variants, *constants.items())
         found = self._compiled.get(key)
+        if self._constants:
+            constants = self._constants
         if found is None:
             compiled = self.kernel[grid](*arguments, **constants)
-            if hasattr(compiled, "packed_metadata"):
-                self._compiled[key] = compiled, self.kernel.arg_names[len(arguments) :]
+            self._compiled[key] = compiled, self.kernel.arg_names[len(arguments) :]
             return
         compiled, names = found
-        compiled[(*grid, 1, 1)[:3]](*arguments, *(constants[name] for name in names))
+        compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
+
+
+class _Interpreted:
+    """The same for a kernel that the interpreter runs."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self.kernel, self.constants = kernel, constants
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: self.kernel[grid](*arguments, **self.constants)
 
 
 def quick(kernel: Any) -> Any:
-    return Quick(kernel) if isinstance(kernel, JITFunction) else kernel
+    if isinstance(kernel, JITFunction):
+        return Quick(kernel)
+    kernel.bound = lambda **constants: _Interpreted(kernel, constants)
+    return kernel
 
 
-def _constant(argument: Any) -> Any:
+def _same(argument: Any) -> Any:
     return argument
 
 
@@ -58,5 +79,14 @@ def _variant(argument: Any) -> Any:
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
         return argument % 16 == 0, argument == 1, -(1 << 31) <= argument < 1 << 31
-    block = getattr(argument, "block_shape", None)  # of a tensor descriptor; its layout is among the constants
-    return None if argument is None else (argument.base.dtype, tuple(block))  # type: ignore[arg-type]
+    # a tensor descriptor, whose layout is among the constants
+    return None if argument is None else (argument.base.dtype, tuple(argument.block_shape))
+
+
+# Triton's own are made for use inside kernels too; called from here they take 5 µs each.
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

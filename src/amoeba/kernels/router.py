@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.config import RouterConfig
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.routing import DENOMINATOR_FLOOR
 
 MAX_COLUMNS = 512  # a row stays in registers
@@ -43,7 +43,7 @@ WIDE_TILE_ROWS = 2
 def columns(config: RouterConfig) -> int:
     """C: columns of the tile in which a program holds a row of logits."""
     groups, size = _groups(config)
-    return triton.next_power_of_2(groups) * triton.next_power_of_2(size)
+    return next_power_of_2(groups) * next_power_of_2(size)
 
 
 def router_forward(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +57,7 @@ def router_forward(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | Non
         return expert_TK, weight_TK, scores_TE
     groups, size = _groups(config)
     tile = _tile(columns(config))
-    _forward[(triton.cdiv(num_tokens, tile["TILE_ROWS"]),)](
+    _forward[(cdiv(num_tokens, tile["TILE_ROWS"]),)](
         logits_TE.contiguous(),
         None if bias_E is None else bias_E.float().contiguous(),
         expert_TK,
@@ -69,9 +69,9 @@ def router_forward(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | Non
         GROUP_SIZE=size,
         TOPK_GROUP=config.topk_group,
         TOP2_SUM=config.group_score == "top2_sum" and size > 1,
-        GROUP_COLUMNS=triton.next_power_of_2(groups),
-        SIZE_COLUMNS=triton.next_power_of_2(size),
-        SLOTS=triton.next_power_of_2(config.top_k),
+        GROUP_COLUMNS=next_power_of_2(groups),
+        SIZE_COLUMNS=next_power_of_2(size),
+        SLOTS=next_power_of_2(config.top_k),
         LOG_FLOOR=math.log(DENOMINATOR_FLOOR),
         **tile,
     )
@@ -94,9 +94,9 @@ def router_backward(
     if num_tokens == 0:
         return dlogits_TE
     assert logits_TE is not None or not needs_logits(config)
-    tile_columns = triton.next_power_of_2(num_experts)
+    tile_columns = next_power_of_2(num_experts)
     tile = _tile(tile_columns)
-    _backward[(triton.cdiv(num_tokens, tile["TILE_ROWS"]),)](
+    _backward[(cdiv(num_tokens, tile["TILE_ROWS"]),)](
         logits_TE.contiguous() if logits_TE is not None and needs_logits(config) else None,
         expert_TK.contiguous(),
         weight_TK.contiguous(),

@@ -11,8 +11,12 @@ multiple of 8 but not of 16 still gets 16-byte accesses, which the launcher's ow
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
+
+from amoeba.kernels.launch import cdiv, next_power_of_2
 
 # A block narrower than 64 elements (128 bytes of bf16, one cache line) is only used for narrower rows.
 NARROWEST_BLOCK = 64
@@ -21,14 +25,15 @@ NARROWEST_BLOCK = 64
 IDLE_SHARE = 1 / 16
 
 
+@cache
 def column_block(width: int, most: int) -> int:
     """The widest power of two up to `most` that leaves few lanes idle in the last block of a row."""
     if width < NARROWEST_BLOCK:
-        return min(most, max(16, triton.next_power_of_2(width)))
+        return min(most, max(16, next_power_of_2(width)))
     candidates = [1 << bit for bit in range(most.bit_length() - 1, -1, -1) if 1 << bit >= min(NARROWEST_BLOCK, most)]
 
     def idle(block: int) -> float:
-        return 1 - width / (triton.cdiv(width, block) * block)
+        return 1 - width / (cdiv(width, block) * block)
 
     return next((block for block in candidates if idle(block) <= IDLE_SHARE), min(candidates, key=idle))
 

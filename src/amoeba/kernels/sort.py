@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.errors import bad_value
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 MAX_EXPERTS = 1024  # registers: each program holds a few counts per expert
 MAX_ROWS = 2**30  # row numbers are int32 throughout
@@ -58,14 +58,14 @@ def sort_rows(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     expert_N = expert_TK.contiguous().view(rows)  # reshape alone may return a view of stride 0
 
     tile, blocks, tiles = partition(rows)
-    bins = max(triton.next_power_of_2(num_experts), 2)
+    bins = max(next_power_of_2(num_experts), 2)
     sizes = {"EXPERTS": num_experts, "BINS": bins, "TILE": tile, "num_warps": WARPS_OF_TILE[tile]}
     count_CB = total_C = None
     if blocks > 1:
         count_CB = torch.empty(bins, blocks, dtype=torch.int32, device=device)
         total_C = torch.empty(bins, dtype=torch.int32, device=device)
         _count_rows[(blocks,)](expert_N, count_CB, rows, tiles, blocks, **sizes)
-        _add_up_blocks[(bins,)](count_CB, total_C, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=4)
+        _add_up_blocks[(bins,)](count_CB, total_C, blocks, BLOCKS=next_power_of_2(blocks), num_warps=4)
     _place_rows[(blocks,)](expert_N, count_CB, total_C, order_N, slot_row_N, offs_E, rows, tiles, blocks, **sizes)
     return order_N, slot_row_N, offs_E
 
@@ -74,8 +74,8 @@ def partition(rows: int) -> tuple[int, int, int]:
     """Rows per tile, number of blocks, tiles per block."""
     if rows <= LARGEST_TILE:  # one tile holds them all: nothing to count beforehand
         return min(tile for tile in WARPS_OF_TILE if tile >= rows), 1, 1
-    tiles = triton.cdiv(rows, MAX_BLOCKS * USUAL_TILE)
-    return USUAL_TILE, triton.cdiv(rows, USUAL_TILE * tiles), tiles
+    tiles = cdiv(rows, MAX_BLOCKS * USUAL_TILE)
+    return USUAL_TILE, cdiv(rows, USUAL_TILE * tiles), tiles
 
 
 @triton.jit

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from amoeba.errors import bad_value
+from amoeba.kernels.launch import next_power_of_2
 
 Role = Literal["product", "up", "down_backward", "weight_gradient"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -181,7 +182,7 @@ def expert_constants(rows: int, experts: int, chosen: Configuration) -> dict[str
     """The compile-time constants of `find_tile` that follow from the rows and the experts."""
     return {
         "EXPERTS": experts,
-        "BLOCK_E": triton.next_power_of_2(experts),
+        "BLOCK_E": next_power_of_2(experts),
         "SLOT_PER_ROW": rows < rows // chosen.block_m + experts,
     }
 
@@ -193,7 +194,7 @@ def _architecture(capability: tuple[int, int] | None) -> str:
 
 
 def _block(size: int) -> int:
-    return max(_SMALLEST_BLOCK, triton.next_power_of_2(size))
+    return max(_SMALLEST_BLOCK, next_power_of_2(size))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.tiles import Configuration, configuration_on, grouped_order
 
 
@@ -53,7 +53,7 @@ def weight_gradient(
         columns=width,
         dtype=left_NO.dtype,
     )
-    height_tiles, width_tiles = triton.cdiv(height, chosen.block_m), triton.cdiv(width, chosen.block_n)
+    height_tiles, width_tiles = cdiv(height, chosen.block_m), cdiv(width, chosen.block_n)
     _weight_gradient[(height_tiles * width_tiles * experts,)](
         left_NO,
         right_NI,
@@ -79,7 +79,7 @@ def heaviest_first(offs_E: Tensor) -> Tensor:
     """The experts by falling number of rows, int32: begun first, the heaviest do not run on alone at the end."""
     experts = offs_E.shape[0]
     heaviest_E = torch.empty_like(offs_E, dtype=torch.int32)
-    block = triton.next_power_of_2(experts)
+    block = next_power_of_2(experts)
     part = min(block, 32)
     _heaviest_first[(block // part,)](offs_E, heaviest_E, EXPERTS=experts, BLOCK_E=block, BLOCK_PART=part)
     return heaviest_E
