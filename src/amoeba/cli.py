@@ -1,22 +1,15 @@
 """The command line: parses, calls a command, prints. `amoeba --help` lists what there is.
 
+Without typer and rich it is the same command line over argparse, in plain text.
 Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
-
-try:
-    import rich  # noqa: F401
-    import typer
-except ModuleNotFoundError as missing:
-    print(f"amoeba: the command line needs {missing.name}. Install it with: pip install typer rich", file=sys.stderr)
-    raise SystemExit(2) from None
 
 from amoeba._version import __version__
 from amoeba.commands import bench as bench_command
@@ -25,8 +18,9 @@ from amoeba.commands import generate as generate_command
 from amoeba.commands import report as report_command
 from amoeba.commands import train as train_command
 from amoeba.commands import verify as verify_command
+from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
-from amoeba.commands.output import Output, show_log
+from amoeba.commands.output import Output, make_output, show_log
 
 app = typer.Typer(
     name="amoeba",
@@ -83,7 +77,7 @@ def verify(
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], list(DTYPES.values()))
         backends = verify_command.check_backends(backend or [], place)
-    output = Output()
+    output = make_output()
     document, ok = verify_command.run(place, dtypes, backends, thorough, output)
     _finish(output, document, ok, json)
 
@@ -91,7 +85,7 @@ def verify(
 @app.command()
 def doctor(json: Json = False) -> None:
     """Show the machine, the versions, and which backend runs on what (and why not)."""
-    output = Output()
+    output = make_output()
     _finish(output, doctor_command.run(output), True, json)
 
 
@@ -115,7 +109,7 @@ def bench(
         shapes = bench_command.choose_shapes(shape or [], suite, place)
         bench_command.choose_passes(passes)
         path = bench_command.free_path(out)
-    output = Output()
+    output = make_output()
     document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output)
     _finish(output, document, ok, json)
 
@@ -152,7 +146,7 @@ def train(
         "vocab_size": vocab_size, "balance": balance, "dtype": dtype, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
     }  # fmt: skip
-    output = Output()
+    output = make_output()
     with _usage():
         given = {name: value for name, value in flags.items() if value is not None}
         settings = train_command.settings_of(resume, config, given)
@@ -172,7 +166,7 @@ def report(
     json: Json = False,
 ) -> None:
     """Write a training run as one HTML page: losses, expert heatmap, entropy, co-activation; no network needed."""
-    output = Output()
+    output = make_output()
     with _usage():
         document = report_command.run(run, out, output)
     _finish(output, document, True, json)

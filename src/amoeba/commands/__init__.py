@@ -1,1 +1,1 @@
-"""What the commands do and print. typer and rich are imported here and in cli.py only."""
+"""What the commands do and print. typer and rich are imported here only, and nothing here needs them."""

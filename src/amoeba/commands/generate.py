@@ -7,10 +7,10 @@ import sys
 from typing import Annotated
 
 import torch
-import typer
 
+from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
-from amoeba.commands.output import Output
+from amoeba.commands.output import make_output
 from amoeba.errors import bad_value
 from amoeba.jobs.generate import GenerationOptions, GenerationReport
 from amoeba.jobs.generate import generate as generate_text
@@ -39,7 +39,7 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
 ) -> None:
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
-    output = Output()
+    output = make_output()
     try:
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,

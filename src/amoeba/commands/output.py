@@ -1,6 +1,6 @@
-"""How a command speaks: rich on a terminal, plain lines in a pipe; results on stdout, what is going on on stderr.
+"""How a command speaks: results on stdout, what is going on on stderr.
 
-output = Output()
+output = make_output()             # with rich where it is installed, which shows on a terminal
 output.table("experts", ["backend", "error"], [["eager", "1e-7"]])
 output.document({"ok": True})      # the last line of stdout, for --json
 """
@@ -14,33 +14,21 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-from rich.status import Status
-from rich.table import Table
-from rich.text import Text
-
 from amoeba.files import finite
-
-_STYLE_OF_WORD = {"ok": "green", "FAIL": "bold red", "auto": "bold green", "runs": "green", "no": "yellow"}
 
 
 class Output:
-    def __init__(self) -> None:
-        self._out = Console(highlight=False, markup=False, soft_wrap=True)
-        self._progress = Console(stderr=True, highlight=False, markup=False)
-        self._status: Status | None = None
+    """Plain lines."""
+
+    progress_console: Any = None  # rich's, where somebody watches the progress
 
     @property
     def on_terminal(self) -> bool:
-        """Whether somebody watches the progress."""
-        return self._progress.is_terminal
-
-    @property
-    def progress_console(self) -> Console:
-        return self._progress
+        """Whether somebody watches the progress, and it can be shown in place."""
+        return False
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        self._out.print(text, style=style)
+        print(text)
 
     def heading(self, text: str) -> None:
         self.line()
@@ -59,21 +47,10 @@ class Output:
         """Numbers are right-aligned; `text` names the columns that are not numbers (by default the first)."""
         left = [column in text if text is not None else index == 0 for index, column in enumerate(columns)]
         self.line()
-        if not self._out.is_terminal:
-            self._plain_table(title, [columns, *rows], left)
-            return
-        table = Table(
-            title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 1, 0, 0)
-        )
-        for column, is_text in zip(columns, left, strict=True):
-            heading = column if is_text else column.replace(" ", "\n")
-            table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, vertical="bottom")
-        for row in rows:
-            table.add_row(*(Text(cell, style=_STYLE_OF_WORD.get(cell, "")) for cell in row))
-        # A table wider than the terminal is broken by the terminal, not by cutting cells
-        self._out.print(table, width=max(self._out.width, self._out.measure(table).maximum), crop=False)
+        self._table(title, columns, rows, left)
 
-    def _plain_table(self, title: str, lines: Sequence[Sequence[str]], left: Sequence[bool]) -> None:
+    def _table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[bool]) -> None:
+        lines = [columns, *rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         self.line(title)
         for line in lines:
@@ -83,27 +60,27 @@ class Output:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """While inside, `progress` shows a spinner on a terminal and a line in a pipe."""
-        if not self.on_terminal:
-            yield
-            return
-        with self._progress.status("starting") as self._status:
-            yield
-        self._status = None
+        """While inside, `progress` shows a spinner where it can, and otherwise a line."""
+        yield
 
     def progress(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(Text(text))
-        else:
-            self._progress.print(text, soft_wrap=True)
+        print(text, file=sys.stderr, flush=True)
 
     def warning(self, text: str) -> None:
-        self._progress.print(f"warning: {text}", style="yellow", soft_wrap=True)
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def document(self, document: dict[str, Any]) -> None:
         """One line of JSON; call it last."""
         sys.stdout.flush()
         print(json.dumps(strict_json(document), allow_nan=False), flush=True)
+
+
+def make_output() -> Output:
+    try:
+        from amoeba.commands.rich_output import RichOutput
+    except ImportError:
+        return Output()
+    return RichOutput()
 
 
 def strict_json(value: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any
 
 from amoeba.commands.output import Output
 from amoeba.errors import bad_value
 from amoeba.jobs.settings import TrainSettings, load_settings
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class TrainConsole:
@@ -22,6 +23,8 @@ class TrainConsole:
         self._bar: Progress | None = None
         self._task: Any = None
         if output.on_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
             self._bar = Progress(*columns, console=output.progress_console)
 

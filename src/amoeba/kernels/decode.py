@@ -72,14 +72,16 @@ class Tile(NamedTuple):
 class Configuration(NamedTuple):
     """rows: the slots of an expert that are computed together, a power of two of at least 16; not used by slot.
 
-    overlap: programs of a launch start while the one before still runs, and fetch their weights into the L2 cache
-    (programmatic dependent launch: Hopper and later). Not measured yet, so off unless asked for.
+    at_once: a program of the down projection has all its weights in flight before it needs the first of them.
+    overlap: with at_once, the down projection starts while the up projection ends (programmatic dependent launch, from
+    Hopper on).
     """
 
     by_slot: bool
     up: Tile
     down: Tile
     rows: int = SMALLEST_CHUNK
+    at_once: bool = False
     overlap: bool = False
 
 
@@ -134,7 +136,8 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
     y_TH = torch.empty_like(x_TH)
     if chosen.by_slot:
         _launch_up_by_slot(problem, x_TH, expert_TK, a_NI, chosen)
-        _launch_down_by_token(problem, a_NI, expert_TK, weight_TK, y_TH, chosen)
+        launch_down = _launch_down_at_once if chosen.at_once else _launch_down_by_token
+        launch_down(problem, a_NI, expert_TK, weight_TK, y_TH, chosen)
         return y_TH
     y_NH = x_TH.new_empty((tokens * top_k, hidden), dtype=torch.float32)
     _launch_up_by_expert(problem, x_TH, expert_TK, a_NI, chosen)
@@ -152,12 +155,6 @@ def _chosen(problem: Problem) -> Configuration:
         gated=problem.activation.gated,
         itemsize=problem.x_TH.element_size(),
     )
-
-
-def _options(warps: int, chosen: Configuration, *, first: bool = False) -> dict[str, object]:
-    """Launch options; the first launch never overlaps, since nobody knows what ran before it."""
-    overlap: dict[str, object] = {"launch_pdl": True} if chosen.overlap and not first else {}
-    return {"num_warps": warps} | overlap
 
 
 def _bias(bias: Tensor | None, stand_in: Tensor) -> tuple[Tensor, bool]:
@@ -187,7 +184,34 @@ def _launch_up_by_slot(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: 
         INTERLEAVED=problem.activation.interleaved,
         OVERLAP=chosen.overlap,
         **constants(problem.activation),
-        **_options(tile.warps, chosen, first=True),
+        num_warps=tile.warps,
+    )
+
+
+def _launch_down_at_once(
+    problem: Problem, a_NI: Tensor, expert_TK: Tensor, weight_TK: Tensor, y_TH: Tensor, chosen: Configuration
+) -> None:
+    (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
+    bias_EH, has_bias = _bias(problem.down_bias_EH, y_TH)
+    _down_at_once[(tokens * cdiv(hidden, tile.columns),)](
+        a_NI,
+        expert_TK,
+        weight_TK,
+        problem.down_EHI,
+        bias_EH,
+        y_TH,
+        *problem.down_EHI.stride(),
+        problem.down_EHI.shape[0],
+        hidden,
+        intermediate,
+        K=expert_TK.shape[1],
+        SLOTS=next_power_of_2(expert_TK.shape[1]),
+        BLOCK_H=tile.columns,
+        BLOCK_I=next_power_of_2(intermediate),
+        HAS_BIAS=has_bias,
+        OVERLAP=chosen.overlap,
+        num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap else {}),
     )
 
 
@@ -213,8 +237,7 @@ def _launch_down_by_token(
         STAGES=tile.stages,
         HAS_BIAS=has_bias,
         EVEN_H=hidden % tile.columns == 0,
-        OVERLAP=chosen.overlap,
-        **_options(tile.warps, chosen),
+        num_warps=tile.warps,
     )
 
 
@@ -246,10 +269,9 @@ def _launch_up_by_expert(
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden % tile.depth == 0,
         INTERLEAVED=problem.activation.interleaved,
-        OVERLAP=chosen.overlap,
         **constants(problem.activation),
         num_stages=tile.stages,
-        **_options(tile.warps, chosen, first=True),
+        num_warps=tile.warps,
     )
 
 
@@ -279,9 +301,8 @@ def _launch_down_by_expert(
         HAS_BIAS=has_bias,
         EVEN_H=hidden % tile.columns == 0,
         EVEN_I=intermediate % tile.depth == 0,
-        OVERLAP=chosen.overlap,
         num_stages=tile.stages,
-        **_options(tile.warps, chosen),
+        num_warps=tile.warps,
     )
 
 
@@ -301,33 +322,7 @@ def _launch_combine(
         top_k,
         BLOCK_K=block_k,
         BLOCK_H=columns,
-        OVERLAP=chosen.overlap,
-        **_options(4, chosen),
-    )
-
-
-@triton.jit
-def _let_the_next_launch_start(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _wait_for_the_launch_before(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _fetch_lines(pointers):
-    """Brings the 128-byte line at each of these addresses into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        num_warps=4,
     )
 
 
@@ -418,14 +413,13 @@ def _up_by_slot(
     LIMIT: tl.constexpr,
     UP_SHIFT: tl.constexpr,
 ):
-    _let_the_next_launch_start(OVERLAP)
     WEIGHT_ROWS: tl.constexpr = 2 * BLOCK_I if GATED else BLOCK_I
     blocks = tl.cdiv(I, BLOCK_I)
     slot = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_I
     expert = tl.load(expert_TK + slot)
     if (expert < 0) | (expert >= E):
-        return
+        return  # which counts as the sign to the next launch
     expert = expert.to(tl.int64)
     j, row_ok = _rows_of_gate_up(first, I, GATED, INTERLEAVED, BLOCK_I)
     depth = tl.arange(0, BLOCK_H)
@@ -444,6 +438,8 @@ def _up_by_slot(
         else:
             value = tl.load(x + here, mask=here < H, other=0.0)
         total += tile.to(tl.float32) * value.to(tl.float32)[None, :]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     h = tl.sum(total, axis=1, keep_dims=True)
     if HAS_BIAS:
         J = 2 * I if GATED else I
@@ -451,6 +447,59 @@ def _up_by_slot(
     a = _activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, 1)
     column = first + tl.arange(0, BLOCK_I)[:, None]
     tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column < I)
+
+
+@quick
+@triton.jit
+def _down_at_once(
+    a_NI,
+    expert_TK,
+    weight_TK,
+    down_EHI,
+    bias_EH,
+    y_TH,
+    stride_e,
+    stride_h,
+    stride_i,
+    E,
+    H,
+    I,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """All that a program reads of the weights is on its way before it looks at `a`: with OVERLAP, while the launch that
+    computes `a` still runs."""
+    blocks = tl.cdiv(H, BLOCK_H)
+    token = tl.program_id(0) // blocks
+    h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    k = tl.arange(0, SLOTS)
+    expert = tl.load(expert_TK + token * K + k, mask=k < K, other=-1)
+    owned = (expert >= 0) & (expert < E)
+    expert = tl.where(owned, expert, 0).to(tl.int64)
+    i = tl.arange(0, BLOCK_I)
+    row = expert[:, None] * stride_e + h.to(tl.int64)[None, :] * stride_h
+    inside = owned[:, None] & (h < H)[None, :]
+    tile = tl.load(
+        down_EHI + row[:, :, None] + (i.to(tl.int64) * stride_i)[None, None, :],
+        mask=inside[:, :, None] & (i < I)[None, None, :],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    scale = tl.load(weight_TK + token * K + k, mask=owned, other=0.0).to(tl.float32)
+    bias = tl.zeros((SLOTS, BLOCK_H), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_EH + expert[:, None] * H + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    slot = (token * K + k).to(tl.int64)
+    a = tl.load(a_NI + slot[:, None] * I + i[None, :], mask=owned[:, None] & (i < I)[None, :], other=0.0)
+    total = tl.sum(tile.to(tl.float32) * (a.to(tl.float32) * scale[:, None])[:, None, :], axis=0)
+    y = tl.sum(total, axis=1) + tl.sum(bias * scale[:, None], axis=0)
+    tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=h < H)
 
 
 @quick
@@ -474,9 +523,7 @@ def _down_by_token(
     STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_H: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    _let_the_next_launch_start(OVERLAP)
     blocks = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0) // blocks
     h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -484,18 +531,6 @@ def _down_by_token(
     depth = tl.arange(0, BLOCK_I)
     rows = down_EHI + h.to(tl.int64)[:, None] * stride_h
     steps = tl.cdiv(I, BLOCK_I)
-
-    if OVERLAP:
-        LINE: tl.constexpr = 1024 // down_EHI.dtype.element_ty.primitive_bitwidth
-        LINES: tl.constexpr = BLOCK_I // LINE if BLOCK_I > LINE else 1
-        for k in range(K):
-            expert = tl.load(expert_TK + token * K + k).to(tl.int64)
-            if (expert >= 0) & (expert < E):
-                for first in range(0, I, BLOCK_I):
-                    i = tl.minimum(first + tl.arange(0, LINES) * LINE, I - 1)
-                    row = tl.minimum(h, H - 1).to(tl.int64)
-                    _fetch_lines(down_EHI + expert * stride_e + row[:, None] * stride_h + i[None, :] * stride_i)
-    _wait_for_the_launch_before(OVERLAP)
 
     total = tl.zeros((BLOCK_H, BLOCK_I), tl.float32)
     bias = tl.zeros((BLOCK_H,), tl.float32)
@@ -579,7 +614,6 @@ def _up_by_expert(
     EVEN_I: tl.constexpr,
     EVEN_H: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    OVERLAP: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -587,7 +621,6 @@ def _up_by_expert(
     LIMIT: tl.constexpr,
     UP_SHIFT: tl.constexpr,
 ):
-    _let_the_next_launch_start(OVERLAP)
     WEIGHT_ROWS: tl.constexpr = 2 * BLOCK_I if GATED else BLOCK_I
     blocks = tl.cdiv(I, BLOCK_I)
     first = (tl.program_id(0) % blocks) * BLOCK_I
@@ -643,24 +676,12 @@ def _down_by_expert(
     HAS_BIAS: tl.constexpr,
     EVEN_H: tl.constexpr,
     EVEN_I: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    _let_the_next_launch_start(OVERLAP)
     blocks = tl.cdiv(H, BLOCK_H)
     h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     expert, count = _my_expert(expert_TK, tl.program_id(0) // blocks, N, E, OWNER_IS_EXPERT, BLOCK_N)
     row_ok = h < H
     depth = tl.arange(0, BLOCK_I)
-    if OVERLAP:
-        LINE: tl.constexpr = 1024 // down_EHI.dtype.element_ty.primitive_bitwidth
-        LINES: tl.constexpr = BLOCK_I // LINE if BLOCK_I > LINE else 1
-        if count > 0:
-            for first in range(0, I, BLOCK_I):
-                i = tl.minimum(first + tl.arange(0, LINES) * LINE, I - 1)
-                row = tl.minimum(h, H - 1).to(tl.int64)
-                _fetch_lines(down_EHI + expert * stride_e + row[:, None] * stride_h + i[None, :] * stride_i)
-    # also where there is nothing to do: this launch must not be over before the one before it
-    _wait_for_the_launch_before(OVERLAP)
     if count == 0:
         return
     weights = down_EHI + expert * stride_e + h.to(tl.int64)[:, None] * stride_h
@@ -691,12 +712,10 @@ def _combine(
     K,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     blocks = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0) // blocks
     h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    _wait_for_the_launch_before(OVERLAP)
     k = tl.arange(0, BLOCK_K)
     slot = token * K + k
     expert = tl.load(expert_TK + slot, mask=k < K, other=-1)

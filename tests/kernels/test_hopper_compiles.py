@@ -1,0 +1,166 @@
+"""The Gluon kernels compile for Hopper, here without one: matrix instructions, shared memory that fits, no spills.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+A compilation takes seconds and no GPU. It runs in a process of its own, this file as a program: the tests' own process
+may have imported Triton with its interpreter switched on, which cannot compile.
+
+    TRITON_CACHE_DIR=/tmp/cubins python tests/kernels/test_hopper_compiles.py up down      # a line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# What a block may have of a multiprocessor's 228 KB, by NVIDIA's table of compute capabilities.
+SHARED_BYTES = 232448
+# Those that a training step of a gated layer spends its time in, one of each way to read and to write. (As many again
+# compile alike: `down`, `down_backward`, `down_gradient`.)
+HOT = ("up", "rows_gradient", "up_gradient")
+OTHERS = ("plain_up_with_bias",)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Figures of each kernel by name."""
+    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    surroundings |= {
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+    }
+    command = [sys.executable, __file__, *HOT, *OTHERS]
+    finished = subprocess.run(command, env=surroundings, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+@pytest.mark.parametrize("name", [*HOT, *OTHERS])
+def test_multiplies_with_the_warpgroups_instructions(compiled: dict[str, dict[str, int]], name: str) -> None:
+    assert compiled[name]["wgmma"] > 0
+
+
+@pytest.mark.parametrize("name", [*HOT, *OTHERS])
+def test_fits_into_shared_memory(compiled: dict[str, dict[str, int]], name: str) -> None:
+    assert SHARED_BYTES // 2 < compiled[name]["shared"] <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("name", HOT)
+def test_keeps_everything_in_registers(compiled: dict[str, dict[str, int]], name: str) -> None:
+    assert compiled[name]["local_accesses"] == compiled[name]["stack_bytes"] == 0
+
+
+def launches() -> dict[str, Callable[[], None]]:
+    """Calls of the launchers as a backend makes them, by name."""
+    from amoeba.config import Activation
+    from amoeba.kernels.hopper_gradient import weight_gradient
+    from amoeba.kernels.hopper_product import multiply, up
+
+    N, K, E, H, I = 1024, 2, 4, 512, 256
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    x, y, h, a = empty(N // K, H), empty(N, H), empty(N, 2 * I), empty(N, I)
+    gate_up, down, bias = empty(E, 2 * I, H), empty(E, H, I), empty(E, I)
+    order, offs, table = (empty(n, dtype=torch.int32) for n in (N, E, 64))
+    return {
+        "up": lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h),
+        "plain_up_with_bias": lambda: up(
+            x, order, K, gate_up[:, :I].contiguous(), table, Activation("gelu", gated=False), a, h_NJ=y, bias_EJ=bias
+        ),
+        "down": lambda: multiply(a, down, table, y),
+        "down_backward": lambda: multiply(x, down.transpose(1, 2), table, a, order_N=order, top_k=K),
+        "rows_gradient": lambda: multiply(h, gate_up.transpose(1, 2), table, y),
+        "down_gradient": lambda: weight_gradient(x, order, K, a, offs, offs, down),
+        "up_gradient": lambda: weight_gradient(x, order, K, h, offs, offs, gate_up.transpose(1, 2)),
+    }
+
+
+class CompileOnly:
+    """Stands for a kernel: a launch compiles it for what it is launched with, and runs nothing."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any] | None = None) -> None:
+        self.kernel, self.constants, self.compiled = kernel, constants or {}, None
+
+    def bound(self, **constants: Any) -> CompileOnly:
+        self.last = CompileOnly(self.kernel, constants)
+        return self.last
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.compile
+
+    def compile(self, *arguments: Any) -> None:
+        from triton import compile
+        from triton.backends.compiler import GPUTarget
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        constants = dict(self.constants)
+        options = {"num_warps": constants.pop("num_warps")}
+        names = self.kernel.arg_names
+        signature, attributes = dict.fromkeys(names, "constexpr"), {}
+        for at, argument in enumerate(arguments):
+            if isinstance(argument, int) and argument == 1:
+                constants[names[at]] = 1
+                continue
+            signature[names[at]] = _type_of(argument)
+            if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):
+                attributes[(at,)] = [["tt.divisibility", 16]]
+        source = GluonASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
+        self.compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _type_of(argument: Any) -> str:
+    names = {torch.bfloat16: "bf16", torch.int32: "i32"}
+    if isinstance(argument, torch.Tensor):
+        return f"*{names[argument.dtype]}"
+    if isinstance(argument, int):
+        return "i32"
+    rows, columns = argument.block_shape
+    return f"tensordesc<{names[argument.base.dtype]}[{rows},{columns}],{argument.layout!r}>"
+
+
+def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
+    """Figures of each compiled kernel."""
+    from amoeba.kernels import hopper_gradient, hopper_product
+
+    hopper_product.multiprocessors = hopper_gradient.multiprocessors = lambda device: 132
+    product = hopper_product.product_kernel = CompileOnly(hopper_product.product_kernel.kernel)
+    gradient = hopper_gradient.gradient_kernel = CompileOnly(hopper_gradient.gradient_kernel.kernel)
+    found = {}
+    for name in wanted:
+        kernel = gradient if name.endswith("_gradient") and name != "rows_gradient" else product
+        launches()[name]()
+        found[name] = figures(kernel.last.compiled)
+    return found
+
+
+def figures(compiled: Any) -> dict[str, int]:
+    from triton import knobs
+
+    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+
+    def told_by(tool: Any, option: str) -> str:
+        return subprocess.run([tool.path, option, str(path)], capture_output=True, text=True, check=True).stdout
+
+    (stack,) = re.findall(r"STACK:(\d+)", told_by(knobs.nvidia.cuobjdump, "-res-usage"))
+    return {
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "shared": compiled.metadata.shared,
+        "stack_bytes": int(stack),
+        "local_accesses": len(re.findall(r"\b(?:LDL|STL)\b", told_by(knobs.nvidia.nvdisasm, "-c"))),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(sys.argv[1:])))
