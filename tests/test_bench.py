@@ -13,15 +13,17 @@ import torch
 
 from amoeba import cost
 from amoeba.backends.registry import backends_for
+from amoeba.bench import ceilings as ceilings_module
 from amoeba.bench import implementations as implementations_module
 from amoeba.bench import suite as suite_module
 from amoeba.bench import timing as timing_module
+from amoeba.bench.ceilings import Ceilings, Product, Size, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_new
 from amoeba.bench.implementations import PEERS, THROUGH_TRANSFORMERS, Implementation, implementations
 from amoeba.bench.memory import peak_bytes, watch_kept
 from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
 from amoeba.bench.suite import run_suite
-from amoeba.bench.timing import time_in_turns
+from amoeba.bench.timing import Timing, time_in_turns
 from amoeba.bench.workload import make_workload, relative_error
 from amoeba.reference.experts import experts_forward
 from amoeba.weights import ExpertWeights
@@ -264,6 +266,61 @@ def test_the_document_is_complete_and_names_no_place(tmp_path):
                 assert measurement[field]
 
 
+def test_the_document_has_the_ceilings_or_says_that_there_are_none():
+    ceilings = Ceilings("cpu", {"float32": Product(2048, 1e11)}, copied_bytes=4096, copy_bytes_per_second=1e10)
+    assert make_document([], "amoeba bench", ceilings=ceilings)["ceilings"] == {
+        "device": "cpu",
+        "matmul": {"float32": {"size": 2048, "flops_per_second": 1e11}},
+        "copied_bytes": 4096,
+        "copy_bytes_per_second": 1e10,
+    }
+    assert make_document([], "amoeba bench")["ceilings"] is None
+
+
+def test_ceilings_count_two_operations_per_product_and_both_sides_of_a_copy(monkeypatch):
+    def two_ms(steps, device, repeats):
+        for step in steps.values():
+            step(lambda: None)
+        return {name: Timing([(2.0,)]) for name in steps}
+
+    monkeypatch.setattr(ceilings_module, "time_in_turns", two_ms)
+    monkeypatch.setitem(ceilings_module.SIZES, "cpu", Size(96, copy_bytes=4000, rounds=1))
+    found = measure_ceilings(CPU, [torch.float64])
+    rate = 2 * 96**3 / 2e-3
+    assert found.matmul == {"float32": Product(96, rate), "float64": Product(96, rate)}
+    assert found.copy_bytes_per_second == pytest.approx(2 * 4000 / 2e-3)
+    assert "\n" not in found.line()
+
+
+def test_ceilings_are_measured(monkeypatch):
+    monkeypatch.setitem(ceilings_module.SIZES, "cpu", Size(64, copy_bytes=1 << 20, rounds=3))
+    found = measure_ceilings(CPU, [torch.float32, torch.bfloat16])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert 1e6 < found.matmul_flops_per_second(dtype) < 1e14
+    assert 1e6 < found.copy_bytes_per_second < 1e13
+
+
+def test_a_problem_is_held_against_the_product_that_it_is_computed_with(monkeypatch):
+    found = Ceilings("cpu", {"float32": Product(64, 1.0), "bfloat16": Product(64, 2.0)}, 0, 0.0)
+    for has_instructions, expected in ((True, 2.0), (False, 1.0)):
+        monkeypatch.setattr("amoeba.cpu_features.has_bf16_instructions", lambda has=has_instructions: has)
+        assert found.matmul_flops_per_second(torch.bfloat16) == expected
+    assert found.matmul_flops_per_second(torch.float16) == 1.0
+
+
+@pytest.mark.parametrize(("flops_per_second", "size"), [(1e12, 2048), (2e9, 512), (1.0, 256)])
+def test_a_slow_dtype_is_measured_on_smaller_matrices(monkeypatch, flops_per_second, size):
+    monkeypatch.setattr(ceilings_module, "_product", lambda size, device, dtype: 2 * size**3)
+    monkeypatch.setattr(ceilings_module, "_seconds", lambda flops, device: flops / flops_per_second)
+    assert ceilings_module._affordable(2048, CPU, torch.bfloat16) == size
+
+
+@pytest.mark.parametrize(("free", "copied"), [(None, 1 << 30), (1 << 40, 1 << 30), (4003, 1000)])
+def test_a_copy_takes_a_quarter_of_the_free_memory_at_most(monkeypatch, free, copied):
+    monkeypatch.setattr(ceilings_module, "available_memory", lambda device: free)
+    assert ceilings_module._copied_bytes(1 << 30, CPU) == copied
+
+
 def test_a_result_is_written_whole_and_never_over_another(tmp_path):
     path = result_path(tmp_path / "results")
     write_new(path, {"first": True})
@@ -295,3 +352,14 @@ def test_on_a_gpu_times_bytes_and_both_references(tokens):
         if measurement.ours and measurement.status == "timed":
             assert measurement.kept_bytes == x_and_h + maps
             assert gradients < measurement.peak_bytes < 20 * (gradients + x_and_h)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_ceilings_are_those_of_a_gpu_and_leave_no_memory_behind():
+    device = torch.device("cuda")
+    before = torch.cuda.memory_allocated(device)
+    found = measure_ceilings(device, [torch.bfloat16])
+    assert set(found.matmul) == {"bfloat16"}
+    assert 1e13 < found.matmul_flops_per_second(torch.bfloat16) < 1e16
+    assert 1e11 < found.copy_bytes_per_second < 1e14
+    assert torch.cuda.memory_allocated(device) == before

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from amoeba import conformance
 from amoeba.backends import eager, registry
-from amoeba.bench import timing
+from amoeba.bench import ceilings, timing
+from amoeba.bench.ceilings import Ceilings, Product
+from amoeba.bench.shapes import Shape
 from amoeba.cli import app
-from amoeba.commands.output import strict_json
+from amoeba.commands import bench as bench_command
+from amoeba.commands.output import Output, strict_json
 from amoeba.conformance import Case
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 TINY = "37,32,16,6,2"
+FEW = [Case(0, 2), Case(1, 2), Case(63, 2, bias=True, pattern="sentinels")]
+SMALL = ceilings.Size(64, 1 << 20, 1)
 
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch):
     """The suite itself is run by test_conformance.py."""
-    few = [Case(0, 2), Case(1, 2), Case(63, 2, bias=True, pattern="sentinels")]
-    monkeypatch.setattr(conformance, "cases", lambda thorough=False: few)
-    monkeypatch.setattr("amoeba.commands.verify.cases", lambda thorough=False: few)
+    monkeypatch.setattr(conformance, "cases", lambda thorough=False: FEW)
+    monkeypatch.setattr("amoeba.commands.verify.cases", lambda thorough=False: FEW)
     monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
+    monkeypatch.setitem(ceilings.SIZES, "cpu", SMALL)
 
 
 def invoke(*words: str):
@@ -197,10 +206,195 @@ def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
     assert "amoeba: experts of torch.float32 on cpu: backend" in done.stderr
 
 
-def test_without_typer_a_sentence_says_what_to_install():
-    done = run_python("-c", "import sys; sys.modules['typer'] = None; import amoeba.cli")
-    assert done.returncode == 2
-    assert done.stderr == "amoeba: the command line needs typer. Install it with: pip install typer rich\n"
+# Runs commands one after another as `python -m amoeba` does, where some packages cannot be imported.
+WITHOUT = """
+    import contextlib, io, json, pickle, runpy, sys
+
+    absent = sys.argv[1:]
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in absent:
+                raise ImportError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, Absent())
+    from amoeba import conformance
+    from amoeba.bench import ceilings, timing
+
+    few, small, commands = pickle.load(sys.stdin.buffer)
+    conformance.cases = lambda thorough=False: few
+    timing.LEAST_SECONDS = 0.0
+    ceilings.SIZES["cpu"] = small
+    done = []
+    for words in commands:
+        sys.argv = ["amoeba", *words]
+        code, out, err = 0, io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_module("amoeba", run_name="__main__")
+            except SystemExit as left:
+                code = left.code or 0
+        done.append([code, out.getvalue(), err.getvalue()])
+    present = [name for name in absent if name in sys.modules]
+    print(json.dumps({"done": done, "present": present}))
+"""
+
+
+def run_without(absent: Sequence[str], commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each command."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WITHOUT), *absent],
+        input=pickle.dumps((FEW, SMALL, commands)),
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
+    answer = json.loads(ran.stdout)
+    assert not answer["present"]
+    return answer["done"]
+
+
+def outline(value):
+    """The keys of a document, without its numbers."""
+    if isinstance(value, dict):
+        return {key: outline(inner) for key, inner in value.items()}
+    return [outline(inner) for inner in value] if isinstance(value, list) else None
+
+
+VERIFY = ("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--json")
+
+
+def test_with_torch_alone_the_commands_say_and_return_the_same(tmp_path):
+    bench = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "training", "--repeats", "1", "--json")
+    folders = [str(tmp_path / "plain"), str(tmp_path / "typer")]
+    plain_verify, plain_bench, again, doctor = run_without(
+        ("typer", "rich", "click", "transformers", "yaml", "safetensors"),
+        [VERIFY, (*bench, "--out", folders[0]), (*bench, "--out", folders[0]), ("doctor", "--json")],
+    )
+
+    expected = invoke(*VERIFY)
+    code, out, _ = plain_verify
+    assert (code, expected.exit_code) == (0, 0)
+    assert out.splitlines()[:-1] == expected.stdout.splitlines()[:-1]
+    assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
+
+    expected = invoke(*bench, "--out", folders[1])
+    code, out, err = plain_bench
+    assert (code, expected.exit_code) == (0, 0), err
+    (written,) = (tmp_path / "plain").iterdir()
+    document, as_typer = json.loads(written.read_text()), last_line(expected)
+    assert document == json.loads(out.splitlines()[-1])
+    assert document["command"] == as_typer["command"]
+    results, expected_results = document.pop("results"), as_typer.pop("results")
+    assert outline(document) == outline(as_typer)
+    for result, expected_result in zip(results, expected_results, strict=True):
+        measurements, others = result.pop("measurements"), expected_result.pop("measurements")
+        assert result == expected_result
+        assert {m["implementation"] for m in measurements} == {m["implementation"] for m in others}
+        assert {key for m in measurements for key in m} == {key for m in others for key in m}
+    assert f"{TINY} (T=37 H=32 I=16 E=6 K=2) training, float32 on cpu" in out
+
+    assert again[0] == 2
+    assert "not overwritten" in again[2]
+
+    expected = invoke("doctor", "--json")
+    code, out, _ = doctor
+    assert code == 0
+    assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
+
+
+def test_without_typer_and_rich_bad_usage_exits_with_2():
+    commands = [
+        ("bench", "--shape", "1,2,3"),
+        ("bench", "--suite", "cpu", "--shape", "small"),
+        ("verify", "--device", "cpu", "--backend", "fastest"),
+        ("bench", "--repeats", "0"),
+        ("bench", "--repeats", "x"),
+        ("verify", "--dvice", "cpu"),
+        ("verify", "--thor"),
+        ("nothing",),
+        (),
+    ]
+    for words, (code, out, err) in zip(commands, run_without(("typer", "rich"), commands), strict=True):
+        expected = invoke(*words)
+        assert (code, out) == (2, ""), words
+        assert expected.exit_code == 2
+        if expected.stderr.startswith("amoeba: "):
+            assert err == expected.stderr
+        else:
+            assert "usage: amoeba" in err
+
+
+def test_without_typer_and_rich_every_option_is_there():
+    commands = get_command(app).commands
+    helps = run_without(("typer", "rich"), [(name, "--help") for name in commands])
+    for command, (code, out, _) in zip(commands.values(), helps, strict=True):
+        assert code == 0
+        for parameter in command.params:
+            for name in parameter.opts if parameter.param_type_name == "option" else [parameter.name.upper()]:
+                assert name in out
+
+
+@pytest.mark.parametrize("absent", ["typer", "rich"])
+def test_with_only_one_of_typer_and_rich_the_commands_run(absent):
+    version, verify = run_without((absent,), [("--version",), VERIFY[:-1]])
+    assert version[:2] == [0, invoke("--version").stdout]
+    assert verify[:2] == [0, invoke(*VERIFY[:-1]).stdout]
+
+
+def test_a_plain_table_is_aligned(capsys):
+    Output().table("title", ["", "ms"], [["a", "10.5"], ["long", "7"]])
+    assert capsys.readouterr().out == "\ntitle\n          ms\n  a     10.5\n  long     7\n"
+
+
+class Tables(Output):
+    def __init__(self) -> None:
+        self.found: list[tuple[list[str], list[list[str]]]] = []
+        self.lines: list[str] = []
+
+    def table(self, title, columns, rows, text=None) -> None:
+        self.found.append((columns, rows))
+
+    def line(self, text="", style=None) -> None:
+        self.lines.append(text)
+
+
+def bench_tables(measure) -> tuple[Tables, dict]:
+    output = Tables()
+    shapes = [Shape("layer", 37, 32, 16, 6, 2), Shape("step", 1, 32, 16, 6, 2, forward_only=True)]
+    document, _ = bench_command.run(
+        shapes, torch.device("cpu"), [torch.float32], "training", 1, None, output, ceilings=measure
+    )
+    return output, document
+
+
+def test_bench_shows_the_share_of_the_ceilings():
+    limits = Ceilings("cpu", {"float32": Product(2048, 1e9)}, copied_bytes=4096, copy_bytes_per_second=1e8)
+    output, document = bench_tables(lambda device, dtypes: limits)
+    assert output.lines[0] == limits.line()
+    assert document["ceilings"]["copy_bytes_per_second"] == 1e8
+    for (columns, rows), result, before, column, rate, limit in zip(
+        output.found,
+        document["results"],
+        ("GFLOP/s", "weights GB/s"),
+        ("of matmul", "of copy"),
+        ("flops_per_second", "weight_bytes_per_second"),
+        (1e9, 1e8),
+        strict=True,
+    ):
+        place = columns.index(column)
+        assert columns[place - 1] == before
+        assert len([name for name in columns if name.startswith("of ")]) == 1
+        timed = [m for m in result["measurements"] if m["status"] == "timed"]
+        assert [row[place] for row in rows] == [f"{100 * m[rate] / limit:.0f}%" for m in timed]
+
+
+def test_bench_without_ceilings_shows_no_shares():
+    output, document = bench_tables(None)
+    assert document["ceilings"] is None
+    assert not [name for columns, _ in output.found for name in columns if name.startswith("of ")]
+    assert not [line for line in output.lines if "ceilings" in line]
 
 
 def test_infinite_errors_are_still_json():

@@ -117,7 +117,7 @@ class TestCompiled:
     def test_one_graph_for_any_number_of_tokens(self, backend):
         plain, compiled, counted = self.compiled(Activation(), backend, dynamic=True)
         graphs = set()
-        for tokens in (13, 7, 40, 13):
+        for tokens in (13, 7) if backend == "triton" else (13, 7, 40, 13):  # in the interpreter a pass takes a second
             layer = Layer(tokens=tokens)
             assert_same(self.gradients(compiled, layer), self.gradients(plain, layer), exactly=True)
             graphs.add(counted.frame_count)
@@ -209,12 +209,14 @@ class TestOpcheck:
     @pytest.mark.parametrize("keep_h", [True, False])
     @pytest.mark.parametrize("tokens", [2, 40])
     def test_forward(self, backend, keep_h, tokens):
+        if backend == "triton" and tokens > 2:
+            pytest.skip("triton goes one way for 2 and for 40 tokens, and in the interpreter it takes 6 s")
         operator = getattr(torch.ops.amoeba, backend).default
         torch.library.opcheck(operator, (*self.arguments(Layer(GPT_OSS, tokens=tokens)), keep_h))
 
     @pytest.mark.parametrize("bias", [True, False])
     def test_backward(self, backend, bias):
-        layer = Layer(bias=bias, tokens=20)
+        layer = Layer(bias=bias, tokens=5 if backend == "triton" else 20)
         for tensor in layer.tensors.values():
             tensor.requires_grad_(False)
         arguments = self.arguments(layer)

@@ -5,6 +5,7 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · J 
 (x of the *sender* under expert parallelism is in test_layout.py.)
 """
 
+import functools
 import itertools
 
 import pytest
@@ -140,6 +141,8 @@ def test_foreign_activation_may_return_a_view(device):
 
 
 def test_results_are_bitwise_equal_from_run_to_run(backend):
+    if backend == "triton":
+        pytest.skip("the interpreter runs one program after another; test_gpu.py compares two runs of the real kernels")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -178,6 +181,11 @@ def test_a_gradient_without_strides_works(backend):
             torch.testing.assert_close(layer.tensors[name].grad, gradient, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@functools.cache
+def _contiguous(backend):
+    return Layer().gradients(backend)
+
+
 def _transposed(tensor):
     return tensor.detach().t().contiguous().t()
 
@@ -192,7 +200,7 @@ def _every_other_column(tensor):
 @pytest.mark.parametrize("name", ["x", "weight", "gate_up_bias", "down_bias", "dy", "expert"])
 def test_strided_inputs_give_what_contiguous_ones_give(backend, name, scatter):
     layer = Layer()
-    expected = layer.gradients(backend)
+    expected = _contiguous(backend)
     if name == "dy":
         layer.dy_TH = scatter(layer.dy_TH)
         assert not layer.dy_TH.is_contiguous()
@@ -207,8 +215,6 @@ def test_strided_inputs_give_what_contiguous_ones_give(backend, name, scatter):
         found = layer.gradients(backend, **{name: strided.requires_grad_()})
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, msg=lambda m, k=key: f"{k}: {m}")
-    inference = Layer().run(backend).detach()
-    torch.testing.assert_close(found["output"], inference)
 
 
 @pytest.mark.parametrize("tokens", [1, T])

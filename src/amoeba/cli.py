@@ -99,6 +99,9 @@ def bench(
     device: Device = "auto",
     passes: Annotated[str, typer.Option("--pass", help="forward, training (forward and backward) or both.")] = "both",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds at least.")] = 20,
+    peer: Annotated[
+        list[str] | None, typer.Option("--peer", help="eager, batched_mm or grouped_mm; default: all. May be repeated.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")] = None,
     json: Json = False,
 ) -> None:
@@ -108,9 +111,10 @@ def bench(
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
         shapes = bench_command.choose_shapes(shape or [], suite, place)
         bench_command.choose_passes(passes)
+        peers = bench_command.choose_peers(peer or [])
         path = bench_command.free_path(out)
     output = make_output()
-    document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output)
+    document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output, peers)
     _finish(output, document, ok, json)
 
 

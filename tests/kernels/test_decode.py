@@ -26,7 +26,8 @@ Configuration, Tile = decode_module.Configuration, decode_module.Tile
 # Tiles so small that a small layer has several in each direction, with rests.
 BY_SLOT = Configuration(by_slot=True, up=Tile(32, 16), down=Tile(32, 32))
 BY_EXPERT = Configuration(by_slot=False, up=Tile(32, 16), down=Tile(32, 32), rows=16)
-WAYS = pytest.mark.parametrize("way", [BY_SLOT, BY_EXPERT], ids=["by_slot", "by_expert"])
+AT_ONCE = BY_SLOT._replace(down=Tile(8, 64), at_once=True)
+WAYS = pytest.mark.parametrize("way", [BY_SLOT, AT_ONCE, BY_EXPERT], ids=["by_slot", "at_once", "by_expert"])
 ON_GPU = torch.cuda.is_available()
 
 

@@ -91,6 +91,8 @@ def _triton_why_not(request: Request) -> str | None:
             return "needs compute capability 8.0 or newer"
     elif weights.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return f"computes on a CUDA device (or in Triton's interpreter), these weights are on {weights.device}"
+    elif weights.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bf16 wrongly"
     return _not_plain(request) or (None if _TRITON_FOUND else "needs Triton, which is not installed")
 
 

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from amoeba import files
+from amoeba.bench.ceilings import Ceilings
 from amoeba.bench.suite import Report
 from amoeba.machine import commit, machine, machine_kind, versions
 
 FORMAT = 1
 
 
-def make_document(reports: Sequence[Report], command: str, load_before: float | None = None) -> dict[str, Any]:
+def make_document(
+    reports: Sequence[Report], command: str, load_before: float | None = None, ceilings: Ceilings | None = None
+) -> dict[str, Any]:
     """load_before: the machine's load average before the first measurement; others' work distorts the times."""
     return {
         "document": "amoeba bench",
@@ -32,6 +35,7 @@ def make_document(reports: Sequence[Report], command: str, load_before: float | 
         "machine": machine(),
         "load_before": load_before,
         "versions": versions(),
+        "ceilings": None if ceilings is None else asdict(ceilings),
         "results": [_plain(report) for report in reports],
     }
 

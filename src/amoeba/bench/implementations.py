@@ -9,7 +9,7 @@ All of them work on the same tensors. `left_out` says of each that is missing wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,9 @@ class Implementation:
     run: Callable[[], Tensor]
 
 
-def implementations(workload: Workload, *, training: bool) -> tuple[list[Implementation], dict[str, str]]:
+def implementations(
+    workload: Workload, *, training: bool, peers: Sequence[str] = PEERS
+) -> tuple[list[Implementation], dict[str, str]]:
     """All that can take this workload, ours first, and the reason for each that cannot."""
     found, left_out = _our_backends(workload)
     try:
@@ -50,6 +52,7 @@ def implementations(workload: Workload, *, training: bool) -> tuple[list[Impleme
     found.append(Implementation(THROUGH_TRANSFORMERS, True, through_module["amoeba"]))
     for name in PEERS:
         reason = _why_not_batched(workload, training) if name == "batched_mm" else None
+        reason = reason if name in peers else "was not asked for"
         if reason is None:
             found.append(Implementation(_peer(name), False, through_module[name]))
         else:

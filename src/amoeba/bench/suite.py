@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from amoeba import cost
-from amoeba.bench.implementations import Implementation, chosen_by_auto, implementations
+from amoeba.bench.implementations import PEERS, Implementation, chosen_by_auto, implementations
 from amoeba.bench.memory import peak_bytes, watch_kept
 from amoeba.bench.shapes import Shape
 from amoeba.bench.timing import Step, Timing, time_in_turns
@@ -85,6 +85,7 @@ def run_suite(
     passes: Sequence[Pass],
     repeats: int,
     progress: Progress = lambda line: None,
+    peers: Sequence[str] = PEERS,
 ) -> list[Report]:
     """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only."""
     reports = []
@@ -93,15 +94,15 @@ def run_suite(
             wanted: Sequence[Pass] = ["forward"] if shape.forward_only else passes
             progress(f"{shape.name} {_name(dtype)}: computing the reference")
             workload = make_workload(shape, device, dtype, training="training" in wanted)
-            reports += [_report(workload, measured, repeats, progress) for measured in wanted]
+            reports += [_report(workload, measured, repeats, progress, peers) for measured in wanted]
             del workload  # before the next one is made: large ones do not fit twice
     return reports
 
 
-def _report(workload: Workload, measured: Pass, repeats: int, progress: Progress) -> Report:
+def _report(workload: Workload, measured: Pass, repeats: int, progress: Progress, peers: Sequence[str]) -> Report:
     shape, tolerance, training = workload.shape, TOLERANCE[workload.dtype], measured == "training"
     about = f"{shape.name} {measured} {_name(workload.dtype)}"
-    candidates, left_out = implementations(workload, training=training)
+    candidates, left_out = implementations(workload, training=training, peers=peers)
     flops = cost.forward_flops(rows=shape.rows, hidden=shape.hidden, intermediate=shape.intermediate)
     if training:
         flops += cost.backward_flops(rows=shape.rows, hidden=shape.hidden, intermediate=shape.intermediate)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_new
 from amoeba.bench.implementations import PEERS
 from amoeba.bench.shapes import Shape, default_suite, parse_shape, parse_suite
@@ -33,6 +34,14 @@ def choose_shapes(shapes: Sequence[str], suite: str | None, device: torch.device
     return [parse_shape(text) for text in shapes] if shapes else parse_suite(suite or default_suite(device))
 
 
+def choose_peers(names: Sequence[str]) -> Sequence[str]:
+    """All of them, unless some are named."""
+    for name in names:
+        if name not in PEERS:
+            raise bad_value("--peer", f"one of {', '.join(PEERS)}", repr(name), "these are transformers' own ways")
+    return tuple(names) or PEERS
+
+
 def choose_passes(name: str) -> list[Pass]:
     if name not in PASSES:
         raise bad_value("--pass", f"one of {', '.join(PASSES)}", repr(name), "training is forward and backward")
@@ -49,7 +58,12 @@ def free_path(directory: Path | None) -> Path | None:
 
 
 def command_line(
-    shapes: Sequence[Shape], device: torch.device, dtypes: Sequence[torch.dtype], passes: str, repeats: int
+    shapes: Sequence[Shape],
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    passes: str,
+    repeats: int,
+    peers: Sequence[str] = PEERS,
 ) -> str:
     """The command that measures the same again, with all defaults written out."""
     words = ["amoeba", "bench", "--device", device.type]
@@ -57,7 +71,10 @@ def command_line(
         words += ["--shape", shape.name]
     for dtype in dtypes:
         words += ["--dtype", dtype_name(dtype)]
-    return shlex.join([*words, "--pass", passes, "--repeats", str(repeats)])
+    words += ["--pass", passes, "--repeats", str(repeats)]
+    if tuple(peers) != PEERS:
+        words += [word for peer in peers for word in ("--peer", peer)]
+    return shlex.join(words)
 
 
 def run(
@@ -68,16 +85,27 @@ def run(
     repeats: int,
     path: Path | None,
     output: Output,
+    peers: Sequence[str] = PEERS,
+    ceilings: Callable[[torch.device, Sequence[torch.dtype]], Ceilings] | None = measure_ceilings,
 ) -> tuple[dict[str, Any], bool]:
-    """Prints the tables; returns the document, and False if an implementation of ours was refused as wrong."""
+    """Prints the tables; returns the document, and False if an implementation of ours was refused as wrong.
+
+    With ceilings=None they are not measured, and the tables have no shares of them.
+    """
     load = load_average()
     if load is not None and load > _BUSY * usable_cores():
         output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are not to be trusted")
+    limits = None
+    if ceilings is not None:
+        output.progress("measuring the ceilings of this device: a dense product and a copy")
+        limits = ceilings(device, dtypes)
+        output.line(limits.line())
     # Lines and no spinner: a spinner is a thread that would run while others are timed.
-    reports = run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress)
+    reports = run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers)
     for report in reports:
-        _print(report, output)
-    document = strict_json(make_document(reports, command_line(shapes, device, dtypes, passes, repeats), load))
+        _print(report, limits, output)
+    command = command_line(shapes, device, dtypes, passes, repeats, peers)
+    document = strict_json(make_document(reports, command, load, limits))
     if path is not None:
         write_new(path, document)
         output.heading(f"written to {path}")
@@ -85,18 +113,14 @@ def run(
     return document, not wrong
 
 
-def _print(report: Report, output: Output) -> None:
+def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
     shape = report.shape
     sizes = f"T={shape.tokens} H={shape.hidden} I={shape.intermediate} E={shape.experts} K={shape.top_k}"
     title = f"{shape.name} ({sizes}) {report.measured_pass}, {dtype_name(report.dtype)} on {report.device}"
     timed = [measurement for measurement in report.measurements if measurement.status == "timed"]
     peers = [f"transformers {name}" for name in PEERS if any(m.implementation == f"transformers {name}" for m in timed)]
-    training = report.measured_pass == "training"
-    columns = ["", "ms", "min", *(["forward", "backward"] if training else []), _rate_unit(timed)]
-    columns += ["kept MiB"] if training else ["weights GB/s"]
-    columns += ["host ms"] if any(m.host_median_ms is not None for m in timed) else []
-    columns += ["peak MiB", "error", *(f"vs {peer.removeprefix('transformers ')}" for peer in peers)]
-    output.table(title, columns, [_row(m, peers, training, _rate_unit(timed)) for m in timed])
+    rows = [_row(measurement, report, peers, _rate_unit(timed), limits) for measurement in timed]
+    output.table(title, list(rows[0]) if rows else [""], [list(row.values()) for row in rows])
     for note in _notes(report, timed):
         output.line(f"  {note}")
     for measurement in report.measurements:
@@ -116,30 +140,36 @@ def _notes(report: Report, timed: Sequence[Measurement]) -> Iterator[str]:
         yield f"the busiest expert gets {report.busiest_expert:.1f} times the mean"
 
 
-def _row(measurement: Measurement, peers: Sequence[str], training: bool, unit: str) -> list[str]:
+def _row(
+    measurement: Measurement, report: Report, peers: Sequence[str], unit: str, limits: Ceilings | None
+) -> dict[str, str]:
+    """Cells by the names of their columns, the same for all that were timed on one problem."""
     assert measurement.median_ms is not None
     assert measurement.min_ms is not None
     assert measurement.flops_per_second is not None
-    row = [measurement.implementation, _three(measurement.median_ms), _three(measurement.min_ms)]
-    if training:
-        row += [_three(measurement.forward_median_ms or 0), _three(measurement.backward_median_ms or 0)]
     scale = 1e12 if unit == "TFLOP/s" else 1e9
-    if training:
-        row.append(
-            f"{(measurement.forward_flops_per_second or 0) / scale:.0f}/"
-            f"{(measurement.backward_flops_per_second or 0) / scale:.0f}"
-        )
+    row = {"": measurement.implementation, "ms": _three(measurement.median_ms), "min": _three(measurement.min_ms)}
+    if report.measured_pass == "training":
+        row["forward"] = _three(measurement.forward_median_ms or 0)
+        row["backward"] = _three(measurement.backward_median_ms or 0)
+        forward, backward = measurement.forward_flops_per_second or 0, measurement.backward_flops_per_second or 0
+        row[unit] = f"{forward / scale:.0f}/{backward / scale:.0f}"
     else:
-        row.append(_three(measurement.flops_per_second / scale))
-    if training:
-        row.append(_mib(measurement.kept_bytes))
+        row[unit] = _three(measurement.flops_per_second / scale)
+    if limits is not None and not report.shape.forward_only:
+        row["of matmul"] = f"{measurement.flops_per_second / limits.matmul_flops_per_second(report.dtype):.0%}"
+    if report.measured_pass == "training":
+        row["kept MiB"] = _mib(measurement.kept_bytes)
     else:
-        row.append(_three((measurement.weight_bytes_per_second or 0) / 1e9))
+        row["weights GB/s"] = _three((measurement.weight_bytes_per_second or 0) / 1e9)
+    if limits is not None and report.shape.forward_only:
+        row["of copy"] = f"{(measurement.weight_bytes_per_second or 0) / limits.copy_bytes_per_second:.0%}"
     if measurement.host_median_ms is not None:
-        row.append(_three(measurement.host_median_ms))
-    row += [_mib(measurement.peak_bytes), f"{measurement.worst_error:.1e}"]
+        row["host ms"] = _three(measurement.host_median_ms)
+    row |= {"peak MiB": _mib(measurement.peak_bytes), "error": f"{measurement.worst_error:.1e}"}
     faster = measurement.times_faster_than
-    return row + [f"{faster[peer]:.2f}x" if peer in faster else "-" for peer in peers]
+    versus = {peer: f"{faster[peer]:.2f}x" if peer in faster else "-" for peer in peers}
+    return row | {f"vs {peer.removeprefix('transformers ')}": cell for peer, cell in versus.items()}
 
 
 def _rate_unit(timed: Sequence[Measurement]) -> str:

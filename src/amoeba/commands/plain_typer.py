@@ -96,7 +96,7 @@ def _add_parameters(parser: argparse.ArgumentParser, function: Command) -> None:
         elif kind == list[str]:
             settings |= {"action": "append", "metavar": "TEXT"}
         else:
-            settings |= {"type": _reader(kind, option.min), "metavar": kind.__name__.upper()}
+            settings |= {"type": _reader(kind, option.min), "metavar": "TEXT" if kind is str else kind.__name__.upper()}
         if option.names:
             parser.add_argument(*option.names, dest=name, default=default, **settings)
         else:

@@ -22,6 +22,7 @@ them must be 1 for speed (rows of W1 and W2 contiguous as in transformers is the
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,9 @@ BY_SLOT_PROGRAMS = 512
 BY_SLOT_LEAST_COLUMNS, BY_SLOT_MOST_COLUMNS = 4, 16
 # Elements of the weight tile of a program by slot: 32 in each of 128 threads. Not measured yet.
 BY_SLOT_TILE = 4096
+# A program of the down projection that has all its weights in flight at once: its columns, and the most elements of its
+# tile, 128 in each of 128 threads.
+AT_ONCE_COLUMNS, AT_ONCE_ELEMENTS = 2, 16384
 # Rows of weights in the tile of a program by expert (one wgmma is 64 high), and bytes of each. Not measured yet.
 BY_EXPERT_WEIGHT_ROWS = 64
 BY_EXPERT_DEPTH_BYTES = 256
@@ -86,16 +90,25 @@ class Configuration(NamedTuple):
 
 
 def configuration(
-    tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, itemsize: int
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    gated: bool,
+    itemsize: int,
+    overlap: bool = False,
 ) -> Configuration:
-    """The way and the tiles for these sizes; a pure function of shapes."""
+    """The way and the tiles. overlap: whether the device can start a launch before the one ahead of it ends."""
     slots = tokens * top_k
     if tokens <= BY_SLOT_TOKENS:
-        return Configuration(
-            by_slot=True,
-            up=_tile_by_slot(slots, intermediate, hidden, rows_per_column=2 if gated else 1),
-            down=_tile_by_slot(tokens, hidden, intermediate, rows_per_column=1),
-        )
+        up = _tile_by_slot(slots, intermediate, hidden, rows_per_column=2 if gated else 1)
+        if next_power_of_2(top_k) * next_power_of_2(intermediate) * AT_ONCE_COLUMNS <= AT_ONCE_ELEMENTS:
+            return Configuration(
+                True, up, Tile(AT_ONCE_COLUMNS, next_power_of_2(intermediate)), at_once=True, overlap=overlap
+            )
+        return Configuration(True, up, _tile_by_slot(tokens, hidden, intermediate, rows_per_column=1))
     expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
     rows = min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
     # fp32 has no tensor core in full precision: its operands pass through registers, so its steps are a quarter
@@ -154,7 +167,13 @@ def _chosen(problem: Problem) -> Configuration:
         *problem.down_EHI.shape,
         gated=problem.activation.gated,
         itemsize=problem.x_TH.element_size(),
+        overlap=_can_overlap(problem.x_TH.device),
     )
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _bias(bias: Tensor | None, stand_in: Tensor) -> tuple[Tensor, bool]:
@@ -413,13 +432,15 @@ def _up_by_slot(
     LIMIT: tl.constexpr,
     UP_SHIFT: tl.constexpr,
 ):
+    if OVERLAP:  # programs of the next launch may take the place of those of this one that are done
+        tl.extra.cuda.gdc_launch_dependents()
     WEIGHT_ROWS: tl.constexpr = 2 * BLOCK_I if GATED else BLOCK_I
     blocks = tl.cdiv(I, BLOCK_I)
     slot = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_I
     expert = tl.load(expert_TK + slot)
     if (expert < 0) | (expert >= E):
-        return  # which counts as the sign to the next launch
+        return
     expert = expert.to(tl.int64)
     j, row_ok = _rows_of_gate_up(first, I, GATED, INTERLEAVED, BLOCK_I)
     depth = tl.arange(0, BLOCK_H)
@@ -438,8 +459,6 @@ def _up_by_slot(
         else:
             value = tl.load(x + here, mask=here < H, other=0.0)
         total += tile.to(tl.float32) * value.to(tl.float32)[None, :]
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     h = tl.sum(total, axis=1, keep_dims=True)
     if HAS_BIAS:
         J = 2 * I if GATED else I

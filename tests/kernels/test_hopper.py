@@ -1,0 +1,273 @@
+"""The Gluon kernels for Hopper against torch in fp64: products, their activations, and weight gradients.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O, W widths
+
+All widths are multiples of 64, as the kernels ask for, and few of a tile's 128 and 256. Each kernel runs on all
+multiprocessors and on three, where each computes many tiles one after the other; both give the same bits. Compiling
+takes seconds a variant, so sizes vary freely (they are not compiled in) and plans do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.kernels import hopper_gradient, hopper_product
+from amoeba.kernels.weight_gradient import heaviest_first
+from amoeba.layout import build_layout
+from amoeba.reference.experts import activate
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")]
+
+E, K = 7, 2
+# Rounded once to the dtype; a sum in fp32 adds next to nothing.
+TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
+BOTH = list(TOLERANCE)
+SIZES = [(64, 320), (320, 64), (448, 192)]  # H, I
+
+# name -> rows of each expert, and tokens that belong to nobody
+ROUTINGS: dict[str, tuple[tuple[int, ...], int]] = {
+    "rests": ((0, 2, 127, 128, 129, 300, 0), 19),
+    "skewed": ((1, 0, 2000, 0, 3, 64, 0), 0),
+    "everywhere": ((256, 64, 65, 1, 128, 191, 63), 1),
+    "nobody": ((0,) * 7, 40),
+    "one row": ((0, 0, 0, 0, 0, 0, 2), 0),
+}
+
+
+@dataclass
+class Rows:
+    """Routed rows sorted by expert; the last tokens belong to nobody, in all of their slots."""
+
+    counts: tuple[int, ...]
+    tokens: int
+    order_N: Tensor
+    offs_E: Tensor
+
+    @property
+    def owned(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def owned_tokens(self) -> int:
+        return self.owned // K
+
+    def experts(self) -> Iterator[tuple[int, slice]]:
+        start = 0
+        for e, count in enumerate(self.counts):
+            yield e, slice(start, start + count)
+            start += count
+
+    def of_tokens(self, width: int, dtype: torch.dtype, seed: int) -> Tensor:
+        """Rows by token; NaN where a token belongs to nobody."""
+        rows_TW = normal(self.tokens, width, dtype=dtype, seed=seed, device=self.offs_E.device)
+        rows_TW[self.owned_tokens :] = math.nan
+        return rows_TW
+
+    def sorted(self, width: int, dtype: torch.dtype, seed: int) -> Tensor:
+        """Sorted rows; NaN and Inf in those of nobody."""
+        rows_NW = normal(self.tokens * K, width, dtype=dtype, seed=seed, device=self.offs_E.device)
+        rows_NW[self.owned :] = math.nan
+        rows_NW[self.owned + 1 :: 2] = math.inf
+        return rows_NW
+
+    def token(self, rows: slice) -> Tensor:
+        return (self.order_N[rows] // K).long()
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int, device: torch.device, scale: float = 1.0) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return drawn.to(device, dtype)
+
+
+def routed(name: str, device: torch.device) -> Rows:
+    counts, unowned = ROUTINGS[name]
+    owner_N = torch.repeat_interleave(torch.arange(E), torch.tensor(counts))
+    owner_N = owner_N[torch.randperm(len(owner_N), generator=torch.Generator().manual_seed(3))]
+    expert_TK = torch.cat((owner_N, torch.full((unowned * K,), E))).view(-1, K)
+    layout = build_layout(expert_TK.to(device), E)
+    return Rows(counts, expert_TK.shape[0], layout.order_N.int(), layout.offs_E.int())
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """An output, and the memory that it is the beginning of."""
+    memory = torch.full((shape[0] + 64, *shape[1:]), math.nan, dtype=dtype, device=device)
+    return memory[: shape[0]], memory
+
+
+def on_any_number_of_programs(
+    monkeypatch: pytest.MonkeyPatch, compute: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """What `compute` gives, twice on all multiprocessors and once on three, if that is the same to the bit."""
+    first, *others = compute(), compute()
+    for module in (hopper_product, hopper_gradient):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    for again in (*others, compute()):
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16)), "not the same bits"
+    return first
+
+
+def assert_rows(name: str, memory: Tensor, expected: Tensor, owned: int) -> None:
+    """The owned rows are right, and nothing is written behind them."""
+    assert memory[owned:].isnan().all(), f"{name}: rows that belong to nobody were written"
+    assert_close(name, memory[:owned], expected[:owned])
+
+
+def assert_close(name: str, got: Tensor, expected: Tensor) -> None:
+    assert got.isfinite().all(), f"{name}: {got.isfinite().logical_not().sum()} numbers are not finite"
+    error = float((got.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+    print(f"{name}: {error:.2e}")
+    assert error <= TOLERANCE[got.dtype], f"{name}: relative error {error:.2e}"
+
+
+UPS = {
+    "silu": (Activation(), False, True, BOTH),
+    "gpt-oss": (Activation("silu", alpha=1.702, limit=0.75, up_shift=1.0), True, False, [torch.bfloat16]),
+    "gelu": (Activation("gelu"), True, True, [torch.bfloat16]),
+    "gelu_tanh plain": (Activation("gelu_tanh", gated=False), False, True, [torch.bfloat16]),
+    "relu plain": (Activation("relu", gated=False), False, False, [torch.bfloat16]),
+    "relu2 plain": (Activation("relu2", gated=False, limit=1.5), True, True, BOTH),
+}  # activation, bias, whether h is kept, dtypes
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("hidden", "inner"), SIZES)
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, (*_, dtypes) in UPS.items() for dtype in dtypes])
+def test_up_projection_with_its_activation(
+    name: str,
+    dtype: torch.dtype,
+    hidden: int,
+    inner: int,
+    routing: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    activation, has_bias, keep, _ = UPS[name]
+    rows, width = routed(routing, device), activation.width(inner)
+    x_TH = rows.of_tokens(hidden, dtype, seed=0)
+    gate_up_EJH = normal(E, width, hidden, dtype=dtype, seed=1, device=device, scale=hidden**-0.5)
+    bias_EJ = normal(E, width, dtype=dtype, seed=2, device=device) if has_bias else None
+
+    def compute() -> tuple[Tensor, ...]:
+        h_NJ, h_memory = poisoned(rows.tokens * K, width, dtype=dtype, device=device)
+        a_NI, a_memory = poisoned(rows.tokens * K, inner, dtype=dtype, device=device)
+        table = hopper_product.tile_table(rows.offs_E, rows.tokens * K)
+        kept = h_NJ if keep else None
+        hopper_product.up(x_TH, rows.order_N, K, gate_up_EJH, table, activation, a_NI, h_NJ=kept, bias_EJ=bias_EJ)
+        return a_memory, h_memory
+
+    a_memory, h_memory = on_any_number_of_programs(monkeypatch, compute)
+    expected = torch.zeros(rows.owned, width, dtype=torch.float64, device=device)
+    for e, of_e in rows.experts():
+        expected[of_e] = x_TH[rows.token(of_e)].double() @ gate_up_EJH[e].double().T
+        if bias_EJ is not None:
+            expected[of_e] += bias_EJ[e].double()
+    assert_rows("a", a_memory, activate(expected, activation), rows.owned)
+    if keep:
+        assert_rows("h", h_memory, expected, rows.owned)
+    else:
+        assert h_memory.isnan().all()
+
+
+PRODUCTS = [
+    # gathered, matrix stored (O, W), bias, dtypes
+    (True, True, True, BOTH),
+    (True, False, False, [torch.bfloat16]),
+    (False, True, False, [torch.bfloat16]),
+    (False, False, True, BOTH),
+]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("depth", "width"), [*SIZES, (192, 448)])
+@pytest.mark.parametrize(
+    ("gathered", "rows_first", "has_bias", "dtype"),
+    [(*plan, dtype) for *plan, dtypes in PRODUCTS for dtype in dtypes],
+)
+def test_rows_times_their_experts_matrix(
+    gathered: bool,
+    rows_first: bool,
+    has_bias: bool,
+    dtype: torch.dtype,
+    depth: int,
+    width: int,
+    routing: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = routed(routing, device)
+    left = (rows.of_tokens if gathered else rows.sorted)(depth, dtype, seed=0)
+    matrix_EOW = normal(E, width, depth, dtype=dtype, seed=1, device=device)
+    if not rows_first:
+        matrix_EOW = matrix_EOW.transpose(1, 2).contiguous().transpose(1, 2)
+    bias_EO = normal(E, width, dtype=dtype, seed=2, device=device, scale=depth**0.5) if has_bias else None
+    order = {"order_N": rows.order_N, "top_k": K} if gathered else {}
+
+    def compute() -> tuple[Tensor, ...]:
+        out_NO, memory = poisoned(rows.tokens * K, width, dtype=dtype, device=device)
+        table = hopper_product.tile_table(rows.offs_E, rows.tokens * K)
+        hopper_product.multiply(left, matrix_EOW, table, out_NO, bias_EO=bias_EO, **order)
+        return (memory,)
+
+    (memory,) = on_any_number_of_programs(monkeypatch, compute)
+    expected = torch.zeros(rows.owned, width, dtype=torch.float64, device=device)
+    for e, of_e in rows.experts():
+        of_expert = left[rows.token(of_e)] if gathered else left[of_e]
+        expected[of_e] = of_expert.double() @ matrix_EOW[e].double().T
+        if bias_EO is not None:
+            expected[of_e] += bias_EO[e].double()
+    assert_rows("out", memory, expected, rows.owned)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("hidden", "width"), [*SIZES, (192, 448)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", BOTH)
+def test_weight_gradient(
+    dtype: torch.dtype,
+    transposed: bool,
+    hidden: int,
+    width: int,
+    routing: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = routed(routing, device)
+    left_TH, right_NW = rows.of_tokens(hidden, dtype, seed=0), rows.sorted(width, dtype, seed=1)
+    heaviest_E = heaviest_first(rows.offs_E)
+
+    def compute() -> tuple[Tensor, ...]:
+        shape = (E, width, hidden) if transposed else (E, hidden, width)
+        stored, memory = poisoned(*shape, dtype=dtype, device=device)
+        out_EHW = stored.transpose(1, 2) if transposed else stored
+        hopper_gradient.weight_gradient(left_TH, rows.order_N, K, right_NW, rows.offs_E, heaviest_E, out_EHW)
+        return (memory,)
+
+    (memory,) = on_any_number_of_programs(monkeypatch, compute)
+    expected = torch.zeros(E, hidden, width, dtype=torch.float64, device=device)
+    for e, of_e in rows.experts():
+        expected[e] = left_TH[rows.token(of_e)].double().T @ right_NW[of_e].double()
+    got = memory[:E].transpose(1, 2) if transposed else memory[:E]
+    assert memory[E:].isnan().all()
+    assert_close("gradient", got, expected)
+    assert all((got[e] == 0).all() for e, count in enumerate(rows.counts) if count == 0)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_table_holds_every_tile_once(routing: str, device: torch.device) -> None:
+    rows = routed(routing, device)
+    total, _, _, _, *entries = hopper_product.tile_table(rows.offs_E, rows.tokens * K).tolist()
+    found = [tuple(entries[4 * i : 4 * i + 3]) for i in range(total)]
+    block = hopper_product.BLOCK_M
+    assert found == [
+        (e, first, of_e.stop) for e, of_e in rows.experts() for first in range(of_e.start, of_e.stop, block)
+    ]
+    assert len(entries) >= 4 * total

@@ -1,0 +1,192 @@
+"""A variant is found again by what distinguishes variants, no less. A stand-in takes the place of the compiler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from amoeba.kernels.launch import Quick, cdiv, next_power_of_2, quick
+
+
+class Compiler:
+    """Stands for a JIT function of (x, n, BLOCK, NAME): notes what it compiles and what it is launched with."""
+
+    arg_names = ("x", "n", "BLOCK", "NAME")
+    params = tuple(SimpleNamespace(is_constexpr=name.isupper()) for name in arg_names)
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple] = []
+        self.launched: list[tuple] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile(*arguments: Any, **constants: Any) -> Any:
+            self.compiled.append((grid, arguments, constants))
+            return Variant(self, len(self.compiled) - 1)
+
+        return compile
+
+
+class Variant:
+    def __init__(self, compiler: Compiler, number: int) -> None:
+        self.compiler, self.number = compiler, number
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.compiler.launched.append((self.number, grid, arguments))
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Compiler()
+
+
+def rows(dtype: torch.dtype = torch.float32, offset: int = 0) -> torch.Tensor:
+    return torch.empty(64, dtype=dtype)[offset:]
+
+
+def descriptor(dtype: torch.dtype = torch.float32, block: tuple[int, int] = (8, 16)) -> SimpleNamespace:
+    return SimpleNamespace(base=rows(dtype), block_shape=list(block))
+
+
+def test_the_second_launch_compiles_nothing_and_hands_over_the_new_arguments_and_the_constants(
+    compiler: Compiler,
+) -> None:
+    kernel = Quick(compiler)
+    first, second = rows(), rows()
+    kernel[(3,)](first, 32, BLOCK=128, NAME="a", num_warps=4)
+    kernel[(5, 2)](second, 48, BLOCK=128, NAME="a", num_warps=4)
+    ((grid, arguments, constants),) = compiler.compiled
+    assert grid == (3,) and arguments[0] is first and arguments[1] == 32
+    assert constants == {"BLOCK": 128, "NAME": "a", "num_warps": 4}
+    ((number, grid, arguments),) = compiler.launched
+    assert number == 0 and grid == (5, 2, 1) and arguments[0] is second
+    assert arguments[1:] == (48, 128, "a"), "in the order of the parameters, options such as num_warps left out"
+
+
+BASE = (rows(), 32, 128, "a")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (rows(torch.float16), 32, 128, "a"),
+        (rows(torch.int32), 32, 128, "a"),
+        (rows(offset=1), 32, 128, "a"),
+        (None, 32, 128, "a"),
+        (descriptor(), 32, 128, "a"),
+        (rows(), 33, 128, "a"),
+        (rows(), 1, 128, "a"),
+        (rows(), 1 << 31, 128, "a"),
+        (rows(), -(1 << 31) - 16, 128, "a"),
+        (rows(), 32, 64, "a"),
+        (rows(), 32, 144, "a"),
+        (rows(), 32, 128, "b"),
+    ],
+    ids=[
+        "dtype",
+        "dtype of the same size",
+        "alignment",
+        "no tensor",
+        "descriptor",
+        "no multiple of 16",
+        "one",
+        "64 bits",
+        "64 bits below zero",
+        "constant",
+        "constant that is a multiple of 16 too",
+        "text",
+    ],
+)
+@pytest.mark.parametrize("positionally", [True, False])
+def test_variants_are_told_apart(compiler: Compiler, other: tuple, positionally: bool) -> None:
+    kernel = Quick(compiler)
+    for arguments in (BASE, other, BASE, other):
+        if positionally:
+            kernel[(1,)](*arguments)
+        else:
+            kernel[(1,)](*arguments[:2], BLOCK=arguments[2], NAME=arguments[3])
+    assert len(compiler.compiled) == 2
+    assert [number for number, _, _ in compiler.launched] == [0, 1]
+    assert compiler.launched[1][2][1:] == other[1:]
+
+
+@pytest.mark.parametrize(
+    "alike",
+    [(rows(), 32, 128, "a"), (rows(offset=4), 32, 128, "a"), (rows(), 0, 128, "a"), (rows(), -160, 128, "a")],
+    ids=["another tensor", "another aligned place", "zero", "another multiple of 16"],
+)
+def test_what_triton_compiles_once_is_compiled_once(compiler: Compiler, alike: tuple) -> None:
+    kernel = Quick(compiler)
+    kernel[(1,)](*BASE)
+    kernel[(1,)](*alike)
+    assert len(compiler.compiled) == len(compiler.launched) == 1
+
+
+def test_one_is_told_from_other_numbers_that_are_no_multiple_of_16(compiler: Compiler) -> None:
+    kernel = Quick(compiler)
+    for n in (1, 3, 5, 1, 3):
+        kernel[(1,)](rows(), n, 128, "a")
+    assert len(compiler.compiled) == 2
+    assert [(number, arguments[1]) for number, _, arguments in compiler.launched] == [(1, 5), (0, 1), (1, 3)]
+
+
+def test_descriptors_are_told_apart_by_dtype_and_block(compiler: Compiler) -> None:
+    kernel = Quick(compiler)
+    for described in (
+        descriptor(),
+        descriptor(torch.float16),
+        descriptor(block=(16, 8)),
+        descriptor(),
+        descriptor(block=(16, 8)),
+    ):
+        kernel[(1,)](described, 32, 128, "a")
+    assert len(compiler.compiled) == 3
+    assert [number for number, _, _ in compiler.launched] == [0, 2]
+
+
+def test_each_device_has_its_own_variants(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Quick(compiler)
+    for device in (0, 1, 0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        kernel[(1,)](*BASE)
+    assert [number for number, _, _ in compiler.launched] == [0, 1]
+    assert len(compiler.compiled) == 2
+
+
+def test_bound_constants_are_handed_over_and_kept_apart(compiler: Compiler) -> None:
+    kernel = Quick(compiler)
+    narrow, wide = (kernel.bound(BLOCK=block, NAME="a", num_warps=8) for block in (64, 128))
+    for chosen in (narrow, wide, narrow, wide):
+        chosen[(1,)](rows(), 32)
+    assert [constants for _, _, constants in compiler.compiled] == [
+        {"BLOCK": block, "NAME": "a", "num_warps": 8} for block in (64, 128)
+    ]
+    assert [(number, arguments[2:]) for number, _, arguments in compiler.launched] == [(0, (64, "a")), (1, (128, "a"))]
+
+
+def test_in_the_interpreter_nothing_changes_but_that_constants_can_be_bound() -> None:
+    calls = []
+
+    class Interpreted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **constants: calls.append((grid, arguments, constants))
+
+    function = Interpreted()
+    kernel = quick(function)
+    assert kernel is function
+    kernel[(2,)](7, BLOCK=16)
+    kernel.bound(BLOCK=32)[(3,)](8)
+    assert calls == [((2,), (7,), {"BLOCK": 16}), ((3,), (8,), {"BLOCK": 32})]
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (199, 64, 4)])
+def test_cdiv_rounds_up(a: int, b: int, expected: int) -> None:
+    assert cdiv(a, b) == expected
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (760, 1024)])
+def test_next_power_of_2(n: int, expected: int) -> None:
+    assert next_power_of_2(n) == expected
