@@ -74,7 +74,7 @@ def refusing(workload):
 
 
 def test_refuses_to_time_what_is_wrong(monkeypatch):
-    def planted(workload, *, training):
+    def planted(workload, *, training, peers):
         return [Implementation(name, False, run) for name, run in refusing(workload).items()], {}
 
     monkeypatch.setattr(suite_module, "implementations", planted)

@@ -24,6 +24,7 @@ from amoeba.bench.shapes import Shape
 from amoeba.cli import app
 from amoeba.commands import bench as bench_command
 from amoeba.commands.output import Output, strict_json
+from amoeba.commands.rich_output import RichOutput
 from amoeba.conformance import Case
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -346,6 +347,17 @@ def test_with_only_one_of_typer_and_rich_the_commands_run(absent):
 def test_a_plain_table_is_aligned(capsys):
     Output().table("title", ["", "ms"], [["a", "10.5"], ["long", "7"]])
     assert capsys.readouterr().out == "\ntitle\n          ms\n  a     10.5\n  long     7\n"
+
+
+def test_no_cell_is_cut_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    names = [f"implementation {index}" for index in range(4)]
+    RichOutput().table("title", ["", *names], [["a", "1.234", "2.345", "3.456", "4.567"]])
+    out = capsys.readouterr().out
+    assert "\x1b" in out
+    assert "…" not in out
+    assert all(cell in out for cell in ("1.234", "2.345", "3.456", "4.567"))
 
 
 class Tables(Output):

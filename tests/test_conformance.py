@@ -135,7 +135,7 @@ INTERPRETED = {
         Case(63, 2, pattern="nobody_here", narrow=True),
         Case(63, 2, PLAIN_RELU2, storage="transposed"),
         Case(63, 2, bias=True, pattern="sentinels", **_ODD),
-        Case(199, 2, CLAMPED_SWIGLU, bias=True, pattern="empty_experts"),
+        Case(63, 2, CLAMPED_SWIGLU, bias=True, pattern="empty_experts"),
     ],
 }
 

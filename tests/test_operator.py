@@ -122,7 +122,7 @@ class TestCompiled:
             assert_same(self.gradients(compiled, layer), self.gradients(plain, layer), exactly=True)
             graphs.add(counted.frame_count)
         assert len(graphs) == 1, "another number of tokens made torch compile again"
-        for tokens in (0, 1):  # torch compiles these anew, as it always does
+        for tokens in (0,) if backend == "triton" else (0, 1):  # torch compiles these anew, as it always does
             layer = Layer(tokens=tokens)
             assert_same(self.gradients(compiled, layer), self.gradients(plain, layer), exactly=True)
 
@@ -216,6 +216,8 @@ class TestOpcheck:
 
     @pytest.mark.parametrize("bias", [True, False])
     def test_backward(self, backend, bias):
+        if backend == "triton" and not bias:
+            pytest.skip("biases change nothing about the operator, and in the interpreter it takes 6 s")
         layer = Layer(bias=bias, tokens=5 if backend == "triton" else 20)
         for tensor in layer.tensors.values():
             tensor.requires_grad_(False)

@@ -256,7 +256,9 @@ class TestHopper:
     """Which problems go to the kernels for Hopper, told without one."""
 
     def problem(self, hidden: int = 128, inner: int = 64, dtype: torch.dtype = torch.bfloat16) -> Problem:
-        x_TH: Any = SimpleNamespace(device=CUDA, dtype=dtype, shape=(5, hidden))
+        x_TH: Any = SimpleNamespace(
+            device=CUDA, dtype=dtype, shape=(5, hidden), stride=(hidden, 1).__getitem__, data_ptr=lambda: 0
+        )
         gate_up_EJH, down_EHI = (
             torch.zeros(shape, dtype=dtype) for shape in ((E, 2 * inner, hidden), (E, hidden, inner))
         )
@@ -275,6 +277,17 @@ class TestHopper:
             assert products.why_not_hopper(problem._replace(gate_up_EJH=turned)) is None
             rows = products.Sorted(*(torch.zeros(1, dtype=torch.int32) for _ in range(3)))
             assert type(products.products_for(problem, rows)) is products.HopperProducts
+
+    def test_rows_are_copied_where_16_bytes_at_a_time_cannot_be_read(self) -> None:
+        memory = torch.zeros(5 * 80 + 1, dtype=torch.bfloat16)
+        whole, shifted = memory[:-1].view(5, 80), memory[1:].view(5, 80)
+        cases = {"whole": whole, "wide rows": whole[:, :64], "shifted": shifted, "odd stride": memory[:360].view(5, 72)}
+        cases |= {"turned": torch.zeros(64, 5, dtype=torch.bfloat16).t()}
+        copied = {name for name, rows in cases.items() if products._in_whole_pieces(rows) is not rows}
+        assert copied == {"shifted", "odd stride", "turned"}
+        for rows in cases.values():
+            found = products._in_whole_pieces(rows)
+            assert found.data_ptr() % 16 == 0 and found.stride(1) == 1 and torch.equal(found, rows)
 
     @pytest.mark.parametrize(
         ("sizes", "reason"),

@@ -61,6 +61,7 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
     rows = Sorted(kept.order_N, kept.slot_row_N, kept.offs_E) if kept.has_h() else _sorted(problem)
     slot_row_TK = rows.slot_row_N.view_as(problem.expert_TK)
     products = products_for(problem, rows)
+    dy_TH = products.readable(dy_TH)
     if kept.has_h():
         h_NJ = kept.h_NJ
         dh_NJ = h_NJ if _is_read_for_the_last_time() else torch.empty_like(h_NJ)
@@ -104,12 +105,10 @@ def _sorted(problem: Problem) -> Sorted:
 
 
 def _with_plain_rows(problem: Problem) -> Problem:
-    """x with rows that the kernels can read 16 bytes at a time, biases in rows."""
+    """The rows of x contiguous in themselves, the small tensors as a whole."""
     x, gate_up_bias, down_bias = problem.x_TH, problem.gate_up_bias_EJ, problem.down_bias_EH
-    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
-        x = x.contiguous() if not x.is_contiguous() else x
     return problem._replace(
-        x_TH=x,
+        x_TH=x if x.stride(1) == 1 else x.contiguous(),
         weight_TK=problem.weight_TK.contiguous(),
         expert_TK=problem.expert_TK.contiguous(),
         gate_up_bias_EJ=None if gate_up_bias is None else gate_up_bias.contiguous(),

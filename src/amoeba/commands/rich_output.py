@@ -13,6 +13,7 @@ from rich.text import Text
 from amoeba.commands.output import Output
 
 _STYLE_OF_WORD = {"ok": "green", "FAIL": "bold red", "auto": "bold green", "runs": "green", "no": "yellow"}
+_NO_LIMIT = 10_000  # characters
 
 
 class RichOutput(Output):
@@ -41,7 +42,9 @@ class RichOutput(Output):
         for row in rows:
             table.add_row(*(Text(cell, style=_STYLE_OF_WORD.get(cell, "")) for cell in row))
         # A table wider than the terminal is broken by the terminal, not by cutting cells
-        self._out.print(table, width=max(self._out.width, self._out.measure(table).maximum), crop=False)
+        whole = self._out.measure(table, options=self._out.options.update(max_width=_NO_LIMIT)).maximum
+        self._out.width = max(self._out.width, whole)
+        self._out.print(table, crop=False)
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Copies in Gluon, whose names changed after Triton 3.6; the old ones raise in 3.9.
+bulk_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+bulk_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.hopper_descriptor import descriptor, shared_layout
+from amoeba.kernels.hopper_descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
 from amoeba.kernels.hopper_product import multiprocessors
 from amoeba.kernels.launch import quick
 
@@ -89,16 +89,12 @@ def _produce(
             right_buf = right_bufs.index(stage)
             if row + BLOCK_N <= end:
                 mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
-                tma.async_copy_global_to_shared(right_desc, [row, w * BLOCK_W], bar, right_buf)
+                bulk_load(right_desc, [row, w * BLOCK_W], bar, right_buf)
             else:
                 mbarrier.arrive(bar, count=1)
                 _copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
-            async_copy.async_copy_global_to_shared(
-                left_bufs.index(stage * 2), pointers, mask=owned & (column < hidden)[None, :]
-            )
-            async_copy.async_copy_global_to_shared(
-                left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned & (column + HALF < hidden)[None, :]
-            )
+            gather(left_bufs.index(stage * 2), pointers, mask=owned & (column < hidden)[None, :])
+            gather(left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned & (column + HALF < hidden)[None, :])
             async_copy.mbarrier_arrive(bar, increment_count=False)
             count += 1
 
@@ -112,7 +108,7 @@ def _copy_last_rows(source, stride, column, width, row, end, buffer):
     n = row + gl.arange(0, COUNT, gl.SliceLayout(1, layout))
     c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     pointers = source + n.to(gl.int64)[:, None] * stride + c[None, :]
-    async_copy.async_copy_global_to_shared(buffer, pointers, mask=(n < end)[:, None] & (c < width)[None, :])
+    gather(buffer, pointers, mask=(n < end)[:, None] & (c < width)[None, :])
 
 
 @gluon.jit
@@ -166,7 +162,7 @@ def _store(out, out_desc, buffer, expert, row, rows, column, columns):
     WIDTH: gl.constexpr = buffer.shape[1]
     if (row + HEIGHT <= rows) & (column + WIDTH <= columns):
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [expert * rows + row, column], buffer)
+        bulk_store(out_desc, [expert * rows + row, column], buffer)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
         m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))

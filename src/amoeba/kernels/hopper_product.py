@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
-from amoeba.kernels.hopper_descriptor import descriptor, shared_layout
+from amoeba.kernels.hopper_descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 # A tile, and how much of the depth one stage holds. 4 stages and the buffers of the epilogue take 224 KB of the 227.
@@ -171,18 +171,18 @@ def _produce(
                 at = expert * width + n * PLAN.COLUMNS
                 gate_buf = matrix_buf.slice(0, PLAN.COLUMNS, 0)
                 up_buf = matrix_buf.slice(PLAN.COLUMNS, PLAN.COLUMNS, 0)
-                tma.async_copy_global_to_shared(matrix_desc, [at, k], bar, gate_buf)
-                tma.async_copy_global_to_shared(matrix_desc, [at + columns, k], bar, up_buf)
+                bulk_load(matrix_desc, [at, k], bar, gate_buf)
+                bulk_load(matrix_desc, [at + columns, k], bar, up_buf)
             elif PLAN.B_K_MAJOR:
-                tma.async_copy_global_to_shared(matrix_desc, [expert * width + n * BLOCK_N, k], bar, matrix_buf)
+                bulk_load(matrix_desc, [expert * width + n * BLOCK_N, k], bar, matrix_buf)
             else:
-                tma.async_copy_global_to_shared(matrix_desc, [expert * depth + k, n * BLOCK_N], bar, matrix_buf)
+                bulk_load(matrix_desc, [expert * depth + k, n * BLOCK_N], bar, matrix_buf)
             if PLAN.GATHER:
-                async_copy.async_copy_global_to_shared(row_bufs.index(stage), pointers)
+                gather(row_bufs.index(stage), pointers)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 pointers += BLOCK_K
             else:
-                tma.async_copy_global_to_shared(row_desc, [row, k], bar, row_bufs.index(stage))
+                bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
             count += 1
 
 
@@ -272,7 +272,7 @@ def _store(value, out, desc, buffer, stride, row, end, column, width, shift):
     buffer.store(value.to(out.dtype.element_ty))
     if (row + HEIGHT <= end) & (column + COLUMNS <= width):
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [row, column + shift], buffer)
+        bulk_store(desc, [row, column + shift], buffer)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
         m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))

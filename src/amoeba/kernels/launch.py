@@ -44,6 +44,7 @@ class Quick:
         key = (torch.cuda.current_device(), *variants, *constants.items())
         found = self._compiled.get(key)
         if self._constants:
+            assert not constants, "the constants of a bound kernel are bound already"
             constants = self._constants
         if found is None:
             compiled = self.kernel[grid](*arguments, **constants)
@@ -79,8 +80,9 @@ def _variant(argument: Any) -> Any:
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
         return argument % 16 == 0, argument == 1, -(1 << 31) <= argument < 1 << 31
-    # a tensor descriptor, whose layout is among the constants
-    return None if argument is None else (argument.base.dtype, tuple(argument.block_shape))
+    if argument is None or isinstance(argument, float):
+        return type(argument)
+    return argument.base.dtype, tuple(argument.block_shape)  # a tensor descriptor, whose layout is among the constants
 
 
 # Triton's own are made for use inside kernels too; called from here they take 5 µs each.

@@ -16,6 +16,7 @@ the experts alternate. `in` is what the projection reads and `out` what it makes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +26,6 @@ from torch import Tensor, nn
 from amoeba.config import Activation
 from amoeba.errors import bad_value
 from amoeba.reference.experts import LoraFactors, join_gate_up, split_gate_up
-
-__all__ = ["ExpertsLayout", "LoraFactors", "PeftFactors", "StackedLora", "from_peft", "layouts_of", "to_peft"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +134,37 @@ def to_peft(factors: LoraFactors, *, gated: bool = True, interleaved: bool = Fal
     up_rows = torch.nn.functional.pad(up[1], (gate_rank, 0))
     b_EJR = join_gate_up(gate_rows.mT, up_rows.mT, activation).mT
     return PeftFactors(_stack(torch.cat((gate[0], up[0]), 1), b_EJR, factors.scaling), stacked_down, gate_rank)
+
+
+def fit_together(
+    gate_up: StackedLora | None, down: StackedLora | None, layout: ExpertsLayout | None, gated: bool, swapped: bool
+) -> bool:
+    """Whether these can be factors of such experts or, where no layout is known, of the same experts at all."""
+    step = -1 if swapped else 1
+    up_sides, down_sides = (
+        None if pair is None else (pair.lora_A.shape[1], pair.lora_B.shape[0])[::step] for pair in (gate_up, down)
+    )
+    if layout is not None:
+        width = layout.intermediate * (2 if gated else 1)
+        return up_sides in (None, (layout.hidden, width)) and down_sides in (
+            None,
+            (layout.intermediate, layout.hidden),
+        )
+    if up_sides is None or down_sides is None:
+        return True
+    return up_sides == (down_sides[1], down_sides[0] * (2 if gated else 1))
+
+
+def wrong_shapes(factors: LoraFactors, layout: ExpertsLayout) -> Iterator[tuple[str, tuple, tuple]]:
+    """(name, expected, got) of every factor that is not one for such experts."""
+    experts, hidden, intermediate = layout.num_experts, layout.hidden, layout.intermediate
+    for name, tensor in factors.tensors().items():
+        fan_in, fan_out = (intermediate, hidden) if name.startswith("down") else (hidden, intermediate)
+        is_a = name.endswith("_a")
+        rank = tensor.shape[1 if is_a else 2]
+        expected = (experts, rank, fan_in) if is_a else (experts, fan_out, rank)
+        if tensor.shape != expected:
+            yield name, expected, tuple(tensor.shape)
 
 
 def rescaled(b: Tensor, ratio: float) -> Tensor:
