@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from amoeba import Activation, ExpertWeights, MoE, MoEConfig, RouterConfig, Routing, experts
 from amoeba.reference.experts import experts_backward
@@ -158,3 +159,32 @@ def test_the_whole_layer_trains_under_compile_without_graph_breaks() -> None:
     assert (got - expected).float().norm() / expected.float().norm() < 1e-2
     for name, p in layer.named_parameters():
         assert (p.grad - gradient[name]).float().norm() / gradient[name].float().norm() < 2e-2, name
+
+
+@pytest.mark.parametrize("inner", [I, 128])
+def test_checkpointing_runs_the_forward_again_and_gives_the_same_gradients(inner: int) -> None:
+    activation = Activation()
+    p = problem(0, activation, inner=inner)
+    expected = step(p, activation, "triton")
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        weights = ExpertWeights(p["gate_up"], p["down"], p["gate_up_bias"], p["down_bias"], activation)
+        return experts(x, Routing(p["expert"], weight), weights, backend="triton")
+
+    y = checkpoint(forward, p["x"], p["weight"], use_reentrant=False)
+    for name, got, other in zip(
+        ("y", *NAMES), [y, *torch.autograd.grad(y, [p[n] for n in NAMES], p["dy"])], expected, strict=True
+    ):
+        assert torch.equal(got, other), name
+
+
+def test_under_autocast_fp32_weights_are_multiplied_in_bf16() -> None:
+    activation = Activation()
+    wide = problem(0, activation, torch.float32, inner=128)
+    half = problem(0, activation, torch.bfloat16, inner=128)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        got = step(wide, activation, "auto")
+    assert got[0].dtype == torch.bfloat16
+    for name, one, other in zip(("y", *NAMES), got, step(half, activation, "triton"), strict=True):
+        error = (one.float() - other.float()).norm() / other.float().norm()
+        assert error < 1e-2, f"{name}: {error:.1e}"

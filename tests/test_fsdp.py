@@ -1,0 +1,48 @@
+"""A layer under FSDP2: sharded parameters, the same output and the same gradients; on a GPU where there is one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from amoeba import MoE, MoEConfig, RouterConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def world(tmp_path) -> Iterator[None]:
+    dist.init_process_group(
+        "nccl" if DEVICE == "cuda" else "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16 compute"])
+def test_a_sharded_layer_gives_the_gradients_of_a_whole_one(world: None, half: bool) -> None:
+    torch.manual_seed(0)
+    whole = MoE(MoEConfig(64, 128, RouterConfig(8, 2)), device=DEVICE, dtype=torch.float32)
+    sharded = copy.deepcopy(whole)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if half else MixedPrecisionPolicy()
+    fully_shard(sharded, mesh=init_device_mesh(DEVICE, (1,)), mp_policy=policy)
+    x = torch.randn(3, 40, 64, device=DEVICE)
+    if half:  # what FSDP casts: the parameters, and x
+        whole, x = whole.to(torch.bfloat16), x.to(torch.bfloat16)
+    for _ in range(2):  # the second time the parameters have been sharded again
+        found, expected = sharded(x), whole(x)
+        torch.testing.assert_close(found, expected)
+        found.float().square().mean().backward()
+        expected.float().square().mean().backward()
+    for (name, one), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(one, DTensor) and isinstance(one.grad, DTensor), name
+        gradient = other.grad.float()
+        error = (one.grad.full_tensor() - gradient).norm() / gradient.norm()
+        assert error < (1e-2 if half else 1e-5), f"{name}: {error:.1e}"  # bf16 gradients add up in fp32 and in bf16
