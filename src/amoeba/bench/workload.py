@@ -80,7 +80,7 @@ def make_workload(
     x_TH = normal(shape.tokens, hidden).requires_grad_()
     gate_up = nn.Parameter(normal(experts, 2 * inner, hidden, scale=hidden**-0.5))
     down = nn.Parameter(normal(experts, hidden, inner, scale=inner**-0.5))
-    expert_TK, weight_TK = _route(shape, generator)
+    expert_TK, weight_TK = draw_routing(shape, generator)
     weight_TK = weight_TK.to(dtype).requires_grad_()
 
     flops = cost.forward_flops(rows=shape.rows, hidden=hidden, intermediate=inner)
@@ -98,7 +98,7 @@ def make_workload(
     return Workload(shape, x_TH, expert_TK, weight_TK, gate_up, down, dy_TH, truth, wide)
 
 
-def _route(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """K distinct experts per token, drawn by popularity (Gumbel top-k), with softmax weights."""
     device = generator.device
     place_E = torch.randperm(shape.experts, generator=generator, device=device)
