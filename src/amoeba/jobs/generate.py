@@ -116,8 +116,10 @@ def generate(
 
     device = _choose_device(options.device)
     started = time.perf_counter()
-    model = _load_model(name, options.dtype, device)
-    backend, reason = _warm_up(model, prompt_ids[0])
+    # The caller's random numbers go on where they were: transformers may draw some when it makes a model
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model = _load_model(name, options.dtype, device)
+        backend, reason = _warm_up(model, prompt_ids[0])
     load_seconds = time.perf_counter() - started
     logger.info("backend %s: %s", backend or "of transformers", reason)
 
@@ -129,7 +131,6 @@ def generate(
     stream = _Stream(tokenizer, write)
     interrupted = False
     began = time.perf_counter()
-    # The caller's random numbers go on where they were
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         ids = torch.tensor([prompt_ids], device=device)
