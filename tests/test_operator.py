@@ -221,15 +221,17 @@ class TestOpcheck:
     @pytest.mark.parametrize("keep_h", [True, False])
     @pytest.mark.parametrize(("tokens", "rank"), [(2, 0), (40, 0), (2, 5)])
     def test_forward(self, backend, keep_h, tokens, rank):
-        if backend == "triton" and tokens > 2:
-            pytest.skip("triton goes one way for 2 and for 40 tokens, and in the interpreter it takes 6 s")
+        if backend == "triton" and (tokens > 2 or rank):
+            pytest.skip(
+                "triton goes one way for 2 and for 40 tokens, and in the interpreter it takes 6 s, 30 with LoRA"
+            )
         operator = getattr(torch.ops.amoeba, backend).default
         torch.library.opcheck(operator, (*self.arguments(Layer(GPT_OSS, tokens=tokens, rank=rank)), keep_h))
 
     @pytest.mark.parametrize(("bias", "rank"), [(True, 0), (False, 0), (True, 5)])
     def test_backward(self, backend, bias, rank):
-        if backend == "triton" and not bias:
-            pytest.skip("biases change nothing about the operator, and in the interpreter it takes 6 s")
+        if backend == "triton" and (rank or not bias):
+            pytest.skip("biases and LoRA change nothing about the operator, and in the interpreter it takes 6 s and 30")
         layer = Layer(bias=bias, tokens=5 if backend == "triton" else 20, rank=rank)
         for tensor in layer.tensors.values():
             tensor.requires_grad_(False)

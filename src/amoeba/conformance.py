@@ -151,10 +151,11 @@ def _lora_cross_product() -> Iterator[Case]:
         (63, 8, "sentinels"),
         (199, 2, "empty_experts"),
     ]
-    adapted: tuple[Lora, ...] = ("all", "gate_up", "down")
-    for activation, lora, (tokens, top_k, pattern) in itertools.product(ACTIVATIONS, adapted, shapes):
-        for bias, frozen, rank in itertools.product((False, True), (False, True), (1, 8, 5)):
-            yield Case(tokens, top_k, activation, bias, pattern, *_widths(tokens), lora=lora, rank=rank, frozen=frozen)
+    adapted: tuple[tuple[Lora, bool], ...] = (("all", False), ("all", True), ("gate_up", True), ("down", True))
+    for activation, (lora, frozen), bias in itertools.product(ACTIVATIONS, adapted, (False, True)):
+        for rank, (tokens, top_k, pattern) in itertools.product((1, 8, 5), shapes):
+            widths = _widths(tokens)
+            yield Case(tokens, top_k, activation, bias, pattern, *widths, lora=lora, rank=rank, frozen=frozen)
 
 
 def _lora_variants() -> Iterator[Case]:
