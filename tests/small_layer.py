@@ -1,14 +1,16 @@
 """A layer small enough to be written out by hand, for the tests of what every backend has to do.
 
-T tokens · K experts per token · E experts · H hidden · I intermediate
+T tokens · K experts per token · E experts · H hidden · I intermediate · R LoRA rank
 """
 
 import torch
 
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.reference.experts import activate
+from amoeba.weights import LORA_NAMES, LoraFactors
 
 T, K, E, H, I = 13, 2, 4, 16, 24
+SCALING = 1.7
 
 
 def normal(*shape, seed):
@@ -18,7 +20,7 @@ def normal(*shape, seed):
 class Layer:
     """A small layer in fp32 whose tensors all want gradients."""
 
-    def __init__(self, activation=None, bias=True, tokens=T, hidden=H, inner=I, expert_TK=None):
+    def __init__(self, activation=None, bias=True, tokens=T, hidden=H, inner=I, expert_TK=None, rank=0):
         self.activation = activation or Activation()
         width = self.activation.width(inner)
         generator = torch.Generator().manual_seed(1)
@@ -33,6 +35,11 @@ class Layer:
         }
         if bias:
             self.tensors |= {"gate_up_bias": normal(E, width, seed=5), "down_bias": normal(E, hidden, seed=6)}
+        for name in LORA_NAMES if rank else ():
+            if self.activation.gated or not name.startswith("gate"):
+                fan_in, fan_out = (inner, hidden) if name.startswith("down") else (hidden, inner)
+                shape = (E, rank, fan_in) if name.endswith("a") else (E, fan_out, rank)
+                self.tensors[name] = normal(*shape, seed=8 + LORA_NAMES.index(name)) / shape[2] ** 0.5
         for tensor in self.tensors.values():
             tensor.requires_grad_()
         self.dy_TH = normal(tokens, hidden, seed=7)
@@ -41,10 +48,14 @@ class Layer:
         biases = named.get("gate_up_bias"), named.get("down_bias")
         return ExpertWeights(named["gate_up"], named["down"], *biases, self.activation)
 
+    def lora(self, named):
+        factors = {name: tensor for name, tensor in named.items() if name in LORA_NAMES}
+        return LoraFactors(**factors, scaling=SCALING) if factors else None
+
     def run(self, backend, **changed):
         named = self.tensors | changed
         routing = Routing(self.expert_TK, named["weight"])
-        return experts(named["x"], routing, self.weights(named), backend=backend)
+        return experts(named["x"], routing, self.weights(named), lora=self.lora(named), backend=backend)
 
     def gradients(self, backend, **changed):
         """Output and gradients by name."""

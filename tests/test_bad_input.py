@@ -12,6 +12,7 @@ import torch
 from amoeba import Activation, ExpertWeights, MoEConfig, RouterConfig, Routing, experts
 from amoeba.backends.registry import backends_for
 from amoeba.errors import bad_value
+from amoeba.weights import LoraFactors
 
 T, K, E, H, I = 3, 2, 4, 8, 16
 ROUTER = RouterConfig(num_experts=E, top_k=K)
@@ -180,6 +181,17 @@ def test_routing(make, name, expected, got, remedy):
 
 
 X = torch.zeros(T, H)
+
+
+class Elsewhere(ExpertWeights):
+    placement = "elsewhere"
+
+
+def down_factors(experts=E, rank=2, scaling=1.0, dtype=torch.float32):
+    a, b = torch.zeros(experts, rank, I, dtype=dtype), torch.zeros(experts, H, rank, dtype=dtype)
+    return LoraFactors(down_lora_a=a, down_lora_b=b, scaling=scaling)
+
+
 EXPERTS_ERRORS = {
     "one dimension": (lambda: experts(X[0], routing(), weights()), "x_TH", "shape (T, 8)", "(8,)", "x.reshape(-1, H)"),
     "batch": (lambda: experts(X[None], routing(), weights()), "x_TH", "shape (T, 8)", "(1, 3, 8)", "x.reshape(-1, H)"),
@@ -253,12 +265,59 @@ EXPERTS_ERRORS = {
         "multiple of 16 bytes, H = 7 is 28",
         'Use backend="auto"',
     ),
-    "LoRA": (
-        lambda: experts(X, routing(), weights(), lora=object(), backend="eager"),
-        "backend",
-        "eager does not",
-        "does not compute LoRA factors",
-        'Use backend="auto"',
+    "LoRA that is something else": (
+        lambda: experts(X, routing(), weights(), lora=object()),
+        "lora",
+        "LoraFactors",
+        "object",
+        "Put the factors into amoeba.weights.LoraFactors",
+    ),
+    "half a pair": (
+        lambda: experts(X, routing(), weights(), lora=LoraFactors(up_lora_b=torch.zeros(E, I, 2))),
+        "up_lora_a and up_lora_b",
+        f"shapes ({E}, R, {H}) and ({E}, {I}, R) with R >= 1",
+        f"None and ({E}, {I}, 2)",
+        "Pass both factors of a projection or neither",
+    ),
+    "rank 0": (
+        lambda: experts(X, routing(), weights(), lora=down_factors(rank=0)),
+        "down_lora_a and down_lora_b",
+        "with R >= 1",
+        f"({E}, 0, {I}) and ({E}, {H}, 0)",
+        "Pass both factors",
+    ),
+    "factors of other experts": (
+        lambda: experts(X, routing(), weights(), lora=down_factors(experts=E + 1)),
+        "down_lora_a and down_lora_b",
+        f"({E}, R, {I}) and ({E}, {H}, R)",
+        f"({E + 1}, 2, {I}) and ({E + 1}, {H}, 2)",
+        "stacked along the experts",
+    ),
+    "scaling": (
+        lambda: experts(X, routing(), weights(), lora=down_factors(scaling=math.inf)),
+        "scaling",
+        "a finite number",
+        "inf",
+        "It is lora_alpha / rank",
+    ),
+    "factors of another dtype": (
+        lambda: experts(X, routing(), weights(), lora=down_factors(dtype=torch.bfloat16)),
+        "down_lora_a",
+        "torch.float32 on cpu",
+        "torch.bfloat16 on cpu",
+        "Move and cast the factors",
+    ),
+    "factors of a gate that is not there": (
+        lambda: experts(
+            X,
+            routing(),
+            weights(gate_up_EJH=torch.zeros(E, I, H), activation=Activation("relu2", gated=False)),
+            lora=LoraFactors(torch.zeros(E, 2, H), torch.zeros(E, I, 2)),
+        ),
+        "gate_lora_a",
+        "no factors of a gate",
+        "a pair of them",
+        "Name those of the up projection",
     ),
     "no backend at all": (
         lambda: experts(X.to(torch.float8_e4m3fn), routing(), weights(torch.float8_e4m3fn)),
@@ -277,9 +336,9 @@ def test_experts(what):
 
 def test_auto_names_every_backend_that_refused():
     with pytest.raises(ValueError) as caught:
-        experts(X, routing(), weights(), lora=object())
+        experts(X, routing(), Elsewhere(weights().gate_up_EJH, weights().down_EHI))
     for backend in backends_for(torch.device("cpu")):
-        assert f"{backend.name} does not compute LoRA factors" in str(caught.value)
+        assert f"{backend.name} serves resident weights, these are elsewhere" in str(caught.value)
 
 
 def test_unknown_backend_lists_the_known_ones():

@@ -29,6 +29,7 @@ from amoeba.conformance import (
     verify_case,
     worst,
 )
+from amoeba.weights import LORA_NAMES
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,7 @@ def groups(thorough):
     for case in cases(thorough):
         activation = case.activation
         name = f"{activation.kind}-{'gated' if activation.gated else 'plain'}-T{case.num_tokens}-H{case.hidden}"
+        name += f"-lora-{case.lora}" if case.lora != "none" else ""
         found.setdefault(name, []).append(case)
     return found
 
@@ -126,6 +128,14 @@ INTERPRETED = {
         Case(63, 2, PLAIN_RELU2, storage="transposed", **_ODD),
         Case(199, 2, bias=True, pattern="empty_experts"),
         Case(199, 1, PLAIN_RELU2, pattern="sentinels", recompute=True),
+        Case(31, 2, bias=True, pattern="sentinels", num_experts=4, lora="all", rank=5),
+        Case(31, 2, CLAMPED_SWIGLU, True, "empty_experts", lora="all", rank=1, frozen=True),
+        Case(31, 2, PLAIN_RELU2, pattern="sentinels", num_experts=4, recompute=True, lora="all", rank=8),
+        Case(31, 2, CLAMPED_SWIGLU, num_experts=4, storage="transposed", lora="all", rank=5, **_ODD),
+        Case(17, 1, bias=True, pattern="all_on_one", lora="down", rank=5, frozen=True),
+        Case(9, 2, pattern="nobody_here", lora="all"),
+        Case(1, 8, lora="gate_up", rank=5, frozen=True),
+        Case(0, 2, lora="all"),
     ],
     torch.float16: [
         Case(0, 2),
@@ -136,6 +146,7 @@ INTERPRETED = {
         Case(63, 2, PLAIN_RELU2, storage="transposed"),
         Case(63, 2, bias=True, pattern="sentinels", **_ODD),
         Case(63, 2, CLAMPED_SWIGLU, bias=True, pattern="empty_experts"),
+        Case(31, 2, CLAMPED_SWIGLU, bias=True, pattern="sentinels", num_experts=4, lora="all", rank=5),
     ],
 }
 
@@ -179,7 +190,7 @@ def test_every_registered_backend_is_in_the_suite():
 
 
 def test_unaligned_sizes_are_refused_by_grouped_and_served_by_eager():
-    (odd, _) = (case for case in cases() if case.hidden == 31)
+    odd = next(case for case in cases() if case.hidden == 31)
     refused = verify_case(odd, "grouped", CPU, torch.float32)
     assert "multiple of 16 bytes" in refused.refused
     assert refused.ok
@@ -198,6 +209,15 @@ class TestTheCases:
     def test_the_quick_selection_meets_every_pattern_that_has_structure(self):
         assert {case.pattern for case in cases()} >= {"random", "empty_experts", "all_on_one", "sentinels"}
 
+    def test_lora_meets_every_activation_pattern_and_rank(self):
+        for thorough, factors in ((False, {"all", "gate_up", "down", "up"}), (True, set(get_args(conformance.Lora)))):
+            lora = [case for case in cases(thorough) if case.lora != "none"]
+            assert {case.lora for case in lora} == factors - {"none"}
+            assert {case.activation for case in lora} == set(conformance.ACTIVATIONS)
+            assert {case.pattern for case in lora} >= {"random", "empty_experts", "all_on_one", "sentinels"}
+            assert {case.rank for case in lora} >= {1, 5, 8}
+            assert {(case.bias, case.frozen) for case in lora} == set(itertools.product((True, False), repeat=2))
+
     def test_patterns_are_what_they_say(self):
         def ids(pattern):
             return conformance.example(Case(199, 2, pattern=pattern), torch.float32).expert_TK
@@ -213,7 +233,15 @@ class TestTheCases:
         inputs = conformance.example(case, torch.bfloat16).inputs
         for e in range(case.num_experts):
             product = inputs["x"] @ inputs["gate_up"][e].T
-            h = product + inputs["gate_up_bias"][e] if case.bias else product
+            h = product + inputs["gate_up_bias"][e] if case.bias else product.clone()
+            for first, name in enumerate(("gate", "up")):
+                if f"{name}_lora_a" in inputs:
+                    columns = slice(first, None, 2) if case.activation.interleaved else slice(None)
+                    low = conformance.SCALING * inputs["x"] @ inputs[f"{name}_lora_a"][e].T
+                    update = low @ inputs[f"{name}_lora_b"][e].T
+                    h[:, columns] += update
+                    assert torch.equal(low.bfloat16().double(), low)
+                    assert torch.equal(update.bfloat16().double(), update)
             assert torch.equal(product.bfloat16().double(), product)
             assert torch.equal(h.bfloat16().double(), h)
             if case.num_tokens:
@@ -305,6 +333,24 @@ class TestVerify:
         (result,) = verify_cases(monkeypatch, "eager")
         assert not result.ok
         assert set(result.out_of_tolerance) == {"output", "inference"}
+
+    @pytest.mark.parametrize("frozen", [True, False])
+    def test_every_factor_has_an_error_by_name_and_frozen_weights_have_none(self, frozen):
+        result = verify_case(Case(9, 2, bias=True, lora="all", frozen=frozen), "eager", CPU, torch.float32)
+        base = {"gate_up", "down", "gate_up_bias", "down_bias"}
+        assert set(result.errors) == {"output", "inference", "x", "weight", *LORA_NAMES} | (set() if frozen else base)
+
+    @pytest.mark.parametrize("name", LORA_NAMES)
+    def test_a_wrong_factor_gradient_is_named(self, name, monkeypatch):
+        right = conformance.experts
+
+        def wrong(x, *args, lora, **kw):
+            factor = getattr(lora, name)
+            return right(x, *args, lora=lora, **kw) + 0.1 * (factor - factor.detach()).sum()
+
+        monkeypatch.setattr(conformance, "experts", wrong)
+        result = verify_case(Case(9, 2, lora="all"), "eager", CPU, torch.float32)
+        assert set(result.out_of_tolerance) == {name}
 
     def test_an_unknown_backend_is_an_error_that_lists_the_known(self):
         with pytest.raises(

@@ -12,7 +12,8 @@ from amoeba import Activation, Routing, experts
 from amoeba.backends.composed import experts_composed
 from amoeba.layout import build_layout
 from amoeba.reference.experts import activate
-from small_layer import K, Layer
+from amoeba.weights import LORA_NAMES
+from small_layer import SCALING, K, Layer
 
 GPT_OSS = Activation("silu", alpha=1.702, limit=0.7, up_shift=1.0, interleaved=True)
 
@@ -50,15 +51,17 @@ class TestKept:
         named = layer.tensors
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             routing = Routing(layer.expert_TK, named["weight"])
-            y_TH = experts(named["x"], routing, layer.weights(named), backend=backend, recompute=recompute)
+            given = named["x"], routing, layer.weights(named)
+            y_TH = experts(*given, lora=layer.lora(named), backend=backend, recompute=recompute)
         pointers = {tensor.data_ptr() for tensor in inputs}
         extra = [tensor for tensor in found.values() if tensor.data_ptr() not in pointers and tensor.numel()]
         y_TH.backward(layer.dy_TH)
         return extra
 
     @pytest.mark.parametrize("activation", [Activation(), GPT_OSS, Activation("relu2", gated=False)])
-    def test_h_and_the_row_maps(self, backend, activation):
-        layer = Layer(activation, tokens=50)
+    @pytest.mark.parametrize("rank", [0, 5], ids=["", "lora"])
+    def test_h_and_the_row_maps(self, backend, activation, rank):
+        layer = Layer(activation, tokens=50, rank=rank)
         rows, experts_, width = 50 * K, *layer.tensors["gate_up"].shape[:2]
         extra = self.kept(layer, backend, recompute=False)
         maps = 2 * (4 if backend == "triton" else 8) * rows + 4 * experts_
@@ -91,15 +94,16 @@ class TestCompiled:
         torch.compiler.reset()
 
     def compiled(self, activation, backend, **options):
-        def layer_of(x, expert, weight, weights):
-            return experts(x * 2, Routing(expert, weight), weights, backend=backend) + 1
+        def layer_of(x, expert, weight, weights, lora=None):
+            return experts(x * 2, Routing(expert, weight), weights, lora=lora, backend=backend) + 1
 
         counted = CompileCounterWithBackend("aot_eager")
         return layer_of, torch.compile(layer_of, fullgraph=True, backend=counted, **options), counted
 
     def gradients(self, function, layer):
         named = layer.tensors
-        y_TH = function(named["x"], layer.expert_TK, named["weight"], layer.weights(named))
+        lora = {"lora": layer.lora(named)} if layer.lora(named) else {}
+        y_TH = function(named["x"], layer.expert_TK, named["weight"], layer.weights(named), **lora)
         found = torch.autograd.grad(y_TH, list(named.values()), layer.dy_TH)
         return {"output": y_TH.detach()} | dict(zip(named, found, strict=True))
 
@@ -113,6 +117,12 @@ class TestCompiled:
             named = layer.tensors
             y_TH = compiled(named["x"], layer.expert_TK, named["weight"], layer.weights(named))
         torch.testing.assert_close(y_TH, self.gradients(plain, layer)["output"])
+
+    def test_one_graph_with_lora(self, backend):
+        layer = Layer(GPT_OSS, rank=5)
+        plain, compiled, counted = self.compiled(GPT_OSS, backend)
+        assert_same(self.gradients(compiled, layer), self.gradients(plain, layer), exactly=True)
+        assert counted.frame_count == 1
 
     def test_one_graph_for_any_number_of_tokens(self, backend):
         plain, compiled, counted = self.compiled(Activation(), backend, dynamic=True)
@@ -198,36 +208,40 @@ class TestOpcheck:
             layer.expert_TK,
             layer.tensors["weight"],
             *layer.weights(layer.tensors).tensors(),
+            *(layer.tensors.get(name) for name in LORA_NAMES),
             layer.activation.kind,
             layer.activation.gated,
             layer.activation.alpha,
             layer.activation.limit,
             layer.activation.up_shift,
             layer.activation.interleaved,
+            SCALING,
         )
 
     @pytest.mark.parametrize("keep_h", [True, False])
-    @pytest.mark.parametrize("tokens", [2, 40])
-    def test_forward(self, backend, keep_h, tokens):
-        if backend == "triton" and tokens > 2:
-            pytest.skip("triton goes one way for 2 and for 40 tokens, and in the interpreter it takes 6 s")
+    @pytest.mark.parametrize(("tokens", "rank"), [(2, 0), (40, 0), (2, 5)])
+    def test_forward(self, backend, keep_h, tokens, rank):
+        if backend == "triton" and (tokens > 2 or rank):
+            pytest.skip(
+                "triton goes one way for 2 and for 40 tokens, and in the interpreter it takes 6 s, 30 with LoRA"
+            )
         operator = getattr(torch.ops.amoeba, backend).default
-        torch.library.opcheck(operator, (*self.arguments(Layer(GPT_OSS, tokens=tokens)), keep_h))
+        torch.library.opcheck(operator, (*self.arguments(Layer(GPT_OSS, tokens=tokens, rank=rank)), keep_h))
 
-    @pytest.mark.parametrize("bias", [True, False])
-    def test_backward(self, backend, bias):
-        if backend == "triton" and not bias:
-            pytest.skip("biases change nothing about the operator, and in the interpreter it takes 6 s")
-        layer = Layer(bias=bias, tokens=5 if backend == "triton" else 20)
+    @pytest.mark.parametrize(("bias", "rank"), [(True, 0), (False, 0), (True, 5)])
+    def test_backward(self, backend, bias, rank):
+        if backend == "triton" and (rank or not bias):
+            pytest.skip("biases and LoRA change nothing about the operator, and in the interpreter it takes 6 s and 30")
+        layer = Layer(bias=bias, tokens=5 if backend == "triton" else 20, rank=rank)
         for tensor in layer.tensors.values():
             tensor.requires_grad_(False)
         arguments = self.arguments(layer)
         _, *kept = getattr(torch.ops.amoeba, backend)(*arguments, True)
         operator = getattr(torch.ops.amoeba, f"{backend}_backward").default
         for needs in (
-            [True] * 4 + [bias] * 2,
-            [True, True, False, False, False, False],
-            [False] * 3 + [True] + [False] * 2,
+            [True] * 4 + [bias] * 2 + [rank > 0] * 6,
+            [True, True, False, False, False, False] + [rank > 0] * 6,
+            [False] * 3 + [True] + [False] * 8,
         ):
             torch.library.opcheck(operator, (*arguments, *kept, layer.dy_TH, needs))
 

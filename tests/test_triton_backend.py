@@ -26,7 +26,7 @@ from small_layer import E, H, I, K, Layer
 
 CUDA = torch.device("cuda")
 DEVICE = CUDA if torch.cuda.is_available() else torch.device("cpu")
-ALL = [True] * 6
+ALL = [True] * 6 + [False] * 6
 
 
 def layer_here(**options: Any) -> Layer:
@@ -46,7 +46,7 @@ def problem_of(layer: Layer) -> Problem:
 def arguments(layer: Layer) -> tuple:
     """As the dispatched operators take them."""
     a = layer.activation
-    return (*problem_of(layer)[:-1], a.kind, a.gated, a.alpha, a.limit, a.up_shift, a.interleaved)
+    return (*problem_of(layer).tensors(), a.kind, a.gated, a.alpha, a.limit, a.up_shift, a.interleaved, 1.0)
 
 
 def run(layer: Layer, recompute: bool = False) -> tuple[Tensor, list[Tensor]]:

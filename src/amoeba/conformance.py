@@ -1,6 +1,6 @@
 """The proof: every backend's output and every gradient, by name, against the reference in fp64.
 
-T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
+T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I · R LoRA rank
 
     results = verify(torch.device("cpu"), [torch.float32, torch.bfloat16])
     worst(results)["eager", torch.float32]["gate_up"]      # 2.1e-07
@@ -32,7 +32,7 @@ from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.reference import experts as reference
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights
+from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 
 # Worst seen in all cases on a CPU with AMX (2026-11-15): 9e-16, 7e-7, 7e-3, 9e-4.
 TOLERANCE: dict[torch.dtype, float] = {
@@ -44,6 +44,19 @@ TOLERANCE: dict[torch.dtype, float] = {
 
 Pattern = Literal["random", "empty_experts", "all_on_one", "sentinels", "nobody_here", "zero_weights"]
 Storage = Literal["plain", "transposed"]
+Lora = Literal["none", "all", "gate_up", "down", "up"]
+
+# The projections that have factors. Experts without a gate have none of the gate's.
+ADAPTED: dict[Lora, tuple[str, ...]] = {
+    "none": (),
+    "all": ("gate", "up", "down"),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+    "up": ("up",),
+}
+FREEZABLE = ("gate_up", "down", "gate_up_bias", "down_bias")
+# A power of two, so that what `_inputs` makes exact stays exact, and not 1, which would hide one that is left out.
+SCALING = 2.0
 
 SILU = Activation("silu")
 PLAIN_RELU2 = Activation("relu2", gated=False)
@@ -70,6 +83,9 @@ class Case:
     recompute: bool = False
     storage: Storage = "plain"
     narrow: bool = False  # int32 expert ids, and routing weights in the dtype of x instead of fp32
+    lora: Lora = "none"
+    rank: int = 8
+    frozen: bool = False  # weights and biases get no gradient
     seed: int = 0
 
     @property
@@ -88,6 +104,8 @@ class Case:
             "recompute" if self.recompute else "",
             self.storage if self.storage != "plain" else "",
             "narrow" if self.narrow else "",
+            f"lora={self.lora} R={self.rank}" if self.lora != "none" else "",
+            "frozen" if self.frozen else "",
         ]
         return " ".join(word for word in words if word)
 
@@ -100,7 +118,7 @@ def _widths(tokens: int) -> tuple[int, int]:
 def cases(thorough: bool = False) -> list[Case]:
     """A selection that takes seconds, or the whole cross product."""
     if thorough:
-        return list(dict.fromkeys((*_cross_product(), *_variants())))
+        return list(dict.fromkeys((*_cross_product(), *_variants(), *_lora_cross_product(), *_lora_variants())))
     shapes: list[tuple[int, int, Pattern]] = [
         (0, 2, "random"),
         (1, 2, "random"),
@@ -112,7 +130,7 @@ def cases(thorough: bool = False) -> list[Case]:
         Case(tokens, top_k, activation, bias, pattern, *_widths(tokens))
         for activation, bias, (tokens, top_k, pattern) in itertools.product(ACTIVATIONS, (False, True), shapes)
     ]
-    return list(dict.fromkeys((*chosen, *_variants())))
+    return list(dict.fromkeys((*chosen, *_variants(), *_lora_variants())))
 
 
 def _cross_product() -> Iterator[Case]:
@@ -121,6 +139,45 @@ def _cross_product() -> Iterator[Case]:
         for tokens, pattern in itertools.product((1, 63, 199), get_args(Pattern)):
             if top_k == 2 or pattern not in ("nobody_here", "zero_weights"):
                 yield Case(tokens, top_k, activation, bias, pattern, *_widths(tokens))
+
+
+def _lora_cross_product() -> Iterator[Case]:
+    # From a single row and rank 1 a factor's gradient is one dot product times a vector, and that product may be next
+    # to 0 by accident (1.8e-2 in bf16); so one token meets all experts.
+    shapes: list[tuple[int, int, Pattern]] = [
+        (0, 2, "random"),
+        (1, 8, "random"),
+        (63, 1, "all_on_one"),
+        (63, 8, "sentinels"),
+        (199, 2, "empty_experts"),
+    ]
+    adapted: tuple[tuple[Lora, bool], ...] = (("all", False), ("all", True), ("gate_up", True), ("down", True))
+    for activation, (lora, frozen), bias in itertools.product(ACTIVATIONS, adapted, (False, True)):
+        for rank, (tokens, top_k, pattern) in itertools.product((1, 8, 5), shapes):
+            widths = _widths(tokens)
+            yield Case(tokens, top_k, activation, bias, pattern, *widths, lora=lora, rank=rank, frozen=frozen)
+
+
+def _lora_variants() -> Iterator[Case]:
+    """LoRA where it meets what is special about a case: few rows, no rows, other layouts, whole tiles."""
+    for activation in ACTIVATIONS:
+        yield Case(0, 2, activation, True, lora="all")
+        yield Case(1, 8, activation, True, "random", *_widths(1), lora="all", rank=5, frozen=True)
+        yield Case(63, 8, activation, True, "sentinels", lora="all", rank=5)
+        yield Case(63, 8, activation, False, "sentinels", lora="all", frozen=True)
+        yield Case(63, 1, activation, True, "all_on_one", lora="down", rank=1, frozen=True)
+        yield Case(199, 2, activation, False, "empty_experts", lora="gate_up", rank=5)
+        yield Case(63, 2, activation, True, "empty_experts", storage="transposed", lora="all", rank=5)
+        yield Case(63, 2, activation, True, "sentinels", recompute=True, narrow=True, lora="all", frozen=True)
+    yield Case(63, 2, lora="up", frozen=True)
+    yield Case(63, 2, pattern="nobody_here", lora="all", frozen=True)
+    yield Case(63, 2, bias=True, hidden=31, intermediate=23, lora="all", rank=5)
+    yield Case(7, 4, SILU, True, "sentinels", hidden=512, intermediate=256, lora="all", rank=16, frozen=True)
+    for activation in ACTIVATIONS:  # widths of whole blocks of 64, as the fastest GPU kernels want them
+        yield Case(399, 4, activation, True, "sentinels", 320, 192, lora="all", rank=16)
+        yield Case(
+            399, 2, activation, False, "empty_experts", 320, 192, recompute=True, lora="all", rank=64, frozen=True
+        )
 
 
 def _variants() -> Iterator[Case]:
@@ -166,7 +223,7 @@ class Example:
 
     expert_TK: Tensor
     dy_TH: Tensor
-    inputs: dict[str, Tensor]  # x, weight, gate_up, down, and the biases where there are any
+    inputs: dict[str, Tensor]  # x, weight, gate_up, down, and the biases and LoRA factors where there are any
     truth: dict[str, Tensor]  # output and the gradient of each input
 
 
@@ -175,13 +232,13 @@ def example(case: Case, dtype: torch.dtype) -> Example:
     generator = torch.Generator().manual_seed(case.seed)
     expert_TK = _expert_ids(case, generator)
     inputs = _inputs(case, dtype, generator)
-    weights = _weights(inputs, case.activation)
+    weights, lora = _weights(inputs, case.activation), _lora(inputs)
     # The gradient of a routing weight is <dy, y of the expert>. A single one of them, with dy drawn at random, may be
     # next to 0 by accident, and its relative error without bound; so dy leans towards the outputs.
-    y_TH = reference.experts_forward(inputs["x"], expert_TK, torch.ones_like(inputs["weight"]), weights)
+    y_TH = reference.experts_forward(inputs["x"], expert_TK, torch.ones_like(inputs["weight"]), weights, lora)
     lean_TH = torch.nn.functional.normalize(y_TH, dim=1) * case.hidden**0.5
     dy_TH = (torch.randn(y_TH.shape, generator=generator, dtype=torch.float64) + lean_TH).to(dtype).double()
-    problem = (inputs["x"], expert_TK, inputs["weight"], weights)
+    problem = (inputs["x"], expert_TK, inputs["weight"], weights, lora)
     truth = {"output": reference.experts_forward(*problem)} | reference.experts_backward(dy_TH, *problem)
     return Example(expert_TK, dy_TH, inputs, truth)
 
@@ -190,6 +247,11 @@ def _weights(tensors: dict[str, Tensor], activation: Activation) -> ExpertWeight
     return ExpertWeights(
         tensors["gate_up"], tensors["down"], tensors.get("gate_up_bias"), tensors.get("down_bias"), activation
     )
+
+
+def _lora(tensors: dict[str, Tensor]) -> LoraFactors | None:
+    factors = {name: tensor for name, tensor in tensors.items() if name in LORA_NAMES}
+    return LoraFactors(**factors, scaling=SCALING) if factors else None
 
 
 def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
@@ -207,11 +269,12 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
     if case.pattern == "zero_weights":
         weight_TK[::2, 0] = 0
     inputs = {"weight": weight_TK.to(_weight_dtype(case, dtype)).double()}
-    if math.isfinite(case.activation.limit) or case.activation.kind == "relu":
+    unit = 2.0 ** -math.ceil(math.log2(hidden) / 2)
+    exact = math.isfinite(case.activation.limit) or case.activation.kind == "relu"
+    if exact:
         # At a limit, and at relu's zero, the gradient jumps. An h that was rounded to the other side is no error of the
         # backend and would drown all others; so here h is a sum of multiples of a power of two, few enough for 8 bits
         # to hold every one of them exactly, in any order of summation. Some lie on the limit itself.
-        unit = 2.0 ** -math.ceil(math.log2(hidden) / 2)
         inputs["x"] = whole(tokens, hidden, largest=2, scale=0.5)
         inputs["gate_up"] = whole(num_experts, width, hidden, largest=2, scale=unit)
         bias_EJ = whole(num_experts, width, largest=8, scale=unit / 2)
@@ -222,6 +285,22 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
     inputs["down"] = normal(num_experts, hidden, inner, scale=inner**-0.5)
     if case.bias:
         inputs |= {"gate_up_bias": bias_EJ, "down_bias": normal(num_experts, hidden, scale=0.5)}
+    for name in ADAPTED[case.lora]:
+        if name == "gate" and not case.activation.gated:
+            continue
+        fan_in, fan_out = (inner, hidden) if name == "down" else (hidden, inner)
+        if exact and name != "down":
+            # four of x's numbers each, so that c·x·Aᵀ is a small multiple of x's unit and h one of its own, as above
+            a_ERI = torch.zeros(num_experts, case.rank, fan_in, dtype=torch.float64)
+            place = torch.rand(a_ERI.shape, generator=generator).argsort(-1)[..., :4]
+            sign = torch.randint(2, place.shape, generator=generator).double() * 2 - 1
+            inputs[f"{name}_lora_a"] = a_ERI.scatter_(-1, place, sign / SCALING)
+            inputs[f"{name}_lora_b"] = whole(num_experts, fan_out, case.rank, largest=1, scale=unit)
+        else:
+            a_ERI = normal(num_experts, case.rank, fan_in, scale=fan_in**-0.5)
+            # relu² gives few large numbers, none negative: of both signs, A would cancel them by accident (1.3e-2)
+            inputs[f"{name}_lora_a"] = a_ERI.abs() if name == "down" else a_ERI
+            inputs[f"{name}_lora_b"] = normal(num_experts, fan_out, case.rank, scale=0.5 / SCALING * case.rank**-0.5)
     return inputs
 
 
@@ -277,7 +356,7 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
         return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
     made = example(case, dtype)
     tensors, routing, _ = _placed(made, case, device, dtype)
-    request = Request(tensors["x"], routing, _weights(tensors, case.activation), None, case.recompute)
+    request = Request(tensors["x"], routing, _weights(tensors, case.activation), _lora(tensors), case.recompute)
     for backend in backends_for(device):
         if backend.name == backend_name:
             return backend.why_not(request)
@@ -290,16 +369,16 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
 
 
 def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Errors by name: output (with gradient), inference (without), and the gradient of each input."""
+    """Errors by name: output (with gradient), inference (without), and the gradient of each input that wants one."""
     made = example(case, dtype)
     tensors, routing, dy_TH = _placed(made, case, device, dtype)
-    weights = _weights(tensors, case.activation)
+    wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     with poisoned_memory():
         with torch.no_grad():
-            found = {"inference": _run(tensors["x"], routing, weights, backend_name, case.recompute)}
-        found["output"] = _run(tensors["x"], routing, weights, backend_name, case.recompute)
-        gradients = torch.autograd.grad(found["output"], list(tensors.values()), dy_TH)
-    found |= dict(zip(tensors, gradients, strict=True))
+            found = {"inference": _run(tensors, routing, case, backend_name)}
+        found["output"] = _run(tensors, routing, case, backend_name)
+        gradients = torch.autograd.grad(found["output"], list(wanted.values()), dy_TH)
+    found |= dict(zip(wanted, gradients, strict=True))
     truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     return {name: _error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
@@ -308,25 +387,29 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
 def _placed(
     made: Example, case: Case, device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Routing, Tensor]:
-    """The inputs that get gradients, the routing, and dy, as a user would hand them in."""
+    """The inputs, the routing, and dy, as a user would hand them in."""
     tensors = {}
     for name, tensor in made.inputs.items():
         placed = tensor.to(device, _weight_dtype(case, dtype) if name == "weight" else dtype)
         if case.storage == "transposed" and placed.dim() == 3:
             placed = placed.transpose(1, 2).contiguous().transpose(1, 2)
-        tensors[name] = placed.requires_grad_()
+        tensors[name] = placed.requires_grad_(not (case.frozen and name in FREEZABLE))
     return tensors, Routing(made.expert_TK.to(device), tensors["weight"]), made.dy_TH.to(device, dtype)
 
 
-def _run(x_TH: Tensor, routing: Routing, weights: ExpertWeights, backend_name: str, recompute: bool) -> Tensor:
+def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name: str) -> Tensor:
+    x_TH, weights, lora = tensors["x"], _weights(tensors, case.activation), _lora(tensors)
     if backend_name != COMPOSED:
-        return experts(x_TH, routing, weights, backend=backend_name, recompute=recompute)
+        return experts(x_TH, routing, weights, lora=lora, backend=backend_name, recompute=case.recompute)
     wide = torch.promote_types(x_TH.dtype, torch.float32)
 
     def foreign_function(h_NJ: Tensor) -> Tensor:
-        return reference.activate(h_NJ.to(wide), weights.activation).to(h_NJ.dtype)
+        return reference.activate(h_NJ.to(wide), case.activation).to(h_NJ.dtype)
 
-    return experts_composed(x_TH, routing, *weights.tensors(), gate=foreign_function)
+    interleaved = case.activation.interleaved
+    return experts_composed(
+        x_TH, routing, *weights.tensors(), gate=foreign_function, lora=lora, interleaved=interleaved
+    )
 
 
 def _error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:

@@ -3,14 +3,13 @@
 T tokens · K experts per token · E experts · H hidden
 
     y_TH = experts(x_TH, Routing(expert_TK, weight_TK), ExpertWeights(gate_up_EJH, down_EHI))
+    y_TH = experts(x_TH, routing, weights, lora=LoraFactors(down_lora_a=a_ERI, down_lora_b=b_EHR, scaling=2.0))
 
-Gradients go to x, to weight_TK (and so to the router), and to every weight and bias that requires them. An expert id
-outside [0, E) belongs to nobody here: it costs nothing, adds nothing, and its weight gets gradient zero.
+Gradients go to x, to weight_TK (and so to the router), and to every weight, bias and LoRA factor that requires them. An
+expert id outside [0, E) belongs to nobody here: it costs nothing, adds nothing, and its weight gets gradient zero.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from amoeba.backends.registry import Request, choose
 from amoeba.errors import bad_value
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights
+from amoeba.weights import ExpertWeights, LoraFactors
 
 
 def experts(
@@ -26,12 +25,14 @@ def experts(
     routing: Routing,
     weights: ExpertWeights,
     *,
-    lora: Any = None,
+    lora: LoraFactors | None = None,
     backend: str = "auto",
     recompute: bool = False,
 ) -> Tensor:
     """y_TH = Σ_k weight[t, k] · expert[t, k](x_t).
 
+    lora: low-rank updates of the projections, computed row by row and never merged into the weights. Beside frozen
+    weights only the factors' gradients are computed.
     recompute: keep x alone between the passes and compute the up projection again in backward.
     Under autocast x and the weights are cast to the autocast dtype, and y comes in it.
     """
@@ -41,6 +42,13 @@ def experts(
         x_TH = x_TH.to(dtype)
         weights = weights if weights.dtype == dtype else weights.to(dtype)
     _check(x_TH, routing, weights)
+    if lora is not None:
+        if not isinstance(lora, LoraFactors):
+            raise bad_value(
+                "lora", "LoraFactors", type(lora).__name__, "put the factors into amoeba.weights.LoraFactors"
+            )
+        lora.check(weights)
+        lora = lora.to(weights.dtype)
     request = Request(x_TH, routing, weights, lora, recompute)
     return choose(backend, request).run(request)
 

@@ -1,8 +1,9 @@
 """What the experts are and where they live. Placement and precision belong to the weights, not to the layer.
 
-E experts · H hidden · I intermediate · J = 2I (gated: gate and up) or I
+E experts · H hidden · I intermediate · J = 2I (gated: gate and up) or I · R LoRA rank
 
     weights = ExpertWeights(gate_up_EJH, down_EHI, activation=Activation("silu"))
+    lora = LoraFactors(down_lora_a=a_ERI, down_lora_b=b_EHR, scaling=2.0)
 
 Shapes are logical: a checkpoint that stores (E, H, J) passes `stored.transpose(1, 2)`, a view; strides say the rest and
 gradients come back in the stored layout.
@@ -10,6 +11,7 @@ gradients come back in the stored layout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -97,3 +99,85 @@ class ExpertWeights:
         assert gate_up is not None
         assert down is not None
         return ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation)
+
+
+@dataclass(frozen=True, eq=False)
+class LoraFactors:
+    """Low-rank updates of the three projections: W + scaling · b @ a. A projection without factors is left out.
+
+    Experts without a gate have `up` and `down`. R may differ from projection to projection. The factors are on the
+    device of the weights, in their dtype or in fp32; fp32 factors beside weights of half precision are rounded to the
+    weights' dtype for each pass and get fp32 gradients, as under autocast.
+    """
+
+    gate_lora_a: Tensor | None = None  # (E, R, H)
+    gate_lora_b: Tensor | None = None  # (E, I, R)
+    up_lora_a: Tensor | None = None
+    up_lora_b: Tensor | None = None
+    down_lora_a: Tensor | None = None  # (E, R, I)
+    down_lora_b: Tensor | None = None  # (E, H, R)
+    scaling: float = 1.0
+
+    def six(self) -> tuple[Tensor | None, ...]:
+        """The six in the order of the fields, None where there is none."""
+        up_projection = self.gate_lora_a, self.gate_lora_b, self.up_lora_a, self.up_lora_b
+        return (*up_projection, self.down_lora_a, self.down_lora_b)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in zip(LORA_NAMES, self.six(), strict=True) if tensor is not None}
+
+    def to(self, dtype: torch.dtype) -> LoraFactors:
+        """The same factors in another dtype, differentiably; an A that gate and up share stays shared."""
+        if all(tensor.dtype == dtype for tensor in self.tensors().values()):
+            return self
+        gate_a, gate_b, up_a, up_b, down_a, down_b = (None if t is None else t.to(dtype) for t in self.six())
+        if self.up_lora_a is self.gate_lora_a:
+            up_a = gate_a
+        return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, self.scaling)
+
+    def check(self, weights: ExpertWeights) -> None:
+        """Raises ValueError unless these are factors for these experts."""
+        if not math.isfinite(self.scaling):
+            raise bad_value("scaling", "a finite number", self.scaling, "it is lora_alpha / rank in PEFT's words")
+        experts, hidden, intermediate = weights.num_experts, weights.hidden, weights.intermediate
+        for name, a, b in (
+            ("gate", self.gate_lora_a, self.gate_lora_b),
+            ("up", self.up_lora_a, self.up_lora_b),
+            ("down", self.down_lora_a, self.down_lora_b),
+        ):
+            if a is None and b is None:
+                continue
+            if name == "gate" and not weights.activation.gated:
+                raise bad_value(
+                    "gate_lora_a",
+                    "no factors of a gate for experts without one",
+                    "a pair of them",
+                    "name those of the up projection up_lora_a and up_lora_b, or check activation.gated",
+                )
+            fan_in, fan_out = (intermediate, hidden) if name == "down" else (hidden, intermediate)
+            self._check_pair(name, a, b, (experts, fan_in, fan_out))
+        for name, tensor in self.tensors().items():
+            dtypes = (weights.dtype, torch.float32) if weights.dtype.itemsize < 4 else (weights.dtype,)
+            if tensor.dtype not in dtypes or tensor.device != weights.device:
+                raise bad_value(
+                    name,
+                    f"{' or '.join(str(dtype) for dtype in dtypes)} on {weights.device}, to go with the weights",
+                    f"{tensor.dtype} on {tensor.device}",
+                    "move and cast the factors to where the weights are",
+                )
+
+    @staticmethod
+    def _check_pair(name: str, a: Tensor | None, b: Tensor | None, sizes: tuple[int, int, int]) -> None:
+        experts, fan_in, fan_out = sizes
+        shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (a, b)]
+        rank = a.shape[1] if a is not None and a.dim() == 3 else 0
+        if rank < 1 or shapes != [(experts, rank, fan_in), (experts, fan_out, rank)]:
+            raise bad_value(
+                f"{name}_lora_a and {name}_lora_b",
+                f"shapes ({experts}, R, {fan_in}) and ({experts}, {fan_out}, R) with R >= 1",
+                f"{shapes[0]} and {shapes[1]}",
+                "pass both factors of a projection or neither, stacked along the experts",
+            )
+
+
+LORA_NAMES = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")

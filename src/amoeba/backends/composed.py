@@ -1,6 +1,7 @@
 """Experts whose activation is somebody else's function: the same products, with torch's autograd through the middle.
 
-T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O out
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O out ·
+R LoRA rank
 
     y_TH = experts_composed(x_TH, routing, gate_up_EJH, down_EHI, gate=module._apply_gate)
 
@@ -22,6 +23,7 @@ from amoeba.backends.rowwise import sum_rows
 from amoeba.backends.sorted_rows import Groups
 from amoeba.layout import build_layout
 from amoeba.routing import Routing
+from amoeba.weights import LoraFactors
 
 RowFunction = Callable[[Tensor], Tensor]
 
@@ -38,18 +40,49 @@ def experts_composed(
     *,
     gate: RowFunction,
     finish: RowFunction | None = None,
+    lora: LoraFactors | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
-    """y_t = Σ_k weight · finish(gate(x W1ᵀ + b1) W2ᵀ + b2), for any differentiable `gate` (J -> I) and `finish`."""
+    """y_t = Σ_k weight · finish(gate(x W1ᵀ + b1) W2ᵀ + b2), for any differentiable `gate` (J -> I) and `finish`.
+
+    interleaved: which rows of gate_up the LoRA factors of gate and up belong to, see `Activation`.
+    """
     layout = build_layout(routing.expert_TK, gate_up_EJH.shape[0])
     offs_E, slot_row_TK = layout.offs_E, layout.slot_row_N.view_as(routing.expert_TK)
     x_NH = torch.ops.amoeba.expand_rows(x_TH, layout.token_N, slot_row_TK)
-    a_NI = gate(torch.ops.amoeba.row_linear(x_NH, gate_up_EJH, gate_up_bias_EJ, offs_E))
+    h_NJ = torch.ops.amoeba.row_linear(x_NH, gate_up_EJH, gate_up_bias_EJ, offs_E)
+    if lora is not None:
+        up = _low_rank(x_NH, lora.up_lora_a, lora.up_lora_b, lora.scaling, offs_E)
+        if gate_up_EJH.shape[1] == 2 * down_EHI.shape[2]:
+            gated = _low_rank(x_NH, lora.gate_lora_a, lora.gate_lora_b, lora.scaling, offs_E)
+            h_NJ = h_NJ + _join(gated, up, interleaved)
+        elif up is not None:
+            h_NJ = h_NJ + up
+    a_NI = gate(h_NJ)
     y_NH = torch.ops.amoeba.row_linear(a_NI, down_EHI, down_bias_EH, offs_E)
+    if lora is not None and lora.down_lora_a is not None:
+        y_NH = y_NH + _low_rank(a_NI, lora.down_lora_a, lora.down_lora_b, lora.scaling, offs_E)
     if finish is not None:
         # rows of nobody's are zeros, which `finish` may shift or divide by: they must not reach a gradient
         y_NH = finish(y_NH).masked_fill(_tail(y_NH.shape[0], offs_E), 0)
     weighted_NH = y_NH * routing.weight_TK.reshape(-1)[layout.order_N][:, None]
     return torch.ops.amoeba.combine_rows(weighted_NH, layout.token_N, slot_row_TK).to(x_TH.dtype)
+
+
+def _low_rank(rows_NI: Tensor, a: Tensor | None, b: Tensor | None, scaling: float, offs_E: Tensor) -> Tensor | None:
+    if a is None or b is None:
+        return None
+    low_NR = torch.ops.amoeba.row_linear(rows_NI, a, None, offs_E) * scaling
+    return torch.ops.amoeba.row_linear(low_NR, b, None, offs_E)
+
+
+def _join(gate: Tensor | None, up: Tensor | None, interleaved: bool) -> Tensor | float:
+    """The columns of both as h has them; a missing one adds nothing."""
+    present = gate if gate is not None else up
+    if present is None:
+        return 0.0
+    gate, up = (torch.zeros_like(present) if part is None else part for part in (gate, up))
+    return torch.stack((gate, up), dim=-1).flatten(1) if interleaved else torch.cat((gate, up), dim=1)
 
 
 def _row_linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:

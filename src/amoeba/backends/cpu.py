@@ -89,11 +89,11 @@ class CoreGroups(sorted_rows.Groups):
 
 
 def _core_decodes(problem: Problem) -> bool:
-    return problem.gate_up_EJH.stride(2) == problem.down_EHI.stride(2) == 1
+    return problem.lora is None and problem.gate_up_EJH.stride(2) == problem.down_EHI.stride(2) == 1
 
 
 def _decode(problem: Problem) -> Tensor:
-    x, expert, weight, gate_up, down, gate_up_bias, down_bias, activation = problem
+    x, expert, weight, gate_up, down, gate_up_bias, down_bias, activation, _ = problem
     if expert.dtype != torch.int64 or not expert.is_contiguous():
         expert = expert.to(torch.int64).contiguous()
     gate_up_bias, down_bias = (bias if bias is None else _plain(bias) for bias in (gate_up_bias, down_bias))
@@ -107,7 +107,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _rowwise(rows: Tensor) -> Tensor:
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    # no rows at all pass for contiguous whatever their strides are, and would come back as they are
+    return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
 
 
 operator = define_operator("cpu", forward, backward)

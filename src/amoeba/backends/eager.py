@@ -24,7 +24,8 @@ DECODE_ROWS = 16
 
 
 def forward(problem: Problem, keep_h: bool) -> Kept:
-    if not keep_h and 0 < problem.rows <= DECODE_ROWS and problem.x_TH.device.type == "cpu":
+    few = 0 < problem.rows <= DECODE_ROWS and problem.x_TH.device.type == "cpu"
+    if few and not keep_h and problem.lora is None:
         return Kept.nothing_but(_decode(problem))
     return sorted_rows.forward(problem, keep_h, Groups)
 

@@ -9,6 +9,7 @@ A backend supplies
 
 and gets `torch.ops.amoeba.<name>`, which torch.compile, autocast and activation checkpointing see as one opaque,
 differentiable operator. Kept between the passes: x and h (and the row maps, 16 bytes a row); x alone with `recompute`.
+LoRA factors are inputs like the weights; what a backend computes with them is not kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.layout import Layout, build_layout
+from amoeba.weights import LORA_NAMES, LoraFactors
 
 
 class Problem(NamedTuple):
@@ -36,10 +38,20 @@ class Problem(NamedTuple):
     gate_up_bias_EJ: Tensor | None
     down_bias_EH: Tensor | None
     activation: Activation
+    lora: LoraFactors | None = None
 
     @property
     def rows(self) -> int:
         return self.expert_TK.shape[0] * self.expert_TK.shape[1]
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in the order of the operator's arguments."""
+        return (*self[:7], *(_NO_FACTORS if self.lora is None else self.lora.six()))
+
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """In the order of `Needs` and `Gradients`: all but the expert ids."""
+        tensors = self.tensors()
+        return (tensors[0], *tensors[2:])
 
 
 class Kept(NamedTuple):
@@ -78,6 +90,12 @@ class Needs(NamedTuple):
     down: bool
     gate_up_bias: bool
     down_bias: bool
+    gate_lora_a: bool = False
+    gate_lora_b: bool = False
+    up_lora_a: bool = False
+    up_lora_b: bool = False
+    down_lora_a: bool = False
+    down_lora_b: bool = False
 
 
 class Gradients(NamedTuple):
@@ -87,11 +105,17 @@ class Gradients(NamedTuple):
     down_EHI: Tensor | None
     gate_up_bias_EJ: Tensor | None
     down_bias_EH: Tensor | None
+    gate_lora_a: Tensor | None = None
+    gate_lora_b: Tensor | None = None
+    up_lora_a: Tensor | None = None
+    up_lora_b: Tensor | None = None
+    down_lora_a: Tensor | None = None
+    down_lora_b: Tensor | None = None
 
     @staticmethod
     def zeros(problem: Problem, needs: Needs) -> Gradients:
         """What no routed rows at all give."""
-        sources = (problem.x_TH, *problem[2:7])
+        sources = problem.differentiable()
         return Gradients(
             *(torch.zeros_like(t) if n and t is not None else None for t, n in zip(sources, needs, strict=True))
         )
@@ -101,15 +125,17 @@ Forward = Callable[[Problem, bool], Kept]
 Backward = Callable[[Problem, Kept, Tensor, Needs], Gradients]
 
 _TENSORS = (
-    "Tensor x, Tensor expert, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
+    "Tensor x, Tensor expert, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, "
+    + ", ".join(f"Tensor? {name}" for name in LORA_NAMES)
 )
-_ACTIVATION = "str kind, bool gated, float alpha, float limit, float up_shift, bool interleaved"
-_FORWARD = f"({_TENSORS}, {_ACTIVATION}, bool keep_h) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_NUMBERS = "str kind, bool gated, float alpha, float limit, float up_shift, bool interleaved, float scaling"
+_FORWARD = f"({_TENSORS}, {_NUMBERS}, bool keep_h) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 _BACKWARD = (
-    f"({_TENSORS}, {_ACTIVATION}, Tensor h, Tensor order, Tensor slot_row, Tensor offs, Tensor dy, bool[6] needs)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"({_TENSORS}, {_NUMBERS}, Tensor h, Tensor order, Tensor slot_row, Tensor offs, Tensor dy, bool[12] needs)"
+    f" -> ({', '.join(['Tensor'] * 12)})"
 )
-_NUM_TENSORS, _NUM_ACTIVATION = 7, 6
+_NO_FACTORS = (None,) * len(LORA_NAMES)
+_NUM_TENSORS, _NUM_NUMBERS = 7 + len(LORA_NAMES), 7
 
 _library = torch.library.Library("amoeba", "FRAGMENT")
 
@@ -128,8 +154,8 @@ class Operator:
         if _nobody_watches(problem):
             if not gradient:
                 return self.plain(problem, False).y_TH
-            return _Direct.apply(self, keep_h, problem.activation, *problem[:_NUM_TENSORS])
-        return self.dispatched(*problem[:_NUM_TENSORS], *_flat(problem.activation), keep_h)[0]
+            return _Direct.apply(self, keep_h, problem.activation, _scaling(problem), *problem.tensors())
+        return self.dispatched(*problem.tensors(), *_flat(problem.activation), _scaling(problem), keep_h)[0]
 
 
 def _nobody_watches(problem: Problem) -> bool:
@@ -144,6 +170,7 @@ def _nobody_watches(problem: Problem) -> bool:
         and type(problem.x_TH) in plain
         and type(problem.gate_up_EJH) in plain
         and type(problem.down_EHI) in plain
+        and (problem.lora is None or all(type(t) in plain for t in problem.lora.six() if t is not None))
         and not problem.x_TH.is_meta
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -154,25 +181,28 @@ class _Direct(torch.autograd.Function):
     """What the dispatched operator and its autograd do, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, keep_h: bool, activation: Activation, *tensors: Tensor | None) -> Tensor:
-        kept = operator.plain(_of_tensors(tensors, activation), keep_h)
-        ctx.operator, ctx.activation = operator, activation
+    def forward(
+        ctx: Any, operator: Operator, keep_h: bool, activation: Activation, scaling: float, *tensors: Tensor | None
+    ) -> Tensor:
+        kept = operator.plain(_of_tensors(tensors, activation, scaling), keep_h)
+        ctx.operator, ctx.activation, ctx.scaling = operator, activation, scaling
         ctx.save_for_backward(*tensors, *kept[1:])
         ctx.set_materialize_grads(False)
         return kept.y_TH
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple:
-        others = 3
+        others = 4
         if dy is None:
             return (None,) * (others + _NUM_TENSORS)
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[others:]
         tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
         needs = Needs(wanted[0], *wanted[2:])  # expert ids have no gradient
         if torch.is_grad_enabled():  # someone wants second derivatives: the dispatched operator says why not
-            found: tuple = ctx.operator.dispatched_backward(*tensors, *_flat(ctx.activation), *kept, dy, list(needs))
+            numbers = (*_flat(ctx.activation), ctx.scaling)
+            found: tuple = ctx.operator.dispatched_backward(*tensors, *numbers, *kept, dy, list(needs))
         else:
-            problem = _of_tensors(tensors, ctx.activation)
+            problem = _of_tensors(tensors, ctx.activation, ctx.scaling)
             found = ctx.operator.plain_backward(problem, Kept(dy, *kept), dy.contiguous(), needs)
         x, *rest = (g if need else None for g, need in zip(found, needs, strict=True))
         return (None,) * others + (x, None, *rest)
@@ -188,7 +218,7 @@ def define_operator(
 
     def backward_impl(*args: object) -> tuple[Tensor, ...]:
         problem = _problem(args)
-        h, order, slot_row, offs, dy, needs = args[_NUM_TENSORS + _NUM_ACTIVATION :]
+        h, order, slot_row, offs, dy, needs = args[_NUM_TENSORS + _NUM_NUMBERS :]
         kept = Kept(dy, h, order, slot_row, offs)  # type: ignore[arg-type]
         gradients = backward(problem, kept, dy.contiguous(), Needs(*needs))  # type: ignore[attr-defined, misc]
         return tuple(problem.x_TH.new_empty(0) if g is None else g for g in gradients)
@@ -212,18 +242,18 @@ def _register_autograd(name: str, backward_op: Callable[..., tuple[Tensor, ...]]
         ctx.save_for_backward(*inputs[:_NUM_TENSORS], h, order, slot_row, offs)
         ctx.mark_non_differentiable(h, order, slot_row, offs)
         ctx.set_materialize_grads(False)
-        ctx.activation = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_ACTIVATION]  # type: ignore[attr-defined]
+        ctx.numbers = inputs[_NUM_TENSORS : _NUM_TENSORS + _NUM_NUMBERS]  # type: ignore[attr-defined]
 
     def backward(ctx: torch.autograd.function.FunctionCtx, dy: Tensor | None, *_: object) -> tuple:
-        inputs = _NUM_TENSORS + _NUM_ACTIVATION + 1
+        inputs = _NUM_TENSORS + _NUM_NUMBERS + 1
         if dy is None:
             return (None,) * inputs
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
         wanted = ctx.needs_input_grad  # type: ignore[attr-defined]
         needs = [wanted[0], *wanted[2:_NUM_TENSORS]]  # expert ids have no gradient
-        found = backward_op(*saved[:_NUM_TENSORS], *ctx.activation, *saved[_NUM_TENSORS:], dy, needs)  # type: ignore[attr-defined]
+        found = backward_op(*saved[:_NUM_TENSORS], *ctx.numbers, *saved[_NUM_TENSORS:], dy, needs)  # type: ignore[attr-defined]
         x, *others = (g if need else None for g, need in zip(found, needs, strict=True))
-        return (x, None, *others) + (None,) * (_NUM_ACTIVATION + 1)
+        return (x, None, *others) + (None,) * (_NUM_NUMBERS + 1)
 
     def twice(ctx: object, *_: object) -> tuple:
         raise NotImplementedError(
@@ -248,10 +278,9 @@ def _fake_forward(*args: object, map_dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def _fake_backward(*args: object) -> tuple[Tensor, ...]:
     problem, needs = _problem(args), Needs(*args[-1])  # type: ignore[misc]
-    sources = (problem.x_TH, *problem[2:_NUM_TENSORS])
     return tuple(
         torch.empty_like(source) if need and isinstance(source, Tensor) else problem.x_TH.new_empty(0)
-        for source, need in zip(sources, needs, strict=True)
+        for source, need in zip(problem.differentiable(), needs, strict=True)
     )
 
 
@@ -266,11 +295,20 @@ def _flat(activation: Activation) -> tuple[str, bool, float, float, float, bool]
     )
 
 
+def _scaling(problem: Problem) -> float:
+    return 1.0 if problem.lora is None else problem.lora.scaling
+
+
 def _problem(args: tuple) -> Problem:
-    activation = Activation(*args[_NUM_TENSORS : _NUM_TENSORS + _NUM_ACTIVATION])
-    return _of_tensors(args[:_NUM_TENSORS], activation)
+    """From the operator's arguments; what comes after the numbers is not looked at."""
+    *activation, scaling = args[_NUM_TENSORS : _NUM_TENSORS + _NUM_NUMBERS]
+    return _of_tensors(args[:_NUM_TENSORS], Activation(*activation), scaling)
 
 
-def _of_tensors(tensors: tuple, activation: Activation) -> Problem:
-    x, expert, weight, gate_up, down, gate_up_bias, down_bias = tensors
-    return Problem(x, expert, weight, gate_up, down, gate_up_bias, down_bias, activation)
+def _of_tensors(tensors: tuple, activation: Activation, scaling: float) -> Problem:
+    x, expert, weight, gate_up, down, gate_up_bias, down_bias, *factors = tensors
+    lora = None
+    if any(factor is not None for factor in factors):
+        gate_a, gate_b, up_a, up_b, down_a, down_b = factors
+        lora = LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, scaling)
+    return Problem(x, expert, weight, gate_up, down, gate_up_bias, down_bias, activation, lora)

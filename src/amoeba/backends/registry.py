@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from amoeba.cpu.core import why_no_core
 from amoeba.cpu_features import has_bf16_instructions
 from amoeba.errors import bad_value
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights
+from amoeba.weights import ExpertWeights, LoraFactors
 
 logger = logging.getLogger("amoeba")
 
@@ -37,7 +36,7 @@ class Request:
     x_TH: Tensor
     routing: Routing
     weights: ExpertWeights
-    lora: Any = None
+    lora: LoraFactors | None = None
     recompute: bool = False
 
 
@@ -50,27 +49,26 @@ class Backend:
 
     def run(self, request: Request) -> Tensor:
         weights, routing = request.weights, request.routing
-        problem = Problem(request.x_TH, routing.expert_TK, routing.weight_TK, *weights.tensors(), weights.activation)
+        tensors = request.x_TH, routing.expert_TK, routing.weight_TK, *weights.tensors()
+        problem = Problem(*tensors, weights.activation, request.lora)
         gradient = _wants_gradient(problem)
         return self.operator(problem, keep_h=gradient and not request.recompute, gradient=gradient)
 
 
 def _wants_gradient(problem: Problem) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in problem[:-1])
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in problem.tensors())
 
 
-def _not_plain(request: Request) -> str | None:
+def _not_resident(request: Request) -> str | None:
     if request.weights.placement != "resident":
         return f"serves resident weights, these are {request.weights.placement}"
-    if request.lora is not None:
-        return "does not compute LoRA factors"
     return None
 
 
 def _eager_why_not(request: Request) -> str | None:
     if not request.weights.dtype.is_floating_point or request.weights.dtype.itemsize < 2:
         return f"serves fp64, fp32, bf16 and fp16, these weights are {request.weights.dtype}"
-    return _not_plain(request)
+    return _not_resident(request)
 
 
 def _cpu_why_not(request: Request) -> str | None:
@@ -79,7 +77,7 @@ def _cpu_why_not(request: Request) -> str | None:
         return f"computes on the CPU, these weights are on {weights.device}"
     if weights.dtype not in (torch.float32, torch.bfloat16):
         return f"the C++ core takes fp32 and bf16, these weights are {weights.dtype}"
-    return _not_plain(request) or why_no_core()
+    return _not_resident(request) or why_no_core()
 
 
 def _triton_why_not(request: Request) -> str | None:
@@ -93,7 +91,7 @@ def _triton_why_not(request: Request) -> str | None:
         return f"computes on a CUDA device (or in Triton's interpreter), these weights are on {weights.device}"
     elif weights.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bf16 wrongly"
-    return _not_plain(request) or (None if _TRITON_FOUND else "needs Triton, which is not installed")
+    return _not_resident(request) or (None if _TRITON_FOUND else "needs Triton, which is not installed")
 
 
 def _grouped_why_not(request: Request) -> str | None:
@@ -111,7 +109,7 @@ def _grouped_why_not(request: Request) -> str | None:
         return "torch's bf16 product is emulated on this CPU; eager computes it in fp32"
     elif weights.dtype not in (torch.float32, torch.bfloat16):
         return f"torch's grouped product on a CPU takes fp32 and bf16, these weights are {weights.dtype}"
-    return _misaligned(weights) or _not_plain(request)
+    return _misaligned(weights) or _not_resident(request)
 
 
 def _misaligned(weights: ExpertWeights) -> str | None:

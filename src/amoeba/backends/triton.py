@@ -5,7 +5,8 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 Rows are sorted by a counting sort on the device. The up projection gathers the rows of x as it loads them and activates
 in its epilogue; the routing weights enter in the gather-and-sum at the end, in fp32. Backward starts from dA' = dy ·
 down: one pass over it and h gives dh, s·a and ds, so that y is never kept. A few tokens without gradients are decoded
-by kernels that read each weight once and sort nothing.
+by kernels that read each weight once and sort nothing. With LoRA factors the up projection and dA' are not fused with
+the activation, their low-rank terms come between; such passes do not decode.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amoeba.backends import low_rank
+from amoeba.backends.low_rank import ByToken
 from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ def forward(problem: Problem, keep_h: bool) -> Kept:
 
     problem = _with_plain_rows(problem)
     x_TH, width = problem.x_TH, problem.gate_up_EJH.shape[1]
-    if not keep_h and 0 < x_TH.shape[0] <= DECODE_TOKENS:
+    if not keep_h and 0 < x_TH.shape[0] <= DECODE_TOKENS and problem.lora is None:
         return Kept.nothing_but(decode(problem), torch.int32)
     rows = _sorted(problem)
     h_NJ = x_TH.new_empty((problem.rows, width)) if keep_h else None
@@ -70,7 +73,8 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
         products.up(h_NJ, products.new_rows(problem.down_EHI.shape[2]))
 
     d_weight = d_down = d_down_bias = d_gate_up = d_gate_up_bias = d_x = None
-    scaled_a_NI, ds_N = products.activation_backward(dy_TH, h_NJ, dh_NJ, needs.down)
+    want_scaled_a = low_rank.needs_scaled_a(needs)
+    scaled_a_NI, ds_N, dlow_NR = products.activation_backward(dy_TH, h_NJ, dh_NJ, want_scaled_a)
     del h_NJ
     if needs.weight:
         through_bias = None
@@ -78,9 +82,11 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
             through_bias = bias_dot(dy_TH, problem.down_bias_EH, problem.expert_TK)
         d_weight = torch.empty_like(problem.weight_TK, memory_format=torch.contiguous_format)
         slot_gradient(ds_N, slot_row_TK, through_bias, d_weight)
-    if scaled_a_NI is not None:
+    d_lora = low_rank.down_gradients(problem, products.thin, ByToken(dy_TH), dlow_NR, scaled_a_NI, needs)
+    if needs.down:
+        assert scaled_a_NI is not None
         d_down = products.down_gradient(dy_TH, scaled_a_NI)
-        del scaled_a_NI
+    del scaled_a_NI, dlow_NR
     if needs.down_bias:
         d_down_bias = torch.empty_like(problem.down_bias_EH)  # type: ignore[arg-type]
         sum_per_expert(
@@ -89,12 +95,15 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
     if needs.gate_up_bias:
         d_gate_up_bias = torch.empty_like(problem.gate_up_bias_EJ)  # type: ignore[arg-type]
         sum_per_expert(dh_NJ, rows.offs_E, d_gate_up_bias)
-    if needs.x:
+    dx_NH = products.rows_gradient(dh_NJ) if needs.x else None
+    d_lora |= low_rank.up_gradients(problem, products.thin, ByToken(products.problem.x_TH), dh_NJ, dx_NH, needs)
+    if dx_NH is not None:
         d_x = torch.empty_like(problem.x_TH)
-        combine(products.rows_gradient(dh_NJ), slot_row_TK, None, d_x)
+        combine(dx_NH, slot_row_TK, None, d_x)
+        del dx_NH
     if needs.gate_up:
         d_gate_up = products.up_gradient(dh_NJ)
-    return Gradients(d_x, d_weight, d_gate_up, d_down, d_gate_up_bias, d_down_bias)
+    return Gradients(d_x, d_weight, d_gate_up, d_down, d_gate_up_bias, d_down_bias, **d_lora)
 
 
 def _sorted(problem: Problem) -> Sorted:

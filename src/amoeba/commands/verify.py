@@ -13,9 +13,10 @@ from amoeba.commands.output import Output
 from amoeba.conformance import TOLERANCE, Result, backend_names, cases, verify, worst
 from amoeba.errors import bad_value
 from amoeba.machine import commit, machine, versions
+from amoeba.weights import LORA_NAMES
 
 # Columns of the table, in the order in which a token and its gradient meet them.
-_NAMES = ("inference", "output", "x", "weight", "gate_up", "down", "gate_up_bias", "down_bias")
+_NAMES = ("inference", "output", "x", "weight", "gate_up", "down", "gate_up_bias", "down_bias", *LORA_NAMES)
 _FAILURES_SHOWN = 10
 
 
@@ -108,7 +109,14 @@ def _refusals(results: Sequence[Result]) -> list[dict[str, Any]]:
 def _print(document: dict[str, Any], output: Output) -> None:
     rows = [row for row in document["backends"] if row["cases_checked"]]
     names = [name for name in _NAMES if any(name in row["worst"] for row in rows)]
-    columns = ["backend", "dtype", "cases", *(name.replace("_bias", " bias") for name in names), "tolerance", ""]
+    columns = [
+        "backend",
+        "dtype",
+        "cases",
+        *(name.replace("_bias", " bias").replace("_lora_", " ") for name in names),
+        "tolerance",
+        "",
+    ]
     lines = [
         [
             row["backend"],

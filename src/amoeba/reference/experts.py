@@ -13,30 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from amoeba.config import Activation
-from amoeba.weights import ExpertWeights
-
-
-@dataclass(frozen=True, eq=False)
-class LoraFactors:
-    """Low-rank updates of the three projections: W + scaling · b @ a. A projection without factors is left out."""
-
-    gate_lora_a: Tensor | None = None  # (E, R, H)
-    gate_lora_b: Tensor | None = None  # (E, I, R)
-    up_lora_a: Tensor | None = None
-    up_lora_b: Tensor | None = None
-    down_lora_a: Tensor | None = None  # (E, R, I)
-    down_lora_b: Tensor | None = None  # (E, H, R)
-    scaling: float = 1.0
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "scaling"}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+from amoeba.weights import ExpertWeights, LoraFactors
 
 
 def act(z: Tensor, activation: Activation) -> Tensor:
