@@ -4,7 +4,7 @@ N routed rows · E experts · O out · I in; rows of one expert lie together, of
 
     packed = PackedWeights.pack(weight_EOI, kind="int8")            # bf16 or fp32 in; the original may go
     multiply_rows(packed, x_TI, offs_E, h_NO, index_N=token_N)      # h[n] = x[token[n]] · Wᵀ of n's expert
-    multiply_rows_transposed(packed, dh_NO, offs_E, dx_NI)          # dx[n] = dh[n] · W; packs the transpose on first use
+    multiply_rows_transposed(packed, dh_NO, offs_E, dx_NI)          # dx[n] = dh[n] · W; packs it first
 
 Sums are in fp32 (bf16) or int32 (int8). int8 is symmetric: one scale per output channel of a weight, one per row.
 AMX tiles are used where the CPU has them, AVX-512 dot products where it has those, plain vectors elsewhere;
@@ -179,9 +179,7 @@ class PackedWeights:
             int8, self.experts, self.out_features, self.in_features,
             forward.data.data_ptr(), data.data_ptr(), _address(sum_EI), torch.get_num_threads(),
         )  # fmt: skip
-        return _Packing(
-            data, self.in_features, self.out_features, sum_EI, depth_scale_ED=forward.column_scale_EC
-        )
+        return _Packing(data, self.in_features, self.out_features, sum_EI, depth_scale_ED=forward.column_scale_EC)
 
 
 def multiply_rows(

@@ -4,8 +4,8 @@
 // 16 words x 16 columns (1 KiB: one AMX register, or sixteen AVX-512 registers), a panel is 32 columns:
 //   weights  [expert][panel][tile of depth][half of the panel][word][column]
 //   rows     [16 rows][tile of depth][row][word]          (packed per job, gathered on the way, zeros past the depth)
-// int8 rows are stored as q + 128 without sign, for VPDPBUSD and TDPBUSD; 128 . (sum of the weights) is taken off again.
-// Paths: AMX tiles; AVX-512 dot products; plain vector extensions (AVX2, NEON, anything). The caller checked its tensors.
+// int8 rows are stored as q + 128 without sign, for VPDPBUSD and TDPBUSD; 128 . (sum of weights) is taken off again.
+// Paths: AMX tiles; AVX-512 dot products; plain vector extensions (AVX2, NEON, ...). The caller checked its tensors.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -39,22 +39,25 @@ enum Path { GENERIC, AVX512, AMX };  // the order of `Path` in packed.py
 constexpr int64_t TILE = 16;                 // rows, words or columns of a tile
 constexpr int64_t TILE_WORDS = TILE * TILE;
 constexpr int64_t PANEL = 2 * TILE;          // columns that are summed at once
-constexpr int64_t ROW_BYTES = 1 << 20;       // packed rows of a job: half of a 2 MiB L2 cache, beside a panel of weights
-constexpr int64_t ROW_BLOCK = 512;           // and never more rows than this: their sums are kept for a panel
+constexpr int64_t ROW_BYTES = 1 << 20;       // packed rows of a job: half of a 2 MiB L2 cache, beside two panels
+constexpr int64_t ROW_BLOCK = 512;           // and never more rows than this
+constexpr size_t HUGE_PAGE = 2 << 20;
 constexpr int64_t JOBS_PER_THREAD = 4;
 constexpr int64_t SMALLEST_JOB = 4;          // panels
-// Up to this many rows an expert is bound by reading its weights, and dot products need no full tiles.
-constexpr int64_t FEW_ROWS = 8;
+constexpr int64_t STREAM_BYTES = 8 << 20;    // an output larger than this has left the L2 cache before it is read again
 
+// Up to FEW_ROWS rows an expert's weights come faster through dot products than through tiles. One core, 2048 x 1536,
+// GB/s of weights by dots / by tiles: bf16 29/26 at 1 row, 21/25 at 4, 11/25 at 8; int8 30/25 at 1, 27/24 at 8, 17/23
+// at 16 (Xeon, family 6 model 207, 2026-11-15).
 struct Bf16 {
   using Element = uint16_t;
   using Sum = float;
-  static constexpr int64_t PER_WORD = 2;
+  static constexpr int64_t PER_WORD = 2, FEW_ROWS = 2;
 };
 struct Int8 {
   using Element = int8_t;
   using Sum = int32_t;
-  static constexpr int64_t PER_WORD = 4;
+  static constexpr int64_t PER_WORD = 4, FEW_ROWS = 8;
 };
 
 inline uint32_t bits_of(float value) {
@@ -76,6 +79,16 @@ inline uint16_t round_to_bf16(float value) {  // to nearest even; a NaN stays on
 inline void put(float& out, float value) { out = value; }
 inline void put(uint16_t& out, float value) { out = round_to_bf16(value); }
 
+void ask_for_huge_pages(void* data, int64_t bytes) {  // fewer misses of the TLB; a wish, so no error
+#ifdef __linux__
+  const uintptr_t begin = (uintptr_t(data) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+  const uintptr_t end = (uintptr_t(data) + bytes) / HUGE_PAGE * HUGE_PAGE;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
 template <class T>
 struct Buffer {  // grows, never shrinks, one per thread
   T* data = nullptr;
@@ -83,21 +96,24 @@ struct Buffer {  // grows, never shrinks, one per thread
   T* get(size_t count) {
     if (count > size) {
       std::free(data);
-      size = (count + 4095) / 4096 * 4096;
-      data = static_cast<T*>(std::aligned_alloc(4096, size * sizeof(T)));
+      const size_t page = count * sizeof(T) < HUGE_PAGE / 4 ? 4096 : HUGE_PAGE;
+      const size_t bytes = (count * sizeof(T) + page - 1) / page * page;
+      size = bytes / sizeof(T);
+      data = static_cast<T*>(std::aligned_alloc(page, bytes));
       if (!data) std::abort();
+      ask_for_huge_pages(data, int64_t(bytes));
     }
     return data;
   }
   ~Buffer() { std::free(data); }
 };
-thread_local Buffer<uint32_t> row_words, sum_words;
+thread_local Buffer<uint32_t> row_words;
 thread_local Buffer<float> row_floats, row_scales;
 
 inline int64_t tiles_of(int64_t depth, int64_t per_word) { return (depth + TILE * per_word - 1) / (TILE * per_word); }
 
 template <class Job>
-void run_jobs(int64_t count, int threads, const Job& job) {
+void run_jobs(int64_t count, [[maybe_unused]] int threads, const Job& job) {
   std::atomic<int64_t> next{0};
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
@@ -153,16 +169,6 @@ void pack_int8(int64_t columns, int64_t depth, const Source* weight, int64_t row
   });
 }
 
-void ask_for_huge_pages(void* data, int64_t bytes) {  // a third more read bandwidth; a wish, so no error
-#ifdef __linux__
-  const uintptr_t page = 2 << 20, begin = (uintptr_t(data) + page - 1) / page * page;
-  const uintptr_t end = (uintptr_t(data) + bytes) / page * page;
-  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)data, (void)bytes;
-#endif
-}
-
 // ------------------------------------------------------------------------------------------------------------- rows
 
 struct Pass {
@@ -178,8 +184,12 @@ struct Pass {
   int64_t out_stride;
   bool out_is_float;
   Path path;
+  bool stream;  // write whole cache lines past the caches
 
   const uint16_t* row(int64_t r) const { return rows + (index ? index[r] : r) * row_stride; }
+  const uint32_t* panel(int64_t expert, int64_t i) const {
+    return weights + (expert * panels + i) * tiles * 2 * TILE_WORDS;
+  }
 };
 
 struct Job {
@@ -303,7 +313,7 @@ inline void store(int32_t* p, __m512i v) { _mm512_storeu_si512(p, v); }
 
 struct Dots {
   static constexpr int ROWS = 8;              // 8 x 2 sums: each weight that is read serves 8 rows
-  static constexpr int64_t AHEAD = 4 * 512;   // words: 8 KiB of weights are under way, more than a page's prefetcher does
+  static constexpr int64_t AHEAD = 4 * 512;   // words: 8 KiB of weights are under way, past the page
   template <int R, class Sum>
   static void sums(const uint32_t* a, const uint32_t* b, int64_t tiles, Sum* out) {
     using Vector = decltype(add_word(std::declval<std::conditional_t<std::is_same_v<Sum, float>, __m512, __m512i>>(),
@@ -342,11 +352,78 @@ void sums_of_rows(int64_t rows, const uint32_t* a, const uint32_t* b, int64_t ti
 template <class Way, class Sum>
 void sums_by_rows(const uint32_t* a, int64_t rows, const uint32_t* b, int64_t tiles, Sum* sums) {
   for (int64_t r = 0; r < rows; r += Way::ROWS)
-    sums_of_rows<Way, Way::ROWS>(std::min<int64_t>(Way::ROWS, rows - r), a + r / TILE * tiles * TILE_WORDS + r % TILE * TILE,
-                                 b, tiles, sums + r * PANEL);
+    sums_of_rows<Way, Way::ROWS>(std::min<int64_t>(Way::ROWS, rows - r),
+                                 a + r / TILE * tiles * TILE_WORDS + r % TILE * TILE, b, tiles, sums + r * PANEL);
 }
 
-// -------------------------------------------------------------------------------------------------- sums: AMX tiles
+// -------------------------------------------------------------------------------------------------------------- out
+
+inline float finished(float sum, float, const float*, const int32_t*, int64_t) { return sum; }
+inline float finished(int32_t sum, float row_scale, const float* scale, const int32_t* weight_sum, int64_t n) {
+  return float(sum - 128 * weight_sum[n]) * (scale ? row_scale * scale[n] : row_scale);
+}
+
+#ifdef AMOEBA_AVX512
+// Whole lines are not read before they are written: 1.2 instead of 1.03 TFLOP/s (256 rows, 2048 x 1536, one core).
+template <class Out>
+inline void write_panel_row(Out* out, const Out* values, bool stream) {
+  for (size_t i = 0; i < PANEL * sizeof(Out); i += 64) {
+    const __m512i line = _mm512_load_si512(reinterpret_cast<const char*>(values) + i);
+    char* target = reinterpret_cast<char*>(out) + i;
+    stream ? _mm512_stream_si512(reinterpret_cast<__m512i*>(target), line) : _mm512_storeu_si512(target, line);
+  }
+}
+inline void end_of_streaming() { _mm_sfence(); }
+#else
+template <class Out>
+inline void write_panel_row(Out* out, const Out* values, bool) { std::memcpy(out, values, PANEL * sizeof(Out)); }
+inline void end_of_streaming() {}
+#endif
+
+// Scales, rounds and writes the sums of up to 32 rows of a panel.
+template <class Out, class Sum>
+void finish(const Pass& p, const Job& job, int64_t panel, int64_t row, const float* scales, const Sum* sums) {
+  const int64_t column = panel * PANEL, first = job.expert * p.columns + column;
+  const int64_t rows = std::min(PANEL, job.rows - row), width = std::min(PANEL, p.columns - column);
+  const float* column_scale = p.weight_scale ? p.weight_scale + first : nullptr;
+  const int32_t* weight_sum = p.weight_sum ? p.weight_sum + first : nullptr;
+  Out* out = static_cast<Out*>(p.out) + (job.first_row + row) * p.out_stride + column;
+  for (int64_t r = 0; r < rows; ++r, sums += PANEL, out += p.out_stride) {
+    const float scale = scales[row + r];
+    alignas(64) Out values[PANEL];
+    if (width == PANEL) {
+      for (int64_t n = 0; n < PANEL; ++n) put(values[n], finished(sums[n], scale, column_scale, weight_sum, n));
+      write_panel_row(out, values, p.stream);
+    } else {
+      for (int64_t n = 0; n < width; ++n) put(out[n], finished(sums[n], scale, column_scale, weight_sum, n));
+    }
+  }
+}
+
+template <class Sum>
+void finish_block(const Pass& p, const Job& job, int64_t panel, int64_t row, const float* scales, const Sum* sums) {
+  if (p.out_is_float)
+    finish<float>(p, job, panel, row, scales, sums);
+  else
+    finish<uint16_t>(p, job, panel, row, scales, sums);
+}
+
+// ------------------------------------------------------------------------------------------------- a job, row by row
+
+template <class Kind, class Way>
+void run_by_rows(const Pass& p, const Job& job, const uint32_t* a, const float* scales) {
+  const int64_t row_tile = p.tiles * TILE_WORDS;
+  alignas(64) typename Kind::Sum sums[PANEL * PANEL];
+  for (int64_t panel = job.first_panel; panel < job.first_panel + job.panels; ++panel) {
+    const uint32_t* b = p.panel(job.expert, panel);
+    for (int64_t r = 0; r < job.rows; r += PANEL) {
+      sums_by_rows<Way>(a + r / TILE * row_tile, std::min(PANEL, job.rows - r), b, p.tiles, sums);
+      finish_block(p, job, panel, r, scales, sums);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ a job in AMX tiles
 
 #ifdef AMOEBA_AMX
 struct alignas(64) TileShapes {
@@ -367,26 +444,18 @@ struct Tiles {  // eight registers of tiles, all full, for as long as this lives
   if constexpr (std::is_same_v<Kind, Bf16>) _tile_dpbf16ps(SUM, A, B); \
   else _tile_dpbusd(SUM, A, B)
 
-// sums (16 or 32 rows x 32 columns): tiles 0-3, rows in 4 and 5, weights in 6 and 7.
+// sums (16 or 32 rows x 32 columns): tiles 0-3, rows in 4 and 5, weights in 6 and 7. `lines` cache lines from `ahead`
+// of every step of depth are fetched meanwhile.
 template <class Kind, bool BOTH>
-void sums_of_tiles(const uint32_t* a, int64_t next_rows, const uint32_t* b, int64_t tiles, bool add,
-                   typename Kind::Sum* sums) {
+void sums_of_tiles(const uint32_t* a, int64_t next_rows, const uint32_t* b, int64_t tiles, const uint32_t* ahead,
+                   int64_t lines, typename Kind::Sum* sums) {
   constexpr int64_t STRIDE = TILE * sizeof(uint32_t), SUM_STRIDE = PANEL * sizeof(uint32_t);
-  auto* lower = sums + TILE * PANEL;
-  if (add) {
-    _tile_loadd(0, sums, SUM_STRIDE);
-    _tile_loadd(1, sums + TILE, SUM_STRIDE);
-    if constexpr (BOTH) {
-      _tile_loadd(2, lower, SUM_STRIDE);
-      _tile_loadd(3, lower + TILE, SUM_STRIDE);
-    }
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t t = 0; t < tiles; ++t, a += TILE_WORDS, b += 2 * TILE_WORDS) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t t = 0; t < tiles; ++t, a += TILE_WORDS, b += 2 * TILE_WORDS, ahead += 2 * TILE_WORDS) {
+    for (int64_t i = 0; i < lines; ++i) _mm_prefetch(reinterpret_cast<const char*>(ahead + i * TILE), _MM_HINT_T1);
     _tile_loadd(4, a, STRIDE);
     _tile_loadd(6, b, STRIDE);
     _tile_loadd(7, b + TILE_WORDS, STRIDE);
@@ -401,90 +470,48 @@ void sums_of_tiles(const uint32_t* a, int64_t next_rows, const uint32_t* b, int6
   _tile_stored(0, sums, SUM_STRIDE);
   _tile_stored(1, sums + TILE, SUM_STRIDE);
   if constexpr (BOTH) {
-    _tile_stored(2, lower, SUM_STRIDE);
-    _tile_stored(3, lower + TILE, SUM_STRIDE);
+    _tile_stored(2, sums + TILE * PANEL, SUM_STRIDE);
+    _tile_stored(3, sums + TILE * PANEL + TILE, SUM_STRIDE);
   }
 }
 
-#ifndef AMOEBA_DEPTH_TILES
-#define AMOEBA_DEPTH_TILES 8
-#endif
-constexpr int64_t DEPTH_TILES = AMOEBA_DEPTH_TILES;
-
+// While a block of rows is summed, its share of the next panel comes into the L2 cache: else the first block of every
+// panel waits for memory (0.9 instead of 1.18 TFLOP/s at 128 rows).
 template <class Kind>
-void sums_by_tiles(const uint32_t* a, int64_t rows, const uint32_t* b, int64_t tiles, typename Kind::Sum* sums) {
+void run_by_tiles(const Pass& p, const Job& job, const uint32_t* a, const float* scales) {
   const Tiles registers;
-  const int64_t next_rows = tiles * TILE_WORDS;
-  for (int64_t t = 0; t < tiles; t += DEPTH_TILES) {
-    const int64_t here = std::min(DEPTH_TILES, tiles - t);
-    for (int64_t r = 0; r < rows; r += 2 * TILE) {
-      const uint32_t* left = a + r / TILE * next_rows + t * TILE_WORDS;
-      const uint32_t* right = b + 2 * t * TILE_WORDS;
-      if (rows - r > TILE)
-        sums_of_tiles<Kind, true>(left, next_rows, right, here, t > 0, sums + r * PANEL);
+  alignas(64) typename Kind::Sum sums[PANEL * PANEL];
+  const int64_t row_tile = p.tiles * TILE_WORDS, blocks = (job.rows + PANEL - 1) / PANEL, step_lines = 2 * TILE;
+  const int64_t end = job.first_panel + job.panels;
+  asm volatile("" ::: "memory");  // tile loads do not tell the compiler what they read
+  for (int64_t panel = job.first_panel; panel < end; ++panel) {
+    const uint32_t* b = p.panel(job.expert, panel);
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int64_t first = step_lines * i / blocks, share = step_lines * (i + 1) / blocks - first;
+      const int64_t lines = panel + 1 < end ? share : 0;
+      const uint32_t *left = a + 2 * i * row_tile, *ahead = b + 2 * row_tile + first * TILE;
+      if (job.rows - i * PANEL > TILE)
+        sums_of_tiles<Kind, true>(left, row_tile, b, p.tiles, ahead, lines, sums);
       else
-        sums_of_tiles<Kind, false>(left, next_rows, right, here, t > 0, sums + r * PANEL);
+        sums_of_tiles<Kind, false>(left, row_tile, b, p.tiles, ahead, lines, sums);
+      finish_block(p, job, panel, i * PANEL, scales, sums);
     }
   }
 }
 #endif
 
 template <class Kind>
-void panel_sums(Path path, const uint32_t* a, int64_t rows, const uint32_t* b, int64_t tiles, typename Kind::Sum* sums) {
+void run_job(const Pass& p, const Job& job) {
+  float* scales = row_scales.get(job.rows);
+  const float* depth_scale = p.depth_scale ? p.depth_scale + job.expert * p.depth : nullptr;
+  const uint32_t* a = pack_rows<Kind>(p, job, depth_scale, scales);
 #ifdef AMOEBA_AMX
-  if (path == AMX && rows > FEW_ROWS) return sums_by_tiles<Kind>(a, rows, b, tiles, sums);
+  if (p.path == AMX && job.rows > Kind::FEW_ROWS) return run_by_tiles<Kind>(p, job, a, scales);
 #endif
 #ifdef AMOEBA_AVX512
-  if (path != GENERIC) return sums_by_rows<Dots>(a, rows, b, tiles, sums);
+  if (p.path != GENERIC) return run_by_rows<Kind, Dots>(p, job, a, scales);
 #endif
-  (void)path;
-  sums_by_rows<Plain>(a, rows, b, tiles, sums);
-}
-
-// -------------------------------------------------------------------------------------------------------------- out
-
-struct ColumnScales {  // of one panel; int8 only
-  const float* scale;
-  const int32_t* sum;
-};
-
-inline float finished(float sum, float, const ColumnScales&, int64_t) { return sum; }
-inline float finished(int32_t sum, float row_scale, const ColumnScales& columns, int64_t n) {
-  return float(sum - 128 * columns.sum[n]) * (columns.scale ? row_scale * columns.scale[n] : row_scale);
-}
-
-template <class Sum, class Out>
-void finish(const Sum* sums, int64_t rows, int64_t width, const float* row_scale, const ColumnScales& columns, Out* out,
-            int64_t stride) {
-  for (int64_t r = 0; r < rows; ++r, sums += PANEL, out += stride) {
-    const float scale = row_scale[r];
-    if (width == PANEL)  // a count that the compiler knows
-      for (int64_t n = 0; n < PANEL; ++n) put(out[n], finished(sums[n], scale, columns, n));
-    else
-      for (int64_t n = 0; n < width; ++n) put(out[n], finished(sums[n], scale, columns, n));
-  }
-}
-
-template <class Kind>
-void run_job(const Pass& p, const Job& job) {
-  using Sum = typename Kind::Sum;
-  float* scales = row_scales.get(job.rows);
-  const uint32_t* a =
-      pack_rows<Kind>(p, job, p.depth_scale ? p.depth_scale + job.expert * p.depth : nullptr, scales);
-  Sum* sums = reinterpret_cast<Sum*>(sum_words.get((job.rows + 2 * TILE) * PANEL));
-  asm volatile("" ::: "memory");  // tile loads do not tell the compiler what they read
-  for (int64_t panel = job.first_panel; panel < job.first_panel + job.panels; ++panel) {
-    const int64_t at = job.expert * p.panels + panel, column = panel * PANEL;
-    panel_sums<Kind>(p.path, a, job.rows, p.weights + at * p.tiles * 2 * TILE_WORDS, p.tiles, sums);
-    const int64_t first = job.expert * p.columns + column, width = std::min(PANEL, p.columns - column);
-    const ColumnScales columns{p.weight_scale ? p.weight_scale + first : nullptr,
-                               p.weight_sum ? p.weight_sum + first : nullptr};
-    const int64_t place = job.first_row * p.out_stride + column;
-    if (p.out_is_float)
-      finish(sums, job.rows, width, scales, columns, static_cast<float*>(p.out) + place, p.out_stride);
-    else
-      finish(sums, job.rows, width, scales, columns, static_cast<uint16_t*>(p.out) + place, p.out_stride);
-  }
+  run_by_rows<Kind, Plain>(p, job, a, scales);
 }
 
 // Blocks of rows whose packed form stays in the L2 cache, cut along the columns too where there are few of them.
@@ -505,7 +532,8 @@ std::vector<Job> list_jobs(const Pass& p, int64_t experts, const int32_t* offs, 
     for (int64_t panel = 0; panel < p.panels; panel += width)
       jobs.push_back({block.expert, block.first_row, block.rows, panel, std::min(width, p.panels - panel)});
   // The long jobs first, so that the threads end together.
-  std::stable_sort(jobs.begin(), jobs.end(), [](const Job& l, const Job& r) { return l.rows * l.panels > r.rows * r.panels; });
+  std::stable_sort(jobs.begin(), jobs.end(),
+                   [](const Job& l, const Job& r) { return l.rows * l.panels > r.rows * r.panels; });
   return jobs;
 }
 
@@ -513,8 +541,14 @@ template <class Kind>
 void multiply(Pass p, int64_t experts, const int32_t* offs, int threads) {
   p.tiles = tiles_of(p.depth, Kind::PER_WORD);
   p.panels = (p.columns + PANEL - 1) / PANEL;
+  const int64_t element = p.out_is_float ? sizeof(float) : sizeof(uint16_t);
+  p.stream = uintptr_t(p.out) % 64 == 0 && p.out_stride * element % 64 == 0 &&
+             offs[experts - 1] * p.columns * element >= STREAM_BYTES;
   const std::vector<Job> jobs = list_jobs(p, experts, offs, threads);
-  run_jobs(int64_t(jobs.size()), threads, [&](int64_t i) { run_job<Kind>(p, jobs[i]); });
+  run_jobs(int64_t(jobs.size()), threads, [&](int64_t i) {
+    run_job<Kind>(p, jobs[i]);
+    if (p.stream) end_of_streaming();
+  });
 }
 
 }  // namespace
@@ -604,7 +638,7 @@ void amoeba_packed_rows(int path, int int8, int64_t experts, const int32_t* offs
                         const int32_t* weight_sum, const float* depth_scale, int64_t depth, int64_t columns, void* out,
                         int64_t out_stride, int out_is_float, int threads) {
   const Pass pass{static_cast<const uint32_t*>(packed), weight_scale, weight_sum, depth_scale, depth, columns, 0, 0,
-                  rows, row_stride, index, out, out_stride, out_is_float != 0, Path(path)};
+                  rows, row_stride, index, out, out_stride, out_is_float != 0, Path(path), false};
   if (int8)
     multiply<Int8>(pass, experts, offs, threads);
   else
