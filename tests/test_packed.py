@@ -184,9 +184,12 @@ def test_int8_keeps_rows_and_channels_of_very_different_size(path: str) -> None:
     product.weight_EOI *= torch.logspace(-3, 3, 40)[:, None].to(torch.bfloat16)
     out, expected = product.empty(torch.float32), product.expected()
     product.run(PackedWeights.pack(product.weight_EOI, "int8"), out)
-    scale = expected.abs().amax(1, keepdim=True)
-    assert ((out[: product.owned] - expected).norm(dim=0) / expected.norm(dim=0)).max() < 3e-2
-    assert ((out[: product.owned] - expected) / scale).abs().max() < 3e-2
+    # Both sides are off by about 0.9 % of their length in a random direction: 1.3e-2 / sqrt(96) of |row| · |channel|
+    # on average, five times that at worst. By row alone nothing could be said: its largest sums may have cancelled.
+    counts = torch.tensor(COUNTS)
+    channels = product.weight_EOI.double().norm(dim=2).repeat_interleave(counts, 0)
+    possible = product.rows[: product.owned].double().norm(dim=1, keepdim=True) * channels
+    assert ((out[: product.owned] - expected) / possible).abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
