@@ -117,6 +117,18 @@ def test_each_row_is_right_by_itself(path: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_bf16_outputs_are_the_sums_rounded_to_nearest(path: str, kind: str) -> None:
+    product = Product(63, 199, transposed=False)
+    weights, wide, narrow = (
+        PackedWeights.pack(product.weight_EOI, kind),
+        *map(product.empty, (torch.float32, torch.bfloat16)),
+    )
+    product.run(weights, wide)
+    product.run(weights, narrow)
+    assert torch.equal(wide.to(torch.bfloat16), narrow)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_rows_are_gathered_by_an_index_and_strides_are_respected(path: str, kind: str) -> None:
     product = Product(63, 199, transposed=False)
     table = torch.full((2 * product.rows.shape[0], 250), torch.nan, dtype=torch.bfloat16)[:, 17 : 17 + 199]
