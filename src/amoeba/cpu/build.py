@@ -1,6 +1,7 @@
-"""Compiles the C++ core on first use with the machine's own compiler for its own instruction set, and keeps the result.
+"""Compiles a C++ source on first use with the machine's own compiler for its own instruction set, and keeps the result.
 
-    path = compiled_core()      # raises CoreUnavailable with a reason and a remedy
+    path = compiled_core()              # csrc/core.cpp; raises CoreUnavailable with a reason and a remedy
+    path = compiled_library("packed")   # csrc/packed.cpp
 
 The library is cached under $AMOEBA_CACHE, else $XDG_CACHE_HOME/amoeba, else ~/.cache/amoeba, named by a hash of
 source, compiler, flags and CPU, and put there by an atomic rename: two processes that start together both end with a
@@ -27,7 +28,7 @@ from amoeba.cpu_features import cpu_flags
 
 logger = logging.getLogger("amoeba")
 
-_SOURCE = Path(__file__).parent / "csrc" / "core.cpp"
+_SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
 # -march=native is what GCC and Clang understand on x86; on 64-bit ARM the portable spelling is -mcpu=native.
 _NATIVE = {"aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
@@ -39,26 +40,32 @@ class CoreUnavailable(RuntimeError):
 
 
 def compiled_core() -> Path:
+    return compiled_library("core")
+
+
+def compiled_library(name: str, architecture: str | None = None) -> Path:
+    """The shared library of csrc/<name>.cpp; `architecture` is the compiler's flag for another instruction set."""
     if os.environ.get("AMOEBA_CPU_CORE") == "0":
         raise CoreUnavailable("the C++ core is switched off by AMOEBA_CPU_CORE=0")
     if platform.system() not in ("Linux", "Darwin"):
         raise CoreUnavailable(f"the C++ core is built on Linux and macOS, this is {platform.system()}")
     compiler = _compiler()
-    native = _NATIVE.get(platform.machine(), "-march=native")
+    source = _SOURCES / f"{name}.cpp"
+    target_flag = architecture or _NATIVE.get(platform.machine(), "-march=native")
     key = hashlib.sha256(
         "\n".join(
             (
-                _SOURCE.read_text(),
+                source.read_text(),
                 _version(compiler),
-                " ".join((*_FLAGS, native)),
+                " ".join((*_FLAGS, target_flag)),
                 *sorted(cpu_flags()),
                 _openmp() or "",
             )
         ).encode()
     ).hexdigest()[:16]
-    target = _cache_folder() / f"core-{key}.so"
+    target = _cache_folder() / f"{name}-{key}.so"
     if not target.exists():
-        _compile(compiler, native, target)
+        _compile(compiler, source, target_flag, target)
     return target
 
 
@@ -100,14 +107,14 @@ def _openmp() -> str | None:
     return None
 
 
-def _compile(compiler: str, native: str, target: Path) -> None:
-    logger.info("compiling the CPU core with %s for this machine (once, some seconds)", compiler)
+def _compile(compiler: str, source: Path, target_flag: str, target: Path) -> None:
+    logger.info("compiling the CPU core (%s) with %s for this machine (once, some seconds)", source.name, compiler)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
         unit, library = Path(folder) / "core.o", Path(folder) / "core.so"
         openmp = _openmp()
         threads = ["-fopenmp"] if openmp else []
-        _run([compiler, *_FLAGS, native, *threads, "-c", str(_SOURCE), "-o", str(unit)])
+        _run([compiler, *_FLAGS, target_flag, *threads, "-c", str(source), "-o", str(unit)])
         _run([compiler, "-shared", str(unit), "-o", str(library), *([openmp] if openmp else [])])
         os.replace(library, target)
     if not openmp:
