@@ -25,7 +25,8 @@ from amoeba.kernels.row_tiles import column_block, expert_of_row
 # Elements of `a` per tile; 4 warps share them. Forward: 16 per thread, 64 bytes of bf16 on their way at once, 32
 # registers. Backward: 8 per thread, 48 bytes, 48 registers (with 16 the compiler takes 77 and puts a third of the loads
 # off). A tile must not have fewer elements than its threads hold in 16-byte pieces, see `_activate_backward`. Register
-# counts are those of Triton 3.6 for Hopper; speeds are not measured yet.
+# counts are those of Triton 3.6 for Hopper; on an H200 4.0 to 4.3 TB/s forward
+# and 3.9 to 4.1 backward, of 4.3 copied (2026-11-15); other sizes were not tried.
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 WARPS = 4
 WIDEST_BLOCK = 1024

@@ -9,7 +9,9 @@ Nothing is sorted: every program reads all N expert ids and finds the slots of i
 and `configuration` chooses:
 
 by slot     up: one program per (slot, columns of a); down: one per (token, columns of y), with the sum over k inside.
-            2 launches, products by multiply and add. Two slots of one expert read its weights twice: made for T = 1.
+            2 launches, products by multiply and add; where a program's share of down fits in registers, all of it is
+            on its way before `a` is looked at, while up still runs. Two slots of one expert read its weights twice:
+            made for T = 1.
 by expert   up and down: one program per (touched expert, columns), the expert's slots in chunks of `rows` on the tensor
             cores, weights as the left operand; then a launch that sums over k. 3 launches, weights read once (the
             second and later chunks of an expert with more than `rows` slots find them in the L2 cache, mostly).
@@ -37,20 +39,23 @@ from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 # Up to this many tokens the way is by slot. Not measured yet; at T = 2 few slots share an expert if E >> K.
 BY_SLOT_TOKENS = 1
-# Programs that a launch by slot should have at least: about 4 for each of an H200's 132 SMs. Not measured yet.
+# Programs that a launch by slot should have at least: about 4 for each of an H200's 132 SMs.
 BY_SLOT_PROGRAMS = 512
 # Columns per program by slot: each program reads the whole input row, so few columns mean much reading beside the
-# weights (a quarter of their bytes at 4). Not measured yet.
+# weights (a quarter of their bytes at 4). With 4, 8 and 16 columns up took 32.6 to 33.4 us together with down (H200,
+# 2026-11-15, before the cache was filled by reading).
 BY_SLOT_LEAST_COLUMNS, BY_SLOT_MOST_COLUMNS = 4, 16
-# Elements of the weight tile of a program by slot: 32 in each of 128 threads. Not measured yet.
+# Elements of the weight tile of a program by slot: 32 in each of 128 threads.
 BY_SLOT_TILE = 4096
 # A program of the down projection that has all its weights in flight at once: its columns, and the most elements of its
 # tile, 128 in each of 128 threads.
 AT_ONCE_COLUMNS, AT_ONCE_ELEMENTS = 2, 16384
-# Rows of weights in the tile of a program by expert (one wgmma is 64 high), and bytes of each. Not measured yet.
+# Rows of weights in the tile of a program by expert (one wgmma is 64 high), and bytes of each.
+# With T = 8 and 64, 64 or 128 rows of 128 or 256 bytes are within 2 %; 512 bytes cost 13 to 25 % (H200, 2026-11-15).
 BY_EXPERT_WEIGHT_ROWS = 64
 BY_EXPERT_DEPTH_BYTES = 256
-# The expected number of an expert's slots times this is the room that a chunk has for them. Not measured yet.
+# The expected number of an expert's slots times this is the room that a chunk has for them. Room
+# for 32 instead of 16 cost 5 % with T = 8 and 18 % with T = 64 (H200, 2026-11-15).
 CHUNK_HEADROOM = 3
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
 # A program by expert finds its chunk's slots by comparing ranks with ids, this many pairs at once. More take registers
