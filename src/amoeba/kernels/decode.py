@@ -42,7 +42,7 @@ BY_SLOT_TOKENS = 1
 # Programs that a launch by slot should have at least: about 4 for each of an H200's 132 SMs.
 BY_SLOT_PROGRAMS = 512
 # Columns per program by slot: each program reads the whole input row, so few columns mean much reading beside the
-# weights (a quarter of their bytes at 4). With 4, 8 and 16 columns up took 32.6 to 33.4 us together with down (H200,
+# weights (a quarter of their bytes at 4). With 4, 8 and 16 columns up took 32.7 to 33.4 us together with down (H200,
 # 2026-11-15, before the cache was filled by reading).
 BY_SLOT_LEAST_COLUMNS, BY_SLOT_MOST_COLUMNS = 4, 16
 # Elements of the weight tile of a program by slot: 32 in each of 128 threads.
@@ -51,7 +51,7 @@ BY_SLOT_TILE = 4096
 # tile, 128 in each of 128 threads.
 AT_ONCE_COLUMNS, AT_ONCE_ELEMENTS = 2, 16384
 # Rows of weights in the tile of a program by expert (one wgmma is 64 high), and bytes of each.
-# With T = 8 and 64, 64 or 128 rows of 128 or 256 bytes are within 2 %; 512 bytes cost 13 to 25 % (H200, 2026-11-15).
+# With T = 8 and 64, 64 or 128 rows of 128 or 256 bytes are within 2 %; 512 bytes cost 5 to 25 % (H200, 2026-11-15).
 BY_EXPERT_WEIGHT_ROWS = 64
 BY_EXPERT_DEPTH_BYTES = 256
 # The expected number of an expert's slots times this is the room that a chunk has for them. Room
