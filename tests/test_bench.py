@@ -339,7 +339,6 @@ def test_on_a_gpu_times_bytes_and_both_references(tokens):
     shape = Shape("on gpu", tokens=tokens, hidden=512, intermediate=256, experts=16, top_k=4)
     forward, training = run_suite([shape], torch.device("cuda"), [torch.bfloat16], ["forward", "training"], repeats=3)
     assert training.reference == (torch.float64 if tokens == 64 else torch.float32)
-    maps = cost.row_map_bytes(rows=shape.rows, experts=shape.experts, weight_itemsize=2)
     x_and_h = cost.kept_bytes(tokens=tokens, rows=shape.rows, hidden=512, intermediate=256, itemsize=2)
     gradients = cost.weight_bytes(experts=16, hidden=512, intermediate=256, itemsize=2)
     for report in (forward, training):
@@ -350,6 +349,10 @@ def test_on_a_gpu_times_bytes_and_both_references(tokens):
         assert all(0 < m.min_ms <= m.median_ms < 1000 for m in timed)
     for measurement in training.measurements:
         if measurement.ours and measurement.status == "timed":
+            map_itemsize = 4 if measurement.implementation in ("amoeba triton", THROUGH_TRANSFORMERS) else 8
+            maps = cost.row_map_bytes(
+                rows=shape.rows, experts=shape.experts, weight_itemsize=2, map_itemsize=map_itemsize
+            )
             assert measurement.kept_bytes == x_and_h + maps
             assert gradients < measurement.peak_bytes < 20 * (gradients + x_and_h)
 
@@ -357,6 +360,9 @@ def test_on_a_gpu_times_bytes_and_both_references(tokens):
 @pytest.mark.gpu
 def test_on_a_gpu_ceilings_are_those_of_a_gpu_and_leave_no_memory_behind():
     device = torch.device("cuda")
+    square = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+    square @ square  # cuBLAS keeps a workspace from its first product on
+    del square
     before = torch.cuda.memory_allocated(device)
     found = measure_ceilings(device, [torch.bfloat16])
     assert set(found.matmul) == {"bfloat16"}

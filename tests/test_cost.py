@@ -49,6 +49,7 @@ def test_kept_bytes_are_x_and_h():
 
 def test_row_maps_are_three_ids_and_a_weight_per_row():
     assert cost.row_map_bytes(rows=ROWS, experts=EXPERTS) == ROWS * (3 * 8 + 4) + EXPERTS * 4
+    assert cost.row_map_bytes(rows=ROWS, experts=EXPERTS, map_itemsize=4) == ROWS * (8 + 2 * 4 + 4) + EXPERTS * 4
     assert cost.row_map_bytes(rows=ROWS, experts=EXPERTS, weight_itemsize=2) == ROWS * (3 * 8 + 2) + EXPERTS * 4
 
 

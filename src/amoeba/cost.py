@@ -40,9 +40,9 @@ def kept_bytes(
     return x if recompute else x + rows * _width(intermediate, gated) * itemsize
 
 
-def row_map_bytes(*, rows: int, experts: int, weight_itemsize: int = 4) -> int:
+def row_map_bytes(*, rows: int, experts: int, weight_itemsize: int = 4, map_itemsize: int = _ID_BYTES) -> int:
     """What says which row is whose: expert ids and weights as routed, the sorted order, the way back, the offsets."""
-    return rows * (3 * _ID_BYTES + weight_itemsize) + experts * _OFFSET_BYTES
+    return rows * (_ID_BYTES + 2 * map_itemsize + weight_itemsize) + experts * _OFFSET_BYTES
 
 
 def expert_bytes(*, hidden: int, intermediate: int, itemsize: int, gated: bool = True) -> int:

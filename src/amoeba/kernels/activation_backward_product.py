@@ -88,6 +88,9 @@ def down_backward(
         SLICES=number_of_slices(chosen, activation),
         **constants(activation),
         **chosen.constants(),
+        # A product fused into the first addition of ds leaves the lanes that hold the same sum with different bits, and
+        # which of them is stored would be the hardware's choice.
+        enable_fp_fusion=False,
     )
     return part_CN[0] if column_tiles == 1 else part_CN.sum(0)
 
