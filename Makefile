@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 	$(BIN)/amoeba generate $(DEMO)/model "The with statement" --max-new-tokens 80 --temperature 0.7 --seed 0
 
 test: lint
-	$(YIELDING) $(BIN)/python -m pytest
+	$(YIELDING) $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
