@@ -116,9 +116,10 @@ def run(
 def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
     shape = report.shape
     sizes = f"T={shape.tokens} H={shape.hidden} I={shape.intermediate} E={shape.experts} K={shape.top_k}"
+    sizes += f" R={shape.rank}" if shape.rank else ""
     title = f"{shape.name} ({sizes}) {report.measured_pass}, {dtype_name(report.dtype)} on {report.device}"
     timed = [measurement for measurement in report.measurements if measurement.status == "timed"]
-    peers = [f"transformers {name}" for name in PEERS if any(m.implementation == f"transformers {name}" for m in timed)]
+    peers = [measurement.implementation for measurement in timed if not measurement.ours]
     rows = [_row(measurement, report, peers, _rate_unit(timed), limits) for measurement in timed]
     output.table(title, list(rows[0]) if rows else [""], [list(row.values()) for row in rows])
     for note in _notes(report, timed):
