@@ -80,7 +80,7 @@ class PackedRow(NamedTuple):
     gradients: float
 
 
-# Worst seen in all cases on a CPU with AMX (2026-11-15): bf16 output 4.6e-3 and gradients 6.8e-3, int8 2.5e-2 and 4.4e-2.
+# Worst seen in all cases on a CPU with AMX (2026-11-15): bf16 output XX and gradients XX, int8 XX and XX.
 PACKED: dict[str, PackedRow] = {
     "packed-bf16": PackedRow("bf16", 1, 5e-3, 1e-2),
     "packed-bf16-nodes3": PackedRow("bf16", 3, 5e-3, 1e-2),
@@ -107,6 +107,11 @@ class Case:
     rank: int = 8
     frozen: bool = False  # weights and biases get no gradient
     seed: int = 0
+
+    @property
+    def has_kink(self) -> bool:
+        """Whether the slope of the activation jumps somewhere."""
+        return math.isfinite(self.activation.limit) or self.activation.kind == "relu"
 
     @property
     def name(self) -> str:
@@ -290,8 +295,7 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
         weight_TK[::2, 0] = 0
     inputs = {"weight": weight_TK.to(_weight_dtype(case, dtype)).double()}
     unit = 2.0 ** -math.ceil(math.log2(hidden) / 2)
-    exact = math.isfinite(case.activation.limit) or case.activation.kind == "relu"
-    if exact:
+    if case.has_kink:
         # At a limit, and at relu's zero, the gradient jumps. An h that was rounded to the other side is no error of the
         # backend and would drown all others; so here h is a sum of multiples of a power of two, few enough for 8 bits
         # to hold every one of them exactly, in any order of summation. Some lie on the limit itself.
@@ -309,7 +313,7 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
         if name == "gate" and not case.activation.gated:
             continue
         fan_in, fan_out = (inner, hidden) if name == "down" else (hidden, inner)
-        if exact and name != "down":
+        if case.has_kink and name != "down":
             # four of x's numbers each, so that c·x·Aᵀ is a small multiple of x's unit and h one of its own, as above
             a_ERI = torch.zeros(num_experts, case.rank, fan_in, dtype=torch.float64)
             place = torch.rand(a_ERI.shape, generator=generator).argsort(-1)[..., :4]
@@ -416,8 +420,8 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
     found |= dict(zip(wanted, gradients, strict=True))
     truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    if packed and PACKED[backend_name].kind == "int8" and math.isfinite(case.activation.limit):
-        # h is exact in 8 bits of a bf16 and not in those of an int8: rounded across the limit, its gradient is another
+    if packed and PACKED[backend_name].kind == "int8" and case.has_kink:
+        # h is exact in the 8 bits of a bf16 but not in those of an int8; rounded across the kink, it has another slope
         found = {name: tensor for name, tensor in found.items() if name != "x" and not name.startswith(("gate", "up"))}
     return {name: _error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
 
@@ -461,8 +465,9 @@ def tolerance(backend_name: str, dtype: torch.dtype, name: str, case: Case | Non
         return TOLERANCE[dtype]
     if name not in ("output", "inference"):
         return row.gradients
-    # relu² doubles the rounding of h, which is more than half of the error of y (5.6e-3)
-    return max(row.output, TOLERANCE[dtype]) if case and case.activation.kind == "relu2" else row.output
+    # relu² doubles the rounding of h (5.6e-3), and a single row has no others to average over (5.3e-3)
+    wide = case is not None and (case.activation.kind == "relu2" or case.num_tokens == 1)
+    return max(row.output, TOLERANCE[dtype]) if wide else row.output
 
 
 def _error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:

@@ -68,17 +68,20 @@ def _check(x_TH: Tensor, routing: Routing, weights: AnyExperts) -> None:
             tuple(routing.expert_TK.shape),
             "route the same tokens that you pass as x",
         )
+    resident = weights.placement == "resident"
     if x_TH.dtype != weights.dtype:
         raise bad_value(
             "x_TH",
             f"{weights.dtype}, as the weights",
             x_TH.dtype,
-            f"cast x to {weights.dtype} (or the weights, where they are resident), or use torch.autocast",
+            f"cast x {'or the weights' if resident else f'to {weights.dtype}'}, or use torch.autocast",
         )
     if not weights.takes(x_TH.device) or routing.expert_TK.device != x_TH.device:
         raise bad_value(
             "device",
-            f"x and routing on one device that {weights.placement} weights on {weights.device} take",
+            f"x, routing and weights on {weights.device}"
+            if resident
+            else "x and routing on the CPU or one CUDA device",
             f"x on {x_TH.device}, routing on {routing.expert_TK.device}",
             "move them to one device",
         )

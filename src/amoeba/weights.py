@@ -107,7 +107,7 @@ class ExpertWeights:
 
 
 class AnyExperts(Protocol):
-    """What every kind of weights says of itself; where the experts are is the business of the backends that serve it."""
+    """What every kind of weights says of itself; where its experts are is for the backends that serve it."""
 
     placement: str
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, packed: PackedExperts, keep: passes.Keep, scaling: float, *tensors: Tensor | None) -> Tensor:
-        y_TH, left = _forward(packed, LoraFactors(*tensors[3:], scaling), tensors, keep)
+        y_TH, left = _forward(packed, _factors(tensors, scaling), tensors, keep)
         assert left is not None
         # Saved as tensors, all that is kept is freed by backward, and activation checkpointing can drop it.
         kept: list[Tensor] = []
@@ -85,8 +86,8 @@ def _forward(
 ) -> tuple[Tensor, passes.Left | None]:
     x_TH, expert_TK, weight_TK = tensors[:3]
     assert x_TH is not None and expert_TK is not None and weight_TK is not None
-    rows_TH, *routing = to_host(x_TH, expert_TK, weight_TK)
-    y_TH, left = passes.forward(packed, lora, rows_TH.contiguous(), *routing, keep)
+    rows_TH, id_TK, scale_TK = to_host(x_TH, expert_TK, weight_TK)
+    y_TH, left = passes.forward(packed, lora, rows_TH.contiguous(), id_TK, scale_TK, keep)
     return deliver(y_TH, x_TH.dtype, x_TH.device), left
 
 
@@ -99,7 +100,7 @@ def _backward(
     needs: NodeNeeds,
 ) -> tuple[Tensor | None, ...]:
     (rows_TH,) = to_host(dy_TH)
-    lora = LoraFactors(*tensors[3:], scaling)
+    lora = _factors(tensors, scaling)
     dx_TH, dweight_TK, *factors = passes.backward(packed, lora, left, rows_TH.contiguous(), needs)
     x_TH, _, weight_TK = tensors[:3]
     assert x_TH is not None and weight_TK is not None
@@ -110,14 +111,19 @@ def _backward(
     )
 
 
+def _factors(tensors: Sequence[Tensor | None], scaling: float) -> LoraFactors:
+    gate_a, gate_b, up_a, up_b, down_a, down_b = tensors[3:]
+    return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, scaling)
+
+
 def _operator(*args: Any) -> Tensor:
     *tensors, scaling, handle = args
-    return _forward(PackedExperts.of_handle(handle), LoraFactors(*tensors[3:], scaling), tuple(tensors), "nothing")[0]
+    return _forward(PackedExperts.of_handle(handle), _factors(tensors, scaling), tuple(tensors), "nothing")[0]
 
 
 def _operator_backward(*args: Any) -> tuple[Tensor, ...]:
     *tensors, scaling, handle, dy_TH, needs = args
-    packed, lora = PackedExperts.of_handle(handle), LoraFactors(*tensors[3:], scaling)
+    packed, lora = PackedExperts.of_handle(handle), _factors(tensors, scaling)
     _, left = _forward(packed, lora, tuple(tensors), "h")
     assert left is not None
     found = _backward(packed, left, tuple(tensors), scaling, dy_TH, NodeNeeds(*needs))

@@ -134,11 +134,11 @@ def backward(
     scale_N = cache.weight_TK.reshape(-1)[layout.order_N]
     h_NJ = _up(node, problem, layout, groups, thin) if cache.h_NJ is None else cache.h_NJ
     dy_NH = dy_TH.index_select(0, layout.token_N)
-    da_NI = empty_rows(problem.rows, node.down.in_features, x_TH)
+    da_NI = empty_rows(problem.rows, node.down.in_features, x_TH, torch.float32)
     multiply_rows_transposed(node.down, dy_NH, layout.offs_E, da_NI)
     dlow_NR = low_rank.add_to_da(problem, thin, dy_NH, da_NI)
     dh_NJ = empty_rows(problem.rows, node.gate_up.out_features, x_TH)
-    scaled_a_NI = torch.empty_like(da_NI)
+    scaled_a_NI = empty_rows(problem.rows, node.down.in_features, x_TH)
     ds_N = activate_rows_backward(da_NI, h_NJ, scale_N, node.activation, dh_NJ, scaled_a_NI)
     if node.down_bias_EH is not None:
         for e, ds, dy in groups.each(ds_N, dy_NH):
@@ -153,6 +153,19 @@ def backward(
         slot_gradient(ds_N, layout, cache.weight_TK) if needs.weight else None,
         **{name: gradient.float() for name, gradient in found.items()},
     )
+
+
+def workspace_bytes(
+    node: NodeExperts, tokens: int, top_k: int, *, ranks: tuple[int, int, int] = (0, 0, 0), keep: Keep = "h"
+) -> dict[str, int]:
+    """forward, backward: scratch; cache: what `keep` leaves, without the inputs."""
+    rows, hidden = tokens * top_k, node.down.out_features
+    width, inner = node.gate_up.out_features, node.down.in_features
+    maps = 0 if keep == "nothing" else 3 * 8 * rows
+    h = 2 * rows * width
+    forward = rows * (2 * inner + 4 * hidden) + (0 if keep == "h" else h)
+    backward = rows * (2 * hidden + 6 * inner + 2 * width + 4 * hidden) + (0 if keep == "h" else h)
+    return {"forward": forward, "backward": 0 if keep == "nothing" else backward, "cache": maps + (keep == "h") * h}
 
 
 class _Thin(ThinProducts):
@@ -181,10 +194,10 @@ def _tools(
 
 def _up(node: NodeExperts, problem: Problem, layout: Layout, groups: Groups, thin: _Thin) -> Tensor:
     x_TH = problem.x_TH
-    h_NJ = empty_rows(problem.rows, node.gate_up.out_features, x_TH)
+    h_NJ = empty_rows(problem.rows, node.gate_up.out_features, x_TH, torch.float32)
     multiply_rows(node.gate_up, x_TH, layout.offs_E, h_NJ, index_N=layout.token_N)
     if node.gate_up_bias_EJ is not None:
         for e, h in groups.each(h_NJ):
             h += node.gate_up_bias_EJ[e]
     low_rank.add_to_h(problem, thin, ByToken(x_TH), h_NJ)
-    return h_NJ
+    return h_NJ.to(x_TH.dtype)

@@ -24,8 +24,8 @@ from torch import Tensor
 from amoeba.config import Activation
 from amoeba.errors import bad_value
 
-# Blocks are whole multiples of this where I is large enough: what lies behind the last whole tile of 32 is padding in the
-# packed weights of every node.
+# Blocks are whole multiples of this where I is large enough: weights are packed in tiles of 32, and what is left of the
+# last one is padding on every node.
 BLOCK_UNIT = 32
 
 

@@ -11,8 +11,8 @@ Tensors are checked here, before anybody takes a pointer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from amoeba.cpu.partition import add_up
 from amoeba.cpu.places import run_everywhere
 from amoeba.errors import bad_value
 from amoeba.weights import LORA_NAMES, LoraFactors
+
+Part = TypeVar("Part")
 
 
 class Left(NamedTuple):
@@ -112,7 +114,7 @@ def check_rows(name: str, rows: Tensor, width: int) -> None:
         )
 
 
-def _on_every_node(packed: PackedExperts, part):  # type: ignore[no-untyped-def]
+def _on_every_node(packed: PackedExperts, part: Callable[[int], Part]) -> list[Part]:
     return run_everywhere(packed.places, [functools.partial(part, node) for node in range(packed.nodes)])
 
 

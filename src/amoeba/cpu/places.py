@@ -3,7 +3,7 @@
     places = places_for(nodes="auto")                        # one per NUMA node; the same objects for every layer
     parts = run_everywhere(places, [job_0, job_1])           # each on its own node, at the same time
 
-A place has its cores, its worker pool and, beside other places, a thread that never leaves those cores: what that thread
+A place has its cores, its worker pool and, beside other places, a thread that never leaves those cores: what it
 allocates and writes first lies in the memory of its node. Jobs of one place run one after another.
 """
 
@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -106,4 +107,4 @@ def _divide(cores: list[int], parts: int) -> list[list[int]]:
     if len(cores) < parts:
         return [[cores[part % len(cores)]] for part in range(parts)]
     bounds = [len(cores) * part // parts for part in range(parts + 1)]
-    return [cores[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [cores[start:end] for start, end in pairwise(bounds)]
