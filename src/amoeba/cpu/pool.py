@@ -1,0 +1,15 @@
+"""The threads of one node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class WorkerPool:
+    """threads: None for as many as torch uses; cores: where they may run."""
+
+    def __init__(self, threads: int | None = None, cores: Sequence[int] | None = None) -> None:
+        self.threads = threads or (len(cores) if cores else torch.get_num_threads())
+        self.cores = None if cores is None else tuple(cores)
