@@ -232,8 +232,9 @@ def _why_no_memory(needed: int, device: torch.device) -> str | None:
 
 def _weight_bytes(workload: Workload, itemsize: int) -> int:
     shape = workload.shape
-    sizes = {"hidden": shape.hidden, "intermediate": shape.intermediate}
-    return cost.weight_bytes(experts=shape.experts, **sizes, itemsize=itemsize)
+    return cost.weight_bytes(
+        experts=shape.experts, hidden=shape.hidden, intermediate=shape.intermediate, itemsize=itemsize
+    )
 
 
 def _peer(name: str) -> str:

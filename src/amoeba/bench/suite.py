@@ -78,6 +78,12 @@ class Report:
     measurements: list[Measurement]
 
 
+def problems(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, Shape]]:
+    """Each shape in each dtype; those with LoRA factors once, in bf16."""
+    pairs = ((torch.bfloat16 if shape.rank else dtype, shape) for dtype in dtypes for shape in shapes)
+    return list(dict.fromkeys(pairs))
+
+
 def run_suite(
     shapes: Sequence[Shape],
     device: torch.device,
@@ -89,8 +95,7 @@ def run_suite(
 ) -> list[Report]:
     """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only."""
     reports = []
-    pairs = dict.fromkeys((torch.bfloat16 if shape.rank else dtype, shape) for dtype in dtypes for shape in shapes)
-    for dtype, shape in pairs:
+    for dtype, shape in problems(shapes, dtypes):
         wanted: Sequence[Pass] = ["forward"] if shape.forward_only else passes
         progress(f"{shape.name} {_name(dtype)}: computing the reference")
         workload = make_workload(shape, device, dtype, training="training" in wanted)
@@ -103,11 +108,14 @@ def _report(workload: Workload, measured: Pass, repeats: int, progress: Progress
     shape, tolerance, training = workload.shape, TOLERANCE[workload.dtype], measured == "training"
     about = f"{shape.name} {measured} {_name(workload.dtype)}"
     candidates, left_out = implementations(workload, training=training, peers=peers)
-    sizes = {"hidden": shape.hidden, "intermediate": shape.intermediate}
-    flops = [cost.forward_flops(rows=shape.rows, **sizes)]
+    rows, hidden, inner = shape.rows, shape.hidden, shape.intermediate
+    flops = [cost.forward_flops(rows=rows, hidden=hidden, intermediate=inner)]
     if training:
-        flops.append(cost.backward_flops(rows=shape.rows, **sizes, frozen=workload.lora is not None))
-    weight_bytes = cost.weight_bytes(experts=workload.experts_touched(), **sizes, itemsize=workload.dtype.itemsize)
+        frozen = workload.lora is not None
+        flops.append(cost.backward_flops(rows=rows, hidden=hidden, intermediate=inner, frozen=frozen))
+    weight_bytes = cost.weight_bytes(
+        experts=workload.experts_touched(), hidden=hidden, intermediate=inner, itemsize=workload.dtype.itemsize
+    )
     itemsizes = {candidate.name: candidate.itemsize or workload.dtype.itemsize for candidate in candidates}
 
     measurements: dict[str, Measurement] = {}

@@ -13,7 +13,7 @@ from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_new
 from amoeba.bench.implementations import PEERS
 from amoeba.bench.shapes import Shape, default_suite, parse_shape, parse_suite
-from amoeba.bench.suite import Measurement, Pass, Report, run_suite
+from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
@@ -98,7 +98,7 @@ def run(
     limits = None
     if ceilings is not None:
         output.progress("measuring the ceilings of this device: a dense product and a copy")
-        limits = ceilings(device, dtypes)
+        limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
         output.line(limits.line())
     # Lines and no spinner: a spinner is a thread that would run while others are timed.
     reports = run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers)
