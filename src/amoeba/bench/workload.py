@@ -133,7 +133,8 @@ def _problems(
         part = slice(e, e + 1)
         factors = None
         if lora is not None:
-            factors = LoraFactors(*(None if t is None else t[part].to(wide) for t in lora.six()), scaling=lora.scaling)
+            of_expert = {name: factor[part].to(wide) for name, factor in lora.tensors().items()}
+            factors = LoraFactors(**of_expert, scaling=lora.scaling)
         yield x_TH, expert_TK - e, weight_TK, ExpertWeights(gate_up[part].to(wide), down[part].to(wide)), factors
 
 
