@@ -404,3 +404,15 @@ class TestLora:
         found, left_out = implementations(make_workload(self.shape, CPU, torch.bfloat16), training=True)
         assert "GiB are free" in left_out["amoeba packed bf16"]
         assert not [candidate for candidate in found if "packed" in candidate.name]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_decoding_is_timed_in_a_graph_of_steps_on_other_experts_too():
+    shape = Shape("decode", tokens=1, hidden=512, intermediate=256, experts=32, top_k=4, forward_only=True)
+    (report,) = run_suite([shape], torch.device("cuda"), [torch.bfloat16], ["forward"], repeats=3)
+    found = {m.implementation: m for m in report.measurements if m.status == "timed"}
+    for name in ("amoeba triton", THROUGH_TRANSFORMERS):
+        assert 0 < found[name].graph_median_ms < found[name].median_ms
+        expected = report.weight_bytes / found[name].graph_median_ms * 1e3
+        assert found[name].graph_weight_bytes_per_second == pytest.approx(expected)
+    assert found["transformers eager"].graph_median_ms is None, "it asks the host which experts there are"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -22,13 +23,16 @@ from amoeba import cost
 from amoeba.bench.implementations import PEERS, Implementation, chosen_by_auto, implementations
 from amoeba.bench.memory import peak_bytes, watch_kept
 from amoeba.bench.shapes import Shape
-from amoeba.bench.timing import Step, Timing, time_in_turns
+from amoeba.bench.timing import Step, Timing, graph_ms, time_in_turns
 from amoeba.bench.workload import Workload, make_workload
 from amoeba.conformance import TOLERANCE
 
 Pass = Literal["forward", "training"]
 Status = Literal["timed", "refused", "left out"]
 Progress = Callable[[str], None]
+
+GRAPH_STEPS = 16  # decoding steps in a graph: 16 tokens of 8 out of 128 experts meet each expert once
+GRAPH_REPEATS = 20
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Measurement:
     host_median_ms: float | None = None
     flops_per_second: float | None = None
     weight_bytes_per_second: float | None = None
+    graph_median_ms: float | None = None  # of one of many decoding steps in a CUDA graph
+    graph_weight_bytes_per_second: float | None = None
     kept_bytes: int | None = None
     kept_bytes_without_inputs: int | None = None
     peak_bytes: int | None = None
@@ -132,6 +138,13 @@ def _report(workload: Workload, measured: Pass, repeats: int, progress: Progress
     for name in timings:
         read = None if training else weight_bytes * itemsizes[name] // workload.dtype.itemsize
         measurements[name] = _timed(measurements[name], timings, flops, read)
+    if shape.forward_only and workload.device.type == "cuda":
+        progress(f"{about}: timing {len(steps)} in CUDA graphs")
+        for name, median_ms in _in_graphs(workload, list(timings), repeats, peers).items():
+            rate = weight_bytes / median_ms * 1e3
+            measurements[name] = replace(
+                measurements[name], graph_median_ms=median_ms, graph_weight_bytes_per_second=rate
+            )
     workload.clear_gradients()
     for name, reason in left_out.items():
         measurements[name] = Measurement(name, name.startswith("amoeba"), "left out", reason)
@@ -184,6 +197,30 @@ def _check(candidate: Implementation, workload: Workload, training: bool, tolera
         kept_bytes=kept.bytes_without(parameters),
         kept_bytes_without_inputs=kept.bytes_without([*parameters, *inputs]),
     )
+
+
+def _in_graphs(workload: Workload, names: Sequence[str], repeats: int, peers: Sequence[str]) -> dict[str, float]:
+    """Milliseconds of a decoding step among others that go to other experts; those that cannot be captured are left out.
+
+    Step i adds i·K to the ids: as many experts, and others than the step before, whose weights may still be cached.
+    """
+    shape = workload.shape
+    runs: dict[str, list[Callable[[], Tensor]]] = {name: [] for name in names}
+    for i in range(GRAPH_STEPS):
+        shifted = replace(workload, expert_TK=(workload.expert_TK + i * shape.top_k) % shape.experts)
+        for candidate in implementations(shifted, training=False, peers=peers)[0]:
+            if candidate.name in runs:
+                runs[candidate.name].append(candidate.run)
+    found = {}
+    for name, steps in runs.items():
+        with torch.no_grad():
+            for step in steps:
+                step()
+        try:
+            found[name] = statistics.median(graph_ms(steps, workload.device, max(repeats, GRAPH_REPEATS)))
+        except RuntimeError:  # it waits for the host
+            torch.cuda.synchronize(workload.device)
+    return found
 
 
 def _step(candidate: Implementation, workload: Workload, training: bool) -> Step:

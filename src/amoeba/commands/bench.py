@@ -165,6 +165,11 @@ def _row(
         row["weights GB/s"] = _three((measurement.weight_bytes_per_second or 0) / 1e9)
     if limits is not None and report.shape.forward_only:
         row["of copy"] = f"{(measurement.weight_bytes_per_second or 0) / limits.copy_bytes_per_second:.0%}"
+    if report.device == "cuda" and report.shape.forward_only:
+        graph_ms, rate = measurement.graph_median_ms, measurement.graph_weight_bytes_per_second or 0
+        row["in graph"] = "-" if graph_ms is None else _three(graph_ms)
+        if limits is not None:
+            row["of copy there"] = "-" if graph_ms is None else f"{rate / limits.copy_bytes_per_second:.0%}"
     if measurement.host_median_ms is not None:
         row["host ms"] = _three(measurement.host_median_ms)
     row |= {"peak MiB": _mib(measurement.peak_bytes), "error": f"{measurement.worst_error:.1e}"}
