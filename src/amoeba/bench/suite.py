@@ -200,14 +200,15 @@ def _check(candidate: Implementation, workload: Workload, training: bool, tolera
 
 
 def _in_graphs(workload: Workload, names: Sequence[str], repeats: int, peers: Sequence[str]) -> dict[str, float]:
-    """Milliseconds of a decoding step among others that go to other experts; those that cannot be captured are left out.
+    """Milliseconds of a decoding step among others on other experts; who cannot be captured is left out.
 
-    Step i adds i·K to the ids: as many experts, and others than the step before, whose weights may still be cached.
+    Each step meets as many experts as the workload and begins with the one after the last of the step before, so that
+    weights come from memory and not from a cache.
     """
-    shape = workload.shape
+    touched, place_TK = workload.expert_TK.unique(return_inverse=True)
     runs: dict[str, list[Callable[[], Tensor]]] = {name: [] for name in names}
     for i in range(GRAPH_STEPS):
-        shifted = replace(workload, expert_TK=(workload.expert_TK + i * shape.top_k) % shape.experts)
+        shifted = replace(workload, expert_TK=(place_TK + i * touched.numel()) % workload.shape.experts)
         for candidate in implementations(shifted, training=False, peers=peers)[0]:
             if candidate.name in runs:
                 runs[candidate.name].append(candidate.run)
