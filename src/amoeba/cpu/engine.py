@@ -190,7 +190,7 @@ class Engine:
                 f"{rows.shape[0]} tokens",
                 "make the engine with a larger max_len, or pass the tokens in parts",
             )
-        if rows.device.type == "cpu":  # a GPU's are copied, and come out contiguous
+        if rows.device.type != "cuda":  # a GPU's are copied, and come out contiguous
             passes.check_rows(name, rows, self.packed.hidden)
         elif rows.dtype != self.packed.dtype or rows.dim() != 2 or rows.shape[1] != self.packed.hidden:
             raise bad_value(

@@ -40,8 +40,8 @@ class Place:
         self._process = 0
 
     def run(self, job: Callable[[], Result]) -> Result:
-        """In the calling thread."""
-        with self._lock, torch.no_grad():
+        """In the calling thread; a job's dtypes are its own affair, also under autocast."""
+        with self._lock, torch.no_grad(), torch.autocast("cpu", enabled=False):
             return job()
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
