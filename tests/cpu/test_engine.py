@@ -38,7 +38,7 @@ class TestThePasses:
         found = {"output": engine.forward(*layer.inputs())}
         found |= engine_gradients(engine.backward(layer.dy_TH), layer.wanted())
         assert_close(found, layer.truth())
-        expected = layer.found(layer.pack(nodes=nodes))
+        expected = layer.found(layer.pack(nodes=nodes), recompute=keep == "recompute")
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name], tensor), name
