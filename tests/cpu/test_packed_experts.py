@@ -228,6 +228,16 @@ class TestTheSeam:
 
 
 class TestInsideTorch:
+    @pytest.mark.parametrize("nodes", [1, 2])
+    def test_inference_mode(self, nodes):
+        layer = PackedLayer()
+        packed, expected = layer.pack(nodes=nodes), layer.found(layer.pack(nodes=nodes))
+        with torch.inference_mode():
+            made_here = LoraFactors(**{n: t * 1 for n, t in layer.lora.tensors().items()}, scaling=layer.lora.scaling)
+            for lora in (layer.lora, made_here):
+                y_TH = experts(layer.x_TH * 1, layer.routing, packed, lora=lora)
+                assert torch.equal(y_TH, expected["output"])
+
     @pytest.mark.parametrize("use_reentrant", [True, False])
     def test_activation_checkpointing(self, use_reentrant):
         layer = PackedLayer()

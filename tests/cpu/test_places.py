@@ -15,32 +15,29 @@ def two_sockets(tmp_path, monkeypatch):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(text)
     monkeypatch.setattr(places, "_NODE_FOLDER", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6, 8}, raising=False)
-    places_for.cache_clear()
-    yield
-    places_for.cache_clear()
+    monkeypatch.setattr(places, "own_cores", lambda: [0, 1, 2, 3, 4, 5, 6, 8])
 
 
 def test_numa_nodes_are_read_and_cores_that_are_not_ours_left_out(two_sockets):
     assert numa_cores() == [[0, 1, 2, 3, 8], [4, 5, 6]]
-    assert [place.cores for place in places_for("auto")] == [[0, 1, 2, 3, 8], [4, 5, 6]]
+    assert [place.cores for place in places_for("auto")] == [(0, 1, 2, 3, 8), (4, 5, 6)]
 
 
 def test_other_numbers_of_nodes_divide_the_cores(two_sockets):
-    assert [place.cores for place in places_for(4)] == [[0, 1], [2, 3], [8, 4], [5, 6]]
+    assert [place.cores for place in places_for(4)] == [(0, 1), (2, 3), (8, 4), (5, 6)]
     assert [place.pool.threads for place in places_for(2, threads=5)] == [3, 2]
 
 
 def test_more_nodes_than_cores_share_them(monkeypatch, tmp_path):
     monkeypatch.setattr(places, "_NODE_FOLDER", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    places_for.cache_clear()
-    assert [place.cores for place in places_for(3)] == [[0], [1], [0]]
-    places_for.cache_clear()
+    monkeypatch.setattr(places, "own_cores", lambda: [0, 1])
+    assert [place.cores for place in places_for(3)] == [(0,), (1,), (0,)]
 
 
 def test_layers_share_their_places():
-    assert places_for(2) is places_for(2)
+    assert places_for(2) == places_for(2)
+    assert places_for("auto") == places_for(len(numa_cores()))
+    assert places_for(3)[0] is not places_for(3)[2], "nodes that share a core are still two"
 
 
 @pytest.mark.parametrize("nodes", [0, -1, "all", 1.5])
