@@ -148,3 +148,4 @@ def test_the_checksum_sees_every_single_bit(shape, dtype):
             words.view(-1)[place] ^= torch.tensor(1 << bit).to(torch.int16)
     assert torch.equal(checksum(factor), before)
     assert torch.equal(checksum(factor.mT.contiguous().mT), before)
+    assert torch.equal(checksum(factor, torch.tensor([4, 1])), before[[4, 1]])

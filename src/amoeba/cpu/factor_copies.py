@@ -43,9 +43,8 @@ class _Seen:
     def is_still(self, factor: Tensor, active: Tensor | None) -> bool:
         if self.version != version(factor) or self.shape != (factor.dtype, factor.shape):
             return False
-        if active is None:
-            return torch.equal(self.checksum_E, checksum(factor))
-        return torch.equal(self.checksum_E[active], checksum(factor.index_select(0, active)))
+        expected_E = self.checksum_E if active is None else self.checksum_E[active]
+        return torch.equal(expected_E, checksum(factor, active))
 
 
 class FactorCopies:
@@ -102,13 +101,15 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def checksum(factor: Tensor) -> Tensor:
-    """One number per expert, int64."""
+def checksum(factor: Tensor, active: Tensor | None = None) -> Tensor:
+    """One number per expert, or for each of the active ones; int64."""
     flat = factor.detach().contiguous().flatten(1)
     size = flat.shape[1] * flat.element_size()
     word = next(dtype for dtype in (torch.int64, torch.int32, torch.int16) if size % dtype.itemsize == 0)
-    words = flat.view(word)
-    return (words * _multipliers(words.shape[1])).sum(1)
+    words, multipliers = flat.view(word), _multipliers(size // word.itemsize)
+    if active is None:
+        return (words * multipliers).sum(1)  # by all threads
+    return words.index_select(0, active).to(torch.int64) @ multipliers  # by one, and without a temporary
 
 
 @functools.lru_cache(maxsize=16)
