@@ -79,9 +79,7 @@ def _check(x_TH: Tensor, routing: Routing, weights: AnyExperts) -> None:
     if not weights.takes(x_TH.device) or routing.expert_TK.device != x_TH.device:
         raise bad_value(
             "device",
-            f"x, routing and weights on {weights.device}"
-            if resident
-            else "x and routing on the CPU or one CUDA device",
+            f"x, routing and weights on {weights.device}" if resident else "x and routing on the CPU or on one GPU",
             f"x on {x_TH.device}, routing on {routing.expert_TK.device}",
             "move them to one device",
         )

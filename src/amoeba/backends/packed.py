@@ -68,7 +68,8 @@ class _Direct(torch.autograd.Function):
         others = 3
         if dy_TH is None:
             return (None,) * (others + _NUM_TENSORS)
-        tensors, kept = ctx.saved_tensors[:_NUM_TENSORS], ctx.saved_tensors[_NUM_TENSORS:]
+        saved = ctx.saved_tensors  # activation checkpointing gives them out once
+        tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
         wanted = ctx.needs_input_grad[others:]
         needs = NodeNeeds(wanted[0], *wanted[2:])  # expert ids have no gradient
         if torch.is_grad_enabled():  # someone wants second derivatives: the operator says why not

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu import passes
+from amoeba.cpu.factor_copies import version
 from amoeba.cpu.node import NodeNeeds
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.passes import PassGradients
@@ -107,7 +108,7 @@ class Engine:
             )
         inputs = x_TH, expert_TK, weight_TK
         staged = [stage(tensor) for tensor in inputs]
-        versions = tuple(tensor._version for tensor in inputs)
+        versions = tuple(map(version, inputs))
 
         def job() -> Tensor:
             if save and len(self._stack) >= self.max_cache_depth:
@@ -143,7 +144,7 @@ class Engine:
                     tuple(dy_TH.shape),
                     "backwards come in the reverse order of their forwards",
                 )
-            if tuple(tensor._version for tensor in saved.inputs) != saved.versions:
+            if tuple(map(version, saved.inputs)) != saved.versions:
                 raise RuntimeError(
                     "x_TH, expert_TK and weight_TK: expected to be as they were in forward; got one that was changed "
                     "in place since. Hand over a copy where a buffer is used again."
@@ -190,7 +191,7 @@ class Engine:
                 f"{rows.shape[0]} tokens",
                 "make the engine with a larger max_len, or pass the tokens in parts",
             )
-        if rows.device.type == "cpu":  # a GPU's are copied, and come out contiguous
+        if rows.device.type != "cuda":  # a GPU's are copied, and come out contiguous
             passes.check_rows(name, rows, self.packed.hidden)
         elif rows.dtype != self.packed.dtype or rows.dim() != 2 or rows.shape[1] != self.packed.hidden:
             raise bad_value(

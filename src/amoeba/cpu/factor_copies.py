@@ -5,11 +5,11 @@ E experts · R LoRA rank
     copies = FactorCopies()
     factors = copies.of(lora, shares, places, partition, expert_TK)      # one NodeFactors per node, never stale
 
-That a factor changed shows in the memory it lies in and in its version counter, which every in-place operation of torch
-moves on, optimizers' included. What writes past the counter (`factor.data`, a numpy view, somebody's kernel) shows in a
-checksum: of every 64-bit word, times an odd number that depends on its place, summed per expert. One changed word is
-always seen, any other change but for one in 2**64. Only experts that this pass routes to are summed, so that decoding
-reads no more than it computes with.
+That a factor changed shows in its version counter, which in-place operations of torch move on. Not all do: what is
+written through `factor.data` or a numpy view, or by torch's own fused SGD, Adam and AdamW, moves no counter. That shows
+in a checksum: of every 64-bit word, times an odd number that depends on its place, summed per expert. One changed word
+is always seen, any other change but for one in 2**64. Of few tokens only the experts that they meet are summed, so that
+decoding reads no more than it computes with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from amoeba.cpu.node import NodeExperts, NodeFactors
 from amoeba.cpu.partition import Partition
@@ -31,25 +30,21 @@ from amoeba.weights import LoraFactors
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What a factor was when it was copied. The weak reference keeps its storage's address from being used again."""
+    """What a factor was when it was copied."""
 
-    storage: StorageWeakRef
     shape: tuple
     version: int
     checksum_E: Tensor
 
     @staticmethod
     def of(factor: Tensor) -> _Seen:
-        return _Seen(StorageWeakRef(factor.untyped_storage()), _shape(factor), factor._version, checksum(factor))
+        return _Seen((factor.dtype, factor.shape), version(factor), checksum(factor))
 
     def is_still(self, factor: Tensor, active: Tensor | None) -> bool:
-        if self.version != factor._version or self.shape != _shape(factor):
+        if self.version != version(factor) or self.shape != (factor.dtype, factor.shape):
             return False
-        if self.storage.expired() or self.storage.cdata != factor.untyped_storage()._cdata:
-            return False
-        if active is None:
-            return torch.equal(self.checksum_E, checksum(factor))
-        return torch.equal(self.checksum_E[active], checksum(factor.index_select(0, active)))
+        expected_E = self.checksum_E if active is None else self.checksum_E[active]
+        return torch.equal(expected_E, checksum(factor, active))
 
 
 class FactorCopies:
@@ -101,20 +96,23 @@ class FactorCopies:
         return all(self._seen[name].is_still(factor, active) for name, factor in factors.items())
 
 
-def checksum(factor: Tensor) -> Tensor:
-    """One number per expert, int64."""
+def version(tensor: Tensor) -> int:
+    """Its version counter; tensors of torch.inference_mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def checksum(factor: Tensor, active: Tensor | None = None) -> Tensor:
+    """One number per expert, or for each of the active ones; int64."""
     flat = factor.detach().contiguous().flatten(1)
     size = flat.shape[1] * flat.element_size()
     word = next(dtype for dtype in (torch.int64, torch.int32, torch.int16) if size % dtype.itemsize == 0)
-    words = flat.view(word)
-    return (words * _multipliers(words.shape[1])).sum(1)
+    words, multipliers = flat.view(word), _multipliers(size // word.itemsize)
+    if active is None:
+        return (words * multipliers).sum(1)  # by all threads
+    return words.index_select(0, active).to(torch.int64) @ multipliers  # by one, and without a temporary
 
 
 @functools.lru_cache(maxsize=16)
 def _multipliers(count: int) -> Tensor:
     generator = torch.Generator().manual_seed(count)
     return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
-
-
-def _shape(factor: Tensor) -> tuple:
-    return factor.dtype, factor.shape, factor.stride(), factor.storage_offset()

@@ -19,7 +19,7 @@ from amoeba.backends import low_rank
 from amoeba.backends.allocate import empty_rows
 from amoeba.backends.low_rank import ByToken
 from amoeba.backends.operator import Needs, Problem
-from amoeba.backends.rowwise import activate_rows, activate_rows_backward, slot_gradient, sum_rows
+from amoeba.backends.rowwise import CHUNK_ELEMENTS, activate_rows, activate_rows_backward, slot_gradient, sum_rows
 from amoeba.backends.sorted_rows import Groups, ThinProducts
 from amoeba.config import Activation
 from amoeba.cpu.packed import PackedWeights, multiply_rows, multiply_rows_transposed
@@ -163,8 +163,9 @@ def workspace_bytes(
     width, inner = node.gate_up.out_features, node.down.in_features
     maps = 0 if keep == "nothing" else 3 * 8 * rows
     h = 2 * rows * width
+    chunks = 7 * 4 * min(CHUNK_ELEMENTS["cpu"], rows * width)  # fp32 temporaries of the activation's backward
     forward = rows * (2 * inner + 4 * hidden) + (0 if keep == "h" else h)
-    backward = rows * (2 * hidden + 6 * inner + 2 * width + 4 * hidden) + (0 if keep == "h" else h)
+    backward = rows * (2 * hidden + 6 * inner + 2 * width + 4 * hidden) + chunks + (0 if keep == "h" else h)
     return {"forward": forward, "backward": 0 if keep == "nothing" else backward, "cache": maps + (keep == "h") * h}
 
 

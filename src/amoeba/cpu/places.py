@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from amoeba.cpu.pool import WorkerPool
+from amoeba.cpu.pool import WorkerPool, own_cores
 from amoeba.errors import bad_value
 
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ _NODE_FOLDER = Path("/sys/devices/system/node")
 class Place:
     """One node: its cores and the threads on them. cores: None for wherever the system puts them."""
 
-    def __init__(self, threads: int, cores: Sequence[int] | None) -> None:
+    def __init__(self, threads: int | None, cores: Sequence[int] | None) -> None:
         self.cores = cores
         self.pool = WorkerPool(threads, cores)
         self._lock = threading.Lock()
@@ -40,8 +40,8 @@ class Place:
         self._process = 0
 
     def run(self, job: Callable[[], Result]) -> Result:
-        """In the calling thread."""
-        with self._lock, torch.no_grad():
+        """In the calling thread; a job's dtypes are its own affair, also under autocast."""
+        with self._lock, torch.no_grad(), torch.autocast("cpu", enabled=False):
             return job()
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
@@ -66,7 +66,6 @@ def run_everywhere(places: Sequence[Place], jobs: Sequence[Callable[[], Result]]
     return [future.result() for future in started]
 
 
-@functools.cache
 def places_for(nodes: int | Literal["auto"] = 1, threads: int | None = None) -> tuple[Place, ...]:
     """nodes: "auto" for the NUMA nodes of this machine. threads: of all of them together; None for one per core."""
     numa = numa_cores()
@@ -77,18 +76,25 @@ def places_for(nodes: int | Literal["auto"] = 1, threads: int | None = None) -> 
     if threads is not None and threads < nodes:
         raise bad_value("threads", f"at least one for each of the {nodes} nodes", threads, "use more threads")
     if nodes == 1:
-        return (Place(threads or sum(map(len, numa)), None),)
+        return (_place(threads, None),)
     groups = numa if nodes == len(numa) else _divide([core for cores in numa for core in cores], nodes)
-    counts = [len(group) for group in groups]
+    counts: list[int | None] = [None] * nodes
     if threads is not None:
         counts = [threads // nodes + (node < threads % nodes) for node in range(nodes)]
-    return tuple(Place(count, group) for count, group in zip(counts, groups, strict=True))
+    return tuple(
+        _place(count, tuple(group), node) for node, (count, group) in enumerate(zip(counts, groups, strict=True))
+    )
+
+
+@functools.cache
+def _place(threads: int | None, cores: tuple[int, ...] | None, node: int = 0) -> Place:
+    """One for all layers: threads of layers that wait for each other would only be in each other's way."""
+    return Place(threads, cores)
 
 
 def numa_cores() -> list[list[int]]:
     """The cores that this process may use, by NUMA node; one list where the system does not tell."""
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-    found = []
+    usable, found = own_cores(), []
     for folder in sorted(_NODE_FOLDER.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
         cores = _core_list((folder / "cpulist").read_text())
         if mine := [core for core in usable if core in cores]:
