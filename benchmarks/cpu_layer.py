@@ -57,7 +57,9 @@ def experts_like_one(kind: PackedKind, experts: int, out_features: int, in_featu
         data = packed._empty_packing(kind, experts, packing.columns, packing.depth)
         for e, scale in enumerate(scale_E.tolist()):
             torch.mul(packing.data[0], 1 if kind == "int8" else scale, out=data[e])
-        scales = [None if t is None else t * scale_E[:, None] for t in (packing.column_scale_EC, packing.depth_scale_ED)]
+        scales = [
+            None if t is None else t * scale_E[:, None] for t in (packing.column_scale_EC, packing.depth_scale_ED)
+        ]
         sums = None if packing.sum_EC is None else packing.sum_EC.expand(experts, -1).contiguous()
         return replace(packing, data=data, sum_EC=sums, column_scale_EC=scales[0], depth_scale_ED=scales[1])
 

@@ -173,7 +173,8 @@ def forward(
         row_map = torch.empty(node.down.experts + 1 + 2 * slots, dtype=torch.int32)
         h, low, down_low = None, None, None
         if keep == "h":
-            h = x_TH.new_empty(slots, node.gate_up.out_features)
+            width = node.gate_up.out_features
+            h = empty_in_huge_pages(slots, 2 * width).view(torch.bfloat16)
             gate, up, down = (0, 0, 0) if factors is None else factors.ranks
             low, down_low = (x_TH.new_empty(slots, _padded(r)) if r else None for r in (gate + up, down))
         cache = NodeCache(x_TH, expert_TK, weight_TK, row_map, h, low, down_low)

@@ -169,7 +169,9 @@ class Run {
       p.second = p.units;
     }
     multiply(p, node_.int8, ROW_BLOCK, x, [&](const Job& job, int64_t unit, int64_t r, int64_t rows, const auto& first, const auto& second) {
-      finish_up(p.second, job.expert, unit, r, rows, first, second, h, a);
+      with_kind(node_.activation, [&](auto only_silu) {
+        finish_up<only_silu>(p.second, job.expert, unit, r, rows, first, second, h, a);
+      });
     });
     clock_.end_of(UP);
     if (!node_.activates_later()) return;
@@ -178,17 +180,18 @@ class Run {
       for (int64_t r = from; r < to; ++r)
         for (int64_t i = 0; i < I; i += TILE) {
           const V gate = load_some(h + r * J + i, I - i), up = load_some(h + r * J + I + i, I - i);
-          store_some(a + r * I + i, activate(gate, up, node_.activation), I - i);
+          store_some(a + r * I + i, activate<false>(gate, up, node_.activation), I - i);
         }
     });
     clock_.end_of(ACTIVATE);
   }
 
-  template <class Sums>
+  template <bool ONLY_SILU, class Sums>
   void finish_up(int64_t second_panel, int64_t expert, int64_t unit, int64_t r, int64_t rows, const Sums& first,
                  const Sums& second, uint16_t* h, uint16_t* a) const {
     const int64_t I = node_.intermediate, J = node_.width, column = unit * PANEL, width = first.width;
     const Activation& activation = node_.activation;
+    const bool stream = h && !node_.activates_later() && streams(h, J);
     V bias[2][2] = {};
     if (node_.gate_up_bias)
       for (int which = 0; which <= (second_panel ? 1 : 0); ++which)
@@ -198,27 +201,33 @@ class Run {
       uint16_t* h_row = h ? h + (r + i) * J + column : nullptr;
       uint16_t* a_row = a + (r + i) * I;
       V left = first.at(i, 0) + bias[0][0], right = first.at(i, 1) + bias[0][1];
-      if (h_row) store_panel(h_row, left, right, width, false);
+      if (h_row) store_panel(h_row, left, right, width, stream);
       if (second_panel) {
         const V up_left = second.at(i, 0) + bias[1][0], up_right = second.at(i, 1) + bias[1][1];
-        if (h_row) store_panel(h_row + I, up_left, up_right, width, false);
-        left = activate(left, up_left, activation), right = activate(right, up_right, activation);
+        if (h_row) store_panel(h_row + I, up_left, up_right, width, stream);
+        left = activate<ONLY_SILU>(left, up_left, activation), right = activate<ONLY_SILU>(right, up_right, activation);
         store_panel(a_row + column, left, right, width, false);
       } else if (activation.interleaved) {
         alignas(64) float z[PANEL], gate[TILE], up[TILE];
         store(z, left), store(z + TILE, right);
         for (int64_t k = 0; k < TILE; ++k) gate[k] = z[2 * k], up[k] = z[2 * k + 1];
-        store_some(a_row + column / 2, activate(load(gate), load(up), activation), width / 2);
+        store_some(a_row + column / 2, activate<ONLY_SILU>(load(gate), load(up), activation), width / 2);
       } else if (!activation.gated) {
-        store_panel(a_row + column, activate(left, left, activation), activate(right, right, activation), width, false);
+        store_panel(a_row + column, activate<ONLY_SILU>(left, left, activation), activate<ONLY_SILU>(right, right, activation), width, false);
       }
     }
+    if (stream) end_of_streaming();
+  }
+
+  // Whole lines of rows this wide are written past the caches, where there are many.
+  bool streams(const uint16_t* rows, int64_t width) const {
+    return uintptr_t(rows) % 64 == 0 && width % PANEL == 0 && owned_ * width * int64_t(sizeof(uint16_t)) >= STREAM_BYTES;
   }
 
   // (rows, H) in bf16 at rows of the sorted order, with a bias or without.
   auto to_rows(uint16_t* out, const float* bias) const {
     const int64_t H = node_.hidden;
-    const bool stream = uintptr_t(out) % 64 == 0 && H % PANEL == 0 && owned_ * H * int64_t(sizeof(uint16_t)) >= STREAM_BYTES;
+    const bool stream = streams(out, H);
     return [=](const Job& job, int64_t unit, int64_t r, int64_t rows, const auto& sums, const auto&) {
       V left = {}, right = {};
       const int64_t column = unit * PANEL;
@@ -270,41 +279,48 @@ class Run {
   // From dA' = dy W2, which has no weight in it yet: ds = <dA', a> of each panel, a, dh.
   template <class Row>
   void down_backward(const Row& dy, const uint16_t* h, const uint16_t* dlow, uint16_t* a, uint16_t* dh, float* ds) {
-    const int64_t I = node_.intermediate, J = node_.width, slots = batch_.slots();
-    const Activation& activation = node_.activation;
     const Product p = product(node_.down_transposed, node_.down_a_transposed, dlow);
     multiply(p, node_.int8, ROW_BLOCK, dy, [=](const Job&, int64_t unit, int64_t r, int64_t rows, const auto& sums, const auto&) {
-      const int64_t column = unit * PANEL, width = sums.width;
-      for (int64_t i = 0; i < rows; ++i) {
-        const int64_t row = r + i;
-        const uint16_t* h_row = h + row * J + node_.gate_column(column);
-        uint16_t* dh_row = dh + row * J + node_.gate_column(column);
-        const float weight = batch_.weight[map_.order[row]];
-        V product[2], values[2], dgate[2], dup[2];
-        for (int half = 0; half < 2; ++half) {
-          const int64_t skip = half * TILE, count = width - skip;
-          V gate, up = {};
-          if (activation.interleaved) {
-            read_in_turns(h_row + 2 * skip, count, gate, up);
-          } else {
-            gate = load_some(h_row + skip, count);
-            if (activation.gated) up = load_some(h_row + I + skip, count);
-          }
-          const Slopes slopes = activate_backward(gate, up, activation);
-          const V da = sums.at(i, half);
-          values[half] = slopes.a;
-          product[half] = da * slopes.a;
-          dgate[half] = weight * da * slopes.dgate, dup[half] = weight * da * slopes.dup;
-          if (activation.interleaved) write_in_turns(dh_row + 2 * skip, count, dgate[half], dup[half]);
-        }
-        ds[unit * slots + row] = total(product[0] + product[1]);
-        store_panel(a + row * I + column, values[0], values[1], width, false);
-        if (activation.interleaved) continue;
-        store_panel(dh_row, dgate[0], dgate[1], width, false);
-        if (activation.gated) store_panel(dh_row + I, dup[0], dup[1], width, false);
-      }
+      with_kind(node_.activation, [&](auto only_silu) { finish_da<only_silu>(unit, r, rows, sums, h, a, dh, ds); });
     });
     clock_.end_of(BACK_DOWN);
+  }
+
+  template <bool ONLY_SILU, class Sums>
+  void finish_da(int64_t unit, int64_t r, int64_t rows, const Sums& sums, const uint16_t* h, uint16_t* a, uint16_t* dh,
+                 float* ds) const {
+    const int64_t I = node_.intermediate, J = node_.width, slots = batch_.slots();
+    const Activation& activation = node_.activation;
+    const int64_t column = unit * PANEL, width = sums.width;
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t row = r + i;
+      const uint16_t* h_row = h + row * J + node_.gate_column(column);
+      uint16_t* dh_row = dh + row * J + node_.gate_column(column);
+      const float weight = batch_.weight[map_.order[row]];
+      V product[2], values[2], dgate[2], dup[2];
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const int64_t skip = half * TILE, count = width - skip;
+        V gate, up = {};
+        if (activation.interleaved) {
+          read_in_turns(h_row + 2 * skip, count, gate, up);
+        } else {
+          gate = load_some(h_row + skip, count);
+          if (activation.gated) up = load_some(h_row + I + skip, count);
+        }
+        const Slopes slopes = activate_backward<ONLY_SILU>(gate, up, activation);
+        const V da = sums.at(i, half);
+        values[half] = slopes.a;
+        product[half] = da * slopes.a;
+        dgate[half] = weight * da * slopes.dgate, dup[half] = weight * da * slopes.dup;
+        if (activation.interleaved) write_in_turns(dh_row + 2 * skip, count, dgate[half], dup[half]);
+      }
+      ds[unit * slots + row] = total(product[0] + product[1]);
+      store_panel(a + row * I + column, values[0], values[1], width, false);
+      if (activation.interleaved) continue;
+      store_panel(dh_row, dgate[0], dgate[1], width, false);
+      if (activation.gated) store_panel(dh_row + I, dup[0], dup[1], width, false);
+    }
   }
 
   static void read_in_turns(const uint16_t* h, int64_t count, V& gate, V& up) {

@@ -13,6 +13,7 @@
 
 #include "words.h"
 #ifdef __linux__
+#include <pthread.h>
 #include <sched.h>
 #endif
 
@@ -35,8 +36,10 @@ class Pool {
 
   // cores[0] is the caller's, who is not pinned; the others each get a thread. Null: nobody is pinned.
   Pool(int threads, const int32_t* cores) {
-    for (int i = 1; i < threads; ++i)
-      workers_.emplace_back([this, core = cores ? cores[i] : -1] { work(core); });
+    for (int i = 1; i < threads; ++i) {
+      workers_.emplace_back([this] { work(); });
+      if (cores) pin(workers_.back(), cores[i]);
+    }
   }
 
   ~Pool() {
@@ -88,8 +91,7 @@ class Pool {
     }
   }
 
-  void work(int core) {
-    pin(core);
+  void work() {
     uint64_t seen = 0;
     while (wait_for_another(seen)) take_jobs();
   }
@@ -111,15 +113,16 @@ class Pool {
     return true;
   }
 
-  static void pin(int core) {
+  static void pin(std::thread& worker, int core) {
 #ifdef __linux__
     if (core < 0 || core >= CPU_SETSIZE) return;
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(core, &set);
-    sched_setaffinity(0, sizeof(set), &set);  // where it is refused, the thread goes where the system puts it
+    // where it is refused, the thread goes where the system puts it
+    pthread_setaffinity_np(worker.native_handle(), sizeof(set), &set);
 #else
-    (void)core;
+    (void)worker, (void)core;
 #endif
   }
 

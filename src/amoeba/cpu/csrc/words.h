@@ -118,7 +118,7 @@ typedef float VU __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t VIU __attribute__((vector_size(64), aligned(4), may_alias));
 
 inline V splat(float value) { return V{} + value; }
-inline V select(VI mask, V yes, V no) { return (V)((mask & (VI)yes) | (~mask & (VI)no)); }
+inline V select(VI mask, V yes, V no) { return mask ? yes : no; }
 inline V load(const float* p) { return *reinterpret_cast<const VU*>(p); }
 inline void store(float* p, V v) { *reinterpret_cast<VU*>(p) = v; }
 
