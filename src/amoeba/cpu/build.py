@@ -4,8 +4,8 @@
     path = compiled_library("packed")   # csrc/packed.cpp
 
 The library is cached under $AMOEBA_CACHE, else $XDG_CACHE_HOME/amoeba, else ~/.cache/amoeba, named by a hash of
-source, included headers, compiler, flags and CPU, and put there by an atomic rename: two processes that start together both end with a
-whole file.
+source, included headers, compiler, flags and CPU, and put there by an atomic rename: two processes that start together
+both end with a whole file.
 $CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off.
 """
 

@@ -86,14 +86,9 @@ class NodeFactors:
         width = node.gate_up.out_features
         gate, up, down = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
         both = gate + up
-        shapes = dict(
-            zip(
-                FACTOR_MATRICES,
-                [(both, hidden), (width, both), (both, width), (hidden, both)]
-                + [(down, intermediate), (hidden, down), (down, hidden), (intermediate, down)],
-                strict=True,
-            )
-        )
+        of_up = (both, hidden), (width, both), (both, width), (hidden, both)
+        of_down = (down, intermediate), (hidden, down), (down, hidden), (intermediate, down)
+        shapes = dict(zip(FACTOR_MATRICES, (*of_up, *of_down), strict=True))
         sizes = {name: experts * _padded(columns) * _padded(depth) for name, (columns, depth) in shapes.items()}
         memory = empty_in_huge_pages(2 * sum(sizes.values())).view(torch.bfloat16)
         c, start = node._structure(), 0
@@ -162,7 +157,7 @@ def forward(
     *,
     keep: Keep,
 ) -> tuple[Tensor, NodeCache | None]:
-    """This node's part of y (T, H) in fp32; x bf16, expert int64 (ids outside [0, E) are nobody's here), weight fp32."""
+    """This node's part of y (T, H) in fp32; x bf16, weight fp32, expert int64 (ids outside [0, E) are nobody's)."""
     _check_rows("x_TH", x_TH, node.down.out_features)
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.contiguous()
     _check_routing(expert_TK, weight_TK, x_TH.shape[0])
@@ -192,7 +187,7 @@ def backward(
     pool: WorkerPool,
     needs: NodeNeeds,
 ) -> NodeGradients:
-    """From dy (T, H) in bf16; x and weight are this node's parts, which add up over the nodes. Idle experts get zeros."""
+    """From dy (T, H) in bf16; those of x and weight are this node's parts and add up. Idle experts get zeros."""
     _check_rows("dy_TH", dy_TH, node.down.out_features)
     assert dy_TH.shape == cache.x_TH.shape, f"dy is {tuple(dy_TH.shape)}, x was {tuple(cache.x_TH.shape)}"
     c = _node_structure(node, factors)
