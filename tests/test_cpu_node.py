@@ -151,6 +151,7 @@ def test_the_check_can_fail() -> None:
         Layer(share_a=True),
         Layer(factor_dtype=torch.float32),
         Layer(tokens=700, top_k=1, experts=2, hidden=70, intermediate=40),  # more rows than a job takes
+        Layer(tokens=200, top_k=1, experts=1, hidden=4001, intermediate=33),  # deeper rows than the L2 cache takes
     ],
     ids=lambda layer: f"T{layer.tokens}-E{layer.experts}-H{layer.hidden}-I{layer.intermediate}-R{layer.ranks}",
 )

@@ -35,7 +35,6 @@ struct Target {
   void operator()(const Job&, int64_t unit, int64_t row, int64_t rows, const Sums& sums, const Sums&) const {
     for (int64_t r = 0; r < rows; ++r)
       store_panel(out + (row + r) * stride + unit * PANEL, sums.at(r, 0), sums.at(r, 1), sums.width, stream);
-    if (stream) end_of_streaming();
   }
 };
 
@@ -141,6 +140,7 @@ void amoeba_packed_rows(int path, int int8, int64_t experts, const int32_t* offs
     const Target<std::remove_pointer_t<decltype(target)>> finish{target, out_stride, stream};
     run_jobs(int64_t(jobs.size()), threads, [&](int64_t i) {
       int8 ? run_job<Int8>(p, jobs[i], row, finish) : run_job<Bf16>(p, jobs[i], row, finish);
+      end_of_streaming();
     });
   };
   out_is_float ? multiply(static_cast<float*>(out)) : multiply(static_cast<uint16_t*>(out));

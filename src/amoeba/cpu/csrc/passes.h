@@ -131,6 +131,7 @@ class Run {
   template <class Row, class Finish>
   static void run_one(const Product& p, bool int8, const Job& job, const Row& row, const Finish& finish) {
     int8 ? run_job<Int8>(p, job, row, finish) : run_job<Bf16>(p, job, row, finish);
+    end_of_streaming();
   }
 
   Product product(const PackedMatrix& matrix, const PackedMatrix& update, const uint16_t* low) const {
@@ -216,7 +217,6 @@ class Run {
         store_panel(a_row + column, activate<ONLY_SILU>(left, left, activation), activate<ONLY_SILU>(right, right, activation), width, false);
       }
     }
-    if (stream) end_of_streaming();
   }
 
   // Whole lines of rows this wide are written past the caches, where there are many.
@@ -237,7 +237,6 @@ class Run {
       }
       for (int64_t i = 0; i < rows; ++i)
         store_panel(out + (r + i) * H + column, sums.at(i, 0) + left, sums.at(i, 1) + right, sums.width, stream);
-      if (stream) end_of_streaming();
     };
   }
 

@@ -11,6 +11,13 @@
 
 namespace {
 
+constexpr int64_t ROW_BYTES = 1 << 20;         // packed rows of a job: half of a 2 MiB L2 cache, beside two panels
+constexpr int64_t CHUNK_BYTES = 1 << 19;       // of a chunk of their depth, where they are more
+constexpr int64_t PARTIAL_BYTES = 1 << 18;     // of the sums that wait
+constexpr int64_t ROW_BLOCK = 512;             // never more rows than this
+constexpr int64_t DEEP_ROW_BLOCK = 256;        // and not more where they have to be taken in chunks
+constexpr int64_t JOBS_PER_THREAD = 12;
+
 struct Weights {
   const uint32_t* data = nullptr;
   const float* column_scale = nullptr;  // int8: of each column
@@ -46,6 +53,7 @@ struct Job {
 
 thread_local Buffer<uint32_t> row_words, update_words;
 thread_local Buffer<float> row_floats, row_scales;
+thread_local Buffer<uint32_t> partial_sums;
 
 // ------------------------------------------------------------------------------------------------------------- rows
 
@@ -105,10 +113,9 @@ struct Finished;
 
 template <>
 struct Finished<Bf16> {
-  alignas(64) float sums[PANEL * PANEL];
+  float* sums;
   int64_t width;
-  void of_panel(const Product& p, int64_t expert, int64_t panel) {
-    (void)expert;
+  void of_panel(const Product& p, int64_t, int64_t panel) {
     width = std::min(PANEL, p.weights.columns - panel * PANEL);
   }
   void of_rows(const float*) {}
@@ -117,7 +124,7 @@ struct Finished<Bf16> {
 
 template <>
 struct Finished<Int8> {
-  alignas(64) int32_t sums[PANEL * PANEL];
+  int32_t* sums;
   alignas(64) float update[PANEL * PANEL];
   alignas(64) float column_scale[PANEL];
   alignas(64) int32_t offset[PANEL];
@@ -142,47 +149,73 @@ struct Finished<Int8> {
   }
 };
 
-template <class Kind, class Way>
-inline void sum_panel(const Product& p, int64_t expert, int64_t panel, const uint32_t* rows, const uint32_t* low,
-                      int64_t count, const uint32_t* ahead, int64_t lines, Finished<Kind>& out) {
-  Depth depth{{rows, p.weights.panel(expert, panel), p.weights.tiles}, {}, ahead, lines};
-  const Stretch update{low, low ? p.update.weights.panel(expert, panel) : nullptr, low ? p.update.weights.tiles : 0};
-  if constexpr (std::is_same_v<Kind, Bf16>) {
-    depth.update = update;
-    Way::template multiply<Kind>(depth, count, out.sums);
-  } else {
-    Way::template multiply<Kind>(depth, count, out.sums);
-    if (low) Way::template multiply<Bf16>(Depth{update, {}, nullptr, 0}, count, out.update);
+// Where the packed rows of a job are too many for the L2 cache, they are taken in chunks of their depth, and the partial
+// sums of a few units wait for the next chunk: so each weight is read once for all rows.
+struct Chunks {
+  int64_t count, tiles, group;
+  Chunks(const Product& p, const Job& job) {
+    const int64_t row_tiles = ceil_div(job.rows, TILE), blocks = ceil_div(job.rows, PANEL);
+    const int64_t bytes = row_tiles * p.weights.tiles * TILE_WORDS * int64_t(sizeof(uint32_t));
+    count = bytes > ROW_BYTES ? ceil_div(bytes, CHUNK_BYTES) : 1;
+    tiles = ceil_div(p.weights.tiles, count);
+    count = ceil_div(p.weights.tiles, tiles);
+    const int64_t unit_bytes = blocks * (p.second ? 2 : 1) * PANEL * PANEL * int64_t(sizeof(uint32_t));
+    group = count == 1 ? 1 : std::clamp<int64_t>(PARTIAL_BYTES / unit_bytes, 1, job.units);
   }
-}
+};
 
-// While a block of rows is summed, its share of the next panel comes into the L2 cache: else the first block of every
-// panel waits for memory (0.9 instead of 1.18 TFLOP/s at 128 rows).
+// While a block of rows is summed, its share of the panel that follows comes into the L2 cache: else the first block of
+// every panel waits for memory (0.9 instead of 1.18 TFLOP/s at 128 rows).
 template <class Kind, class Way, class Finish>
 void run_units(const Product& p, const Job& job, const uint32_t* rows, const uint32_t* low, const float* scales,
                const Finish& finish) {
+  using Sum = typename Kind::Sum;
   const typename Way::Registers registers;
   (void)registers;
+  const Chunks chunks(p, job);
   const int64_t row_tile = p.weights.tiles * TILE_WORDS, low_tile = p.update.weights.tiles * TILE_WORDS;
   const int64_t blocks = ceil_div(job.rows, PANEL), end = job.first_unit + job.units, step_lines = 2 * TILE;
-  Finished<Kind> first, second;
-  for (int64_t unit = job.first_unit; unit < end; ++unit) {
-    first.of_panel(p, job.expert, unit);
-    if (p.second) second.of_panel(p, job.expert, unit + p.second);
-    for (int64_t i = 0; i < blocks; ++i) {
-      const int64_t count = std::min(PANEL, job.rows - i * PANEL);
-      const int64_t from = step_lines * i / blocks, share = step_lines * (i + 1) / blocks - from;
-      const int64_t lines = Way::AHEAD && unit + 1 < end ? share : 0;
-      const uint32_t *a = rows + 2 * i * row_tile, *update = low ? low + 2 * i * low_tile : nullptr;
-      const uint32_t* ahead = lines ? p.weights.panel(job.expert, unit + 1) + from * TILE : nullptr;
-      first.of_rows(scales + i * PANEL);
-      sum_panel<Kind, Way>(p, job.expert, unit, a, update, count, ahead, lines, first);
-      if (p.second) {
-        if (lines) ahead = p.weights.panel(job.expert, unit + 1 + p.second) + from * TILE;
-        second.of_rows(scales + i * PANEL);
-        sum_panel<Kind, Way>(p, job.expert, unit + p.second, a, update, count, ahead, lines, second);
+  const int panels = p.second ? 2 : 1;
+  auto* memory = reinterpret_cast<Sum*>(partial_sums.get(chunks.group * blocks * panels * PANEL * PANEL));
+  const auto chunk_of = [&](int64_t unit, int64_t chunk, int which) {
+    return p.weights.panel(job.expert, unit + which * p.second) + chunk * chunks.tiles * 2 * TILE_WORDS;
+  };
+  Finished<Kind> finished[2];
+  for (int64_t group = job.first_unit; group < end; group += chunks.group) {
+    const int64_t group_end = std::min(end, group + chunks.group);
+    for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+      const bool last = chunk + 1 == chunks.count;
+      const int64_t first_tile = chunk * chunks.tiles, tiles = std::min(chunks.tiles, p.weights.tiles - first_tile);
+      for (int64_t unit = group; unit < group_end; ++unit) {
+        // what comes after this unit
+        const bool turn = unit + 1 == group_end;
+        const int64_t next_unit = turn && !last ? group : unit + 1, next_chunk = turn ? (last ? 0 : chunk + 1) : chunk;
+        if (last)
+          for (int which = 0; which < panels; ++which)
+            finished[which].of_panel(p, job.expert, unit + which * p.second);
+        for (int64_t i = 0; i < blocks; ++i) {
+          const int64_t count = std::min(PANEL, job.rows - i * PANEL);
+          const int64_t from = step_lines * i / blocks, share = step_lines * (i + 1) / blocks - from;
+          const int64_t lines = Way::AHEAD && next_unit < end ? share : 0;
+          for (int which = 0; which < panels; ++which) {
+            Finished<Kind>& out = finished[which];
+            const int64_t slot = chunks.count == 1 ? 0 : (unit - group) * blocks + i;
+            out.sums = memory + (slot * panels + which) * PANEL * PANEL;
+            out.of_rows(scales + i * PANEL);
+            Depth depth{{rows + 2 * i * row_tile + first_tile * TILE_WORDS, row_tile, chunk_of(unit, chunk, which), tiles},
+                        {}, lines ? chunk_of(next_unit, next_chunk, which) + from * TILE : nullptr, lines, chunk > 0};
+            Stretch update;
+            if (low && last)
+              update = {low + 2 * i * low_tile, low_tile, p.update.weights.panel(job.expert, unit + which * p.second),
+                        p.update.weights.tiles};
+            if constexpr (std::is_same_v<Kind, Bf16>) depth.update = update;
+            Way::template multiply<Kind>(depth, count, out.sums);
+            if constexpr (std::is_same_v<Kind, Int8>)
+              if (update.tiles) Way::template multiply<Bf16>(Depth{update, {}, nullptr, 0, false}, count, out.update);
+          }
+          if (last) finish(job, unit, job.first_row + i * PANEL, count, finished[0], finished[1]);
+        }
       }
-      finish(job, unit, job.first_row + i * PANEL, count, first, second);
     }
   }
 }
@@ -212,17 +245,13 @@ void run_job(const Product& p, const Job& job, const Row& row, const Finish& fin
 
 // ------------------------------------------------------------------------------------------------------------- jobs
 
-constexpr int64_t ROW_BYTES = 1 << 20;   // packed rows of a job: half of a 2 MiB L2 cache, beside two panels
-constexpr int64_t ROW_BLOCK = 512;       // and never more rows than this
-constexpr int64_t JOBS_PER_THREAD = 12;
-
 // Rows of a job at most; a multiple of a panel.
 inline int64_t rows_of_job(int64_t tiles) {
   const int64_t fitting = ROW_BYTES / (tiles * TILE * int64_t(sizeof(uint32_t))) / PANEL * PANEL;
-  return std::clamp(fitting, PANEL, ROW_BLOCK);
+  return std::clamp(fitting, DEEP_ROW_BLOCK, ROW_BLOCK);
 }
 
-// Blocks of rows whose packed form stays in the L2 cache, cut along the columns too where there are few of them.
+// Blocks of rows, cut along the columns too where there are few of them.
 // first[e] .. first[e + 1] are the rows of expert e.
 inline std::vector<Job> list_jobs(const Product& p, int64_t experts, const int32_t* first, int threads,
                                   int64_t most_rows = ROW_BLOCK) {

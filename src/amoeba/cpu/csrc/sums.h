@@ -1,7 +1,7 @@
 // Sums of up to 32 packed rows with one panel of 32 columns, in three ways: AMX tiles, AVX-512 dot products, plain
 // vectors (AVX2, NEON, ...). A way has
 //
-//   Way::multiply<Kind>(block, rows, sums)      // sums (32 x 32) are written where there are rows
+//   Way::multiply<Kind>(depth, rows, sums)      // sums (32 x 32) are written where there are rows
 //
 // and an object of type Way::Registers lives around its use.
 #pragma once
@@ -12,6 +12,7 @@ namespace {
 // Packed rows against packed columns over some tiles of depth.
 struct Stretch {
   const uint32_t* rows = nullptr;
+  int64_t row_tile = 0;  // words from sixteen rows to the next sixteen
   const uint32_t* columns = nullptr;
   int64_t tiles = 0;
 };
@@ -22,6 +23,7 @@ struct Depth {
   Stretch whole, update;
   const uint32_t* ahead = nullptr;
   int64_t lines = 0;
+  bool add = false;  // to what the sums are already
 };
 
 // ------------------------------------------------------------------------------------------------- plain vectors
@@ -62,8 +64,12 @@ struct PlainRows {
     constexpr int COUNT = TILE / LANES;
     for (int half = 0; half < 2; ++half) {
       Vector sum[R][COUNT] = {};
+      if (depth.add)
+        for (int r = 0; r < R; ++r)
+          for (int v = 0; v < COUNT; ++v)
+            sum[r][v] = *reinterpret_cast<Vector*>(out + (first + r) * PANEL + half * TILE + v * LANES);
       for (const Stretch* stretch : {&depth.whole, &depth.update}) {
-        const uint32_t* a = stretch->rows + first / TILE * stretch->tiles * TILE_WORDS + first % TILE * TILE;
+        const uint32_t* a = stretch->rows + first / TILE * stretch->row_tile + first % TILE * TILE;
         for (int64_t t = 0; t < stretch->tiles; ++t)
           for (int64_t w = 0; w < TILE; ++w) {
             const uint32_t* words = stretch->columns + (2 * t + half) * TILE_WORDS + w * TILE;
@@ -93,6 +99,8 @@ inline __m512i add_word(__m512i sum, uint32_t a, __m512i b) {
 }
 inline void store_sum(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
 inline void store_sum(int32_t* p, __m512i v) { _mm512_storeu_si512(p, v); }
+inline void load_sum(__m512& v, const float* p) { v = _mm512_loadu_ps(p); }
+inline void load_sum(__m512i& v, const int32_t* p) { v = _mm512_loadu_si512(p); }
 template <class Sum>
 struct RegisterOf;
 template <>
@@ -107,8 +115,14 @@ struct DotRows {
   static void sums(const Depth& depth, int64_t first, Sum* out) {
     using Vector = typename RegisterOf<Sum>::type;
     Vector sum[R][2] = {};
+    if (depth.add)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        load_sum(sum[r][0], out + (first + r) * PANEL);
+        load_sum(sum[r][1], out + (first + r) * PANEL + TILE);
+      }
     for (const Stretch* stretch : {&depth.whole, &depth.update}) {
-      const uint32_t* a = stretch->rows + first / TILE * stretch->tiles * TILE_WORDS + first % TILE * TILE;
+      const uint32_t* a = stretch->rows + first / TILE * stretch->row_tile + first % TILE * TILE;
       const uint32_t* b = stretch->columns;
       for (int64_t t = 0; t < stretch->tiles; ++t)
         for (int64_t w = 0; w < TILE; ++w) {
@@ -191,14 +205,23 @@ struct Tiles {
   template <class Kind, bool BOTH>
   static void blocks(const Depth& depth, typename Kind::Sum* sums) {
     constexpr int64_t STRIDE = TILE * sizeof(uint32_t), SUM_STRIDE = PANEL * sizeof(uint32_t);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (depth.add) {
+      _tile_loadd(0, sums, SUM_STRIDE);
+      _tile_loadd(1, sums + TILE, SUM_STRIDE);
+      if constexpr (BOTH) {
+        _tile_loadd(2, sums + TILE * PANEL, SUM_STRIDE);
+        _tile_loadd(3, sums + TILE * PANEL + TILE, SUM_STRIDE);
+      }
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
     const uint32_t* ahead = depth.ahead;
     for (const Stretch* stretch : {&depth.whole, &depth.update}) {
       const uint32_t *a = stretch->rows, *b = stretch->columns;
-      const int64_t next_rows = stretch->tiles * TILE_WORDS;
+      const int64_t next_rows = stretch->row_tile;
       for (int64_t t = 0; t < stretch->tiles; ++t, a += TILE_WORDS, b += 2 * TILE_WORDS, ahead += 2 * TILE_WORDS) {
         for (int64_t i = 0; i < depth.lines; ++i)
           _mm_prefetch(reinterpret_cast<const char*>(ahead + i * TILE), _MM_HINT_T1);

@@ -131,8 +131,7 @@ void run_thin(const ThinProduct& p, const SortedRows& s, const ThinJob& job) {
   const int64_t padded = ceil_div(p.ranks, PANEL) * PANEL, group = GRADIENT_PANELS;
   uint32_t* thin = thin_words.get((ceil_div(rows, PANEL) + 1) * TILE * padded);
   uint32_t* wide = wide_words.get(group * std::min(ceil_div(rows, PANEL) + 1, GRADIENT_ROWS / PANEL) * 2 * TILE_WORDS);
-  float* sums = thin_sums.get((group * padded / PANEL + 1) * PANEL * PANEL);
-  float* one = sums + group * padded * PANEL;
+  float* sums = thin_sums.get(group * padded * PANEL);
   const auto chunk_of = [&](int64_t n) { return thin + n / 2 * padded; };
   for (int64_t n = 0; n < rows; n += GRADIENT_ROWS)
     pack_thin(p, s, start + n, std::min(GRADIENT_ROWS, rows - n), chunk_of(n));
@@ -145,10 +144,10 @@ void run_thin(const ThinProduct& p, const SortedRows& s, const ThinJob& job) {
       for (int64_t rank = 0; rank < p.ranks; rank += PANEL)
         for (int64_t i = 0; i < panels; ++i) {
           const int64_t ranks = std::min(PANEL, p.ranks - rank);
-          const Stretch whole{chunk_of(n) + rank * tiles * TILE, wide + i * tiles * 2 * TILE_WORDS, tiles};
-          Way::template multiply<Bf16>(Depth{whole, {}, nullptr, 0}, ranks, one);
+          const Stretch whole{chunk_of(n) + rank * tiles * TILE, tiles * TILE_WORDS, wide + i * tiles * 2 * TILE_WORDS,
+                              tiles};
           float* sum = sums + (rank / PANEL * group + i) * PANEL * PANEL;
-          for (int64_t k = 0; k < ranks * PANEL; k += TILE) store(sum + k, load(sum + k) + load(one + k));
+          Way::template multiply<Bf16>(Depth{whole, {}, nullptr, 0, true}, ranks, sum);
         }
     }
     for (int64_t rank = 0; rank < p.ranks; rank += PANEL)
