@@ -1,0 +1,40 @@
+// The C interface of the worker pool and of one node's passes; the caller checked its tensors.
+#include "factors.h"
+#include "passes.h"
+
+extern "C" {
+
+void* amoeba_pool_new(int threads, const int32_t* cores) { return new Pool(threads, cores); }
+void amoeba_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
+void amoeba_pool_phase_seconds(void* pool, double* out) {
+  std::copy_n(static_cast<Pool*>(pool)->phase_seconds, Pool::PHASES, out);
+}
+
+void amoeba_node_forward(void* pool, const Node* node, const Batch* batch, float* y) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  Run(workers, *node, *batch).forward(y);
+}
+
+void amoeba_node_backward(void* pool, const Node* node, const Batch* batch, const Gradients* gradients) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  Run(workers, *node, *batch).backward(*gradients);
+}
+
+// Scratch of the pool; pointers of batch that are not null are memory of the caller's.
+int64_t amoeba_node_workspace(const Node* node, const Batch* batch, int backward) {
+  return int64_t(whole_pages(backward ? bytes_of<BackwardMemory>(*node, *batch) : bytes_of<ForwardMemory>(*node, *batch)));
+}
+
+// Into the eight matrices of the node that have data.
+void amoeba_node_pack_factors(void* pool, const Node* node, const Factors* factors) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  workers.run(2 * node->experts, [&](int64_t i) {
+    if (i % 2 ? node->down_a.data != nullptr : node->up_a.data != nullptr)
+      (i % 2 ? pack_down_factors : pack_up_factors)(*node, *factors, i / 2);
+  });
+}
+
+}  // extern "C"
