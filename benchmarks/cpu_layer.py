@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="instead of those of the shape")
     parser.add_argument("--kind", nargs="+", default=["bf16", "int8"], choices=["bf16", "int8"])
     parser.add_argument("--threads", type=int, nargs="+", help="default: one per core")
+    parser.add_argument("--cores", type=int, nargs="+", help="which cores; default: all, one thread each")
     parser.add_argument("--experts", type=int, help="fewer experts than the shape has, for less memory")
     parser.add_argument("--seconds", type=float, default=1.0, help="per measurement")
     parser.add_argument("--phases", action="store_true", help="print the median time of every phase")
@@ -180,7 +181,7 @@ def main() -> None:
             )  # fmt: skip
             lora = random_lora(shape)
             for threads in options.threads or [None]:
-                pool = WorkerPool(threads)
+                pool = WorkerPool(threads, options.cores)
                 for tokens in options.tokens or shape.tokens:
                     found = measure(shape, tokens, node, lora, pool, seconds)
                     phases = found.pop("phases_ms")

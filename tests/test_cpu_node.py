@@ -306,6 +306,25 @@ def test_factors_may_have_any_strides(workers: WorkerPool) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_factors_packed_again_use_the_memory_of_those_that_are_gone_and_of_no_others(workers: WorkerPool) -> None:
+    layer, other = Layer(), Layer()
+    mine = layer.node()
+    other.lora = LoraFactors(**{n: -2 * t for n, t in layer.lora.tensors().items()}, scaling=2.0)
+
+    def output(factors: NodeFactors) -> Tensor:
+        return forward(mine, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, keep="nothing")[0]
+
+    first = NodeFactors.pack(mine, layer.lora, workers)
+    before, place = output(first), first._structure.up_a.data
+    second = NodeFactors.pack(mine, other.lora, workers)
+    assert not torch.equal(output(second), before)
+    assert torch.equal(output(first), before)
+    del first
+    third = NodeFactors.pack(mine, layer.lora, workers)
+    assert third._structure.up_a.data == place
+    assert torch.equal(output(third), before)
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 instruction sets")
 @pytest.mark.parametrize("architecture", ["-march=x86-64", "-march=haswell"])
 def test_older_instruction_sets_agree_too(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -54,6 +55,19 @@ class NodeExperts:
     def _plain(self) -> CNode:
         return self._structure()
 
+    @functools.cached_property
+    def _spare(self) -> list[Tensor]:
+        """Memory of factors that are gone. Factors are packed again after every step of an optimizer, and memory that
+        is new to the process costs more time than the packing."""
+        return []
+
+    def _take_memory(self, size: int) -> Tensor:
+        while self._spare:
+            memory = self._spare.pop()
+            if memory.numel() == size:
+                return memory
+        return empty_in_huge_pages(size)
+
     def _structure(self) -> CNode:
         down, activation, c = self.down, self.activation, CNode()
         c.int8, c.experts, c.width = down.kind == "int8", down.experts, self.gate_up.out_features
@@ -74,7 +88,6 @@ class NodeFactors:
     lora_names: frozenset[str]
     ranks: tuple[int, int, int]  # of gate, up, down
     node: NodeExperts = field(repr=False)
-    memory: Tensor = field(repr=False)
     _structure: CNode = field(repr=False)
 
     @staticmethod
@@ -90,22 +103,24 @@ class NodeFactors:
         of_down = (down, intermediate), (hidden, down), (down, hidden), (intermediate, down)
         shapes = dict(zip(FACTOR_MATRICES, (*of_up, *of_down), strict=True))
         sizes = {name: experts * _padded(columns) * _padded(depth) for name, (columns, depth) in shapes.items()}
-        memory = empty_in_huge_pages(2 * sum(sizes.values())).view(torch.bfloat16)
+        memory = node._take_memory(2 * sum(sizes.values()))
         c, start = node._structure(), 0
         c.gate_rank, c.up_rank, c.down_rank, c.scaling = gate, up, down, lora.scaling
         for name, (columns, depth) in shapes.items():
             if sizes[name]:
                 matrix = getattr(c, name)
-                matrix.data = memory.data_ptr() + start * memory.element_size()
+                matrix.data = memory.data_ptr() + start
                 matrix.columns, matrix.depth = columns, depth
-                start += sizes[name]
+                start += 2 * sizes[name]
         given = CFactors()
         for name, tensor in names.items():
             factor = getattr(given, name.replace("lora_", ""))
             factor.data, factor.is_float = tensor.data_ptr(), tensor.dtype == torch.float32
             factor.stride_e, factor.stride_row, factor.stride_column = tensor.stride()
         load_node().pack_factors(pool.handle, ctypes.byref(c), ctypes.byref(given))
-        return NodeFactors(frozenset(names), (gate, up, down), node, memory, c)
+        packed = NodeFactors(frozenset(names), (gate, up, down), node, c)
+        weakref.finalize(packed, node._spare.append, memory).atexit = False  # who reads the memory holds `packed`
+        return packed
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-// LoRA factors of one expert into the order of the tiles, four ways each: rank as columns and as depth, for both passes.
+// LoRA factors of one expert into the order of the tiles, two ways each: rank as columns and rank as depth.
 #pragma once
 #include "node.h"
 #include "pack.h"

@@ -24,7 +24,8 @@ void amoeba_node_backward(void* pool, const Node* node, const Batch* batch, cons
 
 // Scratch of the pool; pointers of batch that are not null are memory of the caller's.
 int64_t amoeba_node_workspace(const Node* node, const Batch* batch, int backward) {
-  return int64_t(whole_pages(backward ? bytes_of<BackwardMemory>(*node, *batch) : bytes_of<ForwardMemory>(*node, *batch)));
+  const auto bytes = backward ? bytes_of<BackwardMemory> : bytes_of<ForwardMemory>;
+  return int64_t(whole_pages(bytes(*node, *batch)));
 }
 
 // Into the eight matrices of the node that have data.

@@ -41,7 +41,6 @@ struct Node {
   bool has_paired_panels() const { return activation.gated && !activation.interleaved && intermediate % PANEL == 0; }
   // Neither that nor both in one panel: h is written first and activated then.
   bool activates_later() const { return activation.gated && !activation.interleaved && intermediate % PANEL; }
-  int64_t gate_column(int64_t i) const { return activation.interleaved ? 2 * i : i; }
 };
 
 struct Batch {

@@ -128,6 +128,7 @@ void amoeba_packed_rows(int path, int int8, int64_t experts, const int32_t* offs
   p.weights = {static_cast<const uint32_t*>(packed), weight_scale, weight_sum, depth_scale, depth, columns,
                tiles_of(depth, int8 ? Int8::PER_WORD : Bf16::PER_WORD)};
   p.path = Path(path);
+  p.int8 = int8 != 0;
   p.units = p.weights.panels();
   std::vector<int32_t> first(experts + 1, 0);
   std::copy_n(offs, experts, first.begin() + 1);
@@ -138,10 +139,7 @@ void amoeba_packed_rows(int path, int int8, int64_t experts, const int32_t* offs
     const bool stream = uintptr_t(out) % 64 == 0 && out_stride * size % 64 == 0 && columns % PANEL == 0 &&
                         first[experts] * columns * size >= STREAM_BYTES;
     const Target<std::remove_pointer_t<decltype(target)>> finish{target, out_stride, stream};
-    run_jobs(int64_t(jobs.size()), threads, [&](int64_t i) {
-      int8 ? run_job<Int8>(p, jobs[i], row, finish) : run_job<Bf16>(p, jobs[i], row, finish);
-      end_of_streaming();
-    });
+    run_jobs(int64_t(jobs.size()), threads, [&](int64_t i) { run_job(p, jobs[i], row, finish); });
   };
   out_is_float ? multiply(static_cast<float*>(out)) : multiply(static_cast<uint16_t*>(out));
 }

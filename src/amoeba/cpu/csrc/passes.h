@@ -6,19 +6,18 @@
 //
 // Rows between the phases are bf16, sums fp32; every sum has one order, whatever the number of threads.
 #pragma once
-#include "node.h"
+#include "finish.h"
 #include "thin_gradient.h"
 
 namespace {
 
-enum Phase {  // the names in node.py
+enum Phase {  // the names in node_library.py
   SORT, LOW_UP, UP, ACTIVATE, LOW_DOWN, DOWN, COMBINE,
   BACK_LOW_DOWN, BACK_DOWN, BACK_LOW_UP, BACK_UP, BACK_COMBINE,
 };
 
-constexpr int64_t LOW_ROWS = 64;              // of a job of the low-rank products: they have one panel and nothing to cut
-constexpr int64_t STREAM_BYTES = 8 << 20;     // an output larger than this has left the L2 cache before it is read again
-constexpr int64_t ALONE = 1 << 16;            // additions that are not worth calling the other threads
+constexpr int64_t LOW_ROWS = 64;   // of a job of the low-rank products: they have one panel and nothing to cut
+constexpr int64_t ALONE = 1 << 16; // additions that are not worth calling the other threads
 
 // What a pass takes of the pool's scratch.
 struct ForwardMemory {
@@ -55,10 +54,6 @@ struct BackwardMemory {
   }
 };
 
-inline auto rows_of(const uint16_t* rows, int64_t width) {
-  return [rows, width](int64_t r) { return rows + r * width; };
-}
-
 template <class Memory>
 size_t bytes_of(const Node& node, const Batch& batch) {
   Pieces count(nullptr);
@@ -66,51 +61,65 @@ size_t bytes_of(const Node& node, const Batch& batch) {
   return count.used();
 }
 
+inline auto rows_of(const uint16_t* rows, int64_t width) {
+  return [rows, width](int64_t r) { return rows + r * width; };
+}
+
 class Run {
  public:
   Run(Pool& pool, const Node& node, const Batch& batch) : pool_(pool), node_(node), batch_(batch), clock_(pool) {}
 
   void forward(float* y) {
-    const auto m = pieces<ForwardMemory>();
+    const auto m = memory<ForwardMemory>();
     sort(m.map, m.token, true);
     up(m.h, m.low, m.a);
     low(LOW_DOWN, node_.down_a, rows_of(m.a, node_.intermediate), m.down_low);
-    multiply_down(m.a, m.down_low, m.rows);
-    combine(m.rows, y);
+    multiply(product(node_.down, node_.down_b, m.down_low), rows_of(m.a, node_.intermediate),
+             FinishRows{{m.rows, node_.hidden, owned_, true}, node_.down_bias});
+    clock_.end_of(DOWN);
+    combine(m.rows, batch_.weight, y);
     clock_.end_of(COMBINE);
   }
 
   void backward(const Gradients& g) {
-    const auto m = pieces<BackwardMemory>();
+    const auto m = memory<BackwardMemory>();
+    const int64_t I = node_.intermediate, J = node_.width, H = node_.hidden;
     sort(batch_.map, m.token, false);
     if (!batch_.h) up(m.h, m.low, m.a);
     const auto dy = [&](int64_t r) { return g.dy + int64_t(token_[r]) * g.dy_stride; };
     low(BACK_LOW_DOWN, node_.down_b_transposed, dy, m.down_dlow);
-    down_backward(dy, m.h, m.down_dlow, m.a, m.dh, m.ds);
-    if (!batch_.h && g.down_b) low(LOW_DOWN, node_.down_a, rows_of(m.a, node_.intermediate), m.down_low);
-    low(BACK_LOW_UP, node_.up_b_transposed, rows_of(m.dh, node_.width), m.dlow);
-    const bool gated = node_.activation.gated;
-    up_backward(g, m.dh, m.dlow, m.rows, {
-        {m.dlow, node_.low_width(), node_.ranks(), nullptr, batch_.x, batch_.x_stride, node_.hidden, true,
-         g.gate_a, g.up_a, node_.gate_rank, node_.up_rank, false, false, false},
-        {m.low, node_.low_width(), node_.ranks(), nullptr, m.dh, node_.width, node_.width, false,
-         gated ? g.gate_b : g.up_b, gated ? g.up_b : nullptr, gated ? node_.gate_rank : node_.up_rank, node_.up_rank,
-         true, gated, node_.activation.interleaved != 0},
-        {m.down_dlow, node_.down_low_width(), node_.down_ranks(), batch_.weight, m.a, node_.intermediate,
-         node_.intermediate, false, g.down_a, nullptr, node_.down_rank, 0, false, false, false},
-        {m.down_low, node_.down_low_width(), node_.down_ranks(), batch_.weight, g.dy, g.dy_stride, node_.hidden, true,
-         g.down_b, nullptr, node_.down_rank, 0, true, false, false},
-    });
-    if (g.x) combine(m.rows, g.x, nullptr);
+    multiply(product(node_.down_transposed, node_.down_a_transposed, m.down_dlow), dy,
+             FinishDown{node_, m.h, batch_.weight, map_.order, {m.a, I, owned_, false}, {m.dh, J, owned_, false}, m.ds,
+                        batch_.slots()});
+    clock_.end_of(BACK_DOWN);
+    if (!batch_.h && g.down_b) low(LOW_DOWN, node_.down_a, rows_of(m.a, I), m.down_low);
+    low(BACK_LOW_UP, node_.up_b_transposed, rows_of(m.dh, J), m.dlow);
+
+    ThinProduct up_a, up_b, down_a, down_b;
+    up_a.thin = m.dlow, up_b.thin = m.low, down_a.thin = m.down_dlow, down_b.thin = m.down_low;
+    for (ThinProduct* p : {&up_a, &up_b}) p->thin_stride = node_.low_width(), p->ranks = node_.ranks();
+    for (ThinProduct* p : {&down_a, &down_b})
+      p->thin_stride = node_.down_low_width(), p->ranks = node_.down_ranks(), p->row_scale = batch_.weight;
+    up_a.reads(batch_.x, batch_.x_stride, H, true), up_b.reads(m.dh, J, J, false);
+    down_a.reads(m.a, I, I, false), down_b.reads(g.dy, g.dy_stride, H, true);
+    up_a.gives(g.gate_a, node_.gate_rank, g.up_a, node_.up_rank);
+    node_.activation.gated ? up_b.gives(g.gate_b, node_.gate_rank, g.up_b, node_.up_rank)
+                           : up_b.gives(g.up_b, node_.up_rank);
+    down_a.gives(g.down_a, node_.down_rank), down_b.gives(g.down_b, node_.down_rank);
+    up_b.by_column = down_b.by_column = true;
+    up_b.halves = node_.activation.gated, up_b.interleaved = node_.activation.interleaved;
+    up_backward(g.x != nullptr, m.dh, m.dlow, m.rows, {up_a, up_b, down_a, down_b});
+
+    if (g.x) combine(m.rows, nullptr, g.x);
     if (g.weight) weight_gradient(g, m.ds);
     clock_.end_of(BACK_COMBINE);
   }
 
  private:
   template <class Memory>
-  Memory pieces() {
-    Pieces memory(pool_.scratch.get(bytes_of<Memory>(node_, batch_)));
-    return Memory(memory, node_, batch_);
+  Memory memory() {
+    Pieces pieces(pool_.scratch.get(bytes_of<Memory>(node_, batch_)));
+    return Memory(pieces, node_, batch_);
   }
 
   void sort(int32_t* memory, int32_t* token, bool anew) {
@@ -122,28 +131,23 @@ class Run {
     clock_.end_of(SORT);
   }
 
-  template <class Row, class Finish>
-  void multiply(const Product& p, bool int8, int64_t most_rows, const Row& row, const Finish& finish) {
-    const std::vector<Job> jobs = list_jobs(p, node_.experts, map_.first, pool_.threads(), most_rows);
-    pool_.run(int64_t(jobs.size()), [&](int64_t i) { run_one(p, int8, jobs[i], row, finish); });
-  }
-
-  template <class Row, class Finish>
-  static void run_one(const Product& p, bool int8, const Job& job, const Row& row, const Finish& finish) {
-    int8 ? run_job<Int8>(p, job, row, finish) : run_job<Bf16>(p, job, row, finish);
-    end_of_streaming();
-  }
-
-  Product product(const PackedMatrix& matrix, const PackedMatrix& update, const uint16_t* low) const {
+  Product product(const PackedMatrix& matrix, const PackedMatrix& update, const uint16_t* low_rows) const {
     Product p;
     p.weights = matrix.weights(node_.int8);
-    if (update.data) p.update = {update.weights(false), low};
+    if (update.data) p.update = {update.weights(false), low_rows};
     p.path = Path(node_.path);
+    p.int8 = node_.int8;
     p.units = p.weights.panels();
     return p;
   }
 
-  // out = scaling . rows . factor, with zeros up to whole panels.
+  template <class Row, class Finish>
+  void multiply(const Product& p, const Row& row, const Finish& finish, int64_t most_rows = ROW_BLOCK) {
+    const std::vector<Job> jobs = list_jobs(p, node_.experts, map_.first, pool_.threads(), most_rows);
+    pool_.run(int64_t(jobs.size()), [&](int64_t i) { run_job(p, jobs[i], row, finish); });
+  }
+
+  // out = scaling . rows . factor
   template <class Row>
   void low(Phase phase, const PackedMatrix& factor, const Row& row, uint16_t* out) {
     if (!factor.data) return;
@@ -151,32 +155,20 @@ class Run {
     p.weights = factor.weights(false);
     p.path = Path(node_.path);
     p.units = p.weights.panels();
-    const int64_t stride = p.units * PANEL;
-    const float scaling = node_.scaling;
-    multiply(p, false, LOW_ROWS, row, [=](const Job&, int64_t unit, int64_t r, int64_t rows, const auto& sums, const auto&) {
-      for (int64_t i = 0; i < rows; ++i)
-        store_panel(out + (r + i) * stride + unit * PANEL, scaling * sums.at(i, 0), scaling * sums.at(i, 1), PANEL, false);
-    });
+    multiply(p, row, FinishLow{{out, p.units * PANEL, owned_, false}, node_.scaling}, LOW_ROWS);
     clock_.end_of(phase);
   }
 
   // h where it is asked for, and a.
   void up(uint16_t* h, uint16_t* low_rows, uint16_t* a) {
+    const int64_t I = node_.intermediate, J = node_.width;
     const auto x = [&](int64_t r) { return batch_.x + int64_t(token_[r]) * batch_.x_stride; };
     low(LOW_UP, node_.up_a, x, low_rows);
     Product p = product(node_.gate_up, node_.up_b, low_rows);
-    if (node_.has_paired_panels()) {
-      p.units /= 2;
-      p.second = p.units;
-    }
-    multiply(p, node_.int8, ROW_BLOCK, x, [&](const Job& job, int64_t unit, int64_t r, int64_t rows, const auto& first, const auto& second) {
-      with_kind(node_.activation, [&](auto only_silu) {
-        finish_up<only_silu>(p.second, job.expert, unit, r, rows, first, second, h, a);
-      });
-    });
+    if (node_.has_paired_panels()) p.second = p.units /= 2;
+    multiply(p, x, FinishUp{node_, {h, J, owned_, !node_.activates_later()}, {a, I, owned_, false}});
     clock_.end_of(UP);
     if (!node_.activates_later()) return;
-    const int64_t I = node_.intermediate, J = node_.width;
     in_blocks(owned_, J, [&](int64_t from, int64_t to) {
       for (int64_t r = from; r < to; ++r)
         for (int64_t i = 0; i < I; i += TILE) {
@@ -187,63 +179,23 @@ class Run {
     clock_.end_of(ACTIVATE);
   }
 
-  template <bool ONLY_SILU, class Sums>
-  void finish_up(int64_t second_panel, int64_t expert, int64_t unit, int64_t r, int64_t rows, const Sums& first,
-                 const Sums& second, uint16_t* h, uint16_t* a) const {
-    const int64_t I = node_.intermediate, J = node_.width, column = unit * PANEL, width = first.width;
-    const Activation& activation = node_.activation;
-    const bool stream = h && !node_.activates_later() && streams(h, J);
-    V bias[2][2] = {};
-    if (node_.gate_up_bias)
-      for (int which = 0; which <= (second_panel ? 1 : 0); ++which)
-        for (int half = 0; half < 2; ++half)
-          bias[which][half] = load_some(node_.gate_up_bias + expert * J + column + which * I + half * TILE, width - half * TILE);
-    for (int64_t i = 0; i < rows; ++i) {
-      uint16_t* h_row = h ? h + (r + i) * J + column : nullptr;
-      uint16_t* a_row = a + (r + i) * I;
-      V left = first.at(i, 0) + bias[0][0], right = first.at(i, 1) + bias[0][1];
-      if (h_row) store_panel(h_row, left, right, width, stream);
-      if (second_panel) {
-        const V up_left = second.at(i, 0) + bias[1][0], up_right = second.at(i, 1) + bias[1][1];
-        if (h_row) store_panel(h_row + I, up_left, up_right, width, stream);
-        left = activate<ONLY_SILU>(left, up_left, activation), right = activate<ONLY_SILU>(right, up_right, activation);
-        store_panel(a_row + column, left, right, width, false);
-      } else if (activation.interleaved) {
-        alignas(64) float z[PANEL], gate[TILE], up[TILE];
-        store(z, left), store(z + TILE, right);
-        for (int64_t k = 0; k < TILE; ++k) gate[k] = z[2 * k], up[k] = z[2 * k + 1];
-        store_some(a_row + column / 2, activate<ONLY_SILU>(load(gate), load(up), activation), width / 2);
-      } else if (!activation.gated) {
-        store_panel(a_row + column, activate<ONLY_SILU>(left, left, activation), activate<ONLY_SILU>(right, right, activation), width, false);
-      }
-    }
-  }
-
-  // Whole lines of rows this wide are written past the caches, where there are many.
-  bool streams(const uint16_t* rows, int64_t width) const {
-    return uintptr_t(rows) % 64 == 0 && width % PANEL == 0 && owned_ * width * int64_t(sizeof(uint16_t)) >= STREAM_BYTES;
-  }
-
-  // (rows, H) in bf16 at rows of the sorted order, with a bias or without.
-  auto to_rows(uint16_t* out, const float* bias) const {
-    const int64_t H = node_.hidden;
-    const bool stream = streams(out, H);
-    return [=](const Job& job, int64_t unit, int64_t r, int64_t rows, const auto& sums, const auto&) {
-      V left = {}, right = {};
-      const int64_t column = unit * PANEL;
-      if (bias) {
-        left = load_some(bias + job.expert * H + column, sums.width);
-        right = load_some(bias + job.expert * H + column + TILE, sums.width - TILE);
-      }
-      for (int64_t i = 0; i < rows; ++i)
-        store_panel(out + (r + i) * H + column, sums.at(i, 0) + left, sums.at(i, 1) + right, sums.width, stream);
-    };
-  }
-
-  void multiply_down(const uint16_t* a, const uint16_t* low_rows, uint16_t* rows) {
-    multiply(product(node_.down, node_.down_b, low_rows), node_.int8, ROW_BLOCK, rows_of(a, node_.intermediate),
-             to_rows(rows, node_.down_bias));
-    clock_.end_of(DOWN);
+  // dx rows and the gradients of the factors in one list: the small jobs fill the gaps that the large ones leave.
+  void up_backward(bool wants_x, const uint16_t* dh, const uint16_t* dlow, uint16_t* rows,
+                   const std::vector<ThinProduct>& products) {
+    const Product p = product(node_.gate_up_transposed, node_.up_a_transposed, dlow);
+    const SortedRows sorted{map_.first, map_.order, token_};
+    std::vector<Job> jobs;
+    if (wants_x) jobs = list_jobs(p, node_.experts, map_.first, pool_.threads());
+    const std::vector<ThinJob> thin_jobs = list_thin_jobs(products, node_.experts, map_.first, pool_.threads());
+    const FinishRows finish{{rows, node_.hidden, owned_, true}, nullptr};
+    const int64_t large = int64_t(jobs.size());
+    pool_.run(large + int64_t(thin_jobs.size()), [&](int64_t i) {
+      if (i < large) return run_job(p, jobs[i], rows_of(dh, node_.width), finish);
+      const ThinJob& job = thin_jobs[i - large];
+      const ThinProduct& thin = products[job.product];
+      with_way<Bf16>(Path(node_.path), thin.ranks, [&](auto way) { run_thin<decltype(way)>(thin, sorted, job); });
+    });
+    clock_.end_of(BACK_UP);
   }
 
   // Rows from `from` to `to` of count, each about `cost` additions.
@@ -253,9 +205,8 @@ class Run {
     pool_.run(blocks, [&](int64_t b) { block(count * b / blocks, count * (b + 1) / blocks); });
   }
 
-  // out[t] = sum over k of weight . row, or of the rows themselves
-  void combine(const uint16_t* rows, float* out) { combine(rows, out, batch_.weight); }
-  void combine(const uint16_t* rows, float* out, const float* weight) {
+  // out[t] = sum over k of weight . row; without weights, of the rows themselves
+  void combine(const uint16_t* rows, const float* weight, float* out) {
     const int64_t H = node_.hidden, K = batch_.top_k, parts = batch_.tokens < pool_.threads() ? ceil_div(H, 256) : 1;
     const int64_t wide = ceil_div(ceil_div(H, parts), TILE) * TILE;
     in_blocks(batch_.tokens * parts, wide * K, [&](int64_t from, int64_t to) {
@@ -275,102 +226,20 @@ class Run {
     });
   }
 
-  // From dA' = dy W2, which has no weight in it yet: ds = <dA', a> of each panel, a, dh.
-  template <class Row>
-  void down_backward(const Row& dy, const uint16_t* h, const uint16_t* dlow, uint16_t* a, uint16_t* dh, float* ds) {
-    const Product p = product(node_.down_transposed, node_.down_a_transposed, dlow);
-    multiply(p, node_.int8, ROW_BLOCK, dy, [=](const Job&, int64_t unit, int64_t r, int64_t rows, const auto& sums, const auto&) {
-      with_kind(node_.activation, [&](auto only_silu) { finish_da<only_silu>(unit, r, rows, sums, h, a, dh, ds); });
-    });
-    clock_.end_of(BACK_DOWN);
-  }
-
-  template <bool ONLY_SILU, class Sums>
-  void finish_da(int64_t unit, int64_t r, int64_t rows, const Sums& sums, const uint16_t* h, uint16_t* a, uint16_t* dh,
-                 float* ds) const {
-    const int64_t I = node_.intermediate, J = node_.width, slots = batch_.slots();
-    const Activation& activation = node_.activation;
-    const int64_t column = unit * PANEL, width = sums.width;
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t row = r + i;
-      const uint16_t* h_row = h + row * J + node_.gate_column(column);
-      uint16_t* dh_row = dh + row * J + node_.gate_column(column);
-      const float weight = batch_.weight[map_.order[row]];
-      V product[2], values[2], dgate[2], dup[2];
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const int64_t skip = half * TILE, count = width - skip;
-        V gate, up = {};
-        if (activation.interleaved) {
-          read_in_turns(h_row + 2 * skip, count, gate, up);
-        } else {
-          gate = load_some(h_row + skip, count);
-          if (activation.gated) up = load_some(h_row + I + skip, count);
-        }
-        const Slopes slopes = activate_backward<ONLY_SILU>(gate, up, activation);
-        const V da = sums.at(i, half);
-        values[half] = slopes.a;
-        product[half] = da * slopes.a;
-        dgate[half] = weight * da * slopes.dgate, dup[half] = weight * da * slopes.dup;
-        if (activation.interleaved) write_in_turns(dh_row + 2 * skip, count, dgate[half], dup[half]);
-      }
-      ds[unit * slots + row] = total(product[0] + product[1]);
-      store_panel(a + row * I + column, values[0], values[1], width, false);
-      if (activation.interleaved) continue;
-      store_panel(dh_row, dgate[0], dgate[1], width, false);
-      if (activation.gated) store_panel(dh_row + I, dup[0], dup[1], width, false);
-    }
-  }
-
-  static void read_in_turns(const uint16_t* h, int64_t count, V& gate, V& up) {
-    for (int64_t k = 0; k < TILE; ++k) {
-      gate[k] = k < count ? widen(h[2 * k]) : 0;
-      up[k] = k < count ? widen(h[2 * k + 1]) : 0;
-    }
-  }
-  static void write_in_turns(uint16_t* dh, int64_t count, V dgate, V dup) {
-    for (int64_t k = 0; k < std::min(TILE, count); ++k) {
-      dh[2 * k] = round_to_bf16(dgate[k]);
-      dh[2 * k + 1] = round_to_bf16(dup[k]);
-    }
-  }
-
-  // dx rows and the gradients of the factors in one list: the small jobs fill the gaps that the large ones leave.
-  void up_backward(const Gradients& g, const uint16_t* dh, const uint16_t* dlow, uint16_t* rows,
-                   const std::vector<ThinProduct>& products) {
-    const Product p = product(node_.gate_up_transposed, node_.up_a_transposed, dlow);
-    const SortedRows sorted{map_.first, map_.order, token_};
-    std::vector<Job> jobs;
-    if (g.x) jobs = list_jobs(p, node_.experts, map_.first, pool_.threads(), ROW_BLOCK);
-    std::vector<ThinJob> thin_jobs;
-    list_thin_jobs(products.data(), int64_t(products.size()), node_.experts, map_.first, pool_.threads(), thin_jobs);
-    const auto finish = to_rows(rows, nullptr);
-    const auto row = rows_of(dh, node_.width);
-    const int64_t large = int64_t(jobs.size());
-    pool_.run(large + int64_t(thin_jobs.size()), [&](int64_t i) {
-      if (i < large) return run_one(p, node_.int8, jobs[i], row, finish);
-      const ThinJob& job = thin_jobs[i - large];
-      const ThinProduct& thin = products[job.product];
-      with_way<Bf16>(Path(node_.path), thin.ranks, [&](auto way) { run_thin<decltype(way)>(thin, sorted, job); });
-    });
-    clock_.end_of(BACK_UP);
-  }
-
+  // ds of each slot: its panels' parts, and what the bias of down gives.
   void weight_gradient(const Gradients& g, const float* ds) {
     const int64_t slots = batch_.slots(), H = node_.hidden, panels = panels_of(node_.intermediate);
     in_blocks(slots, panels + (node_.down_bias ? H : 0), [&](int64_t from, int64_t to) {
       for (int64_t slot = from; slot < to; ++slot) {
         const int32_t row = map_.slot_row[slot];
         float sum = 0;
-        if (row >= 0) {
-          for (int64_t i = 0; i < panels; ++i) sum += ds[i * slots + row];
-          if (node_.down_bias) {
-            const uint16_t* dy = g.dy + slot / batch_.top_k * g.dy_stride;
-            const float* bias = node_.down_bias + batch_.expert[slot] * H;
-            V product = {};
-            for (int64_t c = 0; c < H; c += TILE) product += load_some(dy + c, H - c) * load_some(bias + c, H - c);
-            sum += total(product);
-          }
+        for (int64_t i = 0; row >= 0 && i < panels; ++i) sum += ds[i * slots + row];
+        if (row >= 0 && node_.down_bias) {
+          const uint16_t* dy = g.dy + slot / batch_.top_k * g.dy_stride;
+          const float* bias = node_.down_bias + batch_.expert[slot] * H;
+          V product = {};
+          for (int64_t c = 0; c < H; c += TILE) product += load_some(dy + c, H - c) * load_some(bias + c, H - c);
+          sum += total(product);
         }
         g.weight[slot] = sum;
       }

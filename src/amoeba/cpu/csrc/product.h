@@ -1,21 +1,24 @@
 // A product of sorted rows with packed weights, cut into jobs; what becomes of the sums is the caller's.
 //
-//   Product p{weights, update, ...};
-//   for each job of list_jobs(p, ...): run_job<Kind>(p, job, row, finish)
+//   Product p;                                                   // its weights, the update that joins them, the path
+//   for each job of list_jobs(p, ...): run_job(p, job, row, finish)
 //
 // row(r) -> const uint16_t*, the bf16 row r of the sorted rows, wherever it lies;
-// finish(job, unit, r, rows, first, second): `first` and `second` give the sums of up to 32 rows from r on.
+// finish(job, unit, r, rows, first, second): first.at(i, half) and second.at(i, half) are the sums of row r + i.
 // A unit is one panel of columns, or two that belong together (gate and up).
 #pragma once
 #include "sums.h"
 
 namespace {
 
-constexpr int64_t ROW_BYTES = 1 << 20;         // packed rows of a job: half of a 2 MiB L2 cache, beside two panels
-constexpr int64_t CHUNK_BYTES = 1 << 19;       // of a chunk of their depth, where they are more
-constexpr int64_t PARTIAL_BYTES = 1 << 18;     // of the sums that wait
-constexpr int64_t ROW_BLOCK = 512;             // never more rows than this
-constexpr int64_t DEEP_ROW_BLOCK = 256;        // and not more where they have to be taken in chunks
+// Of the L2 cache, per thread: packed rows and twice the panels of a unit, for a chunk of the depth. A quarter of 2 MiB:
+// the cores of a virtual machine may be two by two the threads of one. Two threads of one core, 2048 x 1536 in bf16,
+// with chunks / without: 1.28 / 0.91 TFLOP/s at 64 rows, 1.92 / 0.43 at 128 (Xeon, family 6 model 207, 2026-11-15).
+constexpr int64_t CHUNK_BYTES = 512 << 10;
+constexpr int64_t PARTIAL_BYTES = 128 << 10;   // and of the sums that wait for the next chunk
+constexpr int64_t ROW_BLOCK = 512;             // rows of a job at most
+constexpr int64_t DEEP_ROWS = 1 << 20;         // bytes of the rows of a job, above which they are
+constexpr int64_t DEEP_ROW_BLOCK = 256;        // no more than this
 constexpr int64_t JOBS_PER_THREAD = 12;
 
 struct Weights {
@@ -43,6 +46,7 @@ struct Product {
   Weights weights;
   Update update;
   Path path = GENERIC;
+  bool int8 = false;
   int64_t units = 0;
   int64_t second = 0;  // panels from the first of a unit to its second; 0: it has none
 };
@@ -144,7 +148,8 @@ struct Finished<Int8> {
   V at(int64_t r, int half) const {
     const int64_t i = r * PANEL + half * TILE;
     const VI sum = *reinterpret_cast<const VI*>(sums + i) - *reinterpret_cast<const VI*>(offset + half * TILE);
-    const V scaled = __builtin_convertvector(sum, V) * (row_scale[r] * *reinterpret_cast<const V*>(column_scale + half * TILE));
+    const V scale = row_scale[r] * *reinterpret_cast<const V*>(column_scale + half * TILE);
+    const V scaled = __builtin_convertvector(sum, V) * scale;
     return updated ? scaled + *reinterpret_cast<const V*>(update + i) : scaled;
   }
 };
@@ -155,17 +160,18 @@ struct Chunks {
   int64_t count, tiles, group;
   Chunks(const Product& p, const Job& job) {
     const int64_t row_tiles = ceil_div(job.rows, TILE), blocks = ceil_div(job.rows, PANEL);
-    const int64_t bytes = row_tiles * p.weights.tiles * TILE_WORDS * int64_t(sizeof(uint32_t));
-    count = bytes > ROW_BYTES ? ceil_div(bytes, CHUNK_BYTES) : 1;
+    const int64_t panels = p.second ? 2 : 1;
+    const int64_t tile_bytes = TILE_WORDS * int64_t(sizeof(uint32_t)) * (row_tiles + 2 * 2 * panels);
+    count = ceil_div(p.weights.tiles, std::max<int64_t>(1, CHUNK_BYTES / tile_bytes));
     tiles = ceil_div(p.weights.tiles, count);
     count = ceil_div(p.weights.tiles, tiles);
-    const int64_t unit_bytes = blocks * (p.second ? 2 : 1) * PANEL * PANEL * int64_t(sizeof(uint32_t));
+    const int64_t unit_bytes = blocks * panels * PANEL * PANEL * int64_t(sizeof(uint32_t));
     group = count == 1 ? 1 : std::clamp<int64_t>(PARTIAL_BYTES / unit_bytes, 1, job.units);
   }
 };
 
-// While a block of rows is summed, its share of the panel that follows comes into the L2 cache: else the first block of
-// every panel waits for memory (0.9 instead of 1.18 TFLOP/s at 128 rows).
+// While a block of rows is summed, its share of the panel that follows comes into the L2 cache: else the first block
+// of every panel waits for memory (0.9 instead of 1.18 TFLOP/s at 128 rows).
 template <class Kind, class Way, class Finish>
 void run_units(const Product& p, const Job& job, const uint32_t* rows, const uint32_t* low, const float* scales,
                const Finish& finish) {
@@ -202,8 +208,9 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
             const int64_t slot = chunks.count == 1 ? 0 : (unit - group) * blocks + i;
             out.sums = memory + (slot * panels + which) * PANEL * PANEL;
             out.of_rows(scales + i * PANEL);
-            Depth depth{{rows + 2 * i * row_tile + first_tile * TILE_WORDS, row_tile, chunk_of(unit, chunk, which), tiles},
-                        {}, lines ? chunk_of(next_unit, next_chunk, which) + from * TILE : nullptr, lines, chunk > 0};
+            const uint32_t* a = rows + 2 * i * row_tile + first_tile * TILE_WORDS;
+            const uint32_t* ahead = lines ? chunk_of(next_unit, next_chunk, which) + from * TILE : nullptr;
+            Depth depth{{a, row_tile, chunk_of(unit, chunk, which), tiles}, {}, ahead, lines, chunk > 0};
             Stretch update;
             if (low && last)
               update = {low + 2 * i * low_tile, low_tile, p.update.weights.panel(job.expert, unit + which * p.second),
@@ -220,12 +227,27 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
   }
 }
 
+// Row r's share of the first panels of a job, which come nearer while its rows are packed.
+inline void fetch_share(const Product& p, const Job& job, int64_t r) {
+#ifdef AMOEBA_AMX
+  const int64_t lines = p.weights.tiles * 2 * TILE;
+  for (int which = 0; which < (p.second ? 2 : 1); ++which) {
+    const uint32_t* panel = p.weights.panel(job.expert, job.first_unit + which * p.second);
+    for (int64_t i = lines * r / job.rows; i < lines * (r + 1) / job.rows; ++i)
+      _mm_prefetch(reinterpret_cast<const char*>(panel + i * TILE), _MM_HINT_T1);
+  }
+#else
+  (void)p, (void)job, (void)r;
+#endif
+}
+
 template <class Kind, class Row, class Finish>
-void run_job(const Product& p, const Job& job, const Row& row, const Finish& finish) {
+void run_job_of(const Product& p, const Job& job, const Row& row, const Finish& finish) {
   float* scales = row_scales.get(job.rows + PANEL);
   const Weights& w = p.weights;
   const float* depth_scale = w.depth_scale ? w.depth_scale + job.expert * w.depth : nullptr;
   const uint32_t* rows = pack_tiles(row_words, job.rows, w.tiles, [&](int64_t r, uint32_t* out) {
+    if (job.rows > Kind::FEW_ROWS) fetch_share(p, job, r);
     if constexpr (std::is_same_v<Kind, Bf16>)
       pack_row(row(job.first_row + r), w.depth, w.tiles, out);
     else
@@ -243,11 +265,17 @@ void run_job(const Product& p, const Job& job, const Row& row, const Finish& fin
   });
 }
 
+template <class Row, class Finish>
+void run_job(const Product& p, const Job& job, const Row& row, const Finish& finish) {
+  p.int8 ? run_job_of<Int8>(p, job, row, finish) : run_job_of<Bf16>(p, job, row, finish);
+  end_of_streaming();
+}
+
 // ------------------------------------------------------------------------------------------------------------- jobs
 
 // Rows of a job at most; a multiple of a panel.
 inline int64_t rows_of_job(int64_t tiles) {
-  const int64_t fitting = ROW_BYTES / (tiles * TILE * int64_t(sizeof(uint32_t))) / PANEL * PANEL;
+  const int64_t fitting = DEEP_ROWS / (tiles * TILE * int64_t(sizeof(uint32_t))) / PANEL * PANEL;
   return std::clamp(fitting, DEEP_ROW_BLOCK, ROW_BLOCK);
 }
 

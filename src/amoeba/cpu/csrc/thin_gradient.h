@@ -18,11 +18,17 @@ struct ThinProduct {
   // The ranks are those of two factors, one after the other (or of one: second_ranks = 0); null: not asked for.
   float *first = nullptr, *second = nullptr;
   int64_t first_ranks = 0, second_ranks = 0;
-  // (E, ranks, columns), or with by_column (E, columns, ranks); then, with halves, the even columns (interleaved) or the
-  // first half of them belong to the first factor and the others to the second.
+  // (E, ranks, columns), or with by_column (E, columns, ranks); then, with halves, the even columns (interleaved) or
+  // the first half of them belong to the first factor and the others to the second.
   bool by_column = false, halves = false, interleaved = false;
 
   bool wanted() const { return first || second; }
+  void reads(const uint16_t* rows, int64_t stride, int64_t width, bool of_token) {
+    wide = rows, wide_stride = stride, columns = width, by_token = of_token;
+  }
+  void gives(float* out, int64_t out_ranks, float* other = nullptr, int64_t other_ranks = 0) {
+    first = out, first_ranks = out_ranks, second = other, second_ranks = other_ranks;
+  }
 };
 
 struct ThinJob {
@@ -38,7 +44,9 @@ constexpr int64_t GRADIENT_PANELS = 4;   // packed together: 256 bytes of every 
 thread_local Buffer<uint32_t> thin_words, wide_words;
 thread_local Buffer<float> thin_sums;
 
-inline uint32_t pair_of(float low, float high) { return uint32_t(round_to_bf16(low)) | uint32_t(round_to_bf16(high)) << 16; }
+inline uint32_t pair_of(float low, float high) {
+  return uint32_t(round_to_bf16(low)) | uint32_t(round_to_bf16(high)) << 16;
+}
 
 // [16 ranks][tile of rows][rank][pair of rows]
 inline void pack_thin(const ThinProduct& p, const SortedRows& s, int64_t start, int64_t rows, uint32_t* out) {
@@ -106,8 +114,8 @@ inline void store_gradient(const ThinProduct& p, int64_t expert, int64_t panel, 
       const bool is_second = rank + r >= p.first_ranks;
       float* out = is_second ? p.second : p.first;
       if (!out) continue;
-      const int64_t row = is_second ? expert * p.second_ranks + rank + r - p.first_ranks : expert * p.first_ranks + rank + r;
-      std::memcpy(out + row * p.columns + column, sums, width * sizeof(float));
+      const int64_t row = is_second ? expert * p.second_ranks - p.first_ranks : expert * p.first_ranks;
+      std::memcpy(out + (row + rank + r) * p.columns + column, sums, width * sizeof(float));
     }
     return;
   }
@@ -119,7 +127,8 @@ inline void store_gradient(const ThinProduct& p, int64_t expert, int64_t panel, 
     if (!out) continue;
     const int64_t ranks = is_second ? p.second_ranks : p.first_ranks, skip = is_second ? p.first_ranks : 0;
     const int64_t from = std::max<int64_t>(0, rank - skip), to = std::min(ranks, rank + count - skip);
-    for (int64_t r = from; r < to; ++r) out[(expert * half + i) * ranks + r] = sums[(r + skip - rank) * PANEL + c - column];
+    out += (expert * half + i) * ranks;
+    for (int64_t r = from; r < to; ++r) out[r] = sums[(r + skip - rank) * PANEL + c - column];
   }
 }
 
@@ -157,8 +166,10 @@ void run_thin(const ThinProduct& p, const SortedRows& s, const ThinJob& job) {
 }
 
 // Experts with many rows are cut along the columns.
-inline void list_thin_jobs(const ThinProduct* products, int64_t count, int64_t experts, const int32_t* first,
-                           int threads, std::vector<ThinJob>& jobs) {
+inline std::vector<ThinJob> list_thin_jobs(const std::vector<ThinProduct>& products, int64_t experts,
+                                           const int32_t* first, int threads) {
+  const auto count = int64_t(products.size());
+  std::vector<ThinJob> jobs;
   int64_t whole = 0;
   for (int64_t i = 0; i < count; ++i)
     if (products[i].wanted()) whole += panels_of(products[i].columns) * first[experts];
@@ -173,6 +184,7 @@ inline void list_thin_jobs(const ThinProduct* products, int64_t count, int64_t e
         jobs.push_back({i, e, panel, std::min(width, panels - panel)});
     }
   }
+  return jobs;
 }
 
 }  // namespace
