@@ -13,11 +13,10 @@ import torch
 from packed_layer import H, PackedLayer, assert_close, engine_gradients
 
 from amoeba.cpu import engine as engine_module
-from amoeba.cpu import passes
+from amoeba.cpu import passes, planner
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.engine import Engine
 from amoeba.cpu.packed import load_packed
-from amoeba.weights import LoraFactors
 
 try:
     load_packed()
@@ -281,11 +280,8 @@ def test_the_engine_with_x_on_a_gpu():
 
 
 def test_more_memory_than_there_is_is_foreseen(monkeypatch):
-    from amoeba.cpu import planner
-
     layer = PackedLayer()
     monkeypatch.setattr(planner, "available_memory", lambda device: 10 << 20)
     make(layer)
     with pytest.raises(MemoryError, match=r"expected .* to be free.*; got 10.0 MiB. Pack in int8.*smaller max_len"):
         make(layer, max_len=1 << 16)
-    assert isinstance(layer.lora, LoraFactors)

@@ -6,6 +6,7 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 import copy
 import gc
 import pickle
+import time
 import weakref
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends.registry import Request, backends_for
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.packed import load_packed
+from amoeba.cpu.packed import PackedWeights, load_packed
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.weights import LORA_NAMES, LoraFactors
 
@@ -79,6 +80,21 @@ class TestThePacking:
         assert all(source() is None for source in sources)
         for _ in range(2):
             assert_close(layer.found(packed), truth)
+
+    def test_nodes_pack_one_after_another_so_that_only_one_of_them_has_joined_gate_and_up(self, monkeypatch):
+        right, running, most = PackedWeights.pack, [], []
+
+        def noted(weight_EOI, kind):
+            running.append(weight_EOI)
+            most.append(len(running))
+            time.sleep(0.01)
+            packed = right(weight_EOI, kind)
+            running.pop()
+            return packed
+
+        monkeypatch.setattr(PackedWeights, "pack", staticmethod(noted))
+        PackedLayer().pack(nodes=3)
+        assert most == [1] * 6
 
     def test_it_says_what_it_is(self):
         packed = PackedLayer().pack("int8", 2)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +36,26 @@ from amoeba.errors import bad_value
 from amoeba.weights import LORA_NAMES, LoraFactors
 
 
+class _Home(NamedTuple):
+    """Where a tensor came from, and where its gradient goes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Home:
+        return _Home(tensor.shape, tensor.dtype, tensor.device)
+
+
 @dataclass(frozen=True, eq=False)
 class _Saved:
     """One entry of the stack: what backward needs, and what must not have been changed until then."""
 
     left: passes.Left
-    inputs: tuple[Tensor, ...]
+    x: _Home
+    weight: _Home
+    watched: tuple[Tensor, ...]  # those on the CPU; of a GPU's there are copies
     versions: tuple[int, ...]
 
 
@@ -108,7 +122,9 @@ class Engine:
             )
         inputs = x_TH, expert_TK, weight_TK
         staged = [stage(tensor) for tensor in inputs]
-        versions = tuple(map(version, inputs))
+        homes = _Home.of(x_TH), _Home.of(weight_TK)
+        watched = tuple(tensor for tensor in inputs if tensor.device.type == "cpu")
+        versions = tuple(map(version, watched))
 
         def job() -> Tensor:
             if save and len(self._stack) >= self.max_cache_depth:
@@ -120,31 +136,31 @@ class Engine:
             rows_TH, id_TK, scale_TK = _arrived(staged)
             y_TH, left = passes.forward(self.packed, self.lora, rows_TH, id_TK, scale_TK, keep)
             if left is not None:
-                self._stack.append(_Saved(left, inputs, versions))
+                self._stack.append(_Saved(left, *homes, watched, versions))
             return y_TH
 
-        self._submit(job, lambda y_TH: deliver(y_TH, x_TH.dtype, x_TH.device), inputs)
+        self._submit(job, lambda y_TH: deliver(y_TH, homes[0].dtype, homes[0].device), inputs)
 
     def submit_backward(self, dy_TH: Tensor) -> None:
         """As backward, in the background; `sync` gives the result."""
         self._check_input("dy_TH", dy_TH)
         staged = [stage(dy_TH)]
 
-        def job() -> tuple[PassGradients, tuple[Tensor, ...]]:
+        def job() -> tuple[PassGradients, _Saved]:
             if not self._stack:
                 raise RuntimeError(
                     "cache underflow: expected a forward with save=True before each backward; got a backward more. "
                     "A cache serves one backward: run forward again for another."
                 )
             saved = self._stack[-1]
-            if dy_TH.shape != saved.inputs[0].shape:
+            if dy_TH.shape != saved.x.shape:
                 raise bad_value(
                     "dy_TH",
-                    f"shape {tuple(saved.inputs[0].shape)}, as the x of the forward saved last",
+                    f"shape {tuple(saved.x.shape)}, as the x of the forward saved last",
                     tuple(dy_TH.shape),
                     "backwards come in the reverse order of their forwards",
                 )
-            if tuple(map(version, saved.inputs)) != saved.versions:
+            if tuple(map(version, saved.watched)) != saved.versions:
                 raise RuntimeError(
                     "x_TH, expert_TK and weight_TK: expected to be as they were in forward; got one that was changed "
                     "in place since. Hand over a copy where a buffer is used again."
@@ -153,13 +169,13 @@ class Engine:
             factors = {} if self.lora is None else self.lora.tensors()
             needs = NodeNeeds(True, True, *(name in factors for name in LORA_NAMES))
             (rows_TH,) = _arrived(staged)
-            return passes.backward(self.packed, self.lora, saved.left, rows_TH, needs), saved.inputs
+            return passes.backward(self.packed, self.lora, saved.left, rows_TH, needs), saved
 
-        def finish(found: tuple[PassGradients, tuple[Tensor, ...]]) -> PassGradients:
-            (dx_TH, dweight_TK, *factors), (x_TH, _, weight_TK) = found
+        def finish(found: tuple[PassGradients, _Saved]) -> PassGradients:
+            (dx_TH, dweight_TK, *factors), saved = found
             assert dx_TH is not None and dweight_TK is not None
-            dx_TH = deliver(dx_TH, x_TH.dtype, x_TH.device)
-            return PassGradients(dx_TH, deliver(dweight_TK, weight_TK.dtype, weight_TK.device), *factors)
+            dx_TH = deliver(dx_TH, saved.x.dtype, saved.x.device)
+            return PassGradients(dx_TH, deliver(dweight_TK, saved.weight.dtype, saved.weight.device), *factors)
 
         self._submit(job, finish, (dy_TH,))
 

@@ -26,7 +26,7 @@ from amoeba.cpu.factor_copies import FactorCopies
 from amoeba.cpu.node import NodeExperts
 from amoeba.cpu.packed import PackedKind, PackedWeights
 from amoeba.cpu.partition import Partition
-from amoeba.cpu.places import Place, places_for, run_everywhere
+from amoeba.cpu.places import Place, places_for, run_in_turn
 from amoeba.errors import bad_value
 from amoeba.weights import ExpertWeights
 
@@ -138,7 +138,7 @@ def pack_experts(
             weights.activation,
         )
 
-    shares = run_everywhere(places, [functools.partial(pack, node) for node in range(len(places))])
+    shares = run_in_turn(places, [functools.partial(pack, node) for node in range(len(places))])
     return PackedExperts(kind, weights.num_experts, weights.hidden, partition, tuple(shares), places)
 
 

@@ -35,21 +35,24 @@ class Place:
     def __init__(self, threads: int | None, cores: Sequence[int] | None) -> None:
         self.cores = cores
         self.pool = WorkerPool(threads, cores)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._process = 0
+        self._executor = ThreadPoolExecutor(1, "amoeba-node", initializer=self._stay_here)
 
     def run(self, job: Callable[[], Result]) -> Result:
         """In the calling thread; a job's dtypes are its own affair, also under autocast."""
+        if self._process != os.getpid():  # a forked process has none of the threads, and locks that nobody opens
+            self._begin()
         with self._lock, torch.no_grad(), torch.autocast("cpu", enabled=False):
             return job()
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
         """In the thread of this place."""
-        if self._executor is None or self._process != os.getpid():  # threads do not live on in a forked process
-            self._process = os.getpid()
-            self._lock = threading.Lock()
-            self._executor = ThreadPoolExecutor(1, "amoeba-node", initializer=self._stay_here)
+        if self._process != os.getpid():
+            self._begin()
         return self._executor.submit(self.run, job)
 
     def _stay_here(self) -> None:
@@ -64,6 +67,13 @@ def run_everywhere(places: Sequence[Place], jobs: Sequence[Callable[[], Result]]
     started = [place.start(job) for place, job in zip(places, jobs, strict=True)]
     wait(started)
     return [future.result() for future in started]
+
+
+def run_in_turn(places: Sequence[Place], jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+    """As `run_everywhere`, but one after another, for jobs that each need much memory for a moment."""
+    if len(places) == 1:
+        return [places[0].run(jobs[0])]
+    return [place.start(job).result() for place, job in zip(places, jobs, strict=True)]
 
 
 def places_for(nodes: int | Literal["auto"] = 1, threads: int | None = None) -> tuple[Place, ...]:
