@@ -79,16 +79,13 @@ def test_pools_run_at_the_same_time_and_one_pool_serves_many_threads(experts: Ex
 
 @linux
 def test_threads_end_with_their_pool(experts: Experts) -> None:
-    def alive() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    before = alive()
+    before = set(os.listdir("/proc/self/task"))  # some of torch's may be about to end
     pool = WorkerPool(6)
     experts.run(pool)
-    assert alive() == before + 5
+    assert len(set(os.listdir("/proc/self/task")) - before) == 5
     del pool
     gc.collect()
-    assert alive() == before
+    assert set(os.listdir("/proc/self/task")) <= before
 
 
 @linux
@@ -122,12 +119,64 @@ def test_a_forked_child_has_its_own_threads(experts: Experts) -> None:
     pytest.fail("the child hangs")
 
 
+class TestBorrowed:
+    """Pools that run on the threads of torch's OpenMP runtime."""
+
+    @pytest.fixture
+    def pool(self) -> WorkerPool:
+        pool = WorkerPool()
+        if not pool.borrows:
+            pytest.skip("torch's OpenMP runtime has no GOMP_parallel here")
+        return pool
+
+    def test_follows_the_number_of_torchs_threads(self, experts: Experts, pool: WorkerPool) -> None:
+        expected, before = experts.run(WorkerPool(1)), torch.get_num_threads()
+        try:
+            for threads in (1, 2, 5, 1):
+                torch.set_num_threads(threads)
+                assert pool.threads == threads
+                assert all(torch.equal(experts.run(pool), expected) for _ in range(20))
+        finally:
+            torch.set_num_threads(before)
+
+    @linux
+    def test_makes_no_threads_of_its_own_beside_torchs(self, experts: Experts, pool: WorkerPool) -> None:
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(3)
+            torch.randn(1 << 20).exp_()  # torch's threads are there
+            tasks = set(os.listdir("/proc/self/task"))
+            experts.run(pool)
+            assert set(os.listdir("/proc/self/task")) <= tasks
+        finally:
+            torch.set_num_threads(before)
+
+    @linux
+    def test_a_forked_child_makes_its_own_threads(self, experts: Experts, pool: WorkerPool) -> None:
+        expected = experts.run(pool)
+        child = os.fork()
+        if child == 0:
+            right = not pool.borrows and torch.equal(experts.run(pool), expected)
+            os._exit(0 if right else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def test_without_such_a_runtime_there_are_threads_of_our_own(
+        self, experts: Experts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        expected = experts.run(WorkerPool(1))
+        monkeypatch.setattr(pool_module, "_torch_parallel", lambda: None)
+        pool = WorkerPool()
+        assert not pool.borrows and pool.threads == len(own_cores())
+        assert torch.equal(experts.run(pool), expected)
+
+
 def test_hyperthreads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for core, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
         (tmp_path / str(core)).write_text(siblings)
     monkeypatch.setattr(pool_module, "_SIBLINGS", str(tmp_path / "{core}"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     assert own_cores() == [0, 1]
+    monkeypatch.setattr(pool_module, "_torch_parallel", lambda: None)
     assert WorkerPool().threads == 2
 
 

@@ -83,6 +83,8 @@ class CFactors(Structure):
 
 _SIGNATURES = {
     "amoeba_pool_new": (c_void_p, (c_int, c_void_p)),
+    "amoeba_pool_borrow": (c_void_p, (c_void_p, c_int)),
+    "amoeba_pool_borrow_as_many": (None, (c_void_p, c_int)),
     "amoeba_pool_delete": (None, (c_void_p,)),
     "amoeba_pool_phase_seconds": (None, (c_void_p, ctypes.POINTER(c_double))),
     "amoeba_node_forward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -101,6 +103,8 @@ class NodeLibrary:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         self.pool_new = library.amoeba_pool_new
+        self.pool_borrow = library.amoeba_pool_borrow
+        self.pool_borrow_as_many = library.amoeba_pool_borrow_as_many
         self.pool_delete = library.amoeba_pool_delete
         self.pool_phase_seconds = library.amoeba_pool_phase_seconds
         self.forward = library.amoeba_node_forward

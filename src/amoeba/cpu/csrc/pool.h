@@ -1,4 +1,5 @@
-// Worker threads that wait for the next list of jobs: a while spinning, then asleep.
+// Worker threads that wait for the next list of jobs: a while spinning, then asleep. Or no threads of its own: those of
+// an OpenMP runtime that is loaded already, which would else spin on the same cores after their last work.
 //
 //   pool.run(count, [&](int64_t i) { ... });    // the caller works too; returns when all jobs are done
 //
@@ -27,6 +28,9 @@ inline void relax() {
 #endif
 }
 
+// GOMP_parallel: calls the function in so many threads, one of them the caller's, and returns when all have returned.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
 class Pool {
  public:
   std::mutex busy;
@@ -42,6 +46,8 @@ class Pool {
     }
   }
 
+  Pool(Parallel parallel, int threads) : parallel_(parallel), borrowed_(threads) {}
+
   ~Pool() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -51,12 +57,13 @@ class Pool {
     for (std::thread& worker : workers_) worker.join();
   }
 
-  int threads() const { return int(workers_.size()) + 1; }
+  int threads() const { return parallel_ ? borrowed_ : int(workers_.size()) + 1; }
+  void borrow(int threads) { borrowed_ = threads; }
 
   template <class Job>
   void run(int64_t count, const Job& job) {
     if (count <= 0) return;
-    if (workers_.empty() || count == 1) {
+    if (threads() == 1 || count == 1) {
       for (int64_t i = 0; i < count; ++i) job(i);
       return;
     }
@@ -66,6 +73,10 @@ class Pool {
     done_.store(0, std::memory_order_relaxed);
     const uint64_t epoch = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
     ticket_.store(epoch << 32 | uint64_t(NONE_LEFT + count), std::memory_order_seq_cst);
+    if (parallel_) {
+      parallel_([](void* pool) { static_cast<Pool*>(pool)->take_jobs(); }, this, unsigned(borrowed_), 0);
+      return;
+    }
     if (asleep_.load(std::memory_order_seq_cst) > 0) {
       { std::lock_guard<std::mutex> lock(mutex_); }
       wake_.notify_all();
@@ -126,6 +137,8 @@ class Pool {
 #endif
   }
 
+  const Parallel parallel_ = nullptr;
+  int borrowed_ = 0;
   alignas(64) std::atomic<uint64_t> ticket_{NONE_LEFT};
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<int> asleep_{0};
