@@ -8,9 +8,10 @@ import torch
 from packed_layer import E, H, I, PackedLayer, R
 
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.factor_copies import checksum
+from amoeba.cpu.factor_copies import checksums
 from amoeba.cpu.node import NodeFactors
 from amoeba.cpu.packed import load_packed
+from amoeba.cpu.pool import WorkerPool
 from amoeba.weights import LORA_NAMES, LoraFactors
 
 try:
@@ -138,13 +139,19 @@ def test_each_node_gets_its_block_and_shared_factors_as_they_are(packings):
 @pytest.mark.parametrize("shape", [(E, R, H), (E, 5, 31), (E, 1, 1), (E, 3, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_checksum_sees_every_single_bit(shape, dtype):
-    factor = torch.randn(shape).to(dtype)
-    before, words = checksum(factor), factor.view(torch.int16)
+    factor, pool = torch.randn(shape).to(dtype), WorkerPool(2)
+
+    def sums(factor, experts=None, out=None):
+        return checksums({"one": factor, "other": factor}, pool, experts, out)
+
+    before, words = sums(factor), factor.view(torch.int16)
     for place in (0, words.numel() // 3, words.numel() - 1):
         for bit in (0, 7, 15):
             words.view(-1)[place] ^= torch.tensor(1 << bit).to(torch.int16)
-            assert (checksum(factor) != before).sum() == 1
+            assert (sums(factor) != before).sum() == 2
             words.view(-1)[place] ^= torch.tensor(1 << bit).to(torch.int16)
-    assert torch.equal(checksum(factor), before)
-    assert torch.equal(checksum(factor.mT.contiguous().mT), before)
-    assert torch.equal(checksum(factor, torch.tensor([4, 1])), before[[4, 1]])
+    assert torch.equal(sums(factor), before)
+    assert torch.equal(sums(factor.mT.contiguous().mT), before)
+    of_some = sums(factor, torch.tensor([[4, 1], [-1, E]]), torch.zeros_like(before))
+    assert torch.equal(of_some[:, [4, 1]], before[:, [4, 1]])
+    assert of_some.count_nonzero() == 4, "experts that nobody named are left as they were"

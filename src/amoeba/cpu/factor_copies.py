@@ -7,13 +7,13 @@ E experts · R LoRA rank
 
 That a factor changed shows in its version counter, which in-place operations of torch move on. Not all do: what is
 written through `factor.data` or a numpy view, or by torch's own fused SGD, Adam and AdamW, moves no counter. That shows
-in a checksum: of every 64-bit word, times an odd number that depends on its place, summed per expert. One changed word
-is always seen, any other change but for one in 2**64. Of few tokens only the experts that they meet are summed, so that
-decoding reads no more than it computes with.
+in a checksum per expert (csrc/checksum.h). Only the experts that a pass meets are summed, so that decoding reads no
+more than it computes with.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Sequence
@@ -23,28 +23,19 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu.node import NodeExperts, NodeFactors
+from amoeba.cpu.node_library import load_node
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.places import Place, run_everywhere
+from amoeba.cpu.pool import WorkerPool
 from amoeba.weights import LoraFactors
 
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What a factor was when it was copied."""
+    """What the factors were when they were copied."""
 
-    shape: tuple
-    version: int
-    checksum_E: Tensor
-
-    @staticmethod
-    def of(factor: Tensor) -> _Seen:
-        return _Seen((factor.dtype, factor.shape), version(factor), checksum(factor))
-
-    def is_still(self, factor: Tensor, active: Tensor | None) -> bool:
-        if self.version != version(factor) or self.shape != (factor.dtype, factor.shape):
-            return False
-        expected_E = self.checksum_E if active is None else self.checksum_E[active]
-        return torch.equal(expected_E, checksum(factor, active))
+    kinds: dict[str, tuple]  # version, dtype and shape by name
+    checksum_FE: Tensor
 
 
 class FactorCopies:
@@ -52,7 +43,7 @@ class FactorCopies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: dict[str, _Seen] = {}
+        self._seen: _Seen | None = None
         self._scaling = 1.0
         self._copies: list[NodeFactors] = []
 
@@ -65,7 +56,7 @@ class FactorCopies:
         expert_TK: Tensor,
     ) -> list[NodeFactors]:
         with self._lock:
-            if not (self._copies and self._are_of(lora.scaling, lora.tensors(), expert_TK)):
+            if not self._are_of(lora.scaling, lora.tensors(), expert_TK, places[0].pool):
                 self._pack(lora, shares, places, partition)
             return self._copies
 
@@ -73,7 +64,7 @@ class FactorCopies:
         self, lora: LoraFactors, shares: Sequence[NodeExperts], places: Sequence[Place], partition: Partition
     ) -> None:
         factors = lora.tensors()
-        seen = {name: _Seen.of(factor) for name, factor in factors.items()}
+        seen = _Seen(_kinds(factors), checksums(factors, places[0].pool))
 
         def pack(node: int) -> NodeFactors:
             parts = {name: partition.take(name, factor.detach(), node) for name, factor in factors.items()}
@@ -86,14 +77,15 @@ class FactorCopies:
         self._copies = run_everywhere(places, jobs)
         self._seen, self._scaling = seen, lora.scaling
 
-    def _are_of(self, scaling: float, factors: dict[str, Tensor], expert_TK: Tensor) -> bool:
-        if scaling != self._scaling or factors.keys() != self._seen.keys():
+    def _are_of(self, scaling: float, factors: dict[str, Tensor], expert_TK: Tensor, pool: WorkerPool) -> bool:
+        if self._seen is None or scaling != self._scaling or _kinds(factors) != self._seen.kinds:
             return False
-        experts = next(iter(factors.values())).shape[0]
-        active = None
-        if expert_TK.numel() < experts:
-            active = expert_TK[(expert_TK >= 0) & (expert_TK < experts)].unique()
-        return all(self._seen[name].is_still(factor, active) for name, factor in factors.items())
+        expected_FE = self._seen.checksum_FE
+        return torch.equal(checksums(factors, pool, expert_TK, out=expected_FE.clone()), expected_FE)
+
+
+def _kinds(factors: dict[str, Tensor]) -> dict[str, tuple]:
+    return {name: (version(factor), factor.dtype, factor.shape) for name, factor in factors.items()}
 
 
 def version(tensor: Tensor) -> int:
@@ -101,18 +93,19 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def checksum(factor: Tensor, active: Tensor | None = None) -> Tensor:
-    """One number per expert, or for each of the active ones; int64."""
-    flat = factor.detach().contiguous().flatten(1)
-    size = flat.shape[1] * flat.element_size()
-    word = next(dtype for dtype in (torch.int64, torch.int32, torch.int16) if size % dtype.itemsize == 0)
-    words, multipliers = flat.view(word), _multipliers(size // word.itemsize)
-    if active is None:
-        return (words * multipliers).sum(1)  # by all threads
-    return words.index_select(0, active).to(torch.int64) @ multipliers  # by one, and without a temporary
+def checksums(
+    factors: dict[str, Tensor], pool: WorkerPool, expert_TK: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """One number per factor and expert, (F, E) int64, into `out` where that is given.
 
-
-@functools.lru_cache(maxsize=16)
-def _multipliers(count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+    expert_TK: int64, contiguous; only the sums of experts that it names are written.
+    """
+    plain = [factor.detach().contiguous() for factor in factors.values()]
+    count, experts = len(plain), plain[0].shape[0]
+    if out is None:
+        out = torch.empty(count, experts, dtype=torch.int64)
+    data = (ctypes.c_void_p * count)(*(factor.data_ptr() for factor in plain))
+    size = (ctypes.c_int64 * count)(*(factor.nbytes // experts for factor in plain))
+    slots, slot_count = (None, 0) if expert_TK is None else (expert_TK.data_ptr(), expert_TK.numel())
+    load_node().factor_checksums(pool.handle, count, experts, data, size, slots, slot_count, out.data_ptr())
+    return out

@@ -90,6 +90,7 @@ _SIGNATURES = {
     "amoeba_node_forward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "amoeba_node_backward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "amoeba_node_workspace": (c_int64, (c_void_p, c_void_p, c_int)),
+    "amoeba_factor_checksums": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
     "amoeba_node_pack_factors": (None, (c_void_p, c_void_p, c_void_p)),
 }
 
@@ -110,6 +111,7 @@ class NodeLibrary:
         self.forward = library.amoeba_node_forward
         self.backward = library.amoeba_node_backward
         self.workspace = library.amoeba_node_workspace
+        self.factor_checksums = library.amoeba_factor_checksums
         self.pack_factors = library.amoeba_node_pack_factors
 
 

@@ -1,4 +1,5 @@
 // The C interface of the worker pool and of one node's passes; the caller checked its tensors.
+#include "checksum.h"
 #include "factors.h"
 #include "passes.h"
 
@@ -37,6 +38,24 @@ void amoeba_node_pack_factors(void* pool, const Node* node, const Factors* facto
   workers.run(2 * node->experts, [&](int64_t i) {
     if (i % 2 ? node->down_a.data != nullptr : node->up_a.data != nullptr)
       (i % 2 ? pack_down_factors : pack_up_factors)(*node, *factors, i / 2);
+  });
+}
+
+// sums[factor][expert] of those experts that a slot names, or of all where slots is null. data[factor] holds
+// bytes[factor] per expert, without gaps.
+void amoeba_factor_checksums(void* pool, int64_t factors, int64_t experts, const char* const* data,
+                             const int64_t* bytes, const int64_t* slots, int64_t slot_count, uint64_t* sums) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  std::vector<int64_t> wanted;
+  std::vector<bool> met(size_t(experts), slots == nullptr);
+  for (int64_t s = 0; slots && s < slot_count; ++s)
+    if (slots[s] >= 0 && slots[s] < experts) met[size_t(slots[s])] = true;
+  for (int64_t e = 0; e < experts; ++e)
+    if (met[size_t(e)]) wanted.push_back(e);
+  workers.run(int64_t(wanted.size()), [&](int64_t i) {
+    const int64_t e = wanted[size_t(i)];
+    for (int64_t f = 0; f < factors; ++f) sums[f * experts + e] = checksum(data[f] + e * bytes[f], bytes[f]);
   });
 }
 
