@@ -19,9 +19,11 @@ from amoeba.weights import ExpertWeights
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language")
-decode_module = pytest.importorskip("amoeba.kernels.decode")
-decode, configuration = decode_module.decode, decode_module.configuration
-Configuration, Tile = decode_module.Configuration, decode_module.Tile
+decode = pytest.importorskip("amoeba.kernels.decode").decode
+decode_configuration = pytest.importorskip("amoeba.kernels.decode_configuration")
+decode_by_expert = pytest.importorskip("amoeba.kernels.decode_by_expert")
+configuration = decode_configuration.configuration
+Configuration, Tile = decode_configuration.Configuration, decode_configuration.Tile
 
 # Tiles so small that a small layer has several in each direction, with rests.
 BY_SLOT = Configuration(by_slot=True, up=Tile(32, 16), down=Tile(32, 32))
@@ -180,7 +182,7 @@ def test_a_larger_chunk_takes_more_slots_at_once(device):
     assert_right(run(problem, BY_EXPERT._replace(rows=32)), truth_TH, torch.float32)
 
 
-my_expert, slots_of_chunk = decode_module._my_expert, decode_module._slots_of_chunk
+my_expert, slots_of_chunk = decode_by_expert._my_expert, decode_by_expert._slots_of_chunk
 
 
 @triton.jit
