@@ -28,7 +28,7 @@ Configuration, Tile = decode_configuration.Configuration, decode_configuration.T
 # Tiles so small that a small layer has several in each direction, with rests.
 BY_SLOT = Configuration(by_slot=True, up=Tile(32, 16), down=Tile(32, 32))
 BY_EXPERT = Configuration(by_slot=False, up=Tile(32, 16), down=Tile(32, 32), rows=16)
-AT_ONCE = BY_SLOT._replace(down=Tile(8, 64), at_once=True)
+AT_ONCE = Configuration(by_slot=True, up=Tile(8, 128, at_once=True), down=Tile(8, 64, at_once=True))
 WAYS = pytest.mark.parametrize("way", [BY_SLOT, AT_ONCE, BY_EXPERT], ids=["by_slot", "at_once", "by_expert"])
 ON_GPU = torch.cuda.is_available()
 
@@ -225,13 +225,51 @@ class TestConfiguration:
             chosen = configuration(tokens, top_k, experts, hidden, inner, gated=True, itemsize=itemsize)
             for tile, rows_per_column in ((chosen.up, 2), (chosen.down, 1)):
                 lines = tile.columns * rows_per_column + (1 if chosen.by_slot else chosen.rows)
-                assert lines * tile.depth * itemsize * tile.stages <= 99 * 1024
+                assert tile.at_once or lines * tile.depth * itemsize * tile.stages <= 99 * 1024
 
-    def test_one_token_is_computed_by_slot_and_fills_the_machine(self):
+    def test_what_is_in_flight_at_once_covers_the_rows_and_fits_in_registers(self):
+        """A thread has 255 registers of 4 bytes."""
+        for (tokens, top_k, experts, hidden, inner), itemsize in itertools.product(self.SIZES, (2, 4)):
+            chosen = configuration(tokens, top_k, experts, hidden, inner, gated=True, itemsize=itemsize)
+            if chosen.up.at_once:
+                assert chosen.up.depth >= hidden
+                assert 2 * chosen.up.columns * chosen.up.depth * itemsize <= 32 * chosen.up.warps * 128
+            if chosen.down.at_once:
+                slots, pieces = triton.next_power_of_2(top_k), triton.cdiv(inner, chosen.down.depth)
+                assert pieces <= 8
+                bytes_in_flight = slots * chosen.down.columns * pieces * chosen.down.depth * itemsize
+                assert bytes_in_flight <= 32 * chosen.down.warps * 256
+
+    def test_a_row_is_cut_into_pieces_without_a_rest_where_that_is_possible(self):
+        depths = {
+            inner: configuration(1, 2, 8, 64, inner, gated=True, itemsize=2).down.depth for inner in (768, 1024, 1)
+        }
+        assert depths == {768: 256, 1024: 1024, 1: 1}
+
+    def test_one_token_is_computed_by_slot_at_once_and_fills_the_machine(self):
         chosen = configuration(1, 8, 128, 2048, 768, gated=True, itemsize=2)
         assert chosen.by_slot
+        assert chosen.up.at_once
+        assert chosen.down.at_once
         assert 8 * 768 // chosen.up.columns >= 2 * 132
         assert 2048 // chosen.down.columns >= 2 * 132
+
+    def test_two_tokens_are_computed_by_slot_where_they_share_few_experts(self):
+        assert configuration(2, 8, 128, 2048, 768, gated=True, itemsize=2).by_slot
+        assert not configuration(2, 2, 4, 2048, 768, gated=True, itemsize=2).by_slot
+        assert not configuration(3, 8, 128, 2048, 768, gated=True, itemsize=2).by_slot
+
+    @pytest.mark.parametrize("sizes", [(8192 * 2, 768), (2048, 1 << 16)], ids=["wide rows of W1", "wide rows of W2"])
+    def test_what_does_not_fit_in_registers_is_read_in_steps(self, sizes):
+        chosen = configuration(1, 8, 128, *sizes, gated=True, itemsize=2, overlap=True)
+        assert chosen.by_slot
+        assert (chosen.up.at_once, chosen.down.at_once) == (sizes[0] == 2048, sizes[1] == 768)
+        assert chosen.overlap == chosen.down.at_once
+
+    def test_rows_that_are_not_contiguous_are_read_in_steps_of_many_columns(self):
+        chosen = configuration(1, 8, 128, 2048, 768, gated=True, itemsize=2, contiguous_rows=False, overlap=True)
+        assert chosen.by_slot
+        assert not (chosen.up.at_once or chosen.down.at_once or chosen.overlap)
 
     @pytest.mark.parametrize("tokens", [8, 64])
     def test_more_tokens_are_computed_by_expert_without_masks_on_the_weights(self, tokens):

@@ -9,9 +9,9 @@ Nothing is sorted: every program reads all N expert ids and finds the slots of i
 and `configuration` chooses:
 
 by slot     up: one program per (slot, columns of a); down: one per (token, columns of y), with the sum over k inside.
-            2 launches, products by multiply and add; where a program's share of down fits in registers, all of it is
-            on its way before `a` is looked at, while up still runs. Two slots of one expert read its weights twice:
-            made for T = 1.
+            2 launches, products by multiply and add. Where a program's share of the weights fits in registers, all of
+            it is in flight at once, and down's before `a` is looked at, while up still runs. Two slots of one expert
+            read its weights twice: made for T = 1, and for T = 2 with many experts.
 by expert   up and down: one program per (touched expert, columns), the expert's slots in chunks of `rows` on the tensor
             cores, weights as the left operand; then a launch that sums over k. 3 launches, weights read once (the
             second and later chunks of an expert with more than `rows` slots find them in the L2 cache, mostly).
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from amoeba.backends.operator import Problem
 from amoeba.kernels import decode_configuration
-from amoeba.kernels.decode_at_once import down_at_once
+from amoeba.kernels.decode_at_once import down_at_once, up_at_once
 from amoeba.kernels.decode_by_expert import down_by_expert, sum_of_slots, up_by_expert
 from amoeba.kernels.decode_by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode_configuration import Configuration
@@ -49,8 +49,9 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
     a_NI = x_TH.new_empty((tokens * top_k, intermediate))
     y_TH = torch.empty_like(x_TH)
     if chosen.by_slot:
-        up_by_slot(problem, x_TH, expert_TK, a_NI, chosen)
-        down = down_at_once if chosen.at_once else down_by_token
+        up = up_at_once if chosen.up.at_once else up_by_slot
+        up(problem, x_TH, expert_TK, a_NI, chosen)
+        down = down_at_once if chosen.down.at_once else down_by_token
         down(problem, a_NI, expert_TK, weight_TK, y_TH, chosen)
         return y_TH
     y_NH = x_TH.new_empty((tokens * top_k, hidden), dtype=torch.float32)
@@ -68,6 +69,7 @@ def _chosen(problem: Problem) -> Configuration:
         *problem.down_EHI.shape,
         gated=problem.activation.gated,
         itemsize=problem.x_TH.element_size(),
+        contiguous_rows=problem.gate_up_EJH.stride(2) == problem.down_EHI.stride(2) == 1,
         overlap=_can_overlap(problem.x_TH.device),
     )
 

@@ -11,19 +11,28 @@ from typing import NamedTuple
 
 from amoeba.kernels.launch import cdiv, next_power_of_2
 
-# Up to this many tokens the way is by slot. Not measured yet; at T = 2 few slots share an expert if E >> K.
-BY_SLOT_TOKENS = 1
-# Programs that a launch by slot should have at least: about 4 for each of an H200's 132 SMs.
+# By slot an expert is read once for each of its slots, by expert once. One token names no expert twice. Up to this many
+# tokens, and where two tokens share few experts (K² / E of them, on average), by slot is faster all the same: 38.1 us
+# against 45.4 for T = 2, H = 2048, I = 768, E = 128, K = 8, sixteen experts (H200, 2026-11-15).
+BY_SLOT_TOKENS, SHARED_AT_MOST = 2, 0.5
+# Bytes of weights that a program of the up projection has in flight at once, where whole rows fit: 64 in each of 256
+# threads. With 8 and 32 KB, or half the threads, T = 1 took 21.9 to 24.5 us together with down, with these 21.9 (same
+# run). If not a single column fits in these, up to twice as many are taken.
+UP_BYTES, UP_WARPS = 16384, 8
+# The same for the down projection: two rows of y, all slots, in 128 threads. One row and four rows were slower by up to
+# 1 us with T = 2 (same run).
+DOWN_BYTES, DOWN_ROWS, DOWN_WARPS = 32768, 2, 4
+# I is cut into at most this many pieces of a power of two.
+DOWN_PIECES = 8
+# Where the weights are not at once in flight, by slot. Programs that a launch should have at least: about 4 for each of
+# an H200's 132 SMs.
 BY_SLOT_PROGRAMS = 512
-# Columns per program by slot: each program reads the whole input row, so few columns mean much reading beside the
-# weights (a quarter of their bytes at 4). With 4, 8 and 16 columns up took 32.7 to 33.4 us together with down (H200,
-# 2026-11-15, before the cache was filled by reading).
+# Columns per program: each program reads the whole input row, so few columns mean much reading beside the weights (a
+# quarter of their bytes at 4). With 4, 8 and 16 columns up took 32.7 to 33.4 us together with down (H200, 2026-11-15,
+# before the cache was filled by reading).
 BY_SLOT_LEAST_COLUMNS, BY_SLOT_MOST_COLUMNS = 4, 16
-# Elements of the weight tile of a program by slot: 32 in each of 128 threads.
+# Elements of the weight tile of a program: 32 in each of 128 threads.
 BY_SLOT_TILE = 4096
-# A program of the down projection that has all its weights in flight at once: its columns, and the most elements of its
-# tile, 128 in each of 128 threads.
-AT_ONCE_COLUMNS, AT_ONCE_ELEMENTS = 2, 16384
 # Rows of weights in the tile of a program by expert (one wgmma is 64 high), and bytes of each.
 # With T = 8 and 64, 64 or 128 rows of 128 or 256 bytes are within 2 %; 512 bytes cost 5 to 25 % (H200, 2026-11-15).
 BY_EXPERT_WEIGHT_ROWS = 64
@@ -38,27 +47,28 @@ class Tile(NamedTuple):
     """How a product is cut: `columns` of its result per program, `depth` of the summed dimension per step.
 
     Both are powers of two. A gated up projection reads two rows of weights per column.
+    at_once: a program has all its weights in flight before it needs the first of them. By slot only: in the up
+    projection `depth` then covers a whole row, in the down projection a row is read in pieces of `depth`.
     """
 
     columns: int
     depth: int
     warps: int = 4
     stages: int = 3
+    at_once: bool = False
 
 
 class Configuration(NamedTuple):
     """rows: the slots of an expert that are computed together, a power of two of at least 16; not used by slot.
 
-    at_once: a program of the down projection has all its weights in flight before it needs the first of them.
-    overlap: with at_once, the down projection starts while the up projection ends (programmatic dependent launch, from
-    Hopper on).
+    overlap: the down projection starts while the up projection ends (programmatic dependent launch, from Hopper on);
+    by slot, where down is at once in flight.
     """
 
     by_slot: bool
     up: Tile
     down: Tile
     rows: int = SMALLEST_CHUNK
-    at_once: bool = False
     overlap: bool = False
 
 
@@ -71,17 +81,26 @@ def configuration(
     *,
     gated: bool,
     itemsize: int,
+    contiguous_rows: bool = True,
     overlap: bool = False,
 ) -> Configuration:
-    """The way and the tiles. overlap: whether the device can start a launch before the one ahead of it ends."""
+    """The way and the tiles.
+
+    contiguous_rows: whether W1 is stored along H and W2 along I. Otherwise a tile needs many columns to read whole
+    sectors of memory, and nothing is read at once.
+    overlap: whether the device can start a launch before the one ahead of it ends.
+    """
     slots = tokens * top_k
-    if tokens <= BY_SLOT_TOKENS:
-        up = _tile_by_slot(slots, intermediate, hidden, rows_per_column=2 if gated else 1)
-        if next_power_of_2(top_k) * next_power_of_2(intermediate) * AT_ONCE_COLUMNS <= AT_ONCE_ELEMENTS:
-            return Configuration(
-                True, up, Tile(AT_ONCE_COLUMNS, next_power_of_2(intermediate)), at_once=True, overlap=overlap
-            )
-        return Configuration(True, up, _tile_by_slot(tokens, hidden, intermediate, rows_per_column=1))
+    rows_per_column = 2 if gated else 1
+    if tokens == 1 or (tokens <= BY_SLOT_TOKENS and top_k * top_k <= SHARED_AT_MOST * num_experts):
+        up = _up_at_once(hidden, rows_per_column, itemsize) if contiguous_rows else None
+        down = _down_at_once(top_k, intermediate, itemsize) if contiguous_rows else None
+        return Configuration(
+            by_slot=True,
+            up=up or _tile_by_slot(slots, intermediate, hidden, rows_per_column=rows_per_column),
+            down=down or _tile_by_slot(tokens, hidden, intermediate, rows_per_column=1),
+            overlap=overlap and down is not None,
+        )
     expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
     rows = min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
     # fp32 has no tensor core in full precision: its operands pass through registers, so its steps are a quarter
@@ -90,10 +109,29 @@ def configuration(
         depth //= 2
     return Configuration(
         by_slot=False,
-        up=_tile_by_expert(intermediate, hidden, rows_per_column=2 if gated else 1, depth=depth),
+        up=_tile_by_expert(intermediate, hidden, rows_per_column=rows_per_column, depth=depth),
         down=_tile_by_expert(hidden, intermediate, rows_per_column=1, depth=depth),
         rows=rows,
     )
+
+
+def _up_at_once(hidden: int, rows_per_column: int, itemsize: int) -> Tile | None:
+    depth = next_power_of_2(hidden)
+    bytes_per_column = rows_per_column * depth * itemsize
+    if bytes_per_column > 2 * UP_BYTES:
+        return None
+    return Tile(max(UP_BYTES // bytes_per_column, 1), depth, UP_WARPS, at_once=True)
+
+
+def _down_at_once(top_k: int, intermediate: int, itemsize: int) -> Tile | None:
+    """Pieces that leave the least of the last one empty; of those, the fewest."""
+    widest = next_power_of_2(intermediate)
+    widths = [widest >> halvings for halvings in range(DOWN_PIECES.bit_length()) if widest >> halvings > 0]
+    width = min(widths, key=lambda width: cdiv(intermediate, width) * width)
+    bytes_per_row = next_power_of_2(top_k) * cdiv(intermediate, width) * width * itemsize
+    if bytes_per_row > DOWN_BYTES:
+        return None
+    return Tile(min(DOWN_ROWS, DOWN_BYTES // bytes_per_row), width, DOWN_WARPS, at_once=True)
 
 
 def _tile_by_slot(lines: int, width: int, depth: int, *, rows_per_column: int) -> Tile:
