@@ -241,10 +241,8 @@ class TestConfiguration:
                 assert bytes_in_flight <= 32 * chosen.down.warps * 256
 
     def test_a_row_is_cut_into_pieces_without_a_rest_where_that_is_possible(self):
-        depths = {
-            inner: configuration(1, 2, 8, 64, inner, gated=True, itemsize=2).down.depth for inner in (768, 1024, 1)
-        }
-        assert depths == {768: 256, 1024: 1024, 1: 1}
+        for inner, depth in {768: 256, 1024: 256, 14336: 2048, 199: 256, 1: 1}.items():
+            assert configuration(1, 2, 8, 64, inner, gated=True, itemsize=2).down.depth == depth
 
     def test_one_token_is_computed_by_slot_at_once_and_fills_the_machine(self):
         chosen = configuration(1, 8, 128, 2048, 768, gated=True, itemsize=2)
@@ -254,10 +252,18 @@ class TestConfiguration:
         assert 8 * 768 // chosen.up.columns >= 2 * 132
         assert 2048 // chosen.down.columns >= 2 * 132
 
-    def test_two_tokens_are_computed_by_slot_where_they_share_few_experts(self):
-        assert configuration(2, 8, 128, 2048, 768, gated=True, itemsize=2).by_slot
-        assert not configuration(2, 2, 4, 2048, 768, gated=True, itemsize=2).by_slot
-        assert not configuration(3, 8, 128, 2048, 768, gated=True, itemsize=2).by_slot
+    def test_tokens_that_share_few_experts_are_computed_by_slot(self):
+        def tokens_by_slot(top_k, num_experts):
+            return [
+                t
+                for t in range(1, 9)
+                if configuration(t, top_k, num_experts, 2048, 768, gated=True, itemsize=2).by_slot
+            ]
+
+        assert tokens_by_slot(8, 128) == [1, 2, 3, 4]
+        assert tokens_by_slot(8, 64) == [1, 2]
+        assert tokens_by_slot(2, 8) == [1]
+        assert tokens_by_slot(8, 8) == [1]
 
     @pytest.mark.parametrize("sizes", [(8192 * 2, 768), (2048, 1 << 16)], ids=["wide rows of W1", "wide rows of W2"])
     def test_what_does_not_fit_in_registers_is_read_in_steps(self, sizes):
@@ -292,8 +298,19 @@ class TestOnAGpu:
         truth_TH = example(case, torch.bfloat16).truth["output"]
         assert_right(run(problem_of(case, torch.bfloat16, device)), truth_TH, torch.bfloat16)
 
+    @pytest.mark.parametrize("tokens", [1, 2, 4])
+    @pytest.mark.parametrize(("hidden", "inner", "top_k"), [(2048, 768, 8), (4096, 14336, 2), (2880, 2880, 4)])
+    def test_a_real_layer_by_slot_agrees_with_the_reference(self, tokens, hidden, inner, top_k, device):
+        case = Case(tokens, top_k, bias=True, hidden=hidden, intermediate=inner, num_experts=8)
+        chosen = configuration(1, top_k, 8, hidden, inner, gated=True, itemsize=2)
+        way = chosen._replace(overlap=torch.cuda.get_device_capability() >= (9, 0))
+        assert chosen.up.at_once
+        assert chosen.down.at_once
+        truth_TH = example(case, torch.bfloat16).truth["output"]
+        assert_right(run(problem_of(case, torch.bfloat16, device), way), truth_TH, torch.bfloat16)
+
     @pytest.mark.parametrize("overlap", [False, True])
-    @pytest.mark.parametrize("tokens", [1, 8])
+    @pytest.mark.parametrize("tokens", [1, 2, 8])
     def test_a_graph_follows_the_routing_that_lies_in_its_memory(self, tokens, overlap, device):
         if overlap and torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("programmatic dependent launch needs compute capability 9.0")

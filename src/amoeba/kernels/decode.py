@@ -11,7 +11,7 @@ and `configuration` chooses:
 by slot     up: one program per (slot, columns of a); down: one per (token, columns of y), with the sum over k inside.
             2 launches, products by multiply and add. Where a program's share of the weights fits in registers, all of
             it is in flight at once, and down's before `a` is looked at, while up still runs. Two slots of one expert
-            read its weights twice: made for T = 1, and for T = 2 with many experts.
+            read its weights twice: made for T = 1, and for T <= 4 with many experts.
 by expert   up and down: one program per (touched expert, columns), the expert's slots in chunks of `rows` on the tensor
             cores, weights as the left operand; then a launch that sums over k. 3 launches, weights read once (the
             second and later chunks of an expert with more than `rows` slots find them in the L2 cache, mostly).

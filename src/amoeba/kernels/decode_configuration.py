@@ -12,18 +12,22 @@ from typing import NamedTuple
 from amoeba.kernels.launch import cdiv, next_power_of_2
 
 # By slot an expert is read once for each of its slots, by expert once. One token names no expert twice. Up to this many
-# tokens, and where two tokens share few experts (K² / E of them, on average), by slot is faster all the same: 38.1 us
-# against 45.4 for T = 2, H = 2048, I = 768, E = 128, K = 8, sixteen experts (H200, 2026-11-15).
-BY_SLOT_TOKENS, SHARED_AT_MOST = 2, 0.5
-# Bytes of weights that a program of the up projection has in flight at once, where whole rows fit: 64 in each of 256
-# threads. With 8 and 32 KB, or half the threads, T = 1 took 21.9 to 24.5 us together with down, with these 21.9 (same
-# run). If not a single column fits in these, up to twice as many are taken.
-UP_BYTES, UP_WARPS = 16384, 8
-# The same for the down projection: two rows of y, all slots, in 128 threads. One row and four rows were slower by up to
-# 1 us with T = 2 (same run).
-DOWN_BYTES, DOWN_ROWS, DOWN_WARPS = 32768, 2, 4
-# I is cut into at most this many pieces of a power of two.
-DOWN_PIECES = 8
+# tokens, by slot is faster as long as few slots share an expert. With random routing, by slot against by expert (H200,
+# 2026-11-15; in brackets the slots per touched expert):
+#   H=2048 I=768 E=128 K=8    T=2 38.3 : 45.4 us [1.03], T=3 54.3 : 61.9 [1.06], T=4 71.0 : 75.6 [1.10]
+#   H=2048 I=1024 E=64 K=8    T=2 49.1 : 58.3 [1.07], T=4 91.9 : 91.3 [1.21]
+#   H=4096 I=14336 E=8 K=2    T=2 314 : 279 [1.14]
+BY_SLOT_TOKENS, SLOTS_PER_EXPERT = 4, 1.1
+# Bytes of weights that a program of the up projection has in flight at once, where whole rows fit, in 256 threads.
+# With H = 2048 that is two columns; one (in 128 threads) or four made T = 1 23.8 or 24.3 us instead of 21.9. Two are
+# better than one even if they take 32 KB: with H = 4096, I = 14336 161 us instead of 181 (H200, 2026-11-15).
+UP_BYTES, MOST_UP_BYTES, UP_WARPS = 16384, 32768, 8
+# The same for the down projection: up to two rows of y, all slots, 256 bytes in a thread. Two rows against one: 38.1 to
+# 39.2 us with T = 2 of the first layer above; 32 KB in 4 warps against 8: 167 to 174 us with H = 7168, I = 2048, K = 8.
+DOWN_ROWS, DOWN_BYTES_PER_WARP = 2, 8192
+FEWEST_DOWN_WARPS, MOST_DOWN_WARPS = 4, 8
+# I is cut into pieces of a power of two, not narrower than what a warp reads at a time, in elements of two bytes.
+NARROWEST_PIECE, MOST_PIECES = 256, 8
 # Where the weights are not at once in flight, by slot. Programs that a launch should have at least: about 4 for each of
 # an H200's 132 SMs.
 BY_SLOT_PROGRAMS = 512
@@ -92,7 +96,7 @@ def configuration(
     """
     slots = tokens * top_k
     rows_per_column = 2 if gated else 1
-    if tokens == 1 or (tokens <= BY_SLOT_TOKENS and top_k * top_k <= SHARED_AT_MOST * num_experts):
+    if tokens == 1 or (tokens <= BY_SLOT_TOKENS and slots <= SLOTS_PER_EXPERT * _touched(tokens, top_k, num_experts)):
         up = _up_at_once(hidden, rows_per_column, itemsize) if contiguous_rows else None
         down = _down_at_once(top_k, intermediate, itemsize) if contiguous_rows else None
         return Configuration(
@@ -115,23 +119,28 @@ def configuration(
     )
 
 
+def _touched(tokens: int, top_k: int, num_experts: int) -> float:
+    """Experts that tokens with random routing name, on average."""
+    return num_experts * (1 - (1 - min(top_k / num_experts, 1)) ** tokens)
+
+
 def _up_at_once(hidden: int, rows_per_column: int, itemsize: int) -> Tile | None:
     depth = next_power_of_2(hidden)
     bytes_per_column = rows_per_column * depth * itemsize
-    if bytes_per_column > 2 * UP_BYTES:
-        return None
-    return Tile(max(UP_BYTES // bytes_per_column, 1), depth, UP_WARPS, at_once=True)
+    columns = max(UP_BYTES // bytes_per_column, min(MOST_UP_BYTES // bytes_per_column, 2))
+    return Tile(columns, depth, UP_WARPS, at_once=True) if columns else None
 
 
 def _down_at_once(top_k: int, intermediate: int, itemsize: int) -> Tile | None:
-    """Pieces that leave the least of the last one empty; of those, the fewest."""
+    """In the pieces that leave the least of the last one empty; of those, the narrowest."""
     widest = next_power_of_2(intermediate)
-    widths = [widest >> halvings for halvings in range(DOWN_PIECES.bit_length()) if widest >> halvings > 0]
+    narrowest = min(max(NARROWEST_PIECE, widest // MOST_PIECES), widest)
+    widths = [narrowest << doublings for doublings in range((widest // narrowest).bit_length())]
     width = min(widths, key=lambda width: cdiv(intermediate, width) * width)
     bytes_per_row = next_power_of_2(top_k) * cdiv(intermediate, width) * width * itemsize
-    if bytes_per_row > DOWN_BYTES:
-        return None
-    return Tile(min(DOWN_ROWS, DOWN_BYTES // bytes_per_row), width, DOWN_WARPS, at_once=True)
+    rows = min(max(FEWEST_DOWN_WARPS * DOWN_BYTES_PER_WARP // bytes_per_row, 1), DOWN_ROWS)
+    warps = max(next_power_of_2(cdiv(rows * bytes_per_row, DOWN_BYTES_PER_WARP)), FEWEST_DOWN_WARPS)
+    return Tile(rows, width, warps, at_once=True) if warps <= MOST_DOWN_WARPS else None
 
 
 def _tile_by_slot(lines: int, width: int, depth: int, *, rows_per_column: int) -> Tile:
