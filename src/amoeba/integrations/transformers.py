@@ -27,8 +27,9 @@ from amoeba.backends.composed import experts_composed
 from amoeba.config import Activation
 from amoeba.errors import bad_value
 from amoeba.experts import experts
+from amoeba.lora.experts_lora import CHILD as LORA
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights
+from amoeba.weights import ExpertWeights, LoraFactors
 
 try:
     from transformers.integrations import finegrained_fp8
@@ -83,8 +84,10 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     if dtype != gate_up.dtype and not torch.is_autocast_enabled(x.device.type):
         x = _cast_as(x, gate_up)
     routing = make(Routing, expert_TK=top_k_index, weight_TK=top_k_weights, trusted=True)
+    adapter = module._modules.get(LORA)
+    lora = None if adapter is None else adapter.factors()
     if plan.fused is None:
-        y = _call_own_functions(module, plan, x, routing, gate_up, down, gate_up_bias, down_bias)
+        y = _call_own_functions(module, plan, x, routing, lora, gate_up, down, gate_up_bias, down_bias)
     else:
         weights = make(
             ExpertWeights,
@@ -94,7 +97,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             down_bias_EH=down_bias,
             activation=plan.fused,
         )
-        y = experts(x, routing, weights)
+        y = experts(x, routing, weights, lora=lora)
     return y if y.dtype == dtype else y.to(dtype)
 
 
@@ -104,14 +107,26 @@ def forget(module: nn.Module) -> None:
         inner.__dict__.pop(PLAN, None)
 
 
-def _call_own_functions(module: Any, plan: _Plan, x_TH: Tensor, routing: Routing, *tensors: Tensor | None) -> Tensor:
+def _call_own_functions(
+    module: Any, plan: _Plan, x_TH: Tensor, routing: Routing, lora: LoraFactors | None, *tensors: Tensor | None
+) -> Tensor:
     device = x_TH.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x_TH, tensors = x_TH.to(dtype), tuple(None if t is None else t.to(dtype) for t in tensors)
     gate = module._apply_gate if plan.has_gate else module.act_fn
     finish = module.post_expert_norm if plan.has_norm else None
-    return experts_composed(x_TH, routing, *tensors, gate=gate, finish=finish)  # type: ignore[arg-type]
+    lora = None if lora is None else lora.to(x_TH.dtype)
+    interleaved = plan.has_gate and not getattr(module, "is_concatenated", True)
+    return experts_composed(
+        x_TH,
+        routing,
+        *tensors,  # type: ignore[arg-type]
+        gate=gate,
+        finish=finish,
+        lora=lora,
+        interleaved=interleaved,
+    )
 
 
 def _tensor(module: Any, name: str) -> Tensor:
