@@ -1,4 +1,4 @@
-"""LoRA on whole models: attached, saved, loaded, merged, taken off; the truth is the peft package and the base model."""
+"""LoRA on whole models: attached, saved, loaded, merged, taken off; the truth is the peft package and the base."""
 
 from __future__ import annotations
 
