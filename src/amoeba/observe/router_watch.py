@@ -42,13 +42,15 @@ class RouterWatch:
     def _watch(self, name: str, experts: Any, parent: nn.Module | None) -> None:
         layer, count = len(self.names), int(experts.num_experts)
         device = experts.down_proj.device
+        if device.type == "meta" and parent is not None:  # placed elsewhere; the router is where x is
+            device = next(parent.parameters()).device
         self.names.append(name)
         self.statistics.append(RoutingStatistics(count).to(device))
         self.coactivation.append(torch.zeros(count, count, device=device))
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if not module.training or torch._C._current_graph_task_id() != -1:
-                return  # evaluation, or a recompute inside backward
+            if not module.training or _in_backward():
+                return
             found = [*args, *kwargs.values()]
             expert_TK, weight_TK = found[1].detach(), found[2].detach()
             scores_TE = self._scores.pop(layer, None)
@@ -62,6 +64,8 @@ class RouterWatch:
 
         def keep_scores(module: nn.Module, args: tuple, output: Any) -> None:
             logits = output[0] if isinstance(output, tuple) else output
+            if _in_backward():
+                return
             if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == count and module.training:
                 self._scores[layer] = logits.float().softmax(-1)
                 if logits.requires_grad:
@@ -114,6 +118,11 @@ class RouterWatch:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _in_backward() -> bool:
+    """In what activation checkpointing computes again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_experts(module: Any) -> bool:
