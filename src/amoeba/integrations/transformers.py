@@ -46,6 +46,7 @@ logger = logging.getLogger("amoeba")
 NAME = "amoeba"
 
 PLAN = "_amoeba_plan"
+PACKED = "_amoeba_packed"  # where `placement` leaves a module's packed experts
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,16 +71,15 @@ class _Plan:
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in place of the module's own forward: (T, H), (T, K), (T, K) -> (T, H)."""
+    if PACKED in module.__dict__:
+        from amoeba.integrations.placement import experts_forward_packed
+
+        return experts_forward_packed(module, hidden_states, top_k_index, top_k_weights)
     plan = module.__dict__.get(PLAN)
     make = _checked if torch.compiler.is_compiling() else _unchecked
     if plan is None or not plan.holds(module):
         plan, make = _find_out(module), _checked
-    gate_up, down = _tensor(module, plan.up_name), _tensor(module, "down_proj")
-    gate_up_bias = down_bias = None
-    if plan.has_bias:
-        gate_up_bias, down_bias = _tensor(module, plan.up_name + "_bias"), _tensor(module, "down_proj_bias")
-    if plan.transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up, down, gate_up_bias, down_bias = _stored(module, plan)
     x, dtype = hidden_states, hidden_states.dtype
     if dtype != gate_up.dtype and not torch.is_autocast_enabled(x.device.type):
         x = _cast_as(x, gate_up)
@@ -99,6 +99,18 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         )
         y = experts(x, routing, weights, lora=lora)
     return y if y.dtype == dtype else y.to(dtype)
+
+
+def plan_of(module: Any) -> _Plan:
+    """What is known about an experts module, found out now if it was not called yet."""
+    plan = module.__dict__.get(PLAN)
+    return plan if plan is not None and plan.holds(module) else _find_out(module)
+
+
+def expert_weights(module: Any, plan: _Plan) -> ExpertWeights:
+    """The module's own tensors as the seam takes them."""
+    assert plan.fused is not None
+    return ExpertWeights(*_stored(module, plan), activation=plan.fused)
 
 
 def forget(module: nn.Module) -> None:
@@ -127,6 +139,17 @@ def _call_own_functions(
         lora=lora,
         interleaved=interleaved,
     )
+
+
+def _stored(module: Any, plan: _Plan) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """gate_up_EJH, down_EHI and their biases: views of what the module has."""
+    gate_up, down = _tensor(module, plan.up_name), _tensor(module, "down_proj")
+    gate_up_bias = down_bias = None
+    if plan.has_bias:
+        gate_up_bias, down_bias = _tensor(module, plan.up_name + "_bias"), _tensor(module, "down_proj_bias")
+    if plan.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return gate_up, down, gate_up_bias, down_bias
 
 
 def _tensor(module: Any, name: str) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,21 @@ class Console(Protocol):
     def say(self, text: str) -> None: ...
 
     def step(self, line: dict[str, Any], total: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """How a run ended."""
+
+    folder: str
+    steps: int
+    start_loss: float  # held out
+    final_loss: float
+    perplexity: float
+    dead_experts: int
+    tokens_per_second: float
+    seconds: float
+    interrupted: bool
 
 
 def prepare_folder(out: str, resume: bool) -> Path:

@@ -5,14 +5,16 @@ settings = load_settings("run.yaml", {"steps": 500})
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from amoeba.errors import bad_value
 
 Balance = Literal["aux", "bias", "none"]
+Settings = TypeVar("Settings", bound="RunSettings")
 
 
 @dataclass(frozen=True)
@@ -122,18 +124,42 @@ def _check_count(name: str, value: Any) -> None:
         raise bad_value(name, "an integer of at least 1", repr(value), f"set {name} to a positive integer")
 
 
-def load_settings(yaml_file: str | None, given: dict[str, Any]) -> TrainSettings:
+def settings_of(kind: type[Settings], resume: str | None, config: str | None, given: dict[str, Any]) -> Settings:
+    """Of a new run, or of the one in the folder `resume` (what is given then changes it)."""
+    if resume is None:
+        return load_settings(config, given, kind)
+    path = Path(resume) / "config.json"
+    if not path.is_file():
+        raise bad_value("--resume", "the folder of an earlier run", resume, "check the path, or leave --resume out")
+    earlier = json.loads(path.read_text())
+    earlier.pop("model_config", None)
+    unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
+    if unknown:
+        other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
+        raise bad_value("--resume", "a run of this command", f"one with {', '.join(unknown)}", f"use {other} --resume")
+    return kind(**(earlier | given | {"out": resume}))
+
+
+def load_settings(
+    yaml_file: str | None,
+    given: dict[str, Any],
+    kind: type[Settings] = TrainSettings,  # type: ignore[assignment]
+) -> Settings:
     """Defaults, then the preset's own, then the file, then what was given."""
     from amoeba.jobs.presets import PRESETS
 
-    from_file = read_yaml(yaml_file, TrainSettings) if yaml_file else {}
-    model = given.get("model") or from_file.get("model") or TrainSettings.model
-    preset = PRESETS[model].training if model in PRESETS else {}
-    return TrainSettings(**(preset | {"out": f"runs/{Path(model).name}"} | from_file | given | {"model": model}))
+    told = (_read(yaml_file, kind) if yaml_file else {}) | given
+    if kind is TrainSettings:
+        model = told.setdefault("model", TrainSettings.model)
+        told = (PRESETS[model].training if model in PRESETS else {}) | {"out": f"runs/{Path(model).name}"} | told
+    elif not told.get("model"):
+        raise bad_value("MODEL", "a folder with a model, or a name on the hub", "none", "name the model to fine-tune")
+    else:
+        told = {"out": f"runs/{Path(told['model']).name}-finetuned"} | told
+    return kind(**told)
 
 
-def read_yaml(yaml_file: str, kind: type[RunSettings]) -> dict[str, Any]:
-    """The settings of a file; ValueError where one is not a field of `kind`."""
+def _read(yaml_file: str, kind: type[RunSettings]) -> dict[str, Any]:
     import yaml
 
     path = Path(yaml_file)

@@ -11,8 +11,7 @@ the same losses as a run that was never interrupted.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,15 @@ from amoeba.errors import bad_value
 from amoeba.jobs.data import load_corpus
 from amoeba.jobs.packing import PackedDataset, stack
 from amoeba.jobs.presets import PRESETS, find_preset
-from amoeba.jobs.run_folder import Console, describe_run, prepare_folder
+from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.tokenizer import load_or_train_tokenizer
 from amoeba.observe.router_watch import RouterWatch
 
 
 @dataclass(frozen=True)
-class TrainReport:
-    folder: str
+class TrainReport(RunReport):
     model: str
-    steps: int
-    start_loss: float
-    final_loss: float
-    perplexity: float
-    dead_experts: int
-    tokens_per_second: float
-    seconds: float
-    interrupted: bool
 
 
 def train(settings: TrainSettings, console: Console, *, resume: bool = False) -> TrainReport:
@@ -83,19 +73,8 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
     trainer = make_trainer(
         model, tokenizer, rows, settings, settings.steps, folder, console, dtype, WholeModel(), "amoeba train"
     )
-    outcome = run_to_end(trainer, folder, resume)
-    report = TrainReport(
-        folder=str(folder),
-        model=outcome.result,
-        steps=outcome.steps,
-        start_loss=outcome.start_loss,
-        final_loss=outcome.final_loss,
-        perplexity=math.exp(min(outcome.final_loss, 50.0)),
-        dead_experts=outcome.dead_experts,
-        tokens_per_second=outcome.tokens_per_second,
-        seconds=outcome.seconds,
-        interrupted=outcome.interrupted,
-    )
+    ended, kept_in = run_to_end(trainer, folder, resume)
+    report = TrainReport(**asdict(ended), model=kept_in)
     trainer.run_log.finish(report)
     return report
 

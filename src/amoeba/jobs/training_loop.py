@@ -1,7 +1,7 @@
 """transformers.Trainer with a run log, watched routers, and checkpoints that appear whole or not at all.
 
     trainer = make_trainer(model, tokenizer, rows, settings, steps, ...)
-    outcome = run_to_end(trainer, folder, resume=False)
+    report, kept_in = run_to_end(trainer, folder, resume=False)
 
 What a checkpoint holds of the model is passed in: all of it (`WholeModel`), or an adapter.
 """
@@ -9,6 +9,7 @@ What a checkpoint holds of the model is passed in: all of it (`WholeModel`), or 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,12 +21,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from amoeba.errors import bad_value
-from amoeba.jobs.run_folder import last_checkpoint, remove_unfinished
+from amoeba.jobs.run_folder import RunReport, last_checkpoint, remove_unfinished
 from amoeba.jobs.run_log import RunLog
 from amoeba.jobs.settings import RunSettings
 
@@ -33,8 +33,8 @@ CHECKPOINTS_KEPT = 2
 
 
 class Rows(NamedTuple):
-    train: Dataset
-    held_out: Dataset
+    train: Any  # datasets of {input_ids, labels}
+    held_out: Any
     collate: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
     tokens_per_row: float
 
@@ -248,19 +248,11 @@ def interrupted_flag(trainer: WatchedTrainer) -> Iterator[Callable[[], bool]]:
             signal.signal(signal.SIGINT, before)
 
 
-class Outcome(NamedTuple):
-    steps: int
-    start_loss: float  # held out
-    final_loss: float
-    dead_experts: int
-    tokens_per_second: float
-    seconds: float
-    interrupted: bool
-    result: str  # the folder of what was kept, or the last checkpoint where the run was interrupted
+def run_to_end(trainer: WatchedTrainer, folder: Path, resume: bool) -> tuple[RunReport, str]:
+    """Trains, or goes on from the last whole checkpoint, and saves what is kept; a Ctrl-C ends it earlier.
 
-
-def run_to_end(trainer: WatchedTrainer, folder: Path, resume: bool) -> Outcome:
-    """Trains, or goes on from the last whole checkpoint, and saves what is kept; a Ctrl-C ends it earlier."""
+    The report, and the folder of what was kept, or the last checkpoint where the run was interrupted.
+    """
     log, say = trainer.run_log, trainer.run_log.console.say
     began = time.monotonic()
     last = last_checkpoint(folder) if resume else None
@@ -278,13 +270,15 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, resume: bool) -> Outcome:
     else:
         final = trainer.final_held_out_loss()
         result = trainer.save_final()
-    return Outcome(
+    report = RunReport(
+        folder=str(folder),
         steps=trainer.state.global_step,
         start_loss=start_loss,
         final_loss=final,
+        perplexity=math.exp(min(final, 50.0)),
         dead_experts=log.dead_experts,
         tokens_per_second=log.tokens_per_second,
         seconds=time.monotonic() - began,
         interrupted=interrupted(),
-        result=str(result),
     )
+    return report, str(result)

@@ -140,8 +140,8 @@ def start(model: nn.Module, config: dict[str, Any]) -> Attached:
 
 
 def add_experts(model: nn.Module, state: Attached, name: str, factors: LoraFactors) -> None:
-    experts = model.get_submodule(name)
-    layer = ExpertsLora(factors, *home_of_factors(experts)).train(experts.training)
+    experts: Any = model.get_submodule(name)
+    layer = ExpertsLora(factors, *home_of_factors(experts), stays=experts.down_proj.is_meta).train(experts.training)
     state.experts[name] = layer
     experts.register_module(CHILD, layer)
 
@@ -172,7 +172,7 @@ def home_of_factors(experts: nn.Module) -> tuple[torch.dtype, torch.device]:
     """Dtype and device for the factors of an experts module."""
     weight: Any = experts.down_proj
     dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
-    # experts that were placed elsewhere leave a shape here; their factors are where they are
+    # experts that were packed for the CPU leave a shape behind
     return dtype, torch.device("cpu") if weight.is_meta else weight.device
 
 

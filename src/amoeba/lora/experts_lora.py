@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,11 @@ CHILD = "lora_factors"  # the name under which an experts module has its Experts
 
 
 class ExpertsLora(nn.Module):
-    def __init__(self, factors: LoraFactors, dtype: torch.dtype, device: torch.device) -> None:
+    """stays: the factors remain where they are when the model is moved, since the experts they belong to do too."""
+
+    def __init__(self, factors: LoraFactors, dtype: torch.dtype, device: torch.device, stays: bool = False) -> None:
         super().__init__()
-        self.scaling = factors.scaling
+        self.scaling, self.stays = factors.scaling, stays
         for name, tensor in stored_tensors(factors).items():
             self.register_parameter(name, nn.Parameter(tensor.to(device, dtype)))
 
@@ -46,6 +49,10 @@ class ExpertsLora(nn.Module):
             down_lora_b=own.get("down_lora_b"),
             scaling=self.scaling,
         )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ExpertsLora:
+        """What model.to and its like call."""
+        return self if self.stays else super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self.named_parameters())

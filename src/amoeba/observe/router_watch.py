@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amoeba.lora.targets import ROUTER_NAMES
 from amoeba.routing import Routing, RoutingStatistics, load_balance_loss, z_loss
 
 
@@ -41,9 +42,10 @@ class RouterWatch:
 
     def _watch(self, name: str, experts: Any, parent: nn.Module | None) -> None:
         layer, count = len(self.names), int(experts.num_experts)
-        device = experts.down_proj.device
-        if device.type == "meta" and parent is not None:  # placed elsewhere; the router is where x is
-            device = next(parent.parameters()).device
+        beside = [getattr(parent, child, None) for child in ROUTER_NAMES]
+        routers = [router for router in beside if isinstance(router, nn.Module)]
+        # experts that were placed elsewhere leave a shape behind; their router is where x is
+        device = next((p.device for router in routers for p in router.parameters()), experts.down_proj.device)
         self.names.append(name)
         self.statistics.append(RoutingStatistics(count).to(device))
         self.coactivation.append(torch.zeros(count, count, device=device))
@@ -73,11 +75,9 @@ class RouterWatch:
 
         self._handles.append(experts.register_forward_pre_hook(record, with_kwargs=True))
         self.selection_biases.append(None)
-        for router_name in ("gate", "router"):
-            router = getattr(parent, router_name, None)
-            if isinstance(router, nn.Module):
-                self._handles.append(router.register_forward_hook(keep_scores))
-                self.selection_biases[layer] = getattr(router, "e_score_correction_bias", None)
+        for router in routers:
+            self._handles.append(router.register_forward_hook(keep_scores))
+            self.selection_biases[layer] = getattr(router, "e_score_correction_bias", None)
 
     def take_balance_loss(self) -> Tensor | None:
         """The Switch loss of the last pass, averaged over the layers; None where no router was seen.
