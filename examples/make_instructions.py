@@ -10,6 +10,7 @@ opposites, repeated words.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import string
@@ -25,7 +26,7 @@ WORDS = ("red", "blue", "green", "list", "name", "value", "class", "string", "nu
 
 def questions() -> Iterator[tuple[str, str]]:
     letters = string.ascii_lowercase
-    for before, after in zip(letters, letters[1:], strict=False):
+    for before, after in itertools.pairwise(letters):
         yield f"Which letter comes after {before}?", f"The letter {after}."
         yield f"Which letter comes before {after}?", f"The letter {before}."
     for left in range(10):

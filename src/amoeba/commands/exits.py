@@ -7,6 +7,7 @@ finish(output, document, ok=True, json=json)
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,12 @@ def usage() -> Iterator[None]:
         return
     typer.echo(f"amoeba: {said}", err=True)
     raise typer.Exit(BAD_USAGE) from None
+
+
+def need(*packages: str) -> None:
+    """Inside `usage`: says which package is missing, before another one trips over it in its own way."""
+    for name in packages:
+        importlib.import_module(name)
 
 
 def _missing(error: ImportError) -> object:

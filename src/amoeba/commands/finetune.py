@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from amoeba.commands.exits import INTERRUPTED, finish, usage
+from amoeba.commands.exits import INTERRUPTED, finish, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.output import Output, make_output
 from amoeba.commands.run_console import RunConsole
@@ -71,6 +71,7 @@ def finetune(
 
 
 def run(settings: FinetuneSettings, resume: bool, output: Output) -> dict[str, Any]:
+    need("tokenizers", "safetensors", "transformers", "accelerate")
     from amoeba.jobs.finetune import finetune as finetune_model
 
     console = RunConsole(output)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import torch
 
-from amoeba.commands.exits import BAD_USAGE, INTERRUPTED
+from amoeba.commands.exits import INTERRUPTED, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
 from amoeba.commands.output import make_output
@@ -42,7 +42,8 @@ def generate(
 ) -> None:
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
     output = make_output()
-    try:
+    with usage():
+        need("tokenizers", "safetensors", "transformers")
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -54,13 +55,11 @@ def generate(
             device=None if device == "auto" else parse_device(device),
             dtype=parse_dtype(dtype),
         )
-        report = generate_text(model, read_prompt(prompt), options, _write, adapter)
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        typer.echo(f"amoeba: {error}", err=True)
-        raise typer.Exit(BAD_USAGE) from None
-    except KeyboardInterrupt:
-        typer.echo("amoeba: interrupted before the first token", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        try:
+            report = generate_text(model, read_prompt(prompt), options, _write, adapter)
+        except KeyboardInterrupt:
+            typer.echo("amoeba: interrupted before the first token", err=True)
+            raise typer.Exit(INTERRUPTED) from None
     if not report.text.endswith("\n"):
         _write("\n")
     output.progress(summary(report))

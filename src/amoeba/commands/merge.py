@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-from amoeba.commands.exits import finish, usage
+from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.generate import parse_dtype
 from amoeba.commands.options import DTYPES
@@ -25,6 +25,7 @@ def merge(
     """Write a model with its adapter added into the weights: a folder that plain transformers loads."""
     output = make_output()
     with usage():
+        need("tokenizers", "safetensors", "transformers")
         from amoeba.jobs.merge import merge as merge_folders
 
         if adapter is None or out is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from amoeba.commands.exits import need
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.jobs.settings import TrainSettings
 
 
 def run(settings: TrainSettings, resume: bool, output: Output) -> dict[str, Any]:
+    need("tokenizers", "safetensors", "transformers", "accelerate")
     from amoeba.jobs.train import train
 
     console = RunConsole(output)
