@@ -1,48 +1,56 @@
-"""Writes a small instruction set: short questions over simple rules, with one right answer each.
+"""Writes a small instruction set: short questions, each asked in several ways, with one right answer.
 
     python examples/make_instructions.py runs/instructions.jsonl
 
-Rows are {"messages": [user, assistant]}, the same in every run, each question once. A small model can learn the rules
-from some of the questions and answer others: letters after letters, sums, the larger of two numbers, even and odd,
-opposites, repeated words.
+Rows are {"messages": [user, assistant]}, the same in every run. A model that has heard some of the ways to ask after a
+thing can answer the others, so that a held-out part shows whether it has learnt.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
-import string
 from collections.abc import Iterator
 from pathlib import Path
 
+KINDS = {
+    "a statement": ("for", "while", "if", "try", "with", "return", "import", "class", "raise", "del"),
+    "a type": ("list", "int", "str", "dict", "tuple", "set", "float", "bool"),
+    "an operator": ("and", "or", "not", "in", "is", "plus"),
+    "an exception": ("ValueError", "TypeError", "KeyError", "IndexError", "NameError", "OSError"),
+}
+KIND_QUESTIONS = (
+    "What is {}?",
+    "What kind of thing is {}?",
+    "Tell me what {} is.",
+    "Do you know what {} is?",
+    "In Python, what is {}?",
+    "I have read {}. What is it?",
+    "Please explain {} in short.",
+    "{}: what is that?",
+)
 OPPOSITES = {
-    "hot": "cold", "big": "small", "up": "down", "left": "right", "true": "false", "first": "last", "open": "closed",
-    "long": "short", "new": "old", "more": "less", "before": "after", "high": "low", "same": "different", "in": "out",
+    "true": "false", "first": "last", "open": "close", "long": "short", "new": "old", "more": "less", "left": "right",
+    "before": "after", "high": "low", "same": "different", "start": "end", "read": "write", "all": "none",
 }  # fmt: skip
-WORDS = ("red", "blue", "green", "list", "name", "value", "class", "string", "number", "module", "tree", "light")
+OPPOSITE_QUESTIONS = (
+    "What is the opposite of {}?",
+    "Which word is the opposite of {}?",
+    "Tell me the opposite of {}.",
+    "{}: what is the opposite?",
+)
 
 
 def questions() -> Iterator[tuple[str, str]]:
-    letters = string.ascii_lowercase
-    for before, after in itertools.pairwise(letters):
-        yield f"Which letter comes after {before}?", f"The letter {after}."
-        yield f"Which letter comes before {after}?", f"The letter {before}."
-    for left in range(10):
-        for right in range(10):
-            yield f"What is {left} plus {right}?", f"It is {left + right}."
-            if left != right:
-                yield f"Which is larger, {left} or {right}?", f"{max(left, right)} is larger."
-    for number in range(100):
-        yield f"Is {number} even or odd?", f"{number} is {'odd' if number % 2 else 'even'}."
-    for word, opposite in OPPOSITES.items():
-        yield f"What is the opposite of {word}?", f"The opposite is {opposite}."
-        yield f"What is the opposite of {opposite}?", f"The opposite is {word}."
-    for word in WORDS:
-        for other in WORDS:
-            if word != other:
-                yield f"Say {word} and then {other}.", f"{word} {other}"
+    for kind, things in KINDS.items():
+        for thing in things:
+            for question in KIND_QUESTIONS:
+                yield question.format(thing), f"It is {kind}."
+    for pair in OPPOSITES.items():
+        for word, opposite in (pair, pair[::-1]):
+            for question in OPPOSITE_QUESTIONS:
+                yield question.format(word), f"The opposite is {opposite}."
 
 
 def rows() -> list[dict]:

@@ -27,7 +27,7 @@ from amoeba.jobs.finetune import finetune
 from amoeba.jobs.merge import merge
 from amoeba.jobs.settings import FinetuneSettings, load_settings, settings_of
 from amoeba.jobs.tokenizer import train_tokenizer
-from tiny_models import build, relative, token_ids
+from tiny_models import build, experts_inputs, experts_of, relative, token_ids
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -172,6 +172,21 @@ def test_the_merged_folder_gives_the_adapted_logits_in_plain_transformers(
     with pytest.raises(ValueError, match="--out: expected a folder that is not there yet"):
         merge(base, folder, tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
+
+
+def test_merge_as_a_command_of_its_own(finished: tuple[Path, Any, Quiet], base: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "amoeba", "merge", str(base), "--adapter", str(finished[0]), "--json"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "merged")],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["model"] == str(tmp_path / "merged")
+    assert "2 layers of experts and 2 linear layers changed" in done.stdout
+    assert "--out: expected a folder; got none" in CliRunner().invoke(app, command[3:]).output
 
 
 def test_generate_takes_the_adapter_and_its_chat_template(
@@ -408,19 +423,21 @@ def test_an_unknown_placement_is_refused_and_resident_changes_nothing() -> None:
 
 
 @needs_engine
-@pytest.mark.parametrize(("placement", "tolerance"), [("cpu-bf16", 2e-2), ("cpu-int8", 6e-2)])
+@pytest.mark.parametrize(("placement", "tolerance"), [("cpu-bf16", 1e-2), ("cpu-int8", 3e-2)])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h"])
-def test_packed_experts_give_the_logits_and_free_their_tensors(
+def test_packed_experts_give_the_outputs_and_free_their_tensors(
     model_type: str, placement: str, tolerance: float
 ) -> None:
     torch.manual_seed(0)
     model = build(model_type)
     model.set_experts_implementation("amoeba")
-    expected = logits_of(model)
+    inputs = experts_inputs(23, 2)
+    expected = [experts(*inputs) for experts in experts_of(model)]  # not the logits: rounding may change a choice
     numbers = sum(parameter.numel() for parameter in model.parameters())
     assert place_experts(model, placement).placement == placement
     assert sum(parameter.numel() for parameter in model.parameters()) < numbers
-    assert relative(logits_of(model), expected) < tolerance
+    for experts, output in zip(experts_of(model), expected, strict=True):
+        assert relative(experts(*inputs), output) < tolerance
     with pytest.raises(ValueError, match=r"experts as ordinary tensors.*packed for the CPU"):
         model.state_dict()
 

@@ -30,7 +30,7 @@ def merge(
 
         if adapter is None or out is None:
             missing = "--adapter" if adapter is None else "--out"
-            raise bad_value(missing, "a folder", "none", "amoeba merge MODEL --adapter FOLDER --out FOLDER")
+            raise bad_value(missing, "a folder", "none", "write it as amoeba merge MODEL --adapter FOLDER --out FOLDER")
         report = merge_folders(model, adapter, out, parse_dtype(dtype))
     layers = f"{report.experts_layers} layers of experts and {report.linear_layers} linear layers"
     output.line(f"written to {report.model} ({report.dtype}): {layers} changed")

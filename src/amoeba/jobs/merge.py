@@ -34,6 +34,9 @@ def merge(
 
     dtype: of the written model; None for the base checkpoint's own.
     """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
     target = Path(out).expanduser()
     if target.exists():
         raise bad_value("--out", "a folder that is not there yet", f"{str(out)!r}, which is", "choose another name")

@@ -78,6 +78,8 @@ def load_model(name: str, dtype: torch.dtype | None) -> Any:
     """dtype: None for the checkpoint's own."""
     from transformers import AutoModelForCausalLM
 
+    import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"
+
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", experts_implementation="amoeba")
     except OSError as error:
