@@ -422,6 +422,12 @@ def test_an_unknown_placement_is_refused_and_resident_changes_nothing() -> None:
         place_experts(model, "disk")
 
 
+@pytest.mark.skipif(engine_is_here(), reason="amoeba.cpu.packed_experts is there")
+def test_packed_experts_without_the_engine_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected resident, or amoeba.cpu.packed_experts for cpu-int8"):
+        place_experts(build("qwen3_moe"), "cpu-int8")
+
+
 @needs_engine
 @pytest.mark.parametrize(("placement", "tolerance"), [("cpu-bf16", 1e-2), ("cpu-int8", 3e-2)])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h"])

@@ -38,19 +38,11 @@ class Placed(NamedTuple):
 
 def place_experts(model: nn.Module, placement: str) -> Placed:
     """Packs the experts of every layer, one after the other, and frees their tensors; "resident" changes nothing."""
-    if placement not in PLACEMENTS:
-        raise bad_value("experts", f"one of {', '.join(PLACEMENTS)}", repr(placement), "leave it out for auto")
+    check_placement(placement)
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated")}
     placed = _choose(list(modules.values())) if placement == "auto" else Placed(placement, "as asked")
     if placed.placement == "resident":
         return placed
-    if not engine_is_here():
-        raise bad_value(
-            "experts",
-            f"resident, or {_ENGINE} for {placed.placement}",
-            "a version of aMoEba without packed experts",
-            "use resident",
-        )
     kind = placed.placement.removeprefix("cpu-")
     for name, module in modules.items():
         if LORA in module._modules:
@@ -58,6 +50,13 @@ def place_experts(model: nn.Module, placement: str) -> Placed:
         _pack(name, module, kind)
     logger.info("experts: %d layers packed in %s", len(modules), kind)
     return placed
+
+
+def check_placement(placement: str) -> None:
+    if placement not in PLACEMENTS:
+        raise bad_value("experts", f"one of {', '.join(PLACEMENTS)}", repr(placement), "leave it out for auto")
+    if placement.startswith("cpu-") and not engine_is_here():
+        raise bad_value("experts", f"resident, or {_ENGINE} for {placement}", "a version without it", "use resident")
 
 
 def engine_is_here() -> bool:

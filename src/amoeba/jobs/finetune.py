@@ -20,7 +20,7 @@ import torch
 from amoeba import lora
 from amoeba.cpu_features import has_bf16_instructions
 from amoeba.errors import bad_value
-from amoeba.integrations.placement import place_experts
+from amoeba.integrations.placement import check_placement, place_experts
 from amoeba.jobs.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
 from amoeba.jobs.data import Corpus, load_corpus
 from amoeba.jobs.documents import Conversation
@@ -58,6 +58,7 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
     transformers_logging.disable_progress_bar()  # the run has one of its own
     if settings.data is None:
         raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
+    check_placement(settings.experts)
     name = check_model(settings.model)
     tokenizer, model_config = load_tokenizer_and_config(name)
     _check_tokenizer(tokenizer)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from amoeba.errors import bad_value
+from amoeba.lora.attaching import check_rank_and_alpha
 
 Balance = Literal["aux", "bias", "none"]
 Settings = TypeVar("Settings", bound="RunSettings")
@@ -110,6 +111,7 @@ class FinetuneSettings(RunSettings):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))  # a list, where it comes from JSON or YAML
+        check_rank_and_alpha(self.r, self.alpha)
         if self.steps is not None:
             _check_count("steps", self.steps)
         if not isinstance(self.epochs, int | float) or not math.isfinite(self.epochs) or self.epochs <= 0:

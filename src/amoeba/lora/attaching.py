@@ -64,10 +64,7 @@ def attach(
     "q_proj"), or "all-linear". share_a: gate and up have one A, so that PEFT's file has rank r; else it has 2r.
     train_router: the routers are trained whole and saved with the adapter.
     """
-    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
-        raise bad_value("r", "a whole number of at least 1", repr(r), "8 to 64 are usual ranks")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
-        raise bad_value("alpha", "a finite number, not 0", repr(alpha), "twice the rank is usual")
+    check_rank_and_alpha(r, alpha)
     prepare(model)
     chosen = choose(model, targets)
     state = start(model, {"r": r, "lora_alpha": alpha})
@@ -80,6 +77,13 @@ def attach(
     if train_router:
         add_whole_modules(model, state, list(routers_of(model, state.layouts)))
     return state
+
+
+def check_rank_and_alpha(r: Any, alpha: Any) -> None:
+    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
+        raise bad_value("r", "a whole number of at least 1", repr(r), "8 to 64 are usual ranks")
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
+        raise bad_value("alpha", "a finite number, not 0", repr(alpha), "twice the rank is usual")
 
 
 def detach(model: nn.Module) -> None:
