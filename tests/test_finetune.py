@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from amoeba import lora
 from amoeba.cli import app
-from amoeba.integrations.placement import engine_is_here, place_experts
+from amoeba.integrations.placement import _why_no_packing, place_experts
 from amoeba.jobs.finetune import finetune
 from amoeba.jobs.merge import merge
 from amoeba.jobs.settings import FinetuneSettings, load_settings, settings_of
@@ -43,7 +43,7 @@ TINY = {
     "warmup_steps": 2,
     "held_out": 0.1,
 }
-needs_engine = pytest.mark.skipif(not engine_is_here(), reason="amoeba.cpu.packed_experts is not there yet")
+needs_engine = pytest.mark.skipif(_why_no_packing() is not None, reason=str(_why_no_packing()))
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -422,7 +422,7 @@ def test_an_unknown_placement_is_refused_and_resident_changes_nothing() -> None:
         place_experts(model, "disk")
 
 
-@pytest.mark.skipif(engine_is_here(), reason="amoeba.cpu.packed_experts is there")
+@pytest.mark.skipif(_why_no_packing(), reason="amoeba.cpu.packed_experts is there")
 def test_packed_experts_without_the_engine_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected resident, or amoeba.cpu.packed_experts for cpu-int8"):
         place_experts(build("qwen3_moe"), "cpu-int8")

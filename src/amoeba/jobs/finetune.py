@@ -20,7 +20,7 @@ import torch
 from amoeba import lora
 from amoeba.cpu_features import has_bf16_instructions
 from amoeba.errors import bad_value
-from amoeba.integrations.placement import check_placement, place_experts
+from amoeba.integrations.placement import Load, check_placement, place_experts
 from amoeba.jobs.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
 from amoeba.jobs.data import Corpus, load_corpus
 from amoeba.jobs.documents import Conversation
@@ -84,7 +84,9 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
             f"{model.config.model_type}, which has no experts",
             "use PEFT itself for dense models",
         )
-    placed = place_experts(model, settings.experts)
+    tokens = settings.batch_size * settings.sequence_length
+    load = Load(tokens, settings.r, recompute=settings.gradient_checkpointing)
+    placed = place_experts(model, settings.experts, load)
     lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
     model.config.use_cache = False
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -98,6 +100,8 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
     console.say(
         f"model: {model.config.model_type}, {device}, {model.dtype}; experts {placed.placement} ({placed.reason})"
     )
+    for memory in placed.plans:
+        console.say(str(memory))
     console.say(
         f"training {trainable / 1e6:.2f}M numbers in factors of rank {settings.r} on {', '.join(settings.targets)}"
         f"{' and the routers' if settings.train_router else ''}; {steps} steps"
