@@ -75,7 +75,7 @@ class Run {
     up(m.h, m.low, m.a);
     low(LOW_DOWN, node_.down_a, rows_of(m.a, node_.intermediate), m.down_low);
     multiply(product(node_.down, node_.down_b, m.down_low), rows_of(m.a, node_.intermediate),
-             FinishRows{{m.rows, node_.hidden, owned_, true}, node_.down_bias});
+             FinishRows{{}, {m.rows, node_.hidden, owned_, true}, node_.down_bias});
     clock_.end_of(DOWN);
     combine(m.rows, batch_.weight, y);
     clock_.end_of(COMBINE);
@@ -155,7 +155,7 @@ class Run {
     p.weights = factor.weights(false);
     p.path = Path(node_.path);
     p.units = p.weights.panels();
-    multiply(p, row, FinishLow{{out, p.units * PANEL, owned_, false}, node_.scaling}, LOW_ROWS);
+    multiply(p, row, FinishLow{{}, {out, p.units * PANEL, owned_, false}, node_.scaling}, LOW_ROWS);
     clock_.end_of(phase);
   }
 
@@ -166,7 +166,7 @@ class Run {
     low(LOW_UP, node_.up_a, x, low_rows);
     Product p = product(node_.gate_up, node_.up_b, low_rows);
     if (node_.has_paired_panels()) p.second = p.units /= 2;
-    multiply(p, x, FinishUp{node_, {h, J, owned_, !node_.activates_later()}, {a, I, owned_, false}});
+    multiply(p, x, FinishUp{{}, node_, {h, J, owned_, !node_.activates_later()}, {a, I, owned_, false}});
     clock_.end_of(UP);
     if (!node_.activates_later()) return;
     in_blocks(owned_, J, [&](int64_t from, int64_t to) {
@@ -187,7 +187,7 @@ class Run {
     std::vector<Job> jobs;
     if (wants_x) jobs = list_jobs(p, node_.experts, map_.first, pool_.threads());
     const std::vector<ThinJob> thin_jobs = list_thin_jobs(products, node_.experts, map_.first, pool_.threads());
-    const FinishRows finish{{rows, node_.hidden, owned_, true}, nullptr};
+    const FinishRows finish{{}, {rows, node_.hidden, owned_, true}, nullptr};
     const int64_t large = int64_t(jobs.size());
     pool_.run(large + int64_t(thin_jobs.size()), [&](int64_t i) {
       if (i < large) return run_job(p, jobs[i], rows_of(dh, node_.width), finish);

@@ -4,7 +4,8 @@
 //   for each job of list_jobs(p, ...): run_job(p, job, row, finish)
 //
 // row(r) -> const uint16_t*, the bf16 row r of the sorted rows, wherever it lies;
-// finish(job, unit, r, rows, first, second): first.at(i, half) and second.at(i, half) are the sums of row r + i.
+// finish(job, unit, r, rows, first, second): first.at(i, half) and second.at(i, half) are the sums of row r + i;
+// finish.touch(unit, r, touches) names the lines that it will read or write then.
 // A unit is one panel of columns, or two that belong together (gate and up).
 #pragma once
 #include "sums.h"
@@ -49,6 +50,10 @@ struct Product {
   bool int8 = false;
   int64_t units = 0;
   int64_t second = 0;  // panels from the first of a unit to its second; 0: it has none
+};
+
+struct TouchesNothing {
+  void touch(int64_t, int64_t, Touches&) const {}
 };
 
 struct Job {
@@ -154,6 +159,10 @@ struct Finished<Int8> {
   }
 };
 
+inline void fetch_lines(const uint32_t* first, int64_t lines) {
+  for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(first + i * TILE, 0, 2);
+}
+
 // Where the packed rows of a job are too many for the L2 cache, they are taken in chunks of their depth, and the partial
 // sums of a few units wait for the next chunk: so each weight is read once for all rows.
 struct Chunks {
@@ -187,6 +196,7 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
     return p.weights.panel(job.expert, unit + which * p.second) + chunk * chunks.tiles * 2 * TILE_WORDS;
   };
   Finished<Kind> finished[2];
+  Touches touches;
   for (int64_t group = job.first_unit; group < end; group += chunks.group) {
     const int64_t group_end = std::min(end, group + chunks.group);
     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
@@ -215,6 +225,11 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
             if (low && last)
               update = {low + 2 * i * low_tile, low_tile, p.update.weights.panel(job.expert, unit + which * p.second),
                         p.update.weights.tiles};
+            if (Way::AHEAD && last && which + 1 == panels) {
+              touches.count = 0;
+              finish.touch(unit, job.first_row + i * PANEL, touches);
+              depth.touches = touches.count ? &touches : nullptr;
+            }
             if constexpr (std::is_same_v<Kind, Bf16>) depth.update = update;
             Way::template multiply<Kind>(depth, count, out.sums);
             if constexpr (std::is_same_v<Kind, Int8>)
@@ -229,16 +244,9 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
 
 // Row r's share of the first panels of a job, which come nearer while its rows are packed.
 inline void fetch_share(const Product& p, const Job& job, int64_t r) {
-#ifdef AMOEBA_AMX
-  const int64_t lines = p.weights.tiles * 2 * TILE;
-  for (int which = 0; which < (p.second ? 2 : 1); ++which) {
-    const uint32_t* panel = p.weights.panel(job.expert, job.first_unit + which * p.second);
-    for (int64_t i = lines * r / job.rows; i < lines * (r + 1) / job.rows; ++i)
-      _mm_prefetch(reinterpret_cast<const char*>(panel + i * TILE), _MM_HINT_T1);
-  }
-#else
-  (void)p, (void)job, (void)r;
-#endif
+  const int64_t lines = p.weights.tiles * 2 * TILE, from = lines * r / job.rows, to = lines * (r + 1) / job.rows;
+  for (int which = 0; which < (p.second ? 2 : 1); ++which)
+    fetch_lines(p.weights.panel(job.expert, job.first_unit + which * p.second) + from * TILE, to - from);
 }
 
 template <class Kind, class Row, class Finish>
@@ -247,7 +255,7 @@ void run_job_of(const Product& p, const Job& job, const Row& row, const Finish& 
   const Weights& w = p.weights;
   const float* depth_scale = w.depth_scale ? w.depth_scale + job.expert * w.depth : nullptr;
   const uint32_t* rows = pack_tiles(row_words, job.rows, w.tiles, [&](int64_t r, uint32_t* out) {
-    if (job.rows > Kind::FEW_ROWS) fetch_share(p, job, r);
+    if (p.path == AMX && job.rows > Kind::FEW_ROWS) fetch_share(p, job, r);
     if constexpr (std::is_same_v<Kind, Bf16>)
       pack_row(row(job.first_row + r), w.depth, w.tiles, out);
     else

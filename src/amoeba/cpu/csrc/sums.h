@@ -17,6 +17,30 @@ struct Stretch {
   int64_t tiles = 0;
 };
 
+// A line of each row that is wanted when the sums are there.
+struct Touch {
+  const void* first;
+  int64_t stride;  // bytes from row to row
+  bool to_write;
+};
+
+struct Touches {
+  static constexpr int MOST = 5;
+  Touch of[MOST];
+  int count = 0;
+
+  template <class T>
+  void add(T* first, int64_t stride) {
+    of[count++] = {first, stride * int64_t(sizeof(T)), !std::is_const_v<T>};
+  }
+  void fetch(int64_t row) const {
+    for (int i = 0; i < count; ++i) {
+      const char* line = static_cast<const char*>(of[i].first) + row * of[i].stride;
+      of[i].to_write ? __builtin_prefetch(line, 1, 2) : __builtin_prefetch(line, 0, 2);
+    }
+  }
+};
+
 // The whole depth, and then the depth of a second pair of matrices (bf16): a low-rank update is joined so. While they
 // are summed, `lines` cache lines from `ahead` on come nearer in every step of depth.
 struct Depth {
@@ -24,6 +48,7 @@ struct Depth {
   const uint32_t* ahead = nullptr;
   int64_t lines = 0;
   bool add = false;  // to what the sums are already
+  const Touches* touches = nullptr;  // of the rows, which come nearer too
 };
 
 // ------------------------------------------------------------------------------------------------- plain vectors
@@ -197,13 +222,13 @@ struct Tiles {
   template <class Kind>
   static void multiply(const Depth& depth, int64_t rows, typename Kind::Sum* sums) {
     asm volatile("" ::: "memory");
-    rows > TILE ? blocks<Kind, true>(depth, sums) : blocks<Kind, false>(depth, sums);
+    rows > TILE ? blocks<Kind, true>(depth, rows, sums) : blocks<Kind, false>(depth, rows, sums);
   }
 
  private:
   // 16 or 32 rows x 32 columns: sums in tiles 0-3, rows in 4 and 5, weights in 6 and 7
   template <class Kind, bool BOTH>
-  static void blocks(const Depth& depth, typename Kind::Sum* sums) {
+  static void blocks(const Depth& depth, int64_t rows, typename Kind::Sum* sums) {
     constexpr int64_t STRIDE = TILE * sizeof(uint32_t), SUM_STRIDE = PANEL * sizeof(uint32_t);
     if (depth.add) {
       _tile_loadd(0, sums, SUM_STRIDE);
@@ -219,12 +244,15 @@ struct Tiles {
       _tile_zero(3);
     }
     const uint32_t* ahead = depth.ahead;
+    const int64_t rows_per_step = depth.touches ? ceil_div(rows, std::max<int64_t>(1, depth.whole.tiles)) : 0;
+    int64_t touched = 0;
     for (const Stretch* stretch : {&depth.whole, &depth.update}) {
       const uint32_t *a = stretch->rows, *b = stretch->columns;
       const int64_t next_rows = stretch->row_tile;
       for (int64_t t = 0; t < stretch->tiles; ++t, a += TILE_WORDS, b += 2 * TILE_WORDS, ahead += 2 * TILE_WORDS) {
         for (int64_t i = 0; i < depth.lines; ++i)
           _mm_prefetch(reinterpret_cast<const char*>(ahead + i * TILE), _MM_HINT_T1);
+        for (int64_t i = 0; i < rows_per_step && touched < rows; ++i) depth.touches->fetch(touched++);
         _tile_loadd(4, a, STRIDE);
         _tile_loadd(6, b, STRIDE);
         _tile_loadd(7, b + TILE_WORDS, STRIDE);
