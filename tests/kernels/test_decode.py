@@ -299,8 +299,10 @@ class TestOnAGpu:
         assert_right(run(problem_of(case, torch.bfloat16, device)), truth_TH, torch.bfloat16)
 
     @pytest.mark.parametrize("tokens", [1, 2, 4])
-    @pytest.mark.parametrize(("hidden", "inner", "top_k"), [(2048, 768, 8), (4096, 14336, 2), (2880, 2880, 4)])
-    def test_a_real_layer_by_slot_agrees_with_the_reference(self, tokens, hidden, inner, top_k, device):
+    @pytest.mark.parametrize(
+        ("hidden", "inner", "top_k"), [(2048, 768, 8), (4096, 63, 2), (64, 14336, 2), (2880, 200, 4)]
+    )
+    def test_tiles_of_real_layers_by_slot_agree_with_the_reference(self, tokens, hidden, inner, top_k, device):
         case = Case(tokens, top_k, bias=True, hidden=hidden, intermediate=inner, num_experts=8)
         chosen = configuration(1, top_k, 8, hidden, inner, gated=True, itemsize=2)
         way = chosen._replace(overlap=torch.cuda.get_device_capability() >= (9, 0))
