@@ -27,6 +27,7 @@ from amoeba.jobs.finetune import finetune
 from amoeba.jobs.merge import merge
 from amoeba.jobs.settings import FinetuneSettings, load_settings, settings_of
 from amoeba.jobs.tokenizer import train_tokenizer
+from amoeba.observe.run_log import read_run
 from tiny_models import build, experts_inputs, experts_of, relative, token_ids
 
 ROOT = Path(__file__).parent.parent
@@ -129,8 +130,6 @@ def test_the_held_out_loss_falls_and_the_run_can_be_read(finished: tuple[Path, A
     assert len(step_losses(folder)) == 12
     assert [line["step"] for line in console.lines] == [3, 6, 9, 12]
     assert any("no chat template" in said for said in console.said)
-    from amoeba.observe.run_log import read_run
-
     assert read_run(folder).finished
 
 
@@ -225,15 +224,19 @@ def test_gradient_checkpointing_changes_no_loss(base: Path, data: str, tmp_path:
         changes = {"gradient_checkpointing": name != "kept", "steps": 3}
         finetune(settings(tmp_path / name, base, data, **changes), Quiet())
     assert step_losses(tmp_path / "kept") == pytest.approx(step_losses(tmp_path / "computed again"), rel=1e-5)
+    kept, again = (read_run(tmp_path / name).coactivation[-1]["layers"] for name in ("kept", "computed again"))
+    assert kept == again  # a recompute is not counted
 
 
 def test_held_out_questions_may_be_a_file_and_epochs_count_the_rows(base: Path, data: str, tmp_path: Path) -> None:
     other = tmp_path / "held.jsonl"
     other.write_text(json.dumps({"prompt": "1 plus 1? ", "completion": "2"}) + "\n")
     console = Quiet()
-    changes = {"held_out": str(other), "steps": None, "epochs": 0.5, "accumulation": 1}
+    # 30 passes over the data, 8 a step: the last step of an epoch has fewer
+    changes = {"held_out": str(other), "steps": None, "epochs": 1.5, "accumulation": 8}
     report = finetune(settings(tmp_path / "run", base, data, **changes), console)
-    assert report.steps == 15  # half of 120 rows, 4 at a time
+    assert report.steps == 6
+    assert len(step_losses(tmp_path / "run")) == 6
     assert any("120 documents to train on" in said and "1 held out" in said for said in console.said)
 
 
