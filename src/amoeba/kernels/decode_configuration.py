@@ -14,9 +14,9 @@ from amoeba.kernels.launch import cdiv, next_power_of_2
 # By slot an expert is read once for each of its slots, by expert once. One token names no expert twice. Up to this many
 # tokens, by slot is faster as long as few slots share an expert. With random routing, by slot against by expert (H200,
 # 2026-11-15; in brackets the slots per touched expert):
-#   H=2048 I=768 E=128 K=8    T=2 38.3 : 45.4 us [1.03], T=3 54.3 : 61.9 [1.06], T=4 71.0 : 75.6 [1.10]
-#   H=2048 I=1024 E=64 K=8    T=2 49.1 : 58.3 [1.07], T=4 91.9 : 91.3 [1.21]
-#   H=4096 I=14336 E=8 K=2    T=2 314 : 279 [1.14]
+#   H=2048 I=768 E=128 K=8    T=2 38.1 : 45.1 us [1.03], T=3 54.3 : 59.9 [1.06], T=4 70.8 : 75.4 [1.10]
+#   H=2048 I=1024 E=64 K=8    T=2 48.9 : 57.3 [1.07], T=4 91.7 : 90.9 [1.21]
+#   H=4096 I=14336 E=8 K=2    T=2 311 : 274 [1.14]
 BY_SLOT_TOKENS, SLOTS_PER_EXPERT = 4, 1.1
 # Bytes of weights that a program of the up projection has in flight at once, where whole rows fit, in 256 threads.
 # With H = 2048 that is two columns; one (in 128 threads) or four made T = 1 23.8 or 24.3 us instead of 21.9. Two are
