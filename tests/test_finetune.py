@@ -22,7 +22,9 @@ from typer.testing import CliRunner
 
 from amoeba import lora
 from amoeba.cli import app
-from amoeba.integrations.placement import _why_no_packing, place_experts
+from amoeba.cpu import planner as planner_module
+from amoeba.integrations import placement as placement_module
+from amoeba.integrations.placement import Placed, _why_no_packing, place_experts
 from amoeba.jobs.finetune import finetune
 from amoeba.jobs.merge import merge
 from amoeba.jobs.settings import FinetuneSettings, load_settings, settings_of
@@ -425,10 +427,35 @@ def test_an_unknown_placement_is_refused_and_resident_changes_nothing() -> None:
         place_experts(model, "disk")
 
 
-@pytest.mark.skipif(_why_no_packing(), reason="amoeba.cpu.packed_experts is there")
-def test_packed_experts_without_the_engine_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected resident, or amoeba.cpu.packed_experts for cpu-int8"):
-        place_experts(build("qwen3_moe"), "cpu-int8")
+def test_packed_experts_without_a_compiler_are_refused_and_auto_keeps_them_resident(monkeypatch: Any) -> None:
+    monkeypatch.setattr(placement_module, "_why_no_packing", lambda: "no C++ compiler was found")
+    model = build("qwen3_moe").to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"compiles the CPU core, for cpu-int8; got no C\+\+ compiler was found"):
+        place_experts(model, "cpu-int8")
+    monkeypatch.setattr(placement_module, "has_bf16_instructions", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert place_experts(model, "auto") == Placed("resident", "no C++ compiler was found")
+
+
+@needs_engine
+def test_memory_that_will_not_do_is_foreseen_before_anything_is_packed(
+    base: Path, data: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(planner_module, "available_memory", lambda device: 1000)
+    result = CliRunner().invoke(
+        app, ["finetune", str(base), "--data", data, "--out", str(tmp_path / "run"), "--experts", "cpu-int8"]
+    )
+    assert result.exit_code != 0
+    text = " ".join(result.output.split())
+    assert "to be free for what follows; got" in text and "Place them as cpu-int8" in text and "packed Wᵀ" in text
+    assert "Traceback" not in result.output
+
+
+@needs_engine
+def test_the_plan_of_packed_experts_is_said(base: Path, data: str, tmp_path: Path) -> None:
+    console = Quiet()
+    finetune(settings(tmp_path / "run", base, data, experts="cpu-bf16", steps=1), console)
+    assert any("packed W " in said and "total" in said for said in console.said)
 
 
 @needs_engine

@@ -1,7 +1,7 @@
 """How a command ends: its exit code, its JSON line, and a sentence for what the user can mend.
 
 with usage():
-    settings = ...            # a ValueError, a missing file or a missing package becomes one line and exit code 2
+    settings = ...            # a ValueError, a missing file or package, memory foreseen: one message, exit code 2
 finish(output, document, ok=True, json=json)
 """
 
@@ -24,7 +24,7 @@ def usage() -> Iterator[None]:
     """What is raised inside is the user's to mend."""
     try:
         yield
-    except (ValueError, FileExistsError, FileNotFoundError) as error:
+    except (ValueError, FileExistsError, FileNotFoundError, MemoryError) as error:
         said: object = error
     except ImportError as error:
         if (error.name or "").split(".")[0] == "amoeba":

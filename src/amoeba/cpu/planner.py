@@ -145,7 +145,10 @@ def plan_of(
     )
 
 
-def check_memory(found: Plan, *, already: int = 0, available: int | None = None) -> None:
+REMEDY = "Pack in int8, use a smaller max_len or max_cache_depth, or keep x alone (recompute)."
+
+
+def check_memory(found: Plan, *, already: int = 0, available: int | None = None, remedy: str = REMEDY) -> None:
     """Raises MemoryError where the plan asks for more than there is. already: bytes of it that are allocated."""
     if available is None:
         available = available_memory(torch.device("cpu"))
@@ -153,7 +156,7 @@ def check_memory(found: Plan, *, already: int = 0, available: int | None = None)
     if available is not None and needed > available:
         raise MemoryError(
             f"memory: expected {readable(needed)} to be free for what follows; got {readable(available)}. "
-            f"Pack in int8, use a smaller max_len or max_cache_depth, or keep x alone (recompute).\n{found}"
+            f"{remedy}\n{found}"
         )
 
 

@@ -135,7 +135,8 @@ def _plans(model: Any, modules: list[Any], kind: PackedKind, load: Load) -> tupl
     )
     freed = sum(parameter.nbytes for module in modules for parameter in module.parameters() if not parameter.is_cuda)
     together = plans[0] if len(plans) == 1 else Plan(sum((p.items for p in plans), ()), "layers of several sizes")
-    check_memory(together, already=freed)
+    remedy = "Place them as cpu-int8, pass fewer tokens at once (batch size, sequence length), or use checkpointing."
+    check_memory(together, already=freed, remedy=remedy)
     return plans
 
 
