@@ -393,6 +393,18 @@ class TestLora:
         assert report.flops == 2 * cost.forward_flops(rows=self.shape.rows, hidden=64, intermediate=32)
         assert not [m.reason for m in report.measurements if m.status == "refused"]
 
+    def test_decoding_in_bf16_is_measured_with_packed_experts_too(self):
+        shape = Shape("decode", tokens=1, hidden=64, intermediate=32, experts=6, top_k=2, forward_only=True)
+        (report,) = run_suite([shape], CPU, [torch.bfloat16], ["forward"], repeats=1, peers=())
+        timed = {m.implementation: m for m in report.measurements if m.status == "timed"}
+        assert {"amoeba packed bf16", "amoeba packed int8", "amoeba in float32"} <= set(timed)
+        read = [timed[f"amoeba {name}"] for name in ("packed int8", "packed bf16", "in float32")]
+        assert [round(m.weight_bytes_per_second * m.median_ms / 1e3 / report.weight_bytes, 6) for m in read] == [
+            0.5,
+            1,
+            2,
+        ]
+
     def test_int8_has_its_own_tolerance_and_is_refused_beyond_it(self, monkeypatch):
         monkeypatch.setitem(implementations_module.INT8_TOLERANCE, "gradient", 1e-4)
         (report,) = run_suite([self.shape], CPU, [torch.bfloat16], ["training"], repeats=1)

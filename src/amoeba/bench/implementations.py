@@ -1,5 +1,5 @@
 """Who computes the experts: our backends through the seam, transformers' ways through its own module, and for experts
-with LoRA factors also our experts packed for the CPU and a loop over the experts in plain torch.
+with LoRA factors also our experts packed for the CPU (for decoding in bf16, too) and a loop over them in plain torch.
 
     found, left_out = implementations(workload, training=True)
     y_TH = found[0].run()
@@ -56,13 +56,14 @@ def implementations(
 ) -> tuple[list[Implementation], dict[str, str]]:
     """All that can take this workload, ours first, and the reason for each that cannot."""
     found, left_out = _our_backends(workload)
-    if workload.lora is not None:
-        for more in (_packed, _in_fp32, _loops):
+    lora, decodes = workload.lora is not None, workload.shape.forward_only and workload.device.type == "cpu"
+    if lora or (decodes and workload.dtype == torch.bfloat16):
+        for more in (_packed, _in_fp32, _loops) if lora else (_packed, _in_fp32):
             more_found, more_left_out = more(workload)
             found, left_out = found + more_found, left_out | more_left_out
-        return found, left_out | dict.fromkeys(
-            (THROUGH_TRANSFORMERS, *map(_peer, PEERS)), "transformers' experts take no LoRA factors"
-        )
+    if lora:
+        peerless = dict.fromkeys((THROUGH_TRANSFORMERS, *map(_peer, PEERS)), "transformers' experts take no factors")
+        return found, left_out | peerless
     try:
         through_module = _transformers_modules(workload)
     except ImportError as error:
