@@ -88,6 +88,7 @@ _SIGNATURES = {
     "amoeba_node_forward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "amoeba_node_backward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "amoeba_node_workspace": (c_int64, (c_void_p, c_void_p, c_int)),
+    "amoeba_node_thread_bytes": (c_int64, (c_void_p, c_int64, c_int)),
     "amoeba_node_pack_factors": (None, (c_void_p, c_void_p, c_void_p)),
 }
 
@@ -106,6 +107,7 @@ class NodeLibrary:
         self.forward = library.amoeba_node_forward
         self.backward = library.amoeba_node_backward
         self.workspace = library.amoeba_node_workspace
+        self.thread_bytes = library.amoeba_node_thread_bytes
         self.pack_factors = library.amoeba_node_pack_factors
 
 
