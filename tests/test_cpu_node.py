@@ -5,8 +5,11 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · R 
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
@@ -349,8 +352,38 @@ def test_the_workspace_is_predicted(workers: WorkerPool) -> None:
     least = 2 * slots * (intermediate + hidden)
     assert least < sizes["forward"] < least + 16384
     assert least + 2 * slots * 2 * intermediate < sizes["backward"] < least + rows + 32768
+    assert 80 * hidden * 2 < sizes["thread"] < 1 << 20
     without = workspace_bytes(layer.node(), 40, 2, ranks=layer.ranks, keep="x")
     assert without["cache"] < sizes["cache"] and without["backward"] >= sizes["backward"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_pass_takes_as_much_memory_as_was_predicted() -> None:
+    """In a process of its own, whose memory nothing else has grown before."""
+    program = """
+import gc, torch
+from test_cpu_node import ALL, Layer, NodeFactors, WorkerPool, backward, forward, workspace_bytes
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+Layer(hidden=64, intermediate=32).run(WorkerPool(1))
+layer, pool = Layer(tokens=4000, top_k=4, experts=8, hidden=512, intermediate=256), WorkerPool(1)
+node = layer.node()
+node.gate_up.transposed, node.down.transposed
+factors = NodeFactors.pack(node, layer.lora, pool)
+sizes = workspace_bytes(node, 4000, 4, ranks=layer.ranks)
+before = resident()
+y, cache = forward(node, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, pool, keep="h")
+gradients = backward(node, factors, cache, layer.dy_TH, pool, ALL)
+results = sum(t.nbytes for t in (y, *gradients))
+print(resident() - before - results, max(sizes["forward"], sizes["backward"]) + sizes["cache"], sizes["thread"])
+"""
+    paths = [str(FilePath(build.__file__).parents[2]), str(FilePath(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    took, predicted, thread = map(int, done.stdout.split())
+    print(f"took {took / 2**20:.1f} MiB, predicted {predicted / 2**20:.1f} and {thread / 2**20:.1f} for the thread")
+    assert 0.9 * predicted < took < 1.1 * (predicted + thread)
 
 
 class TestRefusals:

@@ -229,8 +229,9 @@ def workspace_bytes(
 ) -> dict[str, int]:
     """Bytes that one pool holds for passes of this size, and those that each forward leaves for its backward.
 
-    forward, backward: scratch of the pool, which the larger of the two sizes; cache: what `keep` leaves, without x.
-    The threads' own buffers, some MiB each, are not in it. `ranks` are those of gate, up and down.
+    forward, backward: scratch of the pool, which the larger of the two sizes; thread: what the buffers of each of its
+    threads grow to where all rows meet in one expert; cache: what `keep` leaves, without x. `ranks` are those of gate,
+    up and down.
     """
     c, batch = node._structure(), CBatch(tokens=tokens, top_k=top_k)
     c.gate_rank, c.up_rank, c.down_rank = ranks
@@ -247,7 +248,9 @@ def workspace_bytes(
         batch.low, batch.down_low = somewhere if low else None, somewhere if down_low else None
         cache += 2 * slots * (node.gate_up.out_features + low + down_low)
     sizes = [load_node().workspace(ctypes.byref(c), ctypes.byref(batch), backward) for backward in (False, True)]
-    return {"forward": sizes[0], "backward": 0 if keep == "nothing" else sizes[1], "cache": cache}
+    trains = keep != "nothing"
+    thread = load_node().thread_bytes(ctypes.byref(c), slots, trains)
+    return {"forward": sizes[0], "backward": sizes[1] if trains else 0, "thread": thread, "cache": cache}
 
 
 def _padded(size: int) -> int:

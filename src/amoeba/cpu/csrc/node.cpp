@@ -31,6 +31,21 @@ int64_t amoeba_node_workspace(const Node* node, const Batch* batch, int backward
   return int64_t(whole_pages(bytes(*node, *batch)));
 }
 
+// What one thread's own buffers grow to at most in passes of this many slots.
+int64_t amoeba_node_thread_bytes(const Node* node, int64_t slots, int backward) {
+  const Node& n = *node;
+  const int64_t padded = ceil_div(slots, TILE) * TILE, ranks = std::max(n.low_width(), n.down_low_width());
+  int64_t rows = 0;
+  for (const int64_t depth : {n.hidden, n.intermediate, backward ? n.width : 0}) {
+    const int64_t tiles = tiles_of(depth, n.int8 ? Int8::PER_WORD : Bf16::PER_WORD);
+    rows = std::max(rows, std::min(rows_of_job(std::max<int64_t>(1, tiles)), padded) * tiles * TILE);
+  }
+  size_t bytes = whole_pages(rows * sizeof(uint32_t)) + whole_pages(PARTIAL_BYTES);
+  if (ranks) bytes += whole_pages(std::min(ROW_BLOCK, padded) * ranks * sizeof(uint16_t));
+  if (ranks && backward) bytes += whole_pages((padded + PANEL) * ranks * sizeof(uint16_t)) + whole_pages(WIDE_BYTES);
+  return int64_t(bytes);
+}
+
 // Into the eight matrices of the node that have data.
 void amoeba_node_pack_factors(void* pool, const Node* node, const Factors* factors) {
   Pool& workers = *static_cast<Pool*>(pool);

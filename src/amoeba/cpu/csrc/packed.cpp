@@ -100,22 +100,11 @@ void amoeba_pack_transposed(int int8, int64_t experts, int64_t columns, int64_t 
   run_jobs(experts, threads, [&](int64_t e) {
     const char* source = static_cast<const char*>(packed) + e * from;
     char* out = static_cast<char*>(transposed) + e * to;
-    if (int8) {
-      const auto* values = reinterpret_cast<const int8_t*>(source);
-      const int64_t tiles = tiles_of(depth, Int8::PER_WORD);
-      int32_t* sums = sum + e * depth;
-      std::fill(sums, sums + depth, 0);
-      pack_expert<Int8>(depth, columns, reinterpret_cast<int8_t*>(out), [&](int64_t n, int64_t k) {
-        const int8_t q = values[position<Int8>(k, n, tiles)];
-        sums[n] += q;
-        return q;
-      });
-    } else {
-      const auto* values = reinterpret_cast<const uint16_t*>(source);
-      const int64_t tiles = tiles_of(depth, Bf16::PER_WORD);
-      pack_expert<Bf16>(depth, columns, reinterpret_cast<uint16_t*>(out),
-                        [&](int64_t n, int64_t k) { return values[position<Bf16>(k, n, tiles)]; });
-    }
+    const auto* words = reinterpret_cast<const uint32_t*>(source);
+    if (int8)
+      turn_int8(columns, depth, words, reinterpret_cast<uint32_t*>(out), sum + e * depth);
+    else
+      turn_bf16(columns, depth, words, reinterpret_cast<uint32_t*>(out));
   });
 }
 

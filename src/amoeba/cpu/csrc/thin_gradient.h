@@ -41,6 +41,7 @@ struct SortedRows {
 
 constexpr int64_t GRADIENT_ROWS = 512;   // packed at a time
 constexpr int64_t GRADIENT_PANELS = 4;   // packed together: 256 bytes of every row
+constexpr int64_t WIDE_BYTES = GRADIENT_PANELS * GRADIENT_ROWS / PANEL * 2 * TILE_WORDS * int64_t(sizeof(uint32_t));
 thread_local Buffer<uint32_t> thin_words, wide_words;
 thread_local Buffer<float> thin_sums;
 
