@@ -9,15 +9,21 @@ YIELDING := OMP_WAIT_POLICY=passive
 # what `make bench` measures, for example: make bench BENCH="--suite cpu --out benchmarks/results"
 BENCH ?=
 DEMO := runs/demo
+AMOEBA := $(YIELDING) $(BIN)/amoeba
 
 .PHONY: demo test lint bench clean
 
-# Trains a small model on Python's own manual, shows what its experts do, and lets it speak. Minutes on two cores.
+# Trains a small model on Python's own manual, shows what its experts do, lets it speak, teaches it to answer questions
+# with LoRA, and asks it one. Minutes on two cores.
 demo: $(INSTALLED)
-	rm -rf $(DEMO)
-	$(BIN)/amoeba train --model demo --out $(DEMO)
-	$(BIN)/amoeba report $(DEMO)
-	$(BIN)/amoeba generate $(DEMO)/model "The with statement" --max-new-tokens 80 --temperature 0.7 --seed 0
+	rm -rf $(DEMO) $(DEMO)-finetuned
+	$(AMOEBA) train --model demo --out $(DEMO)
+	$(AMOEBA) report $(DEMO)
+	$(AMOEBA) generate $(DEMO)/model "The with statement" --max-new-tokens 80 --temperature 0.7 --seed 0
+	$(BIN)/python examples/make_instructions.py $(DEMO)-instructions.jsonl
+	$(AMOEBA) finetune $(DEMO)/model --data $(DEMO)-instructions.jsonl --out $(DEMO)-finetuned \
+		--targets all-linear --steps 200 --batch-size 16 --learning-rate 3e-3 --held-out 0.1 --log-every 20
+	$(AMOEBA) generate $(DEMO)/model "In Python, what is KeyError?" --chat --adapter $(DEMO)-finetuned
 
 test: lint
 	$(YIELDING) $(BIN)/python -m pytest -n auto --dist worksteal

@@ -19,14 +19,14 @@ from amoeba.bench import suite as suite_module
 from amoeba.bench import timing as timing_module
 from amoeba.bench.ceilings import Ceilings, Product, Size, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_new
-from amoeba.bench.implementations import PEERS, THROUGH_TRANSFORMERS, Implementation, implementations
+from amoeba.bench.implementations import LOOP, PEERS, THROUGH_TRANSFORMERS, Implementation, implementations
 from amoeba.bench.memory import peak_bytes, watch_kept
 from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
 from amoeba.bench.suite import run_suite
 from amoeba.bench.timing import Timing, time_in_turns
 from amoeba.bench.workload import make_workload, relative_error
 from amoeba.reference.experts import experts_forward
-from amoeba.weights import ExpertWeights
+from amoeba.weights import LORA_NAMES, ExpertWeights
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
@@ -86,10 +86,10 @@ def test_refuses_to_time_what_is_wrong(monkeypatch):
     found = {m.implementation: m for m in training.measurements}
     assert {name for name, m in found.items() if m.status == "timed"} == {"right"}
     for name, words in {
-        "wrong": "out of tolerance 1e-05: output 1.0e-04",
+        "wrong": "out of tolerance: output 1.0e-04 > 1e-05",
         "raises": "RuntimeError: out of order",
         "no gradient": "gave no gradient to x",
-        "wrong gradient": "x 1.0e-01, weight 1.0e-01, gate_up 1.0e-01, down 1.0e-01",
+        "wrong gradient": "x 1.0e-01 > 1e-05, weight 1.0e-01 > 1e-05, gate_up 1.0e-01 > 1e-05, down 1.0e-01 > 1e-05",
         "not a number": "output inf",
     }.items():
         assert words in found[name].reason
@@ -369,3 +369,62 @@ def test_on_a_gpu_ceilings_are_those_of_a_gpu_and_leave_no_memory_behind():
     assert 1e13 < found.matmul_flops_per_second(torch.bfloat16) < 1e16
     assert 1e11 < found.copy_bytes_per_second < 1e14
     assert torch.cuda.memory_allocated(device) == before
+
+
+class TestLora:
+    shape = Shape("lora", tokens=37, hidden=64, intermediate=32, experts=12, top_k=2, rank=3)
+
+    def test_experts_are_frozen_and_the_factors_get_the_gradients(self):
+        workload = make_workload(self.shape, CPU, torch.bfloat16)
+        assert not workload.gate_up_EJH.requires_grad and not workload.down_EHI.requires_grad
+        assert set(workload.truth) == {"output", *workload.leaves()}
+        assert set(workload.leaves()) == {"x", "weight", *LORA_NAMES}
+        assert all(workload.truth[name].shape == leaf.shape for name, leaf in workload.leaves().items())
+
+    def test_no_two_experts_are_the_same(self):
+        gate_up = make_workload(self.shape, CPU, torch.bfloat16, training=False).gate_up_EJH
+        assert len({tuple(expert.flatten().tolist()) for expert in gate_up}) == self.shape.experts
+
+    def test_packed_experts_and_the_loop_are_timed_beside_our_backends(self):
+        (report,) = run_suite([self.shape], CPU, [torch.float32], ["training"], repeats=1)
+        timed = {m.implementation for m in report.measurements if m.status == "timed"}
+        assert {"amoeba packed bf16", "amoeba packed int8", "amoeba in float32", LOOP, f"{LOOP} in float32"} <= timed
+        assert report.dtype == torch.bfloat16
+        assert report.flops == 2 * cost.forward_flops(rows=self.shape.rows, hidden=64, intermediate=32)
+        assert not [m.reason for m in report.measurements if m.status == "refused"]
+
+    def test_decoding_in_bf16_is_measured_with_packed_experts_too(self):
+        shape = Shape("decode", tokens=1, hidden=64, intermediate=32, experts=6, top_k=2, forward_only=True)
+        (report,) = run_suite([shape], CPU, [torch.bfloat16], ["forward"], repeats=1, peers=())
+        timed = {m.implementation: m for m in report.measurements if m.status == "timed"}
+        assert {"amoeba packed bf16", "amoeba packed int8", "amoeba in float32"} <= set(timed)
+        read = [timed[f"amoeba {name}"] for name in ("packed int8", "packed bf16", "in float32")]
+        assert [round(m.weight_bytes_per_second * m.median_ms / 1e3 / report.weight_bytes, 6) for m in read] == [
+            0.5,
+            1,
+            2,
+        ]
+
+    def test_int8_has_its_own_tolerance_and_is_refused_beyond_it(self, monkeypatch):
+        monkeypatch.setitem(implementations_module.INT8_TOLERANCE, "gradient", 1e-4)
+        (report,) = run_suite([self.shape], CPU, [torch.bfloat16], ["training"], repeats=1)
+        (int8,) = (m for m in report.measurements if m.implementation == "amoeba packed int8")
+        assert int8.status == "refused" and "x " in int8.reason and "output" not in int8.reason
+
+    def test_what_does_not_fit_is_left_out_with_the_sizes(self, monkeypatch):
+        monkeypatch.setattr(implementations_module, "available_memory", lambda device: 1000)
+        found, left_out = implementations(make_workload(self.shape, CPU, torch.bfloat16), training=True)
+        assert "GiB are free" in left_out["amoeba packed bf16"]
+        assert not [candidate for candidate in found if "packed" in candidate.name]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_decoding_is_timed_in_a_graph_of_steps_on_other_experts_too():
+    shape = Shape("decode", tokens=1, hidden=512, intermediate=256, experts=32, top_k=4, forward_only=True)
+    (report,) = run_suite([shape], torch.device("cuda"), [torch.bfloat16], ["forward"], repeats=3)
+    found = {m.implementation: m for m in report.measurements if m.status == "timed"}
+    for name in ("amoeba triton", THROUGH_TRANSFORMERS):
+        assert 0 < found[name].graph_median_ms < found[name].median_ms
+        expected = report.weight_bytes / found[name].graph_median_ms * 1e3
+        assert found[name].graph_weight_bytes_per_second == pytest.approx(expected)
+    assert found["transformers eager"].graph_median_ms is None, "it asks the host which experts there are"

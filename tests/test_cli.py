@@ -64,7 +64,8 @@ def test_verify_passes_and_names_every_backend_and_gradient():
     assert {row["backend"] for row in document["backends"]} == set(conformance.backend_names(torch.device("cpu")))
     for row in document["backends"]:
         if row["cases_checked"]:
-            assert {"inference", "output", "x", "weight", "gate_up", "down", "down_bias"} <= set(row["worst"])
+            base = set() if row["backend"] in conformance.PACKED else {"gate_up", "down", "down_bias"}
+            assert {"inference", "output", "x", "weight"} | base <= set(row["worst"])
     assert "every gradient within tolerance" in result.stdout
     for name in ("eager", "float32", "bfloat16", "gate_up_bias", "tolerance"):
         assert name in result.stdout
@@ -148,7 +149,7 @@ def test_bench_exits_with_1_when_one_of_ours_is_wrong(monkeypatch):
     plant(monkeypatch, "broken", wrong)
     result = invoke("bench", "--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1", "--json")
     assert result.exit_code == 1
-    assert "amoeba broken: refused, out of tolerance 1e-05: output 1.0e-02" in result.stdout
+    assert "amoeba broken: refused, out of tolerance: output 1.0e-02 > 1e-05" in result.stdout
     measurements = last_line(result)["results"][0]["measurements"]
     assert [m["median_ms"] for m in measurements if m["implementation"] == "amoeba broken"] == [None]
 

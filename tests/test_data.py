@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from amoeba.jobs import data
-from amoeba.jobs.data import Completion, Conversation, Message, Text, load_corpus, render
+from amoeba.jobs import data, sources
+from amoeba.jobs.data import load_corpus
+from amoeba.jobs.documents import Completion, Conversation, Message, Text, characters, render
 
 CHAT = Conversation((Message("user", "Hello?"), Message("assistant", "Hello.")))
 PAGE = "\n\n".join(f"Paragraph {number}: " + "words and more words " * 20 for number in range(199))
@@ -66,8 +67,8 @@ def reference():
 
 
 def test_the_language_reference_is_there_without_a_download(reference):
-    assert 300_000 < data._characters(reference.train) < 1_000_000
-    share = data._characters(reference.held_out) / data._characters(reference.train + reference.held_out)
+    assert 300_000 < characters(reference.train) < 1_000_000
+    share = characters(reference.held_out) / characters(reference.train + reference.held_out)
     assert 0.04 < share <= 0.05
     assert "Python 3." in reference.description and f"{len(reference.train)} documents" in reference.description
 
@@ -75,7 +76,7 @@ def test_the_language_reference_is_there_without_a_download(reference):
 def test_no_passage_of_the_held_out_reference_is_trained_on(reference):
     def passages(documents):
         found = (" ".join(passage.split()) for document in documents for passage in document.text.split("\n\n"))
-        return {passage for passage in found if len(passage) >= data.PASSAGE_CHARACTERS}
+        return {passage for passage in found if len(passage) >= sources.PASSAGE_CHARACTERS}
 
     assert len(passages(reference.held_out)) > 20
     assert not passages(reference.held_out) & passages(reference.train)
@@ -121,7 +122,7 @@ def test_about_the_asked_share_of_characters_is_held_out(tmp_path):
     path = written(tmp_path, "page.txt", PAGE)
     for share in (0.05, 0.3, 0.9):
         corpus = load_corpus(str(path), held_out=share)
-        assert data._characters(corpus.held_out) / len(PAGE) == pytest.approx(share, abs=0.05)
+        assert characters(corpus.held_out) / len(PAGE) == pytest.approx(share, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +172,8 @@ def test_a_share_that_leaves_a_side_empty_is_explained(share):
 
 @given(st.text(alphabet="ab \n", max_size=760).map(lambda text: text * 20))
 def test_cutting_a_text_into_blocks_loses_only_blanks_at_the_cuts(text):
-    blocks = [block.text for block in data._blocks(text)]
-    assert all(len(block) <= data.BLOCK_CHARACTERS for block in blocks)
+    blocks = [block.text for block in sources.blocks(text)]
+    assert all(len(block) <= sources.BLOCK_CHARACTERS for block in blocks)
     assert "".join("".join(blocks).split()) == "".join(text.split())
 
 
@@ -184,7 +185,7 @@ def test_a_long_text_is_cut_between_paragraphs(tmp_path):
 
 def test_text_keeps_its_indentation_and_loses_the_marks_of_windows(tmp_path):
     path = written(tmp_path, "a.py", b"\xef\xbb\xbf    if x:\r\n        y\r\nz")
-    assert list(data._read_file(path)) == [Text("    if x:\n        y\nz")]
+    assert list(sources.read_file(path)) == [(Text("    if x:\n        y\nz"), str(path))]
 
 
 def test_text_that_is_not_utf8_names_the_file_and_the_offset(tmp_path):
@@ -210,7 +211,7 @@ def test_json_lines_hold_text_messages_and_completions(tmp_path):
         {"prompt": messages[:1], "completion": messages[1:]},
     ]
     path = written(tmp_path, "a.jsonl", "\n\n".join(json.dumps(r, ensure_ascii=False) for r in records) + "\n")
-    expected = [Text("a\u2028b"), CHAT, Completion("1+1=", "2"), CHAT]
+    expected = [Text("a\u2028b"), CHAT, Completion("1+1=", "2"), Conversation(CHAT.messages, given=1)]
     assert sorted(documents(path), key=str) == sorted(expected, key=str)
     as_list = written(tmp_path, "a.json", json.dumps(records))
     assert load_corpus(str(as_list)).train == load_corpus(str(path)).train
@@ -332,7 +333,7 @@ def test_a_folder_is_read_in_order_with_what_is_left_out_counted(tmp_path):
     }.items():
         written(tmp_path, name, content)
     left_out = data.Counter()
-    assert list(data._read_source(str(tmp_path), left_out)) == [
+    assert [document for document, _ in sources.read_source(str(tmp_path), left_out)] == [
         Text("first"),
         Text("second"),
         Text("third = 3"),

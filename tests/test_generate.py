@@ -23,7 +23,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from amoeba.commands import generate as command
-from amoeba.jobs import generate as job
+from amoeba.jobs import token_stream
 from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
 from tiny_models import randomise, tiny_config
 
@@ -96,7 +96,7 @@ def invoke(*words: object, input: str | None = None):
 
 def streamed(tokenizer, ids: list[int], prompt: int = 3) -> tuple[list[str], str]:
     pieces: list[str] = []
-    stream = job._Stream(tokenizer, pieces.append)
+    stream = token_stream.TokenStream(tokenizer, pieces.append)
     stream.put(torch.zeros(1, prompt, dtype=torch.int64))
     for id in ids:
         stream.put(torch.tensor([id]))
@@ -402,14 +402,14 @@ def test_the_prompt_may_come_from_stdin(folder):
 
 
 def test_ctrl_c_ends_with_the_report_and_130(folder, monkeypatch):
-    original = job._Stream.put
+    original = token_stream.TokenStream.put
 
     def put(self, value):
         original(self, value)
         if len(self.ids) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(job._Stream, "put", put)
+    monkeypatch.setattr(token_stream.TokenStream, "put", put)
     result = invoke(folder, "Once", "--temperature", 0, "--json")
     assert result.exit_code == 130
     document = json.loads(result.stdout.splitlines()[-1])
@@ -421,7 +421,7 @@ def test_ctrl_c_while_loading_is_130_too(folder, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "_load_model", interrupted)
+    monkeypatch.setattr("amoeba.jobs.generate.load_model", interrupted)
     result = invoke(folder, "Once")
     assert result.exit_code == 130
     assert "interrupted before the first token" in result.stderr

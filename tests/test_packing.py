@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from amoeba.jobs.data import Conversation, Message, Text
+from amoeba.jobs.documents import Conversation, Message, Text
 from amoeba.jobs.packing import NO_LABEL, PackedDataset
 from amoeba.jobs.tokenizer import END_OF_TEXT, train_tokenizer
 

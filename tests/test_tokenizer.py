@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from amoeba.jobs.data import Conversation, Corpus, Message, Text, render
+from amoeba.jobs.data import Corpus
+from amoeba.jobs.documents import Conversation, Message, Text, render
 from amoeba.jobs.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, load_or_train_tokenizer, train_tokenizer
 
 TEXTS = [

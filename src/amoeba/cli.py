@@ -6,45 +6,35 @@ Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly, 130
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from amoeba._version import __version__
 from amoeba.commands import bench as bench_command
 from amoeba.commands import doctor as doctor_command
+from amoeba.commands import finetune as finetune_command
 from amoeba.commands import generate as generate_command
+from amoeba.commands import merge as merge_command
 from amoeba.commands import report as report_command
 from amoeba.commands import train as train_command
 from amoeba.commands import verify as verify_command
+from amoeba.commands.exits import INTERRUPTED, finish, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
-from amoeba.commands.output import Output, make_output, show_log
+from amoeba.commands.output import make_output, show_log
+from amoeba.jobs.settings import TrainSettings, settings_of
 
 app = typer.Typer(
     name="amoeba",
-    help="Mixture of experts for PyTorch: train, generate, prove, measure.",
+    help="Mixture of experts for PyTorch: train, fine-tune, generate, prove, measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 
-CHECK_FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
-
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; may be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
-
-
-@contextmanager
-def _usage() -> Iterator[None]:
-    """What is raised while options are being read is the user's to mend."""
-    try:
-        yield
-    except (ValueError, FileExistsError, FileNotFoundError) as error:
-        typer.echo(f"amoeba: {error}", err=True)
-        raise typer.Exit(BAD_USAGE) from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -73,20 +63,20 @@ def verify(
     json: Json = False,
 ) -> None:
     """Prove every backend of this machine: output and each gradient against the fp64 reference."""
-    with _usage():
+    with usage():
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], list(DTYPES.values()))
         backends = verify_command.check_backends(backend or [], place)
     output = make_output()
     document, ok = verify_command.run(place, dtypes, backends, thorough, output)
-    _finish(output, document, ok, json)
+    finish(output, document, ok, json)
 
 
 @app.command()
 def doctor(json: Json = False) -> None:
     """Show the machine, the versions, and which backend runs on what (and why not)."""
     output = make_output()
-    _finish(output, doctor_command.run(output), True, json)
+    finish(output, doctor_command.run(output), True, json)
 
 
 @app.command()
@@ -106,7 +96,7 @@ def bench(
     json: Json = False,
 ) -> None:
     """Check each implementation on the very problem, then time those that are right, in turns."""
-    with _usage():
+    with usage():
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
         shapes = bench_command.choose_shapes(shape or [], suite, place)
@@ -115,7 +105,7 @@ def bench(
         path = bench_command.free_path(out)
     output = make_output()
     document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output, peers)
-    _finish(output, document, ok, json)
+    finish(output, document, ok, json)
 
 
 @app.command()
@@ -141,6 +131,9 @@ def train(
     eval_every: Annotated[int | None, typer.Option("--eval-every")] = None,
     save_every: Annotated[int | None, typer.Option("--save-every")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train a mixture-of-experts language model, watch its experts, keep it as a Hugging Face folder."""
@@ -149,18 +142,21 @@ def train(
         "accumulation": accumulation, "sequence_length": sequence_length, "learning_rate": learning_rate,
         "vocab_size": vocab_size, "balance": balance, "dtype": dtype, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
+        "gradient_checkpointing": gradient_checkpointing or None,
     }  # fmt: skip
     output = make_output()
-    with _usage():
+    with usage():
         given = {name: value for name, value in flags.items() if value is not None}
-        settings = train_command.settings_of(resume, config, given)
+        settings = settings_of(TrainSettings, resume, config, given)
         document = train_command.run(settings, resume is not None, output)
-    _finish(output, document, True, json)
+    finish(output, document, True, json)
     if document["interrupted"]:
         raise typer.Exit(INTERRUPTED)
 
 
+app.command()(finetune_command.finetune)
 app.command()(generate_command.generate)
+app.command()(merge_command.merge)
 
 
 @app.command()
@@ -171,16 +167,9 @@ def report(
 ) -> None:
     """Write a training run as one HTML page: losses, expert heatmap, entropy, co-activation; no network needed."""
     output = make_output()
-    with _usage():
+    with usage():
         document = report_command.run(run, out, output)
-    _finish(output, document, True, json)
-
-
-def _finish(output: Output, document: dict, ok: bool, json: bool) -> None:
-    if json:
-        output.document(document)
-    if not ok:
-        raise typer.Exit(CHECK_FAILED)
+    finish(output, document, True, json)
 
 
 def main() -> None:

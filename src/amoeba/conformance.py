@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from torch import Tensor
 from amoeba.backends.composed import experts_composed
 from amoeba.backends.registry import Request, backends_for
 from amoeba.config import Activation, ActivationKind
+from amoeba.cpu.build import CoreUnavailable
+from amoeba.cpu.packed import PackedKind, load_packed
+from amoeba.cpu.packed_experts import pack_experts
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.reference import experts as reference
@@ -68,6 +71,23 @@ ACTIVATIONS = (SILU, PLAIN_RELU2, CLAMPED_SWIGLU)
 COMPOSED = "composed"
 
 
+class PackedRow(NamedTuple):
+    """The `cpu` backend with weights packed before the pass."""
+
+    kind: PackedKind
+    nodes: int
+    output: float  # tolerances
+    gradients: float
+
+
+# Worst seen on a CPU with AMX (2026-11-15): bf16 output 4.5e-3 and gradients 5.8e-3, int8 2.8e-2 and 3.3e-2.
+PACKED: dict[str, PackedRow] = {
+    "packed-bf16": PackedRow("bf16", 1, 5e-3, 1e-2),
+    "packed-bf16-nodes3": PackedRow("bf16", 3, 5e-3, 1e-2),
+    "packed-int8": PackedRow("int8", 1, 3e-2, 5e-2),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One layer with its routing; all of it follows from these fields."""
@@ -87,6 +107,11 @@ class Case:
     rank: int = 8
     frozen: bool = False  # weights and biases get no gradient
     seed: int = 0
+
+    @property
+    def has_kink(self) -> bool:
+        """Whether the slope of the activation jumps somewhere."""
+        return math.isfinite(self.activation.limit) or self.activation.kind == "relu"
 
     @property
     def name(self) -> str:
@@ -270,8 +295,7 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
         weight_TK[::2, 0] = 0
     inputs = {"weight": weight_TK.to(_weight_dtype(case, dtype)).double()}
     unit = 2.0 ** -math.ceil(math.log2(hidden) / 2)
-    exact = math.isfinite(case.activation.limit) or case.activation.kind == "relu"
-    if exact:
+    if case.has_kink:
         # At a limit, and at relu's zero, the gradient jumps. An h that was rounded to the other side is no error of the
         # backend and would drown all others; so here h is a sum of multiples of a power of two, few enough for 8 bits
         # to hold every one of them exactly, in any order of summation. Some lie on the limit itself.
@@ -289,7 +313,7 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
         if name == "gate" and not case.activation.gated:
             continue
         fan_in, fan_out = (inner, hidden) if name == "down" else (hidden, inner)
-        if exact and name != "down":
+        if case.has_kink and name != "down":
             # four of x's numbers each, so that c·x·Aᵀ is a small multiple of x's unit and h one of its own, as above
             a_ERI = torch.zeros(num_experts, case.rank, fan_in, dtype=torch.float64)
             place = torch.rand(a_ERI.shape, generator=generator).argsort(-1)[..., :4]
@@ -347,13 +371,15 @@ def poisoned_memory() -> Iterator[None]:
 
 def backend_names(device: torch.device) -> tuple[str, ...]:
     """All that can be checked on this kind of device."""
-    return (*(backend.name for backend in backends_for(device)), COMPOSED)
+    return (*(backend.name for backend in backends_for(device)), COMPOSED, *PACKED)
 
 
 def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason for which the backend does not serve this case; None if it does."""
     if backend_name == COMPOSED:
         return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
+    if backend_name in PACKED:
+        return _why_not_packed(device, dtype)
     made = example(case, dtype)
     tensors, routing, _ = _placed(made, case, device, dtype)
     request = Request(tensors["x"], routing, _weights(tensors, case.activation), _lora(tensors), case.recompute)
@@ -368,10 +394,23 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
     )
 
 
+def _why_not_packed(device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype != torch.bfloat16:
+        return f"packed experts compute in bf16, x would be {dtype}"
+    if device.type not in ("cpu", "cuda"):
+        return f"x comes from the CPU or a CUDA device, not from {device.type}"
+    try:
+        load_packed()
+    except CoreUnavailable as error:
+        return str(error)
+    return None
+
+
 def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Errors by name: output (with gradient), inference (without), and the gradient of each input that wants one."""
     made = example(case, dtype)
-    tensors, routing, dy_TH = _placed(made, case, device, dtype)
+    packed = backend_name in PACKED
+    tensors, routing, dy_TH = _placed(made, case, device, dtype, packed)
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     with poisoned_memory():
         with torch.no_grad():
@@ -381,24 +420,31 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
     found |= dict(zip(wanted, gradients, strict=True))
     truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    if packed and PACKED[backend_name].kind == "int8" and case.has_kink:
+        # h is exact in the 8 bits of a bf16 but not in those of an int8; rounded across the kink, it has another slope
+        found = {name: tensor for name, tensor in found.items() if name != "x" and not name.startswith(("gate", "up"))}
     return {name: _error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
 
 
 def _placed(
-    made: Example, case: Case, device: torch.device, dtype: torch.dtype
+    made: Example, case: Case, device: torch.device, dtype: torch.dtype, packed: bool = False
 ) -> tuple[dict[str, Tensor], Routing, Tensor]:
-    """The inputs, the routing, and dy, as a user would hand them in."""
+    """The inputs, the routing, and dy, as a user would hand them in; packed: weights frozen, and factors on the CPU."""
     tensors = {}
     for name, tensor in made.inputs.items():
-        placed = tensor.to(device, _weight_dtype(case, dtype) if name == "weight" else dtype)
+        home = torch.device("cpu") if packed and name not in ("x", "weight") else device
+        placed = tensor.to(home, _weight_dtype(case, dtype) if name == "weight" else dtype)
         if case.storage == "transposed" and placed.dim() == 3:
             placed = placed.transpose(1, 2).contiguous().transpose(1, 2)
-        tensors[name] = placed.requires_grad_(not (case.frozen and name in FREEZABLE))
+        tensors[name] = placed.requires_grad_(not ((case.frozen or packed) and name in FREEZABLE))
     return tensors, Routing(made.expert_TK.to(device), tensors["weight"]), made.dy_TH.to(device, dtype)
 
 
 def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name: str) -> Tensor:
     x_TH, weights, lora = tensors["x"], _weights(tensors, case.activation), _lora(tensors)
+    if backend_name in PACKED:
+        packed = pack_experts(weights, PACKED[backend_name].kind, PACKED[backend_name].nodes)
+        return experts(x_TH, routing, packed, lora=lora, backend="cpu", recompute=case.recompute)
     if backend_name != COMPOSED:
         return experts(x_TH, routing, weights, lora=lora, backend=backend_name, recompute=case.recompute)
     wide = torch.promote_types(x_TH.dtype, torch.float32)
@@ -410,6 +456,18 @@ def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name:
     return experts_composed(
         x_TH, routing, *weights.tensors(), gate=foreign_function, lora=lora, interleaved=interleaved
     )
+
+
+def tolerance(backend_name: str, dtype: torch.dtype, name: str, case: Case | None = None) -> float:
+    """How far that output or gradient may be from the truth; in that case, or in most."""
+    row = PACKED.get(backend_name)
+    if row is None:
+        return TOLERANCE[dtype]
+    if name not in ("output", "inference"):
+        return row.gradients
+    # relu² doubles the rounding of h (5.6e-3), and a single row has no others to average over (5.3e-3)
+    wide = case is not None and (case.activation.kind == "relu2" or case.num_tokens == 1)
+    return max(row.output, TOLERANCE[dtype]) if wide else row.output
 
 
 def _error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
@@ -434,12 +492,9 @@ class Result:
     dtype: torch.dtype
     case: str
     errors: dict[str, float] = field(default_factory=dict)
+    out_of_tolerance: dict[str, float] = field(default_factory=dict)
     refused: str | None = None
     failure: str | None = None
-
-    @property
-    def out_of_tolerance(self) -> dict[str, float]:
-        return {name: error for name, error in self.errors.items() if not error <= TOLERANCE[self.dtype]}
 
     @property
     def ok(self) -> bool:
@@ -470,7 +525,10 @@ def verify_case(case: Case, backend_name: str, device: torch.device, dtype: torc
     if refused is not None:
         return Result(backend_name, dtype, case.name, refused=refused)
     try:
-        return Result(backend_name, dtype, case.name, check(case, backend_name, device, dtype))
+        errors = check(case, backend_name, device, dtype)
+        limits = {name: tolerance(backend_name, dtype, name, case) for name in errors}
+        wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
+        return Result(backend_name, dtype, case.name, errors, wrong)
     except Exception as error:
         return Result(backend_name, dtype, case.name, failure=f"{type(error).__name__}: {error}")
 

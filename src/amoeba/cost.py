@@ -20,9 +20,11 @@ def forward_flops(*, rows: int, hidden: int, intermediate: int, gated: bool = Tr
     return 2 * rows * hidden * (_width(intermediate, gated) + intermediate)
 
 
-def backward_flops(*, rows: int, hidden: int, intermediate: int, gated: bool = True) -> int:
-    """dA', dW2, dx and dW1: twice the forward. What `recompute` does again is not counted."""
-    return 2 * forward_flops(rows=rows, hidden=hidden, intermediate=intermediate, gated=gated)
+def backward_flops(*, rows: int, hidden: int, intermediate: int, gated: bool = True, frozen: bool = False) -> int:
+    """dA', dW2, dx and dW1: twice the forward; dA' and dx beside frozen weights: once. What `recompute` does again and
+    what LoRA factors cost is not counted."""
+    forward = forward_flops(rows=rows, hidden=hidden, intermediate=intermediate, gated=gated)
+    return forward if frozen else 2 * forward
 
 
 def kept_bytes(

@@ -17,13 +17,13 @@ from torch import Tensor
 from amoeba.backends.registry import Request, choose
 from amoeba.errors import bad_value
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights, LoraFactors
+from amoeba.weights import AnyExperts, LoraFactors
 
 
 def experts(
     x_TH: Tensor,
     routing: Routing,
-    weights: ExpertWeights,
+    weights: AnyExperts,
     *,
     lora: LoraFactors | None = None,
     backend: str = "auto",
@@ -33,6 +33,7 @@ def experts(
 
     lora: low-rank updates of the projections, computed row by row and never merged into the weights. Beside frozen
     weights only the factors' gradients are computed.
+    weights: ExpertWeights, or another kind such as PackedExperts, which x may reach from a GPU.
     recompute: keep x alone between the passes and compute the up projection again in backward.
     Under autocast x and the weights are cast to the autocast dtype, and y comes in it.
     """
@@ -48,12 +49,11 @@ def experts(
                 "lora", "LoraFactors", type(lora).__name__, "put the factors into amoeba.weights.LoraFactors"
             )
         lora.check(weights)
-        lora = lora.to(weights.dtype)
     request = Request(x_TH, routing, weights, lora, recompute)
     return choose(backend, request).run(request)
 
 
-def _check(x_TH: Tensor, routing: Routing, weights: ExpertWeights) -> None:
+def _check(x_TH: Tensor, routing: Routing, weights: AnyExperts) -> None:
     if x_TH.dim() != 2 or x_TH.shape[1] != weights.hidden:
         raise bad_value(
             "x_TH",
@@ -68,17 +68,18 @@ def _check(x_TH: Tensor, routing: Routing, weights: ExpertWeights) -> None:
             tuple(routing.expert_TK.shape),
             "route the same tokens that you pass as x",
         )
+    resident = weights.placement == "resident"
     if x_TH.dtype != weights.dtype:
         raise bad_value(
             "x_TH",
             f"{weights.dtype}, as the weights",
             x_TH.dtype,
-            "cast x or the weights, or use torch.autocast",
+            f"cast x {'or the weights' if resident else f'to {weights.dtype}'}, or use torch.autocast",
         )
-    if x_TH.device != weights.device or routing.expert_TK.device != weights.device:
+    if not weights.takes(x_TH.device) or routing.expert_TK.device != x_TH.device:
         raise bad_value(
             "device",
-            f"x, routing and weights on {weights.device}",
+            f"x, routing and weights on {weights.device}" if resident else "x and routing on the CPU or on one GPU",
             f"x on {x_TH.device}, routing on {routing.expert_TK.device}",
             "move them to one device",
         )

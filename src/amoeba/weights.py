@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -90,6 +91,10 @@ class ExpertWeights:
     def device(self) -> torch.device:
         return self.gate_up_EJH.device
 
+    def takes(self, device: torch.device) -> bool:
+        """Whether x may come from there."""
+        return device == self.device
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         return self.gate_up_EJH, self.down_EHI, self.gate_up_bias_EJ, self.down_bias_EH
 
@@ -99,6 +104,27 @@ class ExpertWeights:
         assert gate_up is not None
         assert down is not None
         return ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation)
+
+
+class AnyExperts(Protocol):
+    """What every kind of weights says of itself; where its experts are is for the backends that serve it."""
+
+    placement: str
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def activation(self) -> Activation: ...
+    def takes(self, device: torch.device) -> bool: ...
+    def to(self, dtype: torch.dtype) -> AnyExperts: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +161,7 @@ class LoraFactors:
             up_a = gate_a
         return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, self.scaling)
 
-    def check(self, weights: ExpertWeights) -> None:
+    def check(self, weights: AnyExperts) -> None:
         """Raises ValueError unless these are factors for these experts."""
         if not math.isfinite(self.scaling):
             raise bad_value("scaling", "a finite number", self.scaling, "it is lora_alpha / rank in PEFT's words")

@@ -19,14 +19,16 @@ from amoeba.weights import ExpertWeights
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language")
-decode_module = pytest.importorskip("amoeba.kernels.decode")
-decode, configuration = decode_module.decode, decode_module.configuration
-Configuration, Tile = decode_module.Configuration, decode_module.Tile
+decode = pytest.importorskip("amoeba.kernels.decode").decode
+decode_configuration = pytest.importorskip("amoeba.kernels.decode_configuration")
+decode_by_expert = pytest.importorskip("amoeba.kernels.decode_by_expert")
+configuration = decode_configuration.configuration
+Configuration, Tile = decode_configuration.Configuration, decode_configuration.Tile
 
 # Tiles so small that a small layer has several in each direction, with rests.
 BY_SLOT = Configuration(by_slot=True, up=Tile(32, 16), down=Tile(32, 32))
 BY_EXPERT = Configuration(by_slot=False, up=Tile(32, 16), down=Tile(32, 32), rows=16)
-AT_ONCE = BY_SLOT._replace(down=Tile(8, 64), at_once=True)
+AT_ONCE = Configuration(by_slot=True, up=Tile(8, 128, at_once=True), down=Tile(8, 64, at_once=True))
 WAYS = pytest.mark.parametrize("way", [BY_SLOT, AT_ONCE, BY_EXPERT], ids=["by_slot", "at_once", "by_expert"])
 ON_GPU = torch.cuda.is_available()
 
@@ -180,7 +182,7 @@ def test_a_larger_chunk_takes_more_slots_at_once(device):
     assert_right(run(problem, BY_EXPERT._replace(rows=32)), truth_TH, torch.float32)
 
 
-my_expert, slots_of_chunk = decode_module._my_expert, decode_module._slots_of_chunk
+my_expert, slots_of_chunk = decode_by_expert._my_expert, decode_by_expert._slots_of_chunk
 
 
 @triton.jit
@@ -223,13 +225,57 @@ class TestConfiguration:
             chosen = configuration(tokens, top_k, experts, hidden, inner, gated=True, itemsize=itemsize)
             for tile, rows_per_column in ((chosen.up, 2), (chosen.down, 1)):
                 lines = tile.columns * rows_per_column + (1 if chosen.by_slot else chosen.rows)
-                assert lines * tile.depth * itemsize * tile.stages <= 99 * 1024
+                assert tile.at_once or lines * tile.depth * itemsize * tile.stages <= 99 * 1024
 
-    def test_one_token_is_computed_by_slot_and_fills_the_machine(self):
+    def test_what_is_in_flight_at_once_covers_the_rows_and_fits_in_registers(self):
+        """A thread has 255 registers of 4 bytes."""
+        for (tokens, top_k, experts, hidden, inner), itemsize in itertools.product(self.SIZES, (2, 4)):
+            chosen = configuration(tokens, top_k, experts, hidden, inner, gated=True, itemsize=itemsize)
+            if chosen.up.at_once:
+                assert chosen.up.depth >= hidden
+                assert 2 * chosen.up.columns * chosen.up.depth * itemsize <= 32 * chosen.up.warps * 128
+            if chosen.down.at_once:
+                slots, pieces = triton.next_power_of_2(top_k), triton.cdiv(inner, chosen.down.depth)
+                assert pieces <= 8
+                bytes_in_flight = slots * chosen.down.columns * pieces * chosen.down.depth * itemsize
+                assert bytes_in_flight <= 32 * chosen.down.warps * 256
+
+    def test_a_row_is_cut_into_pieces_without_a_rest_where_that_is_possible(self):
+        for inner, depth in {768: 256, 1024: 256, 14336: 2048, 199: 256, 1: 1}.items():
+            assert configuration(1, 2, 8, 64, inner, gated=True, itemsize=2).down.depth == depth
+
+    def test_one_token_is_computed_by_slot_at_once_and_fills_the_machine(self):
         chosen = configuration(1, 8, 128, 2048, 768, gated=True, itemsize=2)
         assert chosen.by_slot
+        assert chosen.up.at_once
+        assert chosen.down.at_once
         assert 8 * 768 // chosen.up.columns >= 2 * 132
         assert 2048 // chosen.down.columns >= 2 * 132
+
+    def test_tokens_that_share_few_experts_are_computed_by_slot(self):
+        def tokens_by_slot(top_k, num_experts):
+            return [
+                t
+                for t in range(1, 9)
+                if configuration(t, top_k, num_experts, 2048, 768, gated=True, itemsize=2).by_slot
+            ]
+
+        assert tokens_by_slot(8, 128) == [1, 2, 3, 4]
+        assert tokens_by_slot(8, 64) == [1, 2]
+        assert tokens_by_slot(2, 8) == [1]
+        assert tokens_by_slot(8, 8) == [1]
+
+    @pytest.mark.parametrize("sizes", [(8192 * 2, 768), (2048, 1 << 16)], ids=["wide rows of W1", "wide rows of W2"])
+    def test_what_does_not_fit_in_registers_is_read_in_steps(self, sizes):
+        chosen = configuration(1, 8, 128, *sizes, gated=True, itemsize=2, overlap=True)
+        assert chosen.by_slot
+        assert (chosen.up.at_once, chosen.down.at_once) == (sizes[0] == 2048, sizes[1] == 768)
+        assert chosen.overlap == chosen.down.at_once
+
+    def test_rows_that_are_not_contiguous_are_read_in_steps_of_many_columns(self):
+        chosen = configuration(1, 8, 128, 2048, 768, gated=True, itemsize=2, contiguous_rows=False, overlap=True)
+        assert chosen.by_slot
+        assert not (chosen.up.at_once or chosen.down.at_once or chosen.overlap)
 
     @pytest.mark.parametrize("tokens", [8, 64])
     def test_more_tokens_are_computed_by_expert_without_masks_on_the_weights(self, tokens):
@@ -252,8 +298,21 @@ class TestOnAGpu:
         truth_TH = example(case, torch.bfloat16).truth["output"]
         assert_right(run(problem_of(case, torch.bfloat16, device)), truth_TH, torch.bfloat16)
 
+    @pytest.mark.parametrize("tokens", [1, 2, 4])
+    @pytest.mark.parametrize(
+        ("hidden", "inner", "top_k"), [(2048, 768, 8), (4096, 63, 2), (64, 14336, 2), (2880, 200, 4)]
+    )
+    def test_tiles_of_real_layers_by_slot_agree_with_the_reference(self, tokens, hidden, inner, top_k, device):
+        case = Case(tokens, top_k, bias=True, hidden=hidden, intermediate=inner, num_experts=8)
+        chosen = configuration(1, top_k, 8, hidden, inner, gated=True, itemsize=2)
+        way = chosen._replace(overlap=torch.cuda.get_device_capability() >= (9, 0))
+        assert chosen.up.at_once
+        assert chosen.down.at_once
+        truth_TH = example(case, torch.bfloat16).truth["output"]
+        assert_right(run(problem_of(case, torch.bfloat16, device), way), truth_TH, torch.bfloat16)
+
     @pytest.mark.parametrize("overlap", [False, True])
-    @pytest.mark.parametrize("tokens", [1, 8])
+    @pytest.mark.parametrize("tokens", [1, 2, 8])
     def test_a_graph_follows_the_routing_that_lies_in_its_memory(self, tokens, overlap, device):
         if overlap and torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("programmatic dependent launch needs compute capability 9.0")

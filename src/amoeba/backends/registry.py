@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.backends import cpu, eager, grouped, triton
+from amoeba.backends import cpu, eager, grouped, packed, triton
 from amoeba.backends.operator import Operator, Problem
 from amoeba.cpu.core import why_no_core
+from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu_features import has_bf16_instructions
 from amoeba.errors import bad_value
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights, LoraFactors
+from amoeba.weights import AnyExperts, ExpertWeights, LoraFactors
 
 logger = logging.getLogger("amoeba")
 
@@ -35,7 +36,7 @@ class Request:
 
     x_TH: Tensor
     routing: Routing
-    weights: ExpertWeights
+    weights: AnyExperts
     lora: LoraFactors | None = None
     recompute: bool = False
 
@@ -45,12 +46,16 @@ class Backend:
     name: str
     summary: str
     why_not: Callable[[Request], str | None]
-    operator: Operator
+    operator: Operator  # for resident weights
 
     def run(self, request: Request) -> Tensor:
         weights, routing = request.weights, request.routing
+        if isinstance(weights, PackedExperts):
+            return packed.run(weights, request.x_TH, routing, request.lora, request.recompute)
+        assert isinstance(weights, ExpertWeights)
         tensors = request.x_TH, routing.expert_TK, routing.weight_TK, *weights.tensors()
-        problem = Problem(*tensors, weights.activation, request.lora)
+        lora = None if request.lora is None else request.lora.to(weights.dtype)
+        problem = Problem(*tensors, weights.activation, lora)
         gradient = _wants_gradient(problem)
         return self.operator(problem, keep_h=gradient and not request.recompute, gradient=gradient)
 
@@ -73,6 +78,8 @@ def _eager_why_not(request: Request) -> str | None:
 
 def _cpu_why_not(request: Request) -> str | None:
     weights = request.weights
+    if isinstance(weights, PackedExperts):
+        return None
     if weights.device.type != "cpu":
         return f"computes on the CPU, these weights are on {weights.device}"
     if weights.dtype not in (torch.float32, torch.bfloat16):
@@ -109,11 +116,12 @@ def _grouped_why_not(request: Request) -> str | None:
         return "torch's bf16 product is emulated on this CPU; eager computes it in fp32"
     elif weights.dtype not in (torch.float32, torch.bfloat16):
         return f"torch's grouped product on a CPU takes fp32 and bf16, these weights are {weights.dtype}"
-    return _misaligned(weights) or _not_resident(request)
+    return _not_resident(request) or _misaligned(weights)
 
 
-def _misaligned(weights: ExpertWeights) -> str | None:
+def _misaligned(weights: AnyExperts) -> str | None:
     """Rows of x, h and a are operands too, so every width counts, however the weights are stored."""
+    assert isinstance(weights, ExpertWeights)
     size = weights.dtype.itemsize
     for name, width in (("H", weights.hidden), ("I", weights.intermediate), ("J", weights.gate_up_EJH.shape[1])):
         if width * size % 16:
@@ -179,14 +187,16 @@ def _choose_auto(candidates: tuple[Backend, ...], request: Request) -> Backend:
 
 
 def _announce(backend: Backend, refused: list[str], request: Request) -> None:
-    key = f"{backend.name} {request.weights.device.type} {request.weights.dtype}"
+    weights = request.weights
+    key = f"{backend.name} {weights.placement} {weights.device.type} {weights.dtype}"
     if key not in _announced:
         _announced.add(key)
         because = f" ({'; '.join(refused)})" if refused else ""
         logger.info(
-            "experts of %s on %s: backend %s%s",
-            request.weights.dtype,
-            request.weights.device,
+            "experts of %s on %s%s: backend %s%s",
+            weights.dtype,
+            weights.device,
+            "" if weights.placement == "resident" else f", {weights.placement}",
             backend.name,
             because,
         )

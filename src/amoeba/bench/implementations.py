@@ -1,4 +1,5 @@
-"""Who computes the experts: our backends through the seam, and transformers' ways through its own module.
+"""Who computes the experts: our backends through the seam, transformers' ways through its own module, and for experts
+with LoRA factors also our experts packed for the CPU (for decoding in bf16, too) and a loop over them in plain torch.
 
     found, left_out = implementations(workload, training=True)
     y_TH = found[0].run()
@@ -14,20 +15,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba import cost
 from amoeba.backends.registry import Request, backends_for
 from amoeba.bench.workload import Workload
+from amoeba.cpu.build import CoreUnavailable
+from amoeba.cpu.packed import PackedKind
+from amoeba.cpu.packed_experts import pack_experts
 from amoeba.experts import experts
 from amoeba.machine import available_memory
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights
+from amoeba.weights import AnyExperts, ExpertWeights
 
 PEERS = ("eager", "batched_mm", "grouped_mm")
 THROUGH_TRANSFORMERS = "amoeba (transformers)"
-# Share of the free memory that the gathered weights of batched_mm may take.
+LOOP = "torch loop"
+# Share of the free memory that copies of weights may take: those gathered by batched_mm, packed ones.
 _SHARE_OF_MEMORY = 0.8
+# fp32 copies of larger layers are not made: they would say little that bf16 does not.
+_LARGEST_FP32_COPY = 1 << 30
+# What int8 weights and activations may be off by.
+INT8_TOLERANCE = {"output": 3e-2, "gradient": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,8 @@ class Implementation:
     name: str
     ours: bool
     run: Callable[[], Tensor]
+    tolerance: dict[str, float] | None = None  # of "output" and "gradient"; None: that of the dtype
+    itemsize: int | None = None  # of the weights as it reads them; None: that of the dtype
 
 
 def implementations(
@@ -44,6 +56,14 @@ def implementations(
 ) -> tuple[list[Implementation], dict[str, str]]:
     """All that can take this workload, ours first, and the reason for each that cannot."""
     found, left_out = _our_backends(workload)
+    lora, decodes = workload.lora is not None, workload.shape.forward_only and workload.device.type == "cpu"
+    if lora or (decodes and workload.dtype == torch.bfloat16):
+        for more in (_packed, _in_fp32, _loops) if lora else (_packed, _in_fp32):
+            more_found, more_left_out = more(workload)
+            found, left_out = found + more_found, left_out | more_left_out
+    if lora:
+        peerless = dict.fromkeys((THROUGH_TRANSFORMERS, *map(_peer, PEERS)), "transformers' experts take no factors")
+        return found, left_out | peerless
     try:
         through_module = _transformers_modules(workload)
     except ImportError as error:
@@ -82,7 +102,8 @@ def _our_backends(workload: Workload) -> tuple[list[Implementation], dict[str, s
 
 
 def _request(workload: Workload) -> Request:
-    return Request(workload.x_TH, _routing(workload), ExpertWeights(workload.gate_up_EJH, workload.down_EHI))
+    weights = ExpertWeights(workload.gate_up_EJH, workload.down_EHI)
+    return Request(workload.x_TH, _routing(workload), weights, workload.lora)
 
 
 def _routing(workload: Workload) -> Routing:
@@ -91,7 +112,82 @@ def _routing(workload: Workload) -> Routing:
 
 def _through_seam(workload: Workload, backend: str) -> Tensor:
     weights = ExpertWeights(workload.gate_up_EJH, workload.down_EHI)
-    return experts(workload.x_TH, _routing(workload), weights, backend=backend)
+    return experts(workload.x_TH, _routing(workload), weights, lora=workload.lora, backend=backend)
+
+
+def _packed(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
+    """Packed once, before anything is timed."""
+    found, left_out = [], {}
+    source = ExpertWeights(workload.gate_up_EJH.detach(), workload.down_EHI.detach())
+    kinds: tuple[PackedKind, ...] = ("bf16", "int8")
+    for kind in kinds:
+        name, reason = f"amoeba packed {kind}", None
+        if workload.device.type != "cpu":
+            reason = "is for experts on the CPU"
+        needed = 2 * _weight_bytes(workload, 1 if kind == "int8" else 2)  # W and its transpose
+        reason = reason or _why_no_memory(needed, workload.device)
+        if reason is None:
+            try:
+                weights = pack_experts(source, kind)
+            except CoreUnavailable as error:
+                reason = str(error)
+        if reason is not None:
+            left_out[name] = reason
+            continue
+        run = functools.partial(_placed, workload, weights)
+        int8 = kind == "int8"
+        found.append(Implementation(name, True, run, INT8_TOLERANCE if int8 else None, itemsize=1 if int8 else 2))
+    return found, left_out
+
+
+def _placed(workload: Workload, weights: AnyExperts) -> Tensor:
+    return experts(workload.x_TH, _routing(workload), weights, lora=workload.lora)
+
+
+def _in_fp32(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
+    """Our best for the same layer in fp32, what someone without packed experts would use on a CPU."""
+    name = "amoeba in float32"
+    if _weight_bytes(workload, 4) > _LARGEST_FP32_COPY or workload.device.type != "cpu":
+        return [], {name: f"is measured for experts of at most {_LARGEST_FP32_COPY >> 30} GiB on the CPU"}
+    weights = ExpertWeights(workload.gate_up_EJH.detach().float(), workload.down_EHI.detach().float())
+
+    def run() -> Tensor:
+        return experts(workload.x_TH.float(), _routing(workload), weights, lora=workload.lora)
+
+    return [Implementation(name, True, run, itemsize=4)], {}
+
+
+def _loops(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
+    gate_up, down = workload.gate_up_EJH.detach(), workload.down_EHI.detach()
+    found = [Implementation(LOOP, False, functools.partial(_loop, workload, gate_up, down))]
+    if _weight_bytes(workload, 4) > _LARGEST_FP32_COPY:
+        reason = f"is measured for experts of at most {_LARGEST_FP32_COPY >> 30} GiB"
+        return found, {f"{LOOP} in float32": reason}
+    in_fp32 = functools.partial(_loop, workload, gate_up.float(), down.float())
+    return [*found, Implementation(f"{LOOP} in float32", False, in_fp32, itemsize=4)], {}
+
+
+def _loop(workload: Workload, gate_up_EJH: Tensor, down_EHI: Tensor) -> Tensor:
+    """One expert after another, as it is usually written, differentiated by autograd."""
+    dtype, lora = gate_up_EJH.dtype, workload.lora
+    assert lora is not None
+    x_TH, weight_TK = workload.x_TH.to(dtype), workload.weight_TK.to(dtype)
+    y_TH = torch.zeros_like(x_TH)
+
+    def low_rank(rows: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
+        assert a is not None and b is not None
+        return F.linear(F.linear(rows, a[e].to(dtype)), b[e].to(dtype)) * lora.scaling
+
+    for e in workload.expert_TK.unique().tolist():
+        token, slot = torch.where(workload.expert_TK == e)
+        x = x_TH[token]
+        gate, up = F.linear(x, gate_up_EJH[e]).chunk(2, dim=-1)
+        gate = gate + low_rank(x, lora.gate_lora_a, lora.gate_lora_b)
+        up = up + low_rank(x, lora.up_lora_a, lora.up_lora_b)
+        a = F.silu(gate) * up
+        y = F.linear(a, down_EHI[e]) + low_rank(a, lora.down_lora_a, lora.down_lora_b)
+        y_TH.index_add_(0, token, y * weight_TK[token, slot, None])
+    return y_TH
 
 
 def _transformers_modules(workload: Workload) -> dict[str, Callable[[], Tensor]]:
@@ -124,13 +220,21 @@ def _why_not_batched(workload: Workload, training: bool) -> str | None:
         intermediate=shape.intermediate,
         itemsize=workload.dtype.itemsize,
     )
-    needed = 2 * copies if training else copies  # the copies have gradients
-    free = available_memory(workload.device)
+    reason = _why_no_memory(2 * copies if training else copies, workload.device)  # the copies have gradients
+    return None if reason is None else f"copies the weights for each of {shape.rows} rows: {reason}"
+
+
+def _why_no_memory(needed: int, device: torch.device) -> str | None:
+    free = available_memory(device)
     if free is None or needed <= _SHARE_OF_MEMORY * free:
         return None
-    return (
-        f"copies the weights for each of {shape.rows} rows: needs {needed / 2**30:.1f} GiB, "
-        f"{free / 2**30:.1f} GiB are free"
+    return f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+
+
+def _weight_bytes(workload: Workload, itemsize: int) -> int:
+    shape = workload.shape
+    return cost.weight_bytes(
+        experts=shape.experts, hidden=shape.hidden, intermediate=shape.intermediate, itemsize=itemsize
     )
 
 

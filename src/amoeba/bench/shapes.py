@@ -1,6 +1,6 @@
 """What is measured: layers with names, the suites made of them, and how a user writes one.
 
-T tokens · K experts per token · E experts · H hidden · I intermediate
+T tokens · K experts per token · E experts · H hidden · I intermediate · R LoRA rank
 
     parse_shape("qwen3_30b")            # by name
     parse_shape("512,512,256,32,4")     # as T,H,I,E,K
@@ -21,6 +21,8 @@ class Shape:
 
     skew:         exponent of a Zipf law for the experts' popularity; 0 is an even draw.
     forward_only: a decoding step; training it would say nothing.
+    rank:         LoRA factors of this rank on all three projections of frozen experts; 0: the experts are trained.
+                  Such layers are measured in bf16, whichever dtype is asked for.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Shape:
     top_k: int
     skew: float = 0.0
     forward_only: bool = False
+    rank: int = 0
 
     @property
     def rows(self) -> int:
@@ -56,12 +59,35 @@ _TABLE = (
     Shape("mixtral", 8192, 4096, 14336, 8, 2),
     Shape("olmoe", 32768, 2048, 1024, 64, 8),
     Shape("dsv3", 8192, 7168, 2048, 32, 8),
+    Shape("lora_small", 512, 512, 256, 32, 4, rank=8),
+    Shape("lora_decode", 1, 512, 256, 32, 4, forward_only=True, rank=8),
+    Shape("lora_qwen3_512", 512, 2048, 768, 128, 8, rank=8),
+    Shape("lora_qwen3_2048", 2048, 2048, 768, 128, 8, rank=8),
+    Shape("lora_dsv2lite_512", 512, 2048, 1408, 64, 6, rank=8),
+    Shape("lora_dsv2lite_2048", 2048, 2048, 1408, 64, 6, rank=8),
+    Shape("lora_dsv3_512", 512, 7168, 2048, 64, 8, rank=16),
+    Shape("lora_qwen3_decode1", 1, 2048, 768, 128, 8, forward_only=True, rank=8),
+    Shape("lora_qwen3_decode16", 16, 2048, 768, 128, 8, forward_only=True, rank=8),
 )
 SHAPES = {shape.name: shape for shape in _TABLE}
 
 SUITES: dict[str, tuple[str, ...]] = {
     "small": ("small", "decode"),
-    "cpu": ("small", "decode", "decode8", "decode64"),
+    "cpu": (
+        "small",
+        "decode",
+        "decode8",
+        "decode64",
+        "lora_small",
+        "lora_decode",
+        "lora_qwen3_512",
+        "lora_qwen3_2048",
+        "lora_dsv2lite_512",
+        "lora_dsv2lite_2048",
+        "lora_dsv3_512",
+        "lora_qwen3_decode1",
+        "lora_qwen3_decode16",
+    ),
     "gpu": (
         "qwen3_30b",
         "qwen3_small",

@@ -1,16 +1,18 @@
 """The numbers that every implementation gets, and the truth about them.
 
-T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I
+T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I · R LoRA rank
 
     workload = make_workload(SHAPES["small"], torch.device("cpu"), torch.float32)
     workload.errors({"output": y_TH})["output"]      # relative error in the L2 norm
 
-The routing weights have the dtype of x, as transformers' routers give them. The reference is fp64; on a GPU, where fp64
-may run at a sixty-fourth of the speed, it is fp32 for all but small problems.
+The routing weights have the dtype of x, as transformers' routers give them; LoRA factors are in fp32, as PEFT keeps
+them. The reference is fp64; on a GPU, where fp64 may run at a sixty-fourth of the speed, it is fp32 for all but small
+problems. It is computed expert by expert, so that no second copy of all weights is needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +21,13 @@ from torch import Tensor, nn
 from amoeba import cost
 from amoeba.bench.shapes import Shape
 from amoeba.reference import experts as reference
-from amoeba.weights import ExpertWeights
+from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 
 # On a GPU, problems with more operations than this in a forward are compared in fp32.
 _FP64_FLOPS_ON_GPU = 1e10
+# Experts drawn at random where there are many: on a CPU billions of random numbers take minutes. The others are these,
+# rolled by one more row each time.
+_DRAWN_EXPERTS = 8
 # Elements compared at a time: bounds the memory of the comparison.
 _COMPARED_AT_ONCE = 1 << 26
 
@@ -35,6 +40,7 @@ class Workload:
     weight_TK: Tensor
     gate_up_EJH: nn.Parameter
     down_EHI: nn.Parameter
+    lora: LoraFactors | None  # beside frozen weights
     dy_TH: Tensor
     truth: dict[str, Tensor]  # output and, for a workload made for training, the gradient of each leaf
     truth_dtype: torch.dtype
@@ -49,7 +55,8 @@ class Workload:
 
     def leaves(self) -> dict[str, Tensor]:
         """What gets a gradient, by the names of the truth."""
-        return {"x": self.x_TH, "weight": self.weight_TK, "gate_up": self.gate_up_EJH, "down": self.down_EHI}
+        trained = {"gate_up": self.gate_up_EJH, "down": self.down_EHI} if self.lora is None else self.lora.tensors()
+        return {"x": self.x_TH, "weight": self.weight_TK} | trained
 
     def clear_gradients(self) -> None:
         for leaf in self.leaves().values():
@@ -77,25 +84,70 @@ def make_workload(
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=dtype).mul_(scale)
 
+    def stack(rows: int, columns: int) -> nn.Parameter:
+        drawn = experts if device.type == "cuda" else min(experts, _DRAWN_EXPERTS)
+        first = normal(drawn, rows, columns, scale=columns**-0.5)
+        if drawn == experts:
+            return nn.Parameter(first, requires_grad=not shape.rank)
+        whole = torch.empty(experts, rows, columns, dtype=dtype, device=device)
+        for e in range(experts):
+            whole[e] = first[e % drawn].roll(e // drawn, 0)
+        return nn.Parameter(whole, requires_grad=not shape.rank)
+
     x_TH = normal(shape.tokens, hidden).requires_grad_()
-    gate_up = nn.Parameter(normal(experts, 2 * inner, hidden, scale=hidden**-0.5))
-    down = nn.Parameter(normal(experts, hidden, inner, scale=inner**-0.5))
+    gate_up, down = stack(2 * inner, hidden), stack(hidden, inner)
     expert_TK, weight_TK = draw_routing(shape, generator)
     weight_TK = weight_TK.to(dtype).requires_grad_()
+    lora = _draw_factors(shape, generator) if shape.rank else None
 
     flops = cost.forward_flops(rows=shape.rows, hidden=hidden, intermediate=inner)
     wide = torch.float32 if device.type == "cuda" and flops > _FP64_FLOPS_ON_GPU else torch.float64
+    inputs = x_TH.detach().to(wide), expert_TK, weight_TK.detach().to(wide)
     with torch.no_grad():
-        weights = ExpertWeights(gate_up.to(wide), down.to(wide))
-        problem = (x_TH.to(wide), expert_TK, weight_TK.to(wide), weights)
-        truth = {"output": reference.experts_forward(*problem)}
+        truth = {"output": torch.zeros(shape.tokens, hidden, dtype=wide, device=device)}
+        for problem in _problems(inputs, gate_up, down, lora, wide):
+            truth["output"] += reference.experts_forward(*problem)
         # The gradient of a routing weight is <dy, y>. Were dy drawn at random, a single one could be next to 0 by
         # accident and its relative error without bound; so dy leans towards the output.
         lean_TH = nn.functional.normalize(truth["output"], dim=1) * hidden**0.5
         dy_TH = (normal(shape.tokens, hidden) + lean_TH).to(dtype)
+        workload = Workload(shape, x_TH, expert_TK, weight_TK, gate_up, down, lora, dy_TH, truth, wide)
         if training:
-            truth |= reference.experts_backward(dy_TH.to(wide), *problem)
-    return Workload(shape, x_TH, expert_TK, weight_TK, gate_up, down, dy_TH, truth, wide)
+            of_experts: dict[str, list[Tensor]] = {name: [] for name in workload.leaves()}
+            for problem in _problems(inputs, gate_up, down, lora, wide):
+                for name, gradient in reference.experts_backward(dy_TH.to(wide), *problem).items():
+                    if name in ("x", "weight"):
+                        truth[name] = truth[name].add_(gradient) if name in truth else gradient
+                    elif name in of_experts:
+                        of_experts[name].append(gradient)
+            truth |= {name: torch.cat(parts) for name, parts in of_experts.items() if parts}
+    return workload
+
+
+def _problems(
+    inputs: tuple[Tensor, Tensor, Tensor], gate_up: Tensor, down: Tensor, lora: LoraFactors | None, wide: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, Tensor, ExpertWeights, LoraFactors | None]]:
+    """The arguments of the reference for each expert by itself: the others' ids are nobody's."""
+    x_TH, expert_TK, weight_TK = inputs
+    for e in range(gate_up.shape[0]):
+        part = slice(e, e + 1)
+        factors = None
+        if lora is not None:
+            of_expert = {name: factor[part].to(wide) for name, factor in lora.tensors().items()}
+            factors = LoraFactors(**of_expert, scaling=lora.scaling)
+        yield x_TH, expert_TK - e, weight_TK, ExpertWeights(gate_up[part].to(wide), down[part].to(wide)), factors
+
+
+def _draw_factors(shape: Shape, generator: torch.Generator) -> LoraFactors:
+    """As large as after some training: the update has about a tenth of the size of what it is added to."""
+    experts, hidden, inner, rank = shape.experts, shape.hidden, shape.intermediate, shape.rank
+    up = ((experts, rank, hidden), (experts, inner, rank))
+    factors = []
+    for size in (*up, *up, (experts, rank, inner), (experts, hidden, rank)):
+        scale = size[2] ** -0.5 * (0.1 if size[2] == rank else 1.0)
+        drawn = torch.randn(size, generator=generator, device=generator.device).mul_(scale)
+        factors.append(drawn.requires_grad_())
+    return LoraFactors(**dict(zip(LORA_NAMES, factors, strict=True)), scaling=2.0)
 
 
 def draw_routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_new
 from amoeba.bench.implementations import PEERS
 from amoeba.bench.shapes import Shape, default_suite, parse_shape, parse_suite
-from amoeba.bench.suite import Measurement, Pass, Report, run_suite
+from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
@@ -98,7 +98,7 @@ def run(
     limits = None
     if ceilings is not None:
         output.progress("measuring the ceilings of this device: a dense product and a copy")
-        limits = ceilings(device, dtypes)
+        limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
         output.line(limits.line())
     # Lines and no spinner: a spinner is a thread that would run while others are timed.
     reports = run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers)
@@ -116,9 +116,10 @@ def run(
 def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
     shape = report.shape
     sizes = f"T={shape.tokens} H={shape.hidden} I={shape.intermediate} E={shape.experts} K={shape.top_k}"
+    sizes += f" R={shape.rank}" if shape.rank else ""
     title = f"{shape.name} ({sizes}) {report.measured_pass}, {dtype_name(report.dtype)} on {report.device}"
     timed = [measurement for measurement in report.measurements if measurement.status == "timed"]
-    peers = [f"transformers {name}" for name in PEERS if any(m.implementation == f"transformers {name}" for m in timed)]
+    peers = [measurement.implementation for measurement in timed if not measurement.ours]
     rows = [_row(measurement, report, peers, _rate_unit(timed), limits) for measurement in timed]
     output.table(title, list(rows[0]) if rows else [""], [list(row.values()) for row in rows])
     for note in _notes(report, timed):
@@ -164,6 +165,11 @@ def _row(
         row["weights GB/s"] = _three((measurement.weight_bytes_per_second or 0) / 1e9)
     if limits is not None and report.shape.forward_only:
         row["of copy"] = f"{(measurement.weight_bytes_per_second or 0) / limits.copy_bytes_per_second:.0%}"
+    if report.device == "cuda" and report.shape.forward_only:
+        graph_ms, rate = measurement.graph_median_ms, measurement.graph_weight_bytes_per_second or 0
+        row["in graph"] = "-" if graph_ms is None else _three(graph_ms)
+        if limits is not None:
+            row["of copy there"] = "-" if graph_ms is None else f"{rate / limits.copy_bytes_per_second:.0%}"
     if measurement.host_median_ms is not None:
         row["host ms"] = _three(measurement.host_median_ms)
     row |= {"peak MiB": _mib(measurement.peak_bytes), "error": f"{measurement.worst_error:.1e}"}

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import torch
 
+from amoeba.commands.exits import INTERRUPTED, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
 from amoeba.commands.output import make_output
@@ -15,12 +16,13 @@ from amoeba.errors import bad_value
 from amoeba.jobs.generate import GenerationOptions, GenerationReport
 from amoeba.jobs.generate import generate as generate_text
 
-BAD_USAGE, INTERRUPTED = 2, 130
-
 
 def generate(
     model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote, or a name on the hub.")],
     prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")],
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", help="A PEFT folder, or a run of amoeba finetune, to put on the model.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens at most.")] = 200,
     temperature: Annotated[
         float | None, typer.Option("--temperature", help="0 is greedy; left out: as the model's generation_config.")
@@ -40,7 +42,8 @@ def generate(
 ) -> None:
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
     output = make_output()
-    try:
+    with usage():
+        need("tokenizers", "safetensors", "transformers")
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -52,13 +55,11 @@ def generate(
             device=None if device == "auto" else parse_device(device),
             dtype=parse_dtype(dtype),
         )
-        report = generate_text(model, read_prompt(prompt), options, _write)
-    except (ValueError, ImportError) as error:
-        typer.echo(f"amoeba: {error}", err=True)
-        raise typer.Exit(BAD_USAGE) from None
-    except KeyboardInterrupt:
-        typer.echo("amoeba: interrupted before the first token", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        try:
+            report = generate_text(model, read_prompt(prompt), options, _write, adapter)
+        except KeyboardInterrupt:
+            typer.echo("amoeba: interrupted before the first token", err=True)
+            raise typer.Exit(INTERRUPTED) from None
     if not report.text.endswith("\n"):
         _write("\n")
     output.progress(summary(report))

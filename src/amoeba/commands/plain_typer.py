@@ -100,6 +100,8 @@ def _add_parameters(parser: argparse.ArgumentParser, function: Command) -> None:
         if option.names:
             parser.add_argument(*option.names, dest=name, default=default, **settings)
         else:
+            if default is not inspect.Parameter.empty:
+                settings |= {"nargs": "?", "default": default}
             parser.add_argument(name, **settings | {"metavar": name.upper()})
 
 

@@ -10,7 +10,7 @@ import torch
 
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
-from amoeba.conformance import TOLERANCE, Result, backend_names, cases, verify, worst
+from amoeba.conformance import Result, backend_names, cases, tolerance, verify, worst
 from amoeba.errors import bad_value
 from amoeba.machine import commit, machine, versions
 from amoeba.weights import LORA_NAMES
@@ -66,7 +66,7 @@ def _document(results: Sequence[Result], device: torch.device, thorough: bool) -
             {
                 "backend": backend,
                 "dtype": dtype_name(dtype),
-                "tolerance": TOLERANCE[dtype],
+                "tolerance": {name: tolerance(backend, dtype, name) for name in ("output", "gradients")},
                 "worst": errors.get((backend, dtype), {}),
                 "cases_checked": len(checked),
                 "cases_refused": len(mine) - len(checked),
@@ -123,7 +123,7 @@ def _print(document: dict[str, Any], output: Output) -> None:
             row["dtype"],
             str(row["cases_checked"]),
             *(f"{row['worst'][name]:.1e}" if name in row["worst"] else "-" for name in names),
-            f"{row['tolerance']:.0e}",
+            ", ".join(dict.fromkeys(f"{limit:.0e}" for limit in row["tolerance"].values())),
             "ok" if row["ok"] else "FAIL",
         ]
         for row in rows

@@ -4,8 +4,8 @@
     path = compiled_library("packed")   # csrc/packed.cpp
 
 The library is cached under $AMOEBA_CACHE, else $XDG_CACHE_HOME/amoeba, else ~/.cache/amoeba, named by a hash of
-source, compiler, flags and CPU, and put there by an atomic rename: two processes that start together both end with a
-whole file.
+source, included headers, compiler, flags and CPU, and put there by an atomic rename: two processes that start together
+both end with a whole file.
 $CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off.
 """
 
@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -29,9 +30,10 @@ from amoeba.cpu_features import cpu_flags
 logger = logging.getLogger("amoeba")
 
 _SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
 # -march=native is what GCC and Clang understand on x86; on 64-bit ARM the portable spelling is -mcpu=native.
 _NATIVE = {"aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _TIMEOUT_SECONDS = 300
 
 
@@ -55,7 +57,7 @@ def compiled_library(name: str, architecture: str | None = None) -> Path:
     key = hashlib.sha256(
         "\n".join(
             (
-                source.read_text(),
+                *_texts(source),
                 _version(compiler),
                 " ".join((*_FLAGS, target_flag)),
                 *sorted(cpu_flags()),
@@ -67,6 +69,18 @@ def compiled_library(name: str, architecture: str | None = None) -> Path:
     if not target.exists():
         _compile(compiler, source, target_flag, target)
     return target
+
+
+def _texts(source: Path) -> list[str]:
+    """Of a source and of all headers of ours that it includes, directly or not."""
+    found: dict[Path, str] = {}
+    waiting = [source]
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found[file] = file.read_text()
+            waiting += [_SOURCES / name for name in _INCLUDE.findall(found[file])]
+    return [found[file] for file in sorted(found)]
 
 
 def _compiler() -> str:
@@ -115,7 +129,7 @@ def _compile(compiler: str, source: Path, target_flag: str, target: Path) -> Non
         openmp = _openmp()
         threads = ["-fopenmp"] if openmp else []
         _run([compiler, *_FLAGS, target_flag, *threads, "-c", str(source), "-o", str(unit)])
-        _run([compiler, "-shared", str(unit), "-o", str(library), *([openmp] if openmp else [])])
+        _run([compiler, "-shared", "-pthread", str(unit), "-o", str(library), *([openmp] if openmp else [])])
         os.replace(library, target)
     if not openmp:
         logger.warning("no OpenMP runtime beside torch: the CPU core runs on one thread")

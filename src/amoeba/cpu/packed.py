@@ -37,6 +37,7 @@ _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
     "amoeba_packed_best_path": (_INT, ()),
     "amoeba_request_amx": (_INT, ()),
+    "amoeba_ask_for_huge_pages": (None, (_POINTER, _INT64)),    # memory, bytes
     "amoeba_packed_bytes": (_INT64, (_INT, _INT64, _INT64)),    # int8, columns, depth
     "amoeba_pack": (None, (
         _INT, _INT, _INT64, _INT64, _INT64,                     # int8, fp32, experts, columns, depth
@@ -75,6 +76,7 @@ class PackedLibrary:
             function.restype, function.argtypes = result, arguments
         self.best_path = Path(library.amoeba_packed_best_path())
         self.request_amx = library.amoeba_request_amx
+        self.ask_for_huge_pages = library.amoeba_ask_for_huge_pages
         self.bytes_per_expert = library.amoeba_packed_bytes
         self.pack = library.amoeba_pack
         self.pack_transposed = library.amoeba_pack_transposed
@@ -214,9 +216,15 @@ def _multiply(
 
 def _empty_packing(kind: PackedKind, experts: int, columns: int, depth: int) -> Tensor:
     size = load_packed().bytes_per_expert(kind == "int8", columns, depth)
-    data = torch.empty(experts, size, dtype=torch.uint8).view(_STORAGE[kind])
-    assert data.data_ptr() % 64 == 0, "torch aligns its memory to cache lines, and tiles are read by them"
-    return data
+    return empty_in_huge_pages(experts, size).view(_STORAGE[kind])
+
+
+def empty_in_huge_pages(*shape: int) -> Tensor:
+    """uint8, aligned to cache lines: tiles are read by them."""
+    memory = torch.empty(*shape, dtype=torch.uint8)
+    assert memory.data_ptr() % 64 == 0, "torch aligns its memory to cache lines"
+    load_packed().ask_for_huge_pages(memory.data_ptr(), memory.numel())
+    return memory
 
 
 def _address(tensor: Tensor | None) -> int | None:

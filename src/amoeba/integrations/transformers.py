@@ -27,8 +27,9 @@ from amoeba.backends.composed import experts_composed
 from amoeba.config import Activation
 from amoeba.errors import bad_value
 from amoeba.experts import experts
+from amoeba.lora.experts_lora import CHILD as LORA
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights
+from amoeba.weights import ExpertWeights, LoraFactors
 
 try:
     from transformers.integrations import finegrained_fp8
@@ -45,6 +46,7 @@ logger = logging.getLogger("amoeba")
 NAME = "amoeba"
 
 PLAN = "_amoeba_plan"
+PACKED = "_amoeba_packed"  # where `placement` leaves a module's packed experts
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,22 +71,23 @@ class _Plan:
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in place of the module's own forward: (T, H), (T, K), (T, K) -> (T, H)."""
+    if PACKED in module.__dict__:
+        from amoeba.integrations.placement import experts_forward_packed
+
+        return experts_forward_packed(module, hidden_states, top_k_index, top_k_weights)
     plan = module.__dict__.get(PLAN)
     make = _checked if torch.compiler.is_compiling() else _unchecked
     if plan is None or not plan.holds(module):
         plan, make = _find_out(module), _checked
-    gate_up, down = _tensor(module, plan.up_name), _tensor(module, "down_proj")
-    gate_up_bias = down_bias = None
-    if plan.has_bias:
-        gate_up_bias, down_bias = _tensor(module, plan.up_name + "_bias"), _tensor(module, "down_proj_bias")
-    if plan.transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up, down, gate_up_bias, down_bias = _stored(module, plan)
     x, dtype = hidden_states, hidden_states.dtype
     if dtype != gate_up.dtype and not torch.is_autocast_enabled(x.device.type):
         x = _cast_as(x, gate_up)
     routing = make(Routing, expert_TK=top_k_index, weight_TK=top_k_weights, trusted=True)
+    adapter = module._modules.get(LORA)
+    lora = None if adapter is None else adapter.factors()
     if plan.fused is None:
-        y = _call_own_functions(module, plan, x, routing, gate_up, down, gate_up_bias, down_bias)
+        y = _call_own_functions(module, plan, x, routing, lora, gate_up, down, gate_up_bias, down_bias)
     else:
         weights = make(
             ExpertWeights,
@@ -94,8 +97,20 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             down_bias_EH=down_bias,
             activation=plan.fused,
         )
-        y = experts(x, routing, weights)
+        y = experts(x, routing, weights, lora=lora)
     return y if y.dtype == dtype else y.to(dtype)
+
+
+def plan_of(module: Any) -> _Plan:
+    """What is known about an experts module, found out now if it was not called yet."""
+    plan = module.__dict__.get(PLAN)
+    return plan if plan is not None and plan.holds(module) else _find_out(module)
+
+
+def expert_weights(module: Any, plan: _Plan) -> ExpertWeights:
+    """The module's own tensors as the seam takes them."""
+    assert plan.fused is not None
+    return ExpertWeights(*_stored(module, plan), activation=plan.fused)
 
 
 def forget(module: nn.Module) -> None:
@@ -104,14 +119,37 @@ def forget(module: nn.Module) -> None:
         inner.__dict__.pop(PLAN, None)
 
 
-def _call_own_functions(module: Any, plan: _Plan, x_TH: Tensor, routing: Routing, *tensors: Tensor | None) -> Tensor:
+def _call_own_functions(
+    module: Any, plan: _Plan, x_TH: Tensor, routing: Routing, lora: LoraFactors | None, *tensors: Tensor | None
+) -> Tensor:
     device = x_TH.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x_TH, tensors = x_TH.to(dtype), tuple(None if t is None else t.to(dtype) for t in tensors)
     gate = module._apply_gate if plan.has_gate else module.act_fn
     finish = module.post_expert_norm if plan.has_norm else None
-    return experts_composed(x_TH, routing, *tensors, gate=gate, finish=finish)  # type: ignore[arg-type]
+    lora = None if lora is None else lora.to(x_TH.dtype)
+    interleaved = plan.has_gate and not getattr(module, "is_concatenated", True)
+    return experts_composed(
+        x_TH,
+        routing,
+        *tensors,  # type: ignore[arg-type]
+        gate=gate,
+        finish=finish,
+        lora=lora,
+        interleaved=interleaved,
+    )
+
+
+def _stored(module: Any, plan: _Plan) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """gate_up_EJH, down_EHI and their biases: views of what the module has."""
+    gate_up, down = _tensor(module, plan.up_name), _tensor(module, "down_proj")
+    gate_up_bias = down_bias = None
+    if plan.has_bias:
+        gate_up_bias, down_bias = _tensor(module, plan.up_name + "_bias"), _tensor(module, "down_proj_bias")
+    if plan.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return gate_up, down, gate_up_bias, down_bias
 
 
 def _tensor(module: Any, name: str) -> Tensor:

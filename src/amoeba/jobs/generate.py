@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import re
 import secrets
 import time
 from collections.abc import Callable
@@ -23,26 +22,15 @@ from typing import Any, Literal
 
 import torch
 
+from amoeba import lora
 from amoeba.backends.registry import Request, backends_for
 from amoeba.errors import bad_value
+from amoeba.jobs.model_folder import check_model, find_adapter, load_model, load_tokenizer_and_config
+from amoeba.jobs.token_stream import TokenStream
 from amoeba.machine import peak_memory
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights
 
 logger = logging.getLogger("amoeba")
-
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
-_REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no character, or not one yet
 
 
 @dataclass(frozen=True)
@@ -101,16 +89,22 @@ class GenerationReport:
 
 
 def generate(
-    model_folder: str | Path, prompt: str, options: GenerationOptions, write: Callable[[str], object]
+    model_folder: str | Path,
+    prompt: str,
+    options: GenerationOptions,
+    write: Callable[[str], object],
+    adapter: str | Path | None = None,
 ) -> GenerationReport:
     """Calls write(piece) for every piece of text; a KeyboardInterrupt while generating ends it with a report.
 
     model_folder: as save_pretrained writes it, or the name of a model on the hub.
+    adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used.
     """
     import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"; says what is missing if it is
 
-    name = _check_folder(str(model_folder))
-    tokenizer, config = _load_tokenizer_and_config(name)
+    name = check_model(str(model_folder))
+    adapter = None if adapter is None else find_adapter(adapter)
+    tokenizer, config = load_tokenizer_and_config(name, adapter)
     prompt_ids = _tokenise(tokenizer, prompt, options.chat)
     most = _most_new_tokens(config, prompt_ids, options.max_new_tokens)
 
@@ -118,7 +112,11 @@ def generate(
     started = time.perf_counter()
     # The caller's random numbers go on where they were: transformers may draw some when it makes a model
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model = _load_model(name, options.dtype, device)
+        model = load_model(name, options.dtype)
+        if adapter is not None:
+            lora.load(model, adapter)
+            logger.info("adapter %s", adapter)
+        model.to(device)
         backend, reason = _warm_up(model, prompt_ids[0])
     load_seconds = time.perf_counter() - started
     logger.info("backend %s: %s", backend or "of transformers", reason)
@@ -128,7 +126,7 @@ def generate(
     _set_generation_config(model, tokenizer, sampling, most)
     logger.info("sampling: %s, at most %d tokens, seed %d", _in_words(sampling), most, seed)
 
-    stream = _Stream(tokenizer, write)
+    stream = TokenStream(tokenizer, write)
     interrupted = False
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -159,86 +157,6 @@ def generate(
         backend_reason=reason,
         sampling=sampling,
         seed=seed,
-    )
-
-
-class _Stream:
-    """The streamer that transformers calls with every token; writes text as soon as it cannot change any more.
-
-    ids[prefix:read] was written last and is decoded again together with the new tokens, since a tokenizer may drop
-    the space at the start of what it decodes. Text that ends inside a character waits for the rest of it.
-    """
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
-        self.ids: list[int] = []
-        self.pieces: list[str] = []
-        self.first_at = self.last_at = 0.0
-        self._tokenizer, self._write = tokenizer, write
-        self._prefix = self._read = 0
-        self._seen_prompt = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._seen_prompt:
-            self._seen_prompt = True
-            return
-        self.last_at = time.perf_counter()
-        if not self.ids:
-            self.first_at = self.last_at
-        self.ids += value.flatten().tolist()
-        self._emit(final=False)
-
-    def end(self) -> None:
-        self._emit(final=True)
-
-    def _emit(self, final: bool) -> None:
-        text = self._decode(self.ids[self._prefix :])
-        fresh = text[len(self._decode(self.ids[self._prefix : self._read])) :]
-        if not fresh or (fresh.endswith(_REPLACEMENT) and not final):
-            return
-        # Noted before it is written: an interruption in between must not write it twice
-        self._prefix, self._read = self._read, len(self.ids)
-        self.pieces.append(fresh)
-        self._write(fresh)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def _check_folder(name: str) -> str:
-    path = Path(name).expanduser()
-    if not path.exists():
-        if _HUB_NAME.fullmatch(name):
-            return name
-        raise bad_value("MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), "mend the path")
-    if not path.is_dir():
-        raise bad_value("MODEL", "a folder", f"the file {name!r}", "give the folder it lies in")
-    remedy = "give the folder that save_pretrained wrote"
-    if not (path / "config.json").is_file():
-        raise bad_value("MODEL", "a folder with a config.json", f"{name!r}, which has none", remedy)
-    if not any((path / file).is_file() for file in _TOKENIZER_FILES):
-        raise bad_value(
-            "MODEL",
-            "a folder with a tokenizer (tokenizer.json)",
-            f"{name!r}, which has none",
-            f"save the model's there: AutoTokenizer.from_pretrained(...).save_pretrained({name!r})",
-        )
-    return str(path)
-
-
-def _load_tokenizer_and_config(name: str) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name), AutoConfig.from_pretrained(name)
-    except OSError as error:
-        raise _unreadable(name, error) from error
-
-
-def _unreadable(name: str, error: OSError) -> ValueError:
-    said = str(error).strip().splitlines() or [type(error).__name__]
-    here = "a folder" if Path(name).exists() else "no folder here"
-    return bad_value(
-        "MODEL", "a folder or a hub name that loads", f"{name!r} ({here}): {said[0].rstrip('.')}", "mend the name"
     )
 
 
@@ -299,17 +217,6 @@ def _choose_device(asked: torch.device | None) -> torch.device:
     return device
 
 
-def _load_model(name: str, dtype: torch.dtype | None, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", experts_implementation="amoeba")
-    except OSError as error:
-        raise _unreadable(name, error) from error
-    logger.info("dtype %s: %s", model.dtype, "the checkpoint's own" if dtype is None else "as asked")
-    return model.eval().to(device)
-
-
 def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
     """Runs one token; returns the backends that served the experts, or None, and why these."""
     from amoeba.integrations.transformers import PLAN
@@ -326,19 +233,13 @@ def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
 
 def _backend_of(module: Any) -> tuple[str, str]:
     """The backend that `auto` takes for this module, and why."""
-    from amoeba.integrations.transformers import PLAN
+    from amoeba.integrations.transformers import PLAN, expert_weights
 
     plan = module.__dict__[PLAN]
     if plan.fused is None:
         return "composed", f"the activation or norm of {type(module).__name__} is called as it is"
-    gate_up, down = getattr(module, plan.up_name), module.down_proj
-    if plan.transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    gate_up_bias = down_bias = None
-    if plan.has_bias:
-        gate_up_bias, down_bias = getattr(module, plan.up_name + "_bias"), module.down_proj_bias
-    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, plan.fused)
-    x_TH = gate_up.new_zeros(1, weights.hidden)
+    weights = expert_weights(module, plan)
+    x_TH = weights.gate_up_EJH.new_zeros(1, weights.hidden)
     routing = Routing(torch.zeros(1, 1, dtype=torch.int64, device=x_TH.device), x_TH.new_ones(1, 1))
     refused: list[str] = []
     for backend in backends_for(weights.device):

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from amoeba.lora.factors import layouts_of_placed
 
-def active_parameters(model: Any) -> int:
-    """Parameters that work on one token: all but the experts that it does not visit (and the embedding table)."""
+
+def training_flops_per_token(model: Any, tokens_per_row: float) -> float:
+    """Per parameter at work 2 forward, 2 for the gradient of its input, and 2 for its own if it is trained; and 6·S·H
+    per layer for causal attention (half of the 12·S·H of full attention)."""
     config = model.config
-    experts = next(
-        (getattr(config, n) for n in ("num_experts", "num_local_experts", "n_routed_experts") if hasattr(config, n)), 0
-    )
-    top_k = getattr(config, "num_experts_per_tok", experts)
-    share = top_k / experts if experts else 1.0
-    embedding = model.get_input_embeddings().weight
-    total = 0.0
+    attention = 6.0 * config.num_hidden_layers * config.hidden_size * tokens_per_row
+    return attention + sum((6.0 if trained else 4.0) * numbers for numbers, trained in _at_work(model))
+
+
+def _at_work(model: Any) -> Iterator[tuple[float, bool]]:
+    """(numbers that work on one token, whether they are trained): all but the experts that a token does not visit, and
+    but the embedding table."""
+    config = model.config
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in names if hasattr(config, name)), 0)
+    share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is None or head.weight is embedding
     for parameter in model.parameters():
         stacked = parameter.dim() == 3 and parameter.shape[0] == experts
-        total += parameter.numel() * (share if stacked else 1.0)
-    tied = model.get_output_embeddings() is None or model.get_output_embeddings().weight is embedding
-    return int(total if tied else total - embedding.numel())
-
-
-def training_flops_per_token(model: Any, sequence_length: int) -> float:
-    """6 per active parameter, and 6·S·H per layer for causal attention (half of the 12·S·H of full attention)."""
-    config = model.config
-    return 6.0 * active_parameters(model) + 6.0 * config.num_hidden_layers * config.hidden_size * sequence_length
+        if parameter is not embedding or tied:
+            yield parameter.numel() * (share if stacked else 1.0), parameter.requires_grad
+    for layout in layouts_of_placed(model):
+        yield layout.num_experts * layout.hidden * layout.intermediate * (3 if layout.gated else 2) * share, False
 
 
 @functools.cache

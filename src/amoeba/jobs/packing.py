@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from amoeba.errors import bad_value
-from amoeba.jobs.data import Document, render
+from amoeba.jobs.documents import Document, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,10 +76,20 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         }
 
 
+def stack(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of rows of one length."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text: the token for its begin, or nothing."""
+    end = tokenizer.eos_token_id
+    return [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id and token != end]
+
+
 def _tokenised(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tensor]:
     """Each document between the tokens that the tokenizer puts around a text, unless a chat template wrote them."""
-    end = tokenizer.eos_token_id
-    begin = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id and token != end]
+    end, begin = tokenizer.eos_token_id, begin_tokens(tokenizer)
     for start in range(0, len(documents), DOCUMENTS_AT_ONCE):
         texts = [render(document, tokenizer) for document in documents[start : start + DOCUMENTS_AT_ONCE]]
         # verbose: no warning about texts longer than the model, they are cut into rows

@@ -5,43 +5,43 @@ settings = load_settings("run.yaml", {"steps": 500})
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from amoeba.errors import bad_value
+from amoeba.lora.attaching import check_rank_and_alpha
 
 Balance = Literal["aux", "bias", "none"]
+Settings = TypeVar("Settings", bound="RunSettings")
 
 
 @dataclass(frozen=True)
-class TrainSettings:
-    """A run of `amoeba train`.
+class RunSettings:
+    """What every run that trains something is told.
 
-    model:    a preset's name, or a folder with config.json (trained from scratch) and perhaps weights (trained on).
-    data:     a file, a folder or a dataset's name; None for the Python reference that comes with Python.
     balance:  "aux" adds a load-balancing loss for each layer, "bias" shifts selection biases where the architecture
               has them, "none" leaves the router alone.
     z_loss_coefficient: of the loss that keeps router logits small, in any balance.
     """
 
-    model: str = "demo"
+    model: str
     data: str | None = None
     out: str = "runs/demo"
-    steps: int = 400
     batch_size: int = 8
     accumulation: int = 1
     sequence_length: int = 256
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     weight_decay: float = 0.1
-    vocab_size: int = 4096
     balance: Balance = "aux"
     aux_loss_coefficient: float = 0.01
     z_loss_coefficient: float = 0.0
     bias_rate: float = 1e-3
-    held_out: float = 0.05
+    held_out: float | str = 0.05
+    gradient_checkpointing: bool = False
     log_every: int = 10
     eval_every: int = 100
     save_every: int = 100
@@ -49,18 +49,14 @@ class TrainSettings:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation", "sequence_length", "log_every", "eval_every", "save_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise bad_value(name, "an integer of at least 1", repr(value), f"set {name} to a positive integer")
+        for name in ("batch_size", "accumulation", "sequence_length", "log_every", "eval_every", "save_every"):
+            _check_count(name, getattr(self, name))
         for name in ("learning_rate", "weight_decay", "aux_loss_coefficient", "z_loss_coefficient", "bias_rate"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise bad_value(name, "a finite number of at least 0", repr(value), f"set {name} to such a number")
-        if self.vocab_size < 300:
-            raise bad_value("vocab_size", "at least 300", self.vocab_size, "256 bytes and some merges have to fit")
-        if not 0 < self.held_out < 1:
-            raise bad_value("held_out", "a share between 0 and 1", self.held_out, "0.05 is customary")
+        if not isinstance(self.held_out, str) and not 0 < self.held_out < 1:
+            raise bad_value("held_out", "a share between 0 and 1, or a file", self.held_out, "0.05 is customary")
         if self.balance not in get_args(Balance):
             raise bad_value("balance", f"one of {', '.join(get_args(Balance))}", repr(self.balance), "choose one")
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -70,17 +66,102 @@ class TrainSettings:
         return asdict(self)
 
 
-def load_settings(yaml_file: str | None, given: dict[str, Any]) -> TrainSettings:
+@dataclass(frozen=True)
+class TrainSettings(RunSettings):
+    """A run of `amoeba train`.
+
+    model:    a preset's name, or a folder with config.json (trained from scratch) and perhaps weights (trained on).
+    data:     a file, a folder or a dataset's name; None for the Python reference that comes with Python.
+    """
+
+    model: str = "demo"
+    steps: int = 400
+    vocab_size: int = 4096
+
+    def __post_init__(self) -> None:
+        _check_count("steps", self.steps)
+        if self.vocab_size < 300:
+            raise bad_value("vocab_size", "at least 300", self.vocab_size, "256 bytes and some merges have to fit")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class FinetuneSettings(RunSettings):
+    """A run of `amoeba finetune`: LoRA on a frozen model.
+
+    model:    a folder that save_pretrained wrote, or a name on the hub.
+    targets:  what gets factors, see `amoeba.lora.attach`.
+    steps:    None for `epochs` passes over the data.
+    experts:  where the frozen experts are kept, see `amoeba.integrations.placement`.
+    """
+
+    sequence_length: int = 1024
+    learning_rate: float = 2e-4
+    warmup_steps: int = 10
+    weight_decay: float = 0.0
+    balance: Balance = "none"
+    log_every: int = 5
+    r: int = 16
+    alpha: float = 32
+    targets: tuple[str, ...] = ("experts",)
+    train_router: bool = False
+    steps: int | None = None
+    epochs: float = 3.0
+    experts: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))  # a list, where it comes from JSON or YAML
+        check_rank_and_alpha(self.r, self.alpha)
+        if self.steps is not None:
+            _check_count("steps", self.steps)
+        if not isinstance(self.epochs, int | float) or not math.isfinite(self.epochs) or self.epochs <= 0:
+            raise bad_value("epochs", "a number above 0", repr(self.epochs), "3 passes over the data are usual")
+        if self.balance == "bias":
+            raise bad_value("balance", "none or aux", "'bias', which changes the frozen model", "leave it out")
+        super().__post_init__()
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise bad_value(name, "an integer of at least 1", repr(value), f"set {name} to a positive integer")
+
+
+def settings_of(kind: type[Settings], resume: str | None, config: str | None, given: dict[str, Any]) -> Settings:
+    """Of a new run, or of the one in the folder `resume` (what is given then changes it)."""
+    if resume is None:
+        return load_settings(config, given, kind)
+    path = Path(resume) / "config.json"
+    if not path.is_file():
+        raise bad_value("--resume", "the folder of an earlier run", resume, "check the path, or leave --resume out")
+    earlier = json.loads(path.read_text())
+    earlier.pop("model_config", None)
+    unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
+    if unknown:
+        other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
+        raise bad_value("--resume", "a run of this command", f"one with {', '.join(unknown)}", f"use {other} --resume")
+    return kind(**(earlier | given | {"out": resume}))
+
+
+def load_settings(
+    yaml_file: str | None,
+    given: dict[str, Any],
+    kind: type[Settings] = TrainSettings,  # type: ignore[assignment]
+) -> Settings:
     """Defaults, then the preset's own, then the file, then what was given."""
     from amoeba.jobs.presets import PRESETS
 
-    from_file = _read(yaml_file) if yaml_file else {}
-    model = given.get("model") or from_file.get("model") or TrainSettings.model
-    preset = PRESETS[model].training if model in PRESETS else {}
-    return TrainSettings(**(preset | {"out": f"runs/{Path(model).name}"} | from_file | given | {"model": model}))
+    told = (_read(yaml_file, kind) if yaml_file else {}) | given
+    if kind is TrainSettings:
+        model = told.setdefault("model", TrainSettings.model)
+        told = (PRESETS[model].training if model in PRESETS else {}) | {"out": f"runs/{Path(model).name}"} | told
+    elif not told.get("model"):
+        raise bad_value("MODEL", "a folder with a model, or a name on the hub", "none", "name the model to fine-tune")
+    else:
+        told = {"out": f"runs/{Path(told['model']).name}-finetuned"} | told
+    return kind(**told)
 
 
-def _read(yaml_file: str) -> dict[str, Any]:
+def _read(yaml_file: str, kind: type[RunSettings]) -> dict[str, Any]:
     import yaml
 
     path = Path(yaml_file)
@@ -90,7 +171,7 @@ def _read(yaml_file: str) -> dict[str, Any]:
         found = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise bad_value(str(path), "YAML", f"{error}".replace("\n", " "), "mend the file") from error
-    known = {entry.name for entry in fields(TrainSettings)}
+    known = {entry.name for entry in fields(kind)}
     if not isinstance(found, dict) or not set(found) <= known:
         unknown = sorted(set(found) - known) if isinstance(found, dict) else type(found).__name__
         raise bad_value(str(path), f"a mapping of {', '.join(sorted(known))}", unknown, "remove or rename these")

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from amoeba.errors import bad_value
-from amoeba.jobs.data import Corpus, render
+from amoeba.jobs.data import Corpus
+from amoeba.jobs.documents import render
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end of text

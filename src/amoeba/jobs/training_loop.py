@@ -1,4 +1,10 @@
-"""transformers.Trainer with a run log, watched routers, and checkpoints that appear whole or not at all."""
+"""transformers.Trainer with a run log, watched routers, and checkpoints that appear whole or not at all.
+
+    trainer = make_trainer(model, tokenizer, rows, settings, steps, ...)
+    report, kept_in = run_to_end(trainer, folder, resume=False)
+
+What a checkpoint holds of the model is passed in: all of it (`WholeModel`), or an adapter.
+"""
 
 from __future__ import annotations
 
@@ -10,157 +16,70 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
 
 from amoeba.errors import bad_value
-from amoeba.files import finite, write_whole
-from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
-from amoeba.jobs.settings import TrainSettings
-from amoeba.machine import peak_memory
-from amoeba.observe.router_watch import RouterWatch
-from amoeba.routing import update_selection_bias_
+from amoeba.jobs.run_folder import RunReport, last_checkpoint, remove_unfinished
+from amoeba.jobs.run_log import RunLog
+from amoeba.jobs.settings import RunSettings
 
 CHECKPOINTS_KEPT = 2
 
 
-class RunLog(TrainerCallback):
-    """Writes metrics.jsonl and TensorBoard events, tells the console, shifts selection biases, stops when asked."""
+class Rows(NamedTuple):
+    train: Any  # datasets of {input_ids, labels}
+    held_out: Any
+    collate: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
+    tokens_per_row: float
 
-    def __init__(self, folder: Path, settings: TrainSettings, console: Any, model: Any) -> None:
-        self.settings, self.console, self.path = settings, console, folder / "metrics.jsonl"
-        self.watch = RouterWatch(model)
-        self.stop_asked = False
-        self.dead_experts, self.tokens_per_second = 0, 0.0
-        self.losses: list[Tensor] = []
-        self.learning_rate = 0.0
-        self.last_evaluation: tuple[int, float] | None = None  # step, held-out loss
-        self._began = self._since = time.monotonic()
-        self._last_step = 0
-        self._loads: list[Tensor] | None = None
-        self._device = next(model.parameters()).device
-        self._flops_per_token = training_flops_per_token(model, settings.sequence_length)
-        self._ceiling = measured_ceiling(self._device)
-        self._writer = _tensorboard(folder)
 
-    def write(self, line: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(finite(line, lambda _: None)) + "\n")
+class Kept(Protocol):
+    """What of a model a run keeps: in each checkpoint, and at the end in the folder `name` of the run."""
 
-    def forget_after(self, step: int) -> None:
-        """Drops what an interrupted run logged after the checkpoint that it goes on from."""
-        kept = []
-        for text in self.path.read_text().splitlines() if self.path.exists() else []:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue  # torn by a kill
-            if line.get("step", 0) <= step and line.get("kind") not in ("final", "coactivation"):
-                kept.append(text + "\n")
-        write_whole(self.path, "".join(kept))
-        self._last_step = step
+    name: str
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._since = time.monotonic()
-        self._last_step = state.global_step
+    def save(self, model: Any, folder: Path) -> None: ...
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.settings.balance == "bias":
-            self._shift_biases()
-        if state.global_step % self.settings.log_every == 0 or state.global_step == state.max_steps:
-            self._log(state)
-        if self.stop_asked:
-            control.should_save = control.should_training_stop = True
+    def load(self, model: Any, folder: Path) -> None: ...
 
-    def _log(self, state: Any) -> None:
-        parts = torch.stack(self.losses).view(-1, self.settings.accumulation).sum(1) if self.losses else torch.empty(0)
-        losses = parts.tolist()
-        self.losses.clear()
-        now, steps = time.monotonic(), state.global_step - self._last_step
-        settings = self.settings
-        tokens = settings.batch_size * settings.accumulation * settings.sequence_length
-        self.tokens_per_second = steps * tokens / max(now - self._since, 1e-9)
-        self._since, self._last_step = now, state.global_step
-        layers = self.watch.take()
-        self._loads = None
-        self.dead_experts = sum(layer["dead_experts"] for layer in layers)
-        line = {
-            "kind": "train",
-            "step": state.global_step,
-            "time": now - self._began,
-            "loss": sum(losses) / max(len(losses), 1),
-            "step_losses": losses,
-            "lr": self.learning_rate,
-            "tokens_per_second": self.tokens_per_second,
-            "tokens": state.global_step * tokens,
-            "share_of_peak": self.tokens_per_second * self._flops_per_token / self._ceiling,
-            "memory_bytes": peak_memory(self._device),
-            "max_violation": max((layer["max_violation"] for layer in layers), default=0.0),
-            "dead_experts": self.dead_experts,
-            "drop_rate": max((layer["drop_rate"] for layer in layers), default=0.0),
-        }
-        self.write(line)
-        self.write({"kind": "router", "step": state.global_step, "layers": layers})
-        self._events(line, layers)
-        self.console.step(line, state.max_steps)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        loss = metrics["eval_loss"]
-        self.last_evaluation = (state.global_step, loss)
-        line = {
-            "kind": "eval",
-            "step": state.global_step,
-            "time": time.monotonic() - self._began,
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 50.0)),
-        }
-        self.write(line)
-        self.console.say(f"step {state.global_step}: held-out loss {loss:.3f}")
-        if self._writer:
-            self._writer.add_scalar("held_out/loss", loss, state.global_step)
-        self._since = time.monotonic()
+class WholeModel:
+    name = "model"
 
-    def finish(self, report: Any) -> None:
-        step = report.steps
-        self.write({"kind": "coactivation", "step": step, "layers": self.watch.take_coactivation()})
-        self.write({"kind": "final", "step": step, "loss": report.final_loss, **asdict(report)})
-        self.watch.close()
-        if self._writer:
-            self._writer.close()
+    def save(self, model: Any, folder: Path) -> None:
+        model.save_pretrained(folder)
 
-    def _shift_biases(self) -> None:
-        loads = [statistics.load_E.clone() for statistics in self.watch.statistics]
-        before = self._loads or [torch.zeros_like(load) for load in loads]
-        for bias_E, load_E, earlier_E in zip(self.watch.selection_biases, loads, before, strict=True):
-            if bias_E is not None:
-                update_selection_bias_(bias_E, load_E - earlier_E, self.settings.bias_rate)
-        self._loads = loads
+    def load(self, model: Any, folder: Path) -> None:
+        """Through from_pretrained: on disk experts lie one by one, and only it puts them together again.
 
-    def _events(self, line: dict[str, Any], layers: list[dict[str, Any]]) -> None:
-        if not self._writer:
-            return
-        step = line["step"]
-        for name in ("loss", "lr", "tokens_per_second", "max_violation", "dead_experts", "drop_rate"):
-            self._writer.add_scalar(f"train/{name}", line[name], step)
-        for layer in layers:
-            prefix = f"layer_{layer['layer']:02d}"
-            for name in ("entropy", "max_violation", "dead_experts", "drop_rate"):
-                if layer[name] is not None:
-                    self._writer.add_scalar(f"{prefix}/{name}", layer[name], step)
-            total = max(sum(layer["load"]), 1)
-            for expert, load in enumerate(layer["load"]):
-                self._writer.add_scalar(f"{prefix}/load/{expert:03d}", load / total, step)
+        (Trainer's own way reads the file as it is, finds no stacked experts and leaves them as initialised.)
+        """
+        found = json.loads((folder / "config.json").read_text()).get("model_type")
+        if found != model.config.model_type:
+            raise bad_value(
+                "--resume", f"a checkpoint of {model.config.model_type}", found, "leave --model as the run began with"
+            )
+        stored = type(model).from_pretrained(folder, dtype=torch.float32)
+        try:
+            model.load_state_dict(stored.state_dict())
+        except RuntimeError as error:
+            first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+            remedy = "leave the model, the data and the vocabulary as the run began with"
+            raise bad_value("--resume", "a checkpoint of the same sizes", first, remedy) from error
 
 
 class WatchedTrainer(Trainer):
     """Stages each checkpoint beside its place and renames it when it is whole."""
 
     run_log: RunLog
+    kept: Kept
+    command: str  # that goes on with this run
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -171,6 +90,10 @@ class WatchedTrainer(Trainer):
         balance, z_loss = log.watch.take_balance_loss(), log.watch.take_z_loss()
         if model.training:
             log.losses.append(loss.detach())
+            ids = inputs["input_ids"]
+            log.tokens.append(
+                inputs["attention_mask"].sum() if "attention_mask" in inputs else torch.tensor(ids.numel())
+            )
             log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
             if log.settings.balance == "aux" and balance is not None:
                 loss = loss + log.settings.aux_loss_coefficient / log.settings.accumulation * balance
@@ -179,23 +102,12 @@ class WatchedTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Through from_pretrained: on disk experts lie one by one, and only it puts them together again.
+        self.kept.load(self.model if model is None else model, Path(resume_from_checkpoint))
 
-        (Trainer's own way reads the file as it is, finds no stacked experts and leaves them as initialised.)
-        """
-        target: Any = self.model if model is None else model
-        found = json.loads((Path(resume_from_checkpoint) / "config.json").read_text()).get("model_type")
-        if found != target.config.model_type:
-            raise bad_value(
-                "--resume", f"a checkpoint of {target.config.model_type}", found, "leave --model as the run began with"
-            )
-        stored = type(target).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
-        try:
-            target.load_state_dict(stored.state_dict())
-        except RuntimeError as error:
-            first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
-            remedy = "leave the model, the data and the vocabulary as the run began with"
-            raise bad_value("--resume", "a checkpoint of the same sizes", first, remedy) from error
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        folder = Path(output_dir or str(self.args.output_dir))
+        self.kept.save(self.model, folder)
+        self.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(str(self.args.output_dir))
@@ -238,7 +150,7 @@ class WatchedTrainer(Trainer):
             f"the checkpoint of step {self.state.global_step}",
             f"room for it in {folder}",
             str(error),
-            f"free some space, then: amoeba train --resume {folder.parent} "
+            f"free some space, then: {self.command} --resume {folder.parent} "
             + (f"(goes on from step {whole[0]})" if whole else "(starts anew, no checkpoint was finished)"),
         )
 
@@ -248,31 +160,32 @@ class WatchedTrainer(Trainer):
             return last[1]
         return self.evaluate()["eval_loss"]
 
-    def save_final(self, tokenizer: Any) -> None:
-        """A standard Hugging Face folder, renamed into place."""
-        model: Any = self.model
-        target = Path(str(self.args.output_dir)).parent / "model"
-        staging = target.with_name(".model.writing")
+    def save_final(self) -> Path:
+        """What is kept, and the tokenizer, in a folder that is renamed into place."""
+        target = Path(str(self.args.output_dir)).parent / self.kept.name
+        staging = target.with_name(f".{self.kept.name}.writing")
         shutil.rmtree(staging, ignore_errors=True)
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+        self._save(str(staging))
         shutil.rmtree(target, ignore_errors=True)
         os.replace(staging, target)
+        return target
 
 
 def make_trainer(
     model: Any,
     tokenizer: Any,
-    train_rows: Any,
-    held_out_rows: Any,
-    settings: TrainSettings,
+    rows: Rows,
+    settings: RunSettings,
+    steps: int,
     folder: Path,
     console: Any,
-    dtype: torch.dtype,
+    autocast: torch.dtype,
+    kept: Kept,
+    command: str,
 ) -> WatchedTrainer:
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
-        max_steps=settings.steps,
+        max_steps=steps,
         per_device_train_batch_size=settings.batch_size,
         per_device_eval_batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.accumulation,
@@ -282,6 +195,8 @@ def make_trainer(
         lr_scheduler_type="cosine",
         adam_beta2=0.95,
         max_grad_norm=1.0,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},  # the other kind needs inputs that require a gradient
         eval_strategy="steps",
         eval_steps=settings.eval_every,
         save_strategy="steps",
@@ -291,7 +206,7 @@ def make_trainer(
         disable_tqdm=True,
         seed=settings.seed,
         data_seed=settings.seed,
-        bf16=dtype == torch.bfloat16,
+        bf16=autocast == torch.bfloat16,
         use_cpu=not torch.cuda.is_available(),
         dataloader_num_workers=0,
         remove_unused_columns=False,
@@ -300,14 +215,15 @@ def make_trainer(
     trainer = WatchedTrainer(
         model=model,
         args=arguments,
-        train_dataset=train_rows,
-        eval_dataset=held_out_rows,
+        train_dataset=rows.train,
+        eval_dataset=rows.held_out,
         processing_class=tokenizer,
-        data_collator=_stack,
+        data_collator=rows.collate,
     )
-    trainer.run_log = RunLog(folder, settings, console, trainer.model)
+    trainer.kept, trainer.command = kept, command
+    trainer.run_log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row)
     trainer.add_callback(trainer.run_log)
-    trainer.remove_callback(_default_printer())
+    trainer.remove_callback(PrinterCallback)
     return trainer
 
 
@@ -332,19 +248,37 @@ def interrupted_flag(trainer: WatchedTrainer) -> Iterator[Callable[[], bool]]:
             signal.signal(signal.SIGINT, before)
 
 
-def _stack(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+def run_to_end(trainer: WatchedTrainer, folder: Path, resume: bool) -> tuple[RunReport, str]:
+    """Trains, or goes on from the last whole checkpoint, and saves what is kept; a Ctrl-C ends it earlier.
 
-
-def _default_printer() -> Any:
-    from transformers.trainer_callback import PrinterCallback
-
-    return PrinterCallback
-
-
-def _tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / "tensorboard"))
+    The report, and the folder of what was kept, or the last checkpoint where the run was interrupted.
+    """
+    log, say = trainer.run_log, trainer.run_log.console.say
+    began = time.monotonic()
+    last = last_checkpoint(folder) if resume else None
+    if resume:
+        remove_unfinished(folder)
+        log.forget_after(int(last.name.split("-")[1]) if last else -1)
+        say(f"resuming from {last.name}" if last else "no checkpoint was finished: starting anew")
+    start_loss = trainer.held_out_loss_at_start(resume and last is not None)
+    with interrupted_flag(trainer) as interrupted:
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
+    if interrupted():
+        say(f"stopped at step {trainer.state.global_step}; go on with: {trainer.command} --resume {folder}")
+        final = log.last_evaluation[1] if log.last_evaluation else start_loss
+        result = last_checkpoint(folder)
+    else:
+        final = trainer.final_held_out_loss()
+        result = trainer.save_final()
+    report = RunReport(
+        folder=str(folder),
+        steps=trainer.state.global_step,
+        start_loss=start_loss,
+        final_loss=final,
+        perplexity=math.exp(min(final, 50.0)),
+        dead_experts=log.dead_experts,
+        tokens_per_second=log.tokens_per_second,
+        seconds=time.monotonic() - began,
+        interrupted=interrupted(),
+    )
+    return report, str(result)

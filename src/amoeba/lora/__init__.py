@@ -1,5 +1,18 @@
 """LoRA on experts: low-rank factors beside frozen expert weights, and PEFT folders in and out.
 
-`factors` holds the six factors of one layer and their form in PEFT, `peft_files` reads and writes adapter folders.
-Importing this package imports neither peft nor safetensors; reading and writing files needs safetensors alone.
+    lora.attach(model, r=16, alpha=32, targets=["experts", "q_proj", "v_proj"])
+    ...train it with transformers.Trainer or a loop of your own...
+    lora.save(model, "adapter")        # peft.PeftModel.from_pretrained reads it
+    lora.load(fresh_model, "adapter")  # so do we
+    lora.merge(model)                  # W + scaling · B @ A in place of W; unmerge puts the very W back
+
+`factors` holds the six factors of one layer and their form in PEFT, `peft_files` reads and writes adapter folders, the
+rest is about models. Importing this package imports neither peft nor safetensors nor transformers; peft is needed for
+targets outside the experts only.
 """
+
+from amoeba.lora.adapter_folder import load, save
+from amoeba.lora.attaching import attach, detach
+from amoeba.lora.merging import merge, unmerge
+
+__all__ = ["attach", "detach", "load", "merge", "save", "unmerge"]

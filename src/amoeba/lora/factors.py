@@ -73,6 +73,11 @@ def layouts_of(model: nn.Module) -> dict[str, ExpertsLayout]:
     return found
 
 
+def layouts_of_placed(model: nn.Module) -> list[ExpertsLayout]:
+    """Those of the modules whose weights are elsewhere (amoeba.integrations.placement), so that no parameter counts."""
+    return [layout for name, layout in layouts_of(model).items() if model.get_submodule(name).down_proj.is_meta]
+
+
 def from_peft(
     gate_up: StackedLora | None,
     down: StackedLora | None,

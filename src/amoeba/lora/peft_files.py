@@ -124,7 +124,7 @@ def read_adapter(folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None
         else:
             others[key] = tensor
 
-    _scalings_of_others(config, others)  # refuses ranks that are not the config's
+    scalings_of_others(config, others)  # refuses ranks that are not the config's
     experts: dict[str, LoraFactors] = {}
     ungated = set()
     for module, nested in stacked.items():
@@ -392,7 +392,7 @@ def _alpha_for(scaling: float, rank: int, use_rslora: bool) -> int | float:
     return next((alpha for alpha in near if alpha / divisor == scaling), product)
 
 
-def _scalings_of_others(
+def scalings_of_others(
     config: dict[str, Any], others: dict[str, Tensor]
 ) -> tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]:
     """Rank and scaling of each adapted module and, apart, of each parameter that target_parameters names."""
@@ -417,7 +417,7 @@ def _scalings_of_others(
 
 def _config_to_write(adapter: Adapter, parameters: dict[str, tuple[int, float]]) -> dict[str, Any]:
     config = adapter.config
-    modules, other_parameters = _scalings_of_others(config, adapter.others)
+    modules, other_parameters = scalings_of_others(config, adapter.others)
     use_rslora = bool(config.get("use_rslora"))
     wanted = {
         name: (rank, _alpha_for(scaling, rank, use_rslora))

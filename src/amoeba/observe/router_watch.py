@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amoeba.lora.targets import ROUTER_NAMES
 from amoeba.routing import Routing, RoutingStatistics, load_balance_loss, z_loss
 
 
@@ -26,9 +27,11 @@ class RouterWatch:
         self.statistics: list[RoutingStatistics] = []
         self.coactivation: list[Tensor] = []
         self.selection_biases: list[Tensor | None] = []
-        self._scores: dict[int, Tensor] = {}
-        self._balance_losses: list[Tensor] = []
-        self._z_losses: list[Tensor] = []
+        self._logits: dict[int, Tensor] = {}
+        # Of the last pass: what the losses are made of, when they are asked for. Made here, inside the forward pass,
+        # they would add to what activation checkpointing counts, and it would not find them when it computes again.
+        self._routed: list[tuple[Tensor, Tensor, Tensor]] = []  # logits, experts, weights
+        self._z_logits: list[Tensor] = []
         self._handles: list[Any] = []
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         for name, module in model.named_modules():
@@ -41,39 +44,42 @@ class RouterWatch:
 
     def _watch(self, name: str, experts: Any, parent: nn.Module | None) -> None:
         layer, count = len(self.names), int(experts.num_experts)
-        device = experts.down_proj.device
+        beside = [getattr(parent, child, None) for child in ROUTER_NAMES]
+        routers = [router for router in beside if isinstance(router, nn.Module)]
+        # experts that were placed elsewhere leave a shape behind; their router is where x is
+        device = next((p.device for router in routers for p in router.parameters()), experts.down_proj.device)
         self.names.append(name)
         self.statistics.append(RoutingStatistics(count).to(device))
         self.coactivation.append(torch.zeros(count, count, device=device))
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if not module.training or torch._C._current_graph_task_id() != -1:
-                return  # evaluation, or a recompute inside backward
+            if not module.training or _in_backward():
+                return
             found = [*args, *kwargs.values()]
             expert_TK, weight_TK = found[1].detach(), found[2].detach()
-            scores_TE = self._scores.pop(layer, None)
-            routing = Routing(expert_TK, weight_TK, scores_TE=scores_TE, trusted=True)
-            self.statistics[layer].record(routing)
-            if scores_TE is not None and scores_TE.requires_grad:
-                self._balance_losses.append(load_balance_loss(routing, count))
+            logits_TE = self._logits.pop(layer, None)
+            scores_TE = None if logits_TE is None else logits_TE.detach().float().softmax(-1)
+            self.statistics[layer].record(Routing(expert_TK, weight_TK, scores_TE=scores_TE, trusted=True))
+            if logits_TE is not None and logits_TE.requires_grad:
+                self._routed.append((logits_TE, expert_TK, weight_TK))
             chosen_TE = torch.zeros(expert_TK.shape[0], count + 1, device=device)
             chosen_TE.scatter_(1, expert_TK.clamp(0, count), 1.0)
             self.coactivation[layer] += chosen_TE[:, :count].T @ chosen_TE[:, :count]
 
-        def keep_scores(module: nn.Module, args: tuple, output: Any) -> None:
+        def keep_logits(module: nn.Module, args: tuple, output: Any) -> None:
             logits = output[0] if isinstance(output, tuple) else output
+            if _in_backward():
+                return
             if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == count and module.training:
-                self._scores[layer] = logits.float().softmax(-1)
+                self._logits[layer] = logits
                 if logits.requires_grad:
-                    self._z_losses.append(z_loss(logits))
+                    self._z_logits.append(logits)
 
         self._handles.append(experts.register_forward_pre_hook(record, with_kwargs=True))
         self.selection_biases.append(None)
-        for router_name in ("gate", "router"):
-            router = getattr(parent, router_name, None)
-            if isinstance(router, nn.Module):
-                self._handles.append(router.register_forward_hook(keep_scores))
-                self.selection_biases[layer] = getattr(router, "e_score_correction_bias", None)
+        for router in routers:
+            self._handles.append(router.register_forward_hook(keep_logits))
+            self.selection_biases[layer] = getattr(router, "e_score_correction_bias", None)
 
     def take_balance_loss(self) -> Tensor | None:
         """The Switch loss of the last pass, averaged over the layers; None where no router was seen.
@@ -81,13 +87,18 @@ class RouterWatch:
         Each layer is balanced by itself. transformers' own loss adds the layers up first, so that an idle expert of one
         layer is made good by a busy one of another.
         """
-        losses, self._balance_losses = self._balance_losses, []
+        routed, self._routed = self._routed, []
+        losses = []
+        for logits_TE, expert_TK, weight_TK in routed:
+            scores_TE = logits_TE.float().softmax(-1)
+            routing = Routing(expert_TK, weight_TK, scores_TE=scores_TE, trusted=True)
+            losses.append(load_balance_loss(routing, logits_TE.shape[1]))
         return torch.stack(losses).mean() if losses else None
 
     def take_z_loss(self) -> Tensor | None:
         """The z-loss of the last pass, averaged over the layers."""
-        losses, self._z_losses = self._z_losses, []
-        return torch.stack(losses).mean() if losses else None
+        logits, self._z_logits = self._z_logits, []
+        return torch.stack([z_loss(logits_TE) for logits_TE in logits]).mean() if logits else None
 
     def take(self) -> list[dict[str, Any]]:
         """The statistics since the last call, as plain numbers (this waits for the device)."""
@@ -114,6 +125,11 @@ class RouterWatch:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _in_backward() -> bool:
+    """In what activation checkpointing computes again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_experts(module: Any) -> bool:

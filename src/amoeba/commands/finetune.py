@@ -1,0 +1,101 @@
+"""`amoeba finetune MODEL --data chat.jsonl`: LoRA on a frozen model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from amoeba.commands.exits import INTERRUPTED, finish, need, usage
+from amoeba.commands.front import typer
+from amoeba.commands.output import Output, make_output
+from amoeba.commands.run_console import RunConsole
+from amoeba.jobs.settings import FinetuneSettings, settings_of
+
+
+def finetune(
+    model: Annotated[
+        str | None, typer.Argument(help="A folder that save_pretrained wrote, or a name on the hub.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="JSONL with messages, prompt and completion, or text; or a folder.")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Run folder; the adapter is in OUT/adapter.")] = None,
+    config: Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")] = None,
+    resume: Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
+    r: Annotated[int | None, typer.Option("--r", help="Rank of the factors; default 16.")] = None,
+    alpha: Annotated[float | None, typer.Option("--alpha", help="Scaling is alpha / r; default 32.")] = None,
+    targets: Annotated[
+        str | None, typer.Option("--targets", help="experts (default), all-linear, or names: experts,q_proj,v_proj.")
+    ] = None,
+    train_router: Annotated[bool, typer.Option("--train-router", help="Train the routers too, whole.")] = False,
+    experts: Annotated[
+        str | None, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
+    ] = None,
+    held_out: Annotated[
+        str | None, typer.Option("--held-out", help="Share of the data, or a file, for the held-out loss: 0.05.")
+    ] = None,
+    epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data; default 3.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Steps in place of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per step and device.")] = None,
+    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
+    sequence_length: Annotated[int | None, typer.Option("--sequence-length", help="Tokens of a row at most.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Default 2e-4.")] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.")] = None,
+    log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines.")] = None,
+    eval_every: Annotated[int | None, typer.Option("--eval-every", help="Steps between held-out losses.")] = None,
+    save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
+) -> None:
+    """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
+    flags: dict[str, Any] = {
+        "model": model, "data": data, "out": out, "r": r, "alpha": alpha, "train_router": train_router or None,
+        "experts": experts, "epochs": epochs, "steps": steps, "batch_size": batch_size, "accumulation": accumulation,
+        "sequence_length": sequence_length, "learning_rate": learning_rate,
+        "gradient_checkpointing": gradient_checkpointing or None, "dtype": dtype, "log_every": log_every,
+        "eval_every": eval_every, "save_every": save_every, "seed": seed,
+        "targets": None if targets is None else tuple(targets.replace(",", " ").split()),
+        "held_out": None if held_out is None else _share_or_file(held_out),
+    }  # fmt: skip
+    output = make_output()
+    with usage():
+        given = {name: value for name, value in flags.items() if value is not None}
+        settings = settings_of(FinetuneSettings, resume, config, given)
+        document = run(settings, resume is not None, output)
+    finish(output, document, True, json)
+    if document["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+
+
+def run(settings: FinetuneSettings, resume: bool, output: Output) -> dict[str, Any]:
+    need("tokenizers", "safetensors", "transformers", "accelerate")
+    from amoeba.jobs.finetune import finetune as finetune_model
+
+    console = RunConsole(output)
+    try:
+        report = finetune_model(settings, console, resume=resume)
+    finally:
+        console.close()
+    output.heading("fine-tuned" if not report.interrupted else "stopped")
+    chat = " --chat" if report.chat else ""
+    output.facts(
+        [
+            ("held-out loss", f"{report.start_loss:.3f} -> {report.final_loss:.3f}, of the answers"),
+            ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
+            ("trained", f"{report.trainable_parameters / 1e6:.2f}M numbers; the base model is as it was"),
+            ("adapter", report.adapter),
+            ("try", f'amoeba generate {report.base_model} "..." --adapter {report.adapter}{chat}'),
+            ("run", f"{report.folder}    look: amoeba report {report.folder}"),
+        ]
+    )
+    return asdict(report)
+
+
+def _share_or_file(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,38 @@
+"""`amoeba merge MODEL --adapter DIR --out DIR`: a model and its adapter as one folder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+from amoeba.commands.exits import finish, need, usage
+from amoeba.commands.front import typer
+from amoeba.commands.generate import parse_dtype
+from amoeba.commands.options import DTYPES
+from amoeba.commands.output import make_output
+from amoeba.errors import bad_value
+
+
+def merge(
+    model: Annotated[str, typer.Argument(help="The base model: a folder that save_pretrained wrote, or a hub name.")],
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", help="A PEFT folder, or a run of amoeba finetune.")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", help="The folder to write; it must not be there yet.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
+) -> None:
+    """Write a model with its adapter added into the weights: a folder that plain transformers loads."""
+    output = make_output()
+    with usage():
+        need("tokenizers", "safetensors", "transformers")
+        from amoeba.jobs.merge import merge as merge_folders
+
+        if adapter is None or out is None:
+            missing = "--adapter" if adapter is None else "--out"
+            raise bad_value(missing, "a folder", "none", "write it as amoeba merge MODEL --adapter FOLDER --out FOLDER")
+        report = merge_folders(model, adapter, out, parse_dtype(dtype))
+    layers = f"{report.experts_layers} layers of experts and {report.linear_layers} linear layers"
+    output.line(f"written to {report.model} ({report.dtype}): {layers} changed")
+    output.line(f'try: amoeba generate {report.model} "..."')
+    finish(output, {"document": "amoeba merge", **asdict(report)}, True, json)

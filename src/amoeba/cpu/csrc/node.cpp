@@ -1,0 +1,77 @@
+// The C interface of the worker pool and of one node's passes; the caller checked its tensors.
+#include "checksum.h"
+#include "factors.h"
+#include "passes.h"
+
+extern "C" {
+
+void* amoeba_pool_new(int threads, const int32_t* cores) { return new Pool(threads, cores); }
+void* amoeba_pool_borrow(Parallel parallel, int threads) { return new Pool(parallel, threads); }
+void amoeba_pool_borrow_as_many(void* pool, int threads) { static_cast<Pool*>(pool)->borrow(threads); }
+void amoeba_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
+void amoeba_pool_phase_seconds(void* pool, double* out) {
+  std::copy_n(static_cast<Pool*>(pool)->phase_seconds, Pool::PHASES, out);
+}
+
+void amoeba_node_forward(void* pool, const Node* node, const Batch* batch, float* y) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  Run(workers, *node, *batch).forward(y);
+}
+
+void amoeba_node_backward(void* pool, const Node* node, const Batch* batch, const Gradients* gradients) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  Run(workers, *node, *batch).backward(*gradients);
+}
+
+// Scratch of the pool; pointers of batch that are not null are memory of the caller's.
+int64_t amoeba_node_workspace(const Node* node, const Batch* batch, int backward) {
+  const auto bytes = backward ? bytes_of<BackwardMemory> : bytes_of<ForwardMemory>;
+  return int64_t(whole_pages(bytes(*node, *batch)));
+}
+
+// What one thread's own buffers grow to at most in passes of this many slots.
+int64_t amoeba_node_thread_bytes(const Node* node, int64_t slots, int backward) {
+  const Node& n = *node;
+  const int64_t padded = ceil_div(slots, TILE) * TILE, ranks = std::max(n.low_width(), n.down_low_width());
+  int64_t rows = 0;
+  for (const int64_t depth : {n.hidden, n.intermediate, backward ? n.width : 0}) {
+    const int64_t tiles = tiles_of(depth, n.int8 ? Int8::PER_WORD : Bf16::PER_WORD);
+    rows = std::max(rows, std::min(rows_of_job(std::max<int64_t>(1, tiles)), padded) * tiles * TILE);
+  }
+  size_t bytes = whole_pages(rows * sizeof(uint32_t)) + whole_pages(PARTIAL_BYTES);
+  if (ranks) bytes += whole_pages(std::min(ROW_BLOCK, padded) * ranks * sizeof(uint16_t));
+  if (ranks && backward) bytes += whole_pages((padded + PANEL) * ranks * sizeof(uint16_t)) + whole_pages(WIDE_BYTES);
+  return int64_t(bytes);
+}
+
+// Into the eight matrices of the node that have data.
+void amoeba_node_pack_factors(void* pool, const Node* node, const Factors* factors) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  workers.run(2 * node->experts, [&](int64_t i) {
+    if (i % 2 ? node->down_a.data != nullptr : node->up_a.data != nullptr)
+      (i % 2 ? pack_down_factors : pack_up_factors)(*node, *factors, i / 2);
+  });
+}
+
+// sums[factor][expert] of those experts that a slot names, or of all where slots is null. data[factor] holds
+// bytes[factor] per expert, without gaps.
+void amoeba_factor_checksums(void* pool, int64_t factors, int64_t experts, const char* const* data,
+                             const int64_t* bytes, const int64_t* slots, int64_t slot_count, uint64_t* sums) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  std::vector<int64_t> wanted;
+  std::vector<bool> met(size_t(experts), slots == nullptr);
+  for (int64_t s = 0; slots && s < slot_count; ++s)
+    if (slots[s] >= 0 && slots[s] < experts) met[size_t(slots[s])] = true;
+  for (int64_t e = 0; e < experts; ++e)
+    if (met[size_t(e)]) wanted.push_back(e);
+  workers.run(int64_t(wanted.size()), [&](int64_t i) {
+    const int64_t e = wanted[size_t(i)];
+    for (int64_t f = 0; f < factors; ++f) sums[f * experts + e] = checksum(data[f] + e * bytes[f], bytes[f]);
+  });
+}
+
+}  // extern "C"

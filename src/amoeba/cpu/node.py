@@ -1,0 +1,341 @@
+"""One node's share of frozen experts: forward, and backward from what forward left, each one call of compiled code.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate of this node's block ·
+J = 2I or I · R LoRA rank
+
+    y_TH, cache = forward(node, factors, x_TH, expert_TK, weight_TK, pool, keep="h")      # y fp32: this node's part
+    gradients = backward(node, factors, cache, dy_TH, pool, needs)
+
+Sums are in fp32; h, a, the low-rank products and each expert's rows of y and dx are rounded to bf16 in between. The
+same inputs give the same bits, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from amoeba.config import Activation, ActivationKind
+from amoeba.cpu.node_library import FACTOR_MATRICES, CBatch, CFactors, CGradients, CNode, load_node
+from amoeba.cpu.packed import PackedWeights, _Packing, current_path, empty_in_huge_pages
+from amoeba.cpu.pool import WorkerPool
+from amoeba.weights import LORA_NAMES, LoraFactors
+
+Keep = Literal["nothing", "h", "x"]
+_KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
+_PANEL = 32  # columns that the low-rank products are padded to, and the depth of a tile in bf16
+
+
+@dataclass(frozen=True, eq=False)
+class NodeExperts:
+    """One node's share of frozen experts (a contiguous block of I), packed."""
+
+    gate_up: PackedWeights  # (E, J, H)
+    down: PackedWeights  # (E, H, I)
+    gate_up_bias_EJ: Tensor | None  # fp32, contiguous
+    down_bias_EH: Tensor | None  # fp32, contiguous; under several nodes only the first has it
+    activation: Activation
+
+    def __post_init__(self) -> None:
+        gate_up, down = self.gate_up, self.down
+        width = self.activation.width(down.in_features)
+        assert gate_up.kind == down.kind, f"one kind of weights in a node, got {gate_up.kind} and {down.kind}"
+        got = (gate_up.experts, gate_up.out_features, gate_up.in_features)
+        assert got == (down.experts, width, down.out_features), f"gate_up {got} does not go with {down}"
+        _check_bias("gate_up_bias_EJ", self.gate_up_bias_EJ, (down.experts, width))
+        _check_bias("down_bias_EH", self.down_bias_EH, (down.experts, down.out_features))
+
+    @functools.cached_property
+    def _plain(self) -> CNode:
+        return self._structure()
+
+    @functools.cached_property
+    def _spare(self) -> list[Tensor]:
+        """Memory of factors that are gone. Factors are packed again after every step of an optimizer, and memory that
+        is new to the process costs more time than the packing."""
+        return []
+
+    def _take_memory(self, size: int) -> Tensor:
+        while self._spare:
+            memory = self._spare.pop()
+            if memory.numel() == size:
+                return memory
+        return empty_in_huge_pages(size)
+
+    def _structure(self) -> CNode:
+        down, activation, c = self.down, self.activation, CNode()
+        c.int8, c.experts, c.width = down.kind == "int8", down.experts, self.gate_up.out_features
+        c.hidden, c.intermediate = down.out_features, down.in_features
+        c.activation.kind, c.activation.alpha = _KINDS[activation.kind], activation.alpha
+        c.activation.gated, c.activation.interleaved = activation.gated, activation.interleaved
+        c.activation.limit, c.activation.up_shift = activation.limit, activation.up_shift
+        _describe(c.gate_up, self.gate_up.forward)
+        _describe(c.down, down.forward)
+        c.gate_up_bias, c.down_bias = _address(self.gate_up_bias_EJ), _address(self.down_bias_EH)
+        return c
+
+
+@dataclass(frozen=True, eq=False)
+class NodeFactors:
+    """Copies of one node's part of the factors in bf16 and in the order of the tiles, for both passes; by `pack`."""
+
+    lora_names: frozenset[str]
+    ranks: tuple[int, int, int]  # of gate, up, down
+    node: NodeExperts = field(repr=False)
+    _structure: CNode = field(repr=False)
+
+    @staticmethod
+    def pack(node: NodeExperts, lora: LoraFactors, pool: WorkerPool) -> NodeFactors:
+        """From bf16 or fp32 at any strides."""
+        names = lora.tensors()
+        _check_factors(node, lora)
+        experts, hidden, intermediate = node.down.experts, node.down.out_features, node.down.in_features
+        width = node.gate_up.out_features
+        gate, up, down = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
+        both = gate + up
+        of_up = (both, hidden), (width, both), (both, width), (hidden, both)
+        of_down = (down, intermediate), (hidden, down), (down, hidden), (intermediate, down)
+        shapes = dict(zip(FACTOR_MATRICES, (*of_up, *of_down), strict=True))
+        sizes = {name: experts * _padded(columns) * _padded(depth) for name, (columns, depth) in shapes.items()}
+        memory = node._take_memory(2 * sum(sizes.values()))
+        c, start = node._structure(), 0
+        c.gate_rank, c.up_rank, c.down_rank, c.scaling = gate, up, down, lora.scaling
+        for name, (columns, depth) in shapes.items():
+            if sizes[name]:
+                matrix = getattr(c, name)
+                matrix.data = memory.data_ptr() + start
+                matrix.columns, matrix.depth = columns, depth
+                start += 2 * sizes[name]
+        given = CFactors()
+        for name, tensor in names.items():
+            factor = getattr(given, name.replace("lora_", ""))
+            factor.data, factor.is_float = tensor.data_ptr(), tensor.dtype == torch.float32
+            factor.stride_e, factor.stride_row, factor.stride_column = tensor.stride()
+        load_node().pack_factors(pool.handle, ctypes.byref(c), ctypes.byref(given))
+        packed = NodeFactors(frozenset(names), (gate, up, down), node, c)
+        weakref.finalize(packed, node._spare.append, memory).atexit = False  # who reads the memory holds `packed`
+        return packed
+
+
+@dataclass(frozen=True, eq=False)
+class NodeCache:
+    """What forward leaves for backward; h_NJ and the low-rank products are None where they are computed again."""
+
+    x_TH: Tensor
+    expert_TK: Tensor
+    weight_TK: Tensor
+    map: Tensor  # int32: where each expert's rows begin (E + 1), row -> slot (N), slot -> row (N)
+    h_NJ: Tensor | None
+    low_NR: Tensor | None  # scaling · x · Aᵀ of gate and up, side by side, zeros up to whole panels
+    down_low_NR: Tensor | None
+
+
+class NodeNeeds(NamedTuple):
+    """Which gradients are asked for."""
+
+    x: bool
+    weight: bool
+    gate_lora_a: bool = False
+    gate_lora_b: bool = False
+    up_lora_a: bool = False
+    up_lora_b: bool = False
+    down_lora_a: bool = False
+    down_lora_b: bool = False
+
+
+class NodeGradients(NamedTuple):
+    """All fp32, those that were asked for."""
+
+    x_TH: Tensor | None
+    weight_TK: Tensor | None
+    gate_lora_a: Tensor | None = None
+    gate_lora_b: Tensor | None = None
+    up_lora_a: Tensor | None = None
+    up_lora_b: Tensor | None = None
+    down_lora_a: Tensor | None = None
+    down_lora_b: Tensor | None = None
+
+
+def forward(
+    node: NodeExperts,
+    factors: NodeFactors | None,
+    x_TH: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    pool: WorkerPool,
+    *,
+    keep: Keep,
+) -> tuple[Tensor, NodeCache | None]:
+    """This node's part of y (T, H) in fp32; x bf16, weight fp32, expert int64 (ids outside [0, E) are nobody's)."""
+    _check_rows("x_TH", x_TH, node.down.out_features)
+    expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.contiguous()
+    _check_routing(expert_TK, weight_TK, x_TH.shape[0])
+    c = _node_structure(node, factors)
+    batch = _batch(x_TH, expert_TK, weight_TK)
+    cache, slots = None, expert_TK.numel()
+    if keep != "nothing":
+        row_map = torch.empty(node.down.experts + 1 + 2 * slots, dtype=torch.int32)
+        h, low, down_low = None, None, None
+        if keep == "h":
+            width = node.gate_up.out_features
+            h = empty_in_huge_pages(slots, 2 * width).view(torch.bfloat16)
+            gate, up, down = (0, 0, 0) if factors is None else factors.ranks
+            low, down_low = (x_TH.new_empty(slots, _padded(r)) if r else None for r in (gate + up, down))
+        cache = NodeCache(x_TH, expert_TK, weight_TK, row_map, h, low, down_low)
+        _describe_cache(batch, cache)
+    y_TH = torch.empty(x_TH.shape, dtype=torch.float32)
+    load_node().forward(pool.handle, ctypes.byref(c), ctypes.byref(batch), y_TH.data_ptr())
+    return y_TH, cache
+
+
+def backward(
+    node: NodeExperts,
+    factors: NodeFactors | None,
+    cache: NodeCache,
+    dy_TH: Tensor,
+    pool: WorkerPool,
+    needs: NodeNeeds,
+) -> NodeGradients:
+    """From dy (T, H) in bf16; those of x and weight are this node's parts and add up. Idle experts get zeros."""
+    _check_rows("dy_TH", dy_TH, node.down.out_features)
+    assert dy_TH.shape == cache.x_TH.shape, f"dy is {tuple(dy_TH.shape)}, x was {tuple(cache.x_TH.shape)}"
+    c = _node_structure(node, factors)
+    _describe(c.down_transposed, node.down.transposed)
+    _describe(c.gate_up_transposed, node.gate_up.transposed)
+    batch = _batch(cache.x_TH, cache.expert_TK, cache.weight_TK)
+    _describe_cache(batch, cache)
+    gradients = NodeGradients(
+        torch.empty(dy_TH.shape, dtype=torch.float32) if needs.x else None,
+        torch.empty(cache.weight_TK.shape, dtype=torch.float32) if needs.weight else None,
+        **{
+            name: torch.empty(_factor_shape(node, factors, name), dtype=torch.float32)
+            for name in LORA_NAMES
+            if factors is not None and name in factors.lora_names and getattr(needs, name)
+        },
+    )
+    out = CGradients(dy_TH.data_ptr(), dy_TH.stride(0), *map(_address, gradients))
+    load_node().backward(pool.handle, ctypes.byref(c), ctypes.byref(batch), ctypes.byref(out))
+    return gradients
+
+
+def workspace_bytes(
+    node: NodeExperts, tokens: int, top_k: int, *, ranks: tuple[int, int, int] = (0, 0, 0), keep: Keep = "h"
+) -> dict[str, int]:
+    """Bytes that one pool holds for passes of this size, and those that each forward leaves for its backward.
+
+    forward, backward: scratch of the pool, which the larger of the two sizes; thread: what the buffers of each of its
+    threads grow to where all rows meet in one expert; cache: what `keep` leaves, without x. `ranks` are those of gate,
+    up and down.
+    """
+    c, batch = node._structure(), CBatch(tokens=tokens, top_k=top_k)
+    c.gate_rank, c.up_rank, c.down_rank = ranks
+    low, down_low = _padded(ranks[0] + ranks[1]), _padded(ranks[2])
+    somewhere = 1  # only whether a pointer is null is looked at
+    c.up_a.data, c.down_a.data = somewhere if low else None, somewhere if down_low else None
+    slots = tokens * top_k
+    cache = 0
+    if keep != "nothing":
+        batch.map = somewhere
+        cache = 4 * (node.down.experts + 1 + 2 * slots)
+    if keep == "h":
+        batch.h = somewhere
+        batch.low, batch.down_low = somewhere if low else None, somewhere if down_low else None
+        cache += 2 * slots * (node.gate_up.out_features + low + down_low)
+    sizes = [load_node().workspace(ctypes.byref(c), ctypes.byref(batch), backward) for backward in (False, True)]
+    trains = keep != "nothing"
+    thread = load_node().thread_bytes(ctypes.byref(c), slots, trains)
+    return {"forward": sizes[0], "backward": sizes[1] if trains else 0, "thread": thread, "cache": cache}
+
+
+def _padded(size: int) -> int:
+    return -(-size // _PANEL) * _PANEL
+
+
+def _node_structure(node: NodeExperts, factors: NodeFactors | None) -> CNode:
+    assert factors is None or factors.node is node, "these factors were packed for another node"
+    c = node._plain if factors is None else factors._structure
+    c.path = current_path()
+    return c
+
+
+def _batch(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> CBatch:
+    tokens, top_k = expert_TK.shape
+    return CBatch(tokens, top_k, x_TH.data_ptr(), x_TH.stride(0), expert_TK.data_ptr(), weight_TK.data_ptr())
+
+
+def _describe_cache(batch: CBatch, cache: NodeCache) -> None:
+    batch.map, batch.h = cache.map.data_ptr(), _address(cache.h_NJ)
+    batch.low, batch.down_low = _address(cache.low_NR), _address(cache.down_low_NR)
+
+
+def _describe(matrix: ctypes.Structure, packing: _Packing) -> None:
+    if matrix.data is None:
+        matrix.column_scale, matrix.sum = _address(packing.column_scale_EC), _address(packing.sum_EC)
+        matrix.depth_scale = _address(packing.depth_scale_ED)
+        matrix.columns, matrix.depth = packing.columns, packing.depth
+        matrix.data = packing.data.data_ptr()
+
+
+def _factor_shape(node: NodeExperts, factors: NodeFactors, name: str) -> tuple[int, int, int]:
+    projection, _, which = name.split("_")
+    rank = dict(zip(("gate", "up", "down"), factors.ranks, strict=True))[projection]
+    outer, inner = node.down.out_features, node.down.in_features  # H and I
+    fan_in, fan_out = (inner, outer) if projection == "down" else (outer, inner)
+    return (node.down.experts, rank, fan_in) if which == "a" else (node.down.experts, fan_out, rank)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _check_bias(name: str, bias: Tensor | None, shape: tuple[int, int]) -> None:
+    if bias is not None:
+        _check(name, bias, torch.float32, shape)
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    assert tensor.dtype == dtype and tensor.device.type == "cpu", (
+        f"{name}: {dtype} on the CPU, got {tensor.dtype} on {tensor.device}"
+    )
+    assert tensor.shape == shape and tensor.is_contiguous(), (
+        f"{name}: contiguous {shape}, got {tuple(tensor.shape)} with strides {tensor.stride()}"
+    )
+
+
+def _check_rows(name: str, rows: Tensor, width: int) -> None:
+    assert rows.dtype == torch.bfloat16 and rows.device.type == "cpu", (
+        f"{name}: bfloat16 on the CPU, got {rows.dtype} on {rows.device}"
+    )
+    assert rows.dim() == 2 and rows.shape[1] == width, f"{name}: (T, {width}), got {tuple(rows.shape)}"
+    assert rows.stride(1) == 1 or width == 1, f"{name}: contiguous along a row, strides are {rows.stride()}"
+
+
+def _check_routing(expert_TK: Tensor, weight_TK: Tensor, tokens: int) -> None:
+    assert expert_TK.dim() == 2 and expert_TK.shape[0] == tokens, f"expert_TK: ({tokens}, K), got {expert_TK.shape}"
+    assert expert_TK.numel() < 2**31, f"rows are counted in 32 bits, got {expert_TK.numel()}"
+    _check("expert_TK", expert_TK, torch.int64, tuple(expert_TK.shape))
+    _check("weight_TK", weight_TK, torch.float32, tuple(expert_TK.shape))
+
+
+def _check_factors(node: NodeExperts, lora: LoraFactors) -> None:
+    experts, hidden, intermediate = node.down.experts, node.down.out_features, node.down.in_features
+    for name in ("gate", "up", "down"):
+        a, b = getattr(lora, f"{name}_lora_a"), getattr(lora, f"{name}_lora_b")
+        if a is None and b is None:
+            continue
+        assert a is not None and b is not None, f"{name}: both factors or neither"
+        assert name != "gate" or node.activation.gated, "experts without a gate have no factors of a gate"
+        fan_in, fan_out = (intermediate, hidden) if name == "down" else (hidden, intermediate)
+        assert a.shape == (experts, a.shape[1], fan_in) and b.shape == (experts, fan_out, a.shape[1]), (
+            f"{name}: ({experts}, R, {fan_in}) and ({experts}, {fan_out}, R), got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+        for factor in (a, b):
+            assert factor.dtype in (torch.bfloat16, torch.float32) and factor.device.type == "cpu", (
+                f"{name}: factors in bfloat16 or float32 on the CPU, got {factor.dtype} on {factor.device}"
+            )

@@ -1,0 +1,127 @@
+"""The compiled passes of one node (csrc/node.cpp) and the structures that they read.
+
+The fields stand in the order of csrc/node.h; who fills them in is node.py, who checks the tensors first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path as FilePath
+
+from amoeba.cpu.build import CoreUnavailable, compiled_library
+
+# `enum Phase` in csrc/passes.h
+PHASES = (
+    "sort", "low up", "up", "activate", "low down", "down", "combine",
+    "backward low down", "backward down", "backward low up", "backward up and factors", "backward combine",
+)  # fmt: skip
+
+
+class CActivation(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("kind", "gated", "interleaved")),
+        *((name, c_float) for name in ("alpha", "limit", "up_shift")),
+    ]
+
+
+class CMatrix(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("data", "column_scale", "sum", "depth_scale")),
+        *((name, c_int64) for name in ("columns", "depth")),
+    ]
+
+
+FACTOR_MATRICES = (
+    "up_a", "up_b", "up_b_transposed", "up_a_transposed",
+    "down_a", "down_b", "down_b_transposed", "down_a_transposed",
+)  # fmt: skip
+
+
+class CNode(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("path", "int8")),
+        *((name, c_int64) for name in ("experts", "hidden", "intermediate", "width")),
+        ("activation", CActivation),
+        *((name, CMatrix) for name in ("gate_up", "down", "gate_up_transposed", "down_transposed")),
+        *((name, c_void_p) for name in ("gate_up_bias", "down_bias")),
+        *((name, CMatrix) for name in FACTOR_MATRICES),
+        *((name, c_int64) for name in ("gate_rank", "up_rank", "down_rank")),
+        ("scaling", c_float),
+    ]
+
+
+class CBatch(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("tokens", "top_k")),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        *((name, c_void_p) for name in ("expert", "weight", "map", "h", "low", "down_low")),
+    ]
+
+
+class CGradients(Structure):
+    _fields_ = [
+        ("dy", c_void_p),
+        ("dy_stride", c_int64),
+        *((name, c_void_p) for name in ("x", "weight", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")),
+    ]
+
+
+class CFactor(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("is_float", c_int32),
+        *((name, c_int64) for name in ("stride_e", "stride_row", "stride_column")),
+    ]
+
+
+class CFactors(Structure):
+    _fields_ = [(name, CFactor) for name in ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")]
+
+
+_SIGNATURES = {
+    "amoeba_pool_new": (c_void_p, (c_int, c_void_p)),
+    "amoeba_pool_borrow": (c_void_p, (c_void_p, c_int)),
+    "amoeba_pool_borrow_as_many": (None, (c_void_p, c_int)),
+    "amoeba_pool_delete": (None, (c_void_p,)),
+    "amoeba_pool_phase_seconds": (None, (c_void_p, ctypes.POINTER(c_double))),
+    "amoeba_node_forward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "amoeba_node_backward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "amoeba_node_workspace": (c_int64, (c_void_p, c_void_p, c_int)),
+    "amoeba_factor_checksums": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
+    "amoeba_node_thread_bytes": (c_int64, (c_void_p, c_int64, c_int)),
+    "amoeba_node_pack_factors": (None, (c_void_p, c_void_p, c_void_p)),
+}
+
+
+class NodeLibrary:
+    """Handle of the loaded library."""
+
+    def __init__(self, file: FilePath) -> None:
+        library = ctypes.CDLL(str(file))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self.pool_new = library.amoeba_pool_new
+        self.pool_borrow = library.amoeba_pool_borrow
+        self.pool_borrow_as_many = library.amoeba_pool_borrow_as_many
+        self.pool_delete = library.amoeba_pool_delete
+        self.pool_phase_seconds = library.amoeba_pool_phase_seconds
+        self.forward = library.amoeba_node_forward
+        self.backward = library.amoeba_node_backward
+        self.workspace = library.amoeba_node_workspace
+        self.factor_checksums = library.amoeba_factor_checksums
+        self.thread_bytes = library.amoeba_node_thread_bytes
+        self.pack_factors = library.amoeba_node_pack_factors
+
+
+@functools.cache
+def load_node() -> NodeLibrary:
+    try:
+        return NodeLibrary(compiled_library("node"))
+    except OSError as error:
+        raise CoreUnavailable(
+            f"the compiled library does not load: {error}; delete the cache folder and try again"
+        ) from error

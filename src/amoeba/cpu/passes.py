@@ -1,0 +1,123 @@
+"""Forward and backward of packed experts over all nodes: parts computed at the same time, then added or joined.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · R LoRA rank
+
+    y_TH, left = forward(packed, lora, x_TH, expert_TK, weight_TK, keep="h")       # all on the CPU; y fp32
+    gradients = backward(packed, lora, left, dy_TH, needs)
+
+Tensors are checked here, before anybody takes a pointer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from amoeba.cpu import node as one_node
+from amoeba.cpu.node import Keep, NodeCache, NodeFactors, NodeGradients, NodeNeeds
+from amoeba.cpu.packed_experts import PackedExperts
+from amoeba.cpu.partition import add_up
+from amoeba.cpu.places import run_everywhere
+from amoeba.errors import bad_value
+from amoeba.weights import LORA_NAMES, LoraFactors
+
+Part = TypeVar("Part")
+
+
+class Left(NamedTuple):
+    """What a forward leaves for its backward: each node's cache, and the factors it computed with."""
+
+    caches: tuple[NodeCache, ...]
+    factors: tuple[NodeFactors | None, ...]
+
+
+class PassGradients(NamedTuple):
+    """x and weight in fp32, factors in their own dtypes; None for what was not asked for."""
+
+    x_TH: Tensor | None
+    weight_TK: Tensor | None
+    gate_lora_a: Tensor | None = None
+    gate_lora_b: Tensor | None = None
+    up_lora_a: Tensor | None = None
+    up_lora_b: Tensor | None = None
+    down_lora_a: Tensor | None = None
+    down_lora_b: Tensor | None = None
+
+
+def forward(
+    packed: PackedExperts, lora: LoraFactors | None, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, keep: Keep
+) -> tuple[Tensor, Left | None]:
+    check_rows("x_TH", x_TH, packed.hidden)
+    if expert_TK.dim() != 2 or expert_TK.shape[0] != x_TH.shape[0] or weight_TK.shape != expert_TK.shape:
+        raise bad_value(
+            "expert_TK and weight_TK",
+            f"shape (T, K) with T = {x_TH.shape[0]}, as x has it",
+            f"{tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}",
+            "route the same tokens that you pass as x",
+        )
+    x_TH, weight_TK = x_TH.detach(), weight_TK.detach().to(torch.float32).contiguous()
+    expert_TK = expert_TK.to(torch.int64).contiguous()
+    factors: Sequence[NodeFactors | None] = [None] * packed.nodes
+    if lora is not None and lora.tensors():
+        factors = packed.copies.of(lora, packed.shares, packed.places, packed.partition, expert_TK)
+
+    def part(node: int) -> tuple[Tensor, NodeCache | None]:
+        share, pool = packed.shares[node], packed.places[node].pool
+        return one_node.forward(share, factors[node], x_TH, expert_TK, weight_TK, pool, keep=keep)
+
+    parts = _on_every_node(packed, part)
+    y_TH = add_up([y for y, _ in parts])
+    if keep == "nothing":
+        return y_TH, None
+    caches = tuple(cache for _, cache in parts if cache is not None)
+    assert len(caches) == packed.nodes
+    return y_TH, Left(caches, tuple(factors))
+
+
+def backward(
+    packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH: Tensor, needs: NodeNeeds
+) -> PassGradients:
+    """lora: the factors of the forward, which say in what shapes and dtypes their gradients come."""
+    check_rows("dy_TH", dy_TH, packed.hidden)
+
+    def part(node: int) -> NodeGradients:
+        share, pool = packed.shares[node], packed.places[node].pool
+        return one_node.backward(share, left.factors[node], left.caches[node], dy_TH.detach(), pool, needs)
+
+    parts = _on_every_node(packed, part)
+    sources = {} if lora is None else lora.tensors()
+
+    def merged(name: str) -> Tensor | None:
+        found = [getattr(one, name) for one in parts]
+        return None if found[0] is None else packed.partition.merge(name, found, sources[name])
+
+    dx_TH = add_up([_present(one.x_TH) for one in parts]) if needs.x else None
+    dweight_TK = add_up([_present(one.weight_TK) for one in parts]) if needs.weight else None
+    return PassGradients(dx_TH, dweight_TK, *(merged(name) for name in LORA_NAMES))
+
+
+def check_rows(name: str, rows: Tensor, width: int) -> None:
+    """Raises ValueError unless these are bf16 rows on the CPU, each of them contiguous."""
+    if rows.dim() != 2 or rows.shape[1] != width:
+        raise bad_value(name, f"shape (T, {width})", tuple(rows.shape), "flatten batch and sequence")
+    if rows.dtype != torch.bfloat16:
+        raise bad_value(name, "torch.bfloat16, in which packed experts compute", rows.dtype, "cast it with .bfloat16()")
+    if rows.device.type != "cpu":
+        raise bad_value(name, "a tensor on the CPU", rows.device, "bring it with .cpu(), or hand it to `experts`")
+    if rows.stride(1) != 1 and rows.shape[0] > 0 and width > 1:
+        raise bad_value(
+            name, "rows that are contiguous in memory", f"strides {rows.stride()}", "copy it with .contiguous()"
+        )
+
+
+def _on_every_node(packed: PackedExperts, part: Callable[[int], Part]) -> list[Part]:
+    return run_everywhere(packed.places, [functools.partial(part, node) for node in range(packed.nodes)])
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "a node left out a gradient that was asked for"
+    return tensor

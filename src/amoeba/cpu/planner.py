@@ -1,0 +1,216 @@
+"""How much memory packed experts will take, before anything is allocated, and whether there is so much.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I ·
+R LoRA rank · D cache depth
+
+    print(plan(LayerSizes(128, 2048, 768), kind="int8", ranks=(8, 8, 8), max_len=2048, top_k=8, layers=48))
+    check_memory(found)                                     # raises MemoryError: needed, there, and what to change
+
+Nothing in here is a guess: packed sizes and scratch are asked of the code that allocates them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from amoeba.config import Activation
+from amoeba.cpu.node import NodeExperts, workspace_bytes
+from amoeba.cpu.packed import PackedKind, PackedWeights, _Packing, load_packed
+from amoeba.cpu.packed_experts import PackedExperts
+from amoeba.cpu.partition import Partition
+from amoeba.machine import available_memory
+from amoeba.weights import LoraFactors
+
+KeepName = Literal["retain", "recompute"]
+_TILE = 32  # copies of factors are padded to whole tiles in both dimensions
+
+
+class LayerSizes(NamedTuple):
+    experts: int
+    hidden: int
+    intermediate: int
+    activation: Activation | None = None
+    bias: bool = False
+
+
+class Item(NamedTuple):
+    name: str
+    bytes: int  # of all layers
+    formula: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by name; `str(plan)` is a table."""
+
+    items: tuple[Item, ...]
+    title: str
+
+    @property
+    def total(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    def bytes_of(self, name: str) -> int:
+        return sum(item.bytes for item in self.items if item.name == name)
+
+    def __str__(self) -> str:
+        width = max(len(item.name) for item in self.items)
+        lines = [f"  {item.name:<{width}}  {readable(item.bytes):>10}  {item.formula}" for item in self.items]
+        return "\n".join((self.title, *lines, f"  {'total':<{width}}  {readable(self.total):>10}"))
+
+
+def plan(
+    sizes: LayerSizes,
+    *,
+    kind: PackedKind = "bf16",
+    nodes: int = 1,
+    ranks: tuple[int, int, int] = (0, 0, 0),
+    max_len: int,
+    top_k: int,
+    max_cache_depth: int = 1,
+    keep: KeepName = "retain",
+    factor_itemsize: int = 2,
+    training: bool = True,
+    layers: int = 1,
+) -> Plan:
+    """Bytes of `layers` equal layers on one machine, the factors themselves left out: they are the caller's.
+
+    ranks: of gate, up and down. training: with Wᵀ, caches and gradients; else forward alone. Layers have their own
+    weights, copies of factors and caches; they take turns with the scratch memory.
+    """
+    activation = sizes.activation or Activation()
+    partition = Partition.of(sizes.intermediate, nodes, activation)
+    shells = [_shell(sizes, activation, kind, size, node) for node, size in enumerate(partition.sizes)]
+    rows = max_len * top_k
+    kept: Literal["nothing", "h", "x"] = ("h" if keep == "retain" else "x") if training else "nothing"
+    scratch = [workspace_bytes(shell, max_len, top_k, ranks=ranks, keep=kept) for shell in shells]
+    one_row_of_each = 2 * max_len * sizes.hidden
+    items = [
+        Item("packed W", layers * sum(_packed_bytes(shell, False) for shell in shells), f"E·(J·H + H·I), {kind}, tiles")
+    ]
+    if training:
+        item = layers * sum(_packed_bytes(shell, True) for shell in shells)
+        items.append(Item("packed Wᵀ", item, "the same again, by the first backward"))
+    if any(ranks):
+        copies = layers * sum(_factor_copies(shell, ranks) for shell in shells)
+        items.append(Item("factor copies", copies, "A and B, for both passes, in tiles of bf16"))
+    if training:
+        depth = layers * max_cache_depth
+        inputs = one_row_of_each + rows * (8 + 4)
+        items.append(Item("inputs kept", depth * inputs, "D·(2·T·H + 12·N)"))
+        caches = sum(used["cache"] for used in scratch)
+        items.append(Item("caches", depth * caches, "D·(2·N·J and maps)" if kept == "h" else "D·(maps)"))
+    used = sum(max(each["forward"], each["backward"]) for each in scratch)
+    items.append(Item("scratch", used, "the rows between the products, of one pass"))
+    rows_out = (2 * nodes + 1) * one_row_of_each  # each node's part in fp32, and the sum in bf16
+    items.append(Item("rows in and out", rows_out + (one_row_of_each if training else 0), "y or dx, dy"))
+    if training and any(ranks):
+        found = _gradients(sizes, partition, ranks, factor_itemsize)
+        items.append(Item("factor gradients", found, "of one layer, fp32 and as the factors are"))
+    title = (
+        f"{layers} layer{'s' if layers > 1 else ''} of {sizes.experts} experts, H={sizes.hidden} "
+        f"I={sizes.intermediate}, {kind}, {nodes} node{'s' if nodes > 1 else ''}, "
+        f"{max_len} tokens of {top_k} experts, {keep}"
+    )
+    return Plan(tuple(items), title)
+
+
+def plan_of(
+    packed: PackedExperts,
+    lora: LoraFactors | None,
+    *,
+    max_len: int,
+    top_k: int,
+    max_cache_depth: int = 1,
+    keep: KeepName = "retain",
+) -> Plan:
+    """The plan of weights that are packed already."""
+    bias = packed.shares[0].gate_up_bias_EJ is not None
+    sizes = LayerSizes(packed.num_experts, packed.hidden, packed.intermediate, packed.activation, bias)
+    lora = lora or LoraFactors()
+    first = next(iter(lora.tensors().values()), None)
+    return plan(
+        sizes,
+        kind=packed.kind,
+        nodes=packed.nodes,
+        ranks=ranks_of(lora),
+        max_len=max_len,
+        top_k=top_k,
+        max_cache_depth=max_cache_depth,
+        keep=keep,
+        factor_itemsize=2 if first is None else first.element_size(),
+    )
+
+
+REMEDY = "Pack in int8, use a smaller max_len or max_cache_depth, or keep x alone (recompute)."
+
+
+def check_memory(found: Plan, *, already: int = 0, available: int | None = None, remedy: str = REMEDY) -> None:
+    """Raises MemoryError where the plan asks for more than there is. already: bytes of it that are allocated."""
+    if available is None:
+        available = available_memory(torch.device("cpu"))
+    needed = found.total - already
+    if available is not None and needed > available:
+        raise MemoryError(
+            f"memory: expected {readable(needed)} to be free for what follows; got {readable(available)}. "
+            f"{remedy}\n{found}"
+        )
+
+
+def ranks_of(lora: LoraFactors) -> tuple[int, int, int]:
+    gate, up, down = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
+    return gate, up, down
+
+
+def readable(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _shell(sizes: LayerSizes, activation: Activation, kind: PackedKind, intermediate: int, node: int) -> NodeExperts:
+    """A node's experts without their numbers."""
+
+    def empty(columns: int, depth: int) -> PackedWeights:
+        return PackedWeights(kind, sizes.experts, columns, depth, _Packing(torch.empty(1), columns, depth, None))
+
+    width, experts = activation.width(intermediate), sizes.experts
+    bias_EJ = torch.empty(experts, width) if sizes.bias else None
+    bias_EH = torch.empty(experts, sizes.hidden) if sizes.bias and node == 0 else None
+    return NodeExperts(empty(width, sizes.hidden), empty(sizes.hidden, intermediate), bias_EJ, bias_EH, activation)
+
+
+def _packed_bytes(shell: NodeExperts, transposed: bool) -> int:
+    total = 0
+    for packed in (shell.gate_up, shell.down):
+        sides = (packed.out_features, packed.in_features)
+        columns, depth = sides[::-1] if transposed else sides
+        int8 = packed.kind == "int8"
+        total += packed.experts * load_packed().bytes_per_expert(int8, columns, depth)
+        if int8:  # sums of the columns, and with W their scales
+            total += packed.experts * columns * (4 if transposed else 8)
+    biases = () if transposed else (shell.gate_up_bias_EJ, shell.down_bias_EH)
+    return total + sum(bias.nbytes for bias in biases if bias is not None)
+
+
+def _factor_copies(shell: NodeExperts, ranks: tuple[int, int, int]) -> int:
+    """Of gate and up together and of down; A, B and both transposed."""
+    up, down = _tiles(ranks[0] + ranks[1]), _tiles(ranks[2])
+    width, hidden, inner = (
+        _tiles(n) for n in (shell.gate_up.out_features, shell.down.out_features, shell.down.in_features)
+    )
+    return 2 * 2 * shell.down.experts * (up * (hidden + width) + down * (inner + hidden))
+
+
+def _gradients(sizes: LayerSizes, partition: Partition, ranks: tuple[int, int, int], itemsize: int) -> int:
+    """Each node's in fp32, and what autograd or the engine's caller gets of them."""
+    gate, up, down = ranks
+    shared = (gate + up + down) * sizes.hidden
+    divided = (gate + up + down) * sizes.intermediate
+    merged = shared + divided if partition.nodes > 1 or itemsize != 4 else 0
+    return sizes.experts * (4 * (partition.nodes * shared + divided) + itemsize * merged)
+
+
+def _tiles(size: int) -> int:
+    return -(-size // _TILE) * _TILE

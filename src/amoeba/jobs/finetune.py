@@ -1,0 +1,153 @@
+"""`amoeba finetune`: LoRA on a frozen mixture-of-experts model, from a Hugging Face folder to a PEFT adapter.
+
+    report = finetune(FinetuneSettings(model="models/base", data="chat.jsonl", out="runs/mine"), console)
+    report.adapter       # peft.PeftModel.from_pretrained(base, report.adapter)
+
+The loss is that of the answers alone. Run folder, checkpoints, progress and resume are those of `amoeba train`; a
+checkpoint holds the adapter and the optimizer, not the frozen model.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba import lora
+from amoeba.cpu_features import has_bf16_instructions
+from amoeba.errors import bad_value
+from amoeba.integrations.placement import Load, check_placement, place_experts
+from amoeba.jobs.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
+from amoeba.jobs.data import Corpus, load_corpus
+from amoeba.jobs.documents import Conversation
+from amoeba.jobs.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
+from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
+from amoeba.jobs.settings import FinetuneSettings
+from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
+from amoeba.observe.router_watch import RouterWatch
+
+
+@dataclass(frozen=True)
+class FinetuneReport(RunReport):
+    base_model: str
+    adapter: str
+    chat: bool  # whether the data were conversations: then generate wants --chat
+    trainable_parameters: int
+    experts: str  # where they were kept
+
+
+class AdapterKept:
+    """A checkpoint's part of the model: the adapter."""
+
+    name = ADAPTER_FOLDER
+
+    def save(self, model: Any, folder: Path) -> None:
+        lora.save(model, folder)
+
+    def load(self, model: Any, folder: Path) -> None:
+        lora.load(model, folder)
+
+
+def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = False) -> FinetuneReport:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # the run has one of its own
+    if settings.data is None:
+        raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
+    check_placement(settings.experts)
+    name = check_model(settings.model)
+    tokenizer, model_config = load_tokenizer_and_config(name)
+    _check_tokenizer(tokenizer)
+    folder = prepare_folder(settings.out, resume)
+    torch.manual_seed(settings.seed)
+
+    has_template = bool(tokenizer.chat_template)
+    if not has_template:
+        tokenizer.chat_template = PLAIN_TEMPLATE  # goes with the adapter's tokenizer, so that generate --chat has it
+    corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed, check=check_answers(tokenizer))
+    console.say(f"data: {corpus.description}")
+    chat = any(isinstance(document, Conversation) for document in corpus.train)
+    if chat and not has_template:
+        console.say('the tokenizer has no chat template: turns are written "role: content", one a line')
+    rows = _rows(corpus, tokenizer, settings, console)
+
+    dtype = _dtype(settings.dtype, model_config)
+    model = load_model(name, dtype)
+    if not RouterWatch.finds_experts(model):
+        raise bad_value(
+            "MODEL",
+            "a mixture-of-experts model of transformers",
+            f"{model.config.model_type}, which has no experts",
+            "use PEFT itself for dense models",
+        )
+    tokens = settings.batch_size * settings.sequence_length
+    load = Load(tokens, settings.r, recompute=settings.gradient_checkpointing)
+    placed = place_experts(model, settings.experts, load)
+    lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
+    model.config.use_cache = False
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:  # a router's: Adam's steps are below the rounding of bf16, and autocast allows fp32
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    steps = settings.steps or math.ceil(
+        settings.epochs * math.ceil(len(rows.train) / (settings.batch_size * settings.accumulation))
+    )
+    trainable = sum(parameter.numel() for parameter in trained)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    console.say(
+        f"model: {model.config.model_type}, {device}, {model.dtype}; experts {placed.placement} ({placed.reason})"
+    )
+    for memory in placed.plans:
+        console.say(str(memory))
+    console.say(
+        f"training {trainable / 1e6:.2f}M numbers in factors of rank {settings.r} on {', '.join(settings.targets)}"
+        f"{' and the routers' if settings.train_router else ''}; {steps} steps"
+    )
+    describe_run(folder, settings.as_dict(), model.config.to_dict())
+
+    trainer = make_trainer(
+        model, tokenizer, rows, settings, steps, folder, console, model.dtype, AdapterKept(), "amoeba finetune"
+    )
+    ended, kept_in = run_to_end(trainer, folder, resume)
+    report = FinetuneReport(
+        **asdict(ended),
+        base_model=settings.model,
+        adapter=kept_in,
+        chat=chat,
+        trainable_parameters=trainable,
+        experts=placed.placement,
+    )
+    trainer.run_log.finish(report)
+    return report
+
+
+def _rows(corpus: Corpus, tokenizer: Any, settings: FinetuneSettings, console: Console) -> Rows:
+    train, held_out = (
+        AnswerRows(documents, tokenizer, settings.sequence_length) for documents in (corpus.train, corpus.held_out)
+    )
+    console.say(f"to train on: {train.description}")
+    console.say(f"held out: {held_out.description}")
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return Rows(train, held_out, functools.partial(pad_rows, padding=padding), train.tokens_per_row)
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer.eos_token_id is None:
+        raise bad_value(
+            "MODEL",
+            "a tokenizer with an end-of-text token, which ends an answer",
+            "one without eos_token",
+            "set eos_token in its tokenizer_config.json",
+        )
+
+
+def _dtype(name: str, model_config: Any) -> torch.dtype | None:
+    """None for the checkpoint's own; fp32 where this CPU would compute its bf16 in software."""
+    if name != "auto":
+        return getattr(torch, name)
+    half = getattr(model_config, "dtype", None) in (torch.bfloat16, torch.float16)
+    in_software = not torch.cuda.is_available() and not has_bf16_instructions()
+    return torch.float32 if half and in_software else None

@@ -1,0 +1,156 @@
+"""How few tokens are computed: the way, and the tiles of each launch.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate
+
+    chosen = configuration(tokens, top_k, *down_EHI.shape, gated=True, itemsize=2)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from amoeba.kernels.launch import cdiv, next_power_of_2
+
+# By slot an expert is read once for each of its slots, by expert once. One token names no expert twice. Up to this many
+# tokens, by slot is faster as long as few slots share an expert. With random routing, by slot against by expert (H200,
+# 2026-11-15; in brackets the slots per touched expert):
+#   H=2048 I=768 E=128 K=8    T=2 38.1 : 45.1 us [1.03], T=3 54.3 : 59.9 [1.06], T=4 70.8 : 75.4 [1.10]
+#   H=2048 I=1024 E=64 K=8    T=2 48.9 : 57.3 [1.07], T=4 91.7 : 90.9 [1.21]
+#   H=4096 I=14336 E=8 K=2    T=2 311 : 274 [1.14]
+BY_SLOT_TOKENS, SLOTS_PER_EXPERT = 4, 1.1
+# Bytes of weights that a program of the up projection has in flight at once, where whole rows fit, in 256 threads.
+# With H = 2048 that is two columns; one (in 128 threads) or four made T = 1 23.8 or 24.3 us instead of 21.9. Two are
+# better than one even if they take 32 KB: with H = 4096, I = 14336 161 us instead of 181 (H200, 2026-11-15).
+UP_BYTES, MOST_UP_BYTES, UP_WARPS = 16384, 32768, 8
+# The same for the down projection: up to two rows of y, all slots, 256 bytes in a thread. Two rows against one: 38.1 to
+# 39.2 us with T = 2 of the first layer above; 32 KB in 4 warps against 8: 167 to 174 us with H = 7168, I = 2048, K = 8.
+DOWN_ROWS, DOWN_BYTES_PER_WARP = 2, 8192
+FEWEST_DOWN_WARPS, MOST_DOWN_WARPS = 4, 8
+# I is cut into pieces of a power of two, not narrower than what a warp reads at a time, in elements of two bytes.
+NARROWEST_PIECE, MOST_PIECES = 256, 8
+# Where the weights are not at once in flight, by slot. Programs that a launch should have at least: about 4 for each of
+# an H200's 132 SMs.
+BY_SLOT_PROGRAMS = 512
+# Columns per program: each program reads the whole input row, so few columns mean much reading beside the weights (a
+# quarter of their bytes at 4). With 4, 8 and 16 columns up took 32.7 to 33.4 us together with down (H200, 2026-11-15,
+# before the cache was filled by reading).
+BY_SLOT_LEAST_COLUMNS, BY_SLOT_MOST_COLUMNS = 4, 16
+# Elements of the weight tile of a program: 32 in each of 128 threads.
+BY_SLOT_TILE = 4096
+# Rows of weights in the tile of a program by expert (one wgmma is 64 high), and bytes of each.
+# With T = 8 and 64, 64 or 128 rows of 128 or 256 bytes are within 2 %; 512 bytes cost 5 to 25 % (H200, 2026-11-15).
+BY_EXPERT_WEIGHT_ROWS = 64
+BY_EXPERT_DEPTH_BYTES = 256
+# The expected number of an expert's slots times this is the room that a chunk has for them. Room
+# for 32 instead of 16 cost 5 % with T = 8 and 18 % with T = 64 (H200, 2026-11-15).
+CHUNK_HEADROOM = 3
+SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
+
+
+class Tile(NamedTuple):
+    """How a product is cut: `columns` of its result per program, `depth` of the summed dimension per step.
+
+    Both are powers of two. A gated up projection reads two rows of weights per column.
+    at_once: a program has all its weights in flight before it needs the first of them. By slot only: in the up
+    projection `depth` then covers a whole row, in the down projection a row is read in pieces of `depth`.
+    """
+
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 3
+    at_once: bool = False
+
+
+class Configuration(NamedTuple):
+    """rows: the slots of an expert that are computed together, a power of two of at least 16; not used by slot.
+
+    overlap: the down projection starts while the up projection ends (programmatic dependent launch, from Hopper on);
+    by slot, where down is at once in flight.
+    """
+
+    by_slot: bool
+    up: Tile
+    down: Tile
+    rows: int = SMALLEST_CHUNK
+    overlap: bool = False
+
+
+def configuration(
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    gated: bool,
+    itemsize: int,
+    contiguous_rows: bool = True,
+    overlap: bool = False,
+) -> Configuration:
+    """The way and the tiles.
+
+    contiguous_rows: whether W1 is stored along H and W2 along I. Otherwise a tile needs many columns to read whole
+    sectors of memory, and nothing is read at once.
+    overlap: whether the device can start a launch before the one ahead of it ends.
+    """
+    slots = tokens * top_k
+    rows_per_column = 2 if gated else 1
+    if tokens == 1 or (tokens <= BY_SLOT_TOKENS and slots <= SLOTS_PER_EXPERT * _touched(tokens, top_k, num_experts)):
+        up = _up_at_once(hidden, rows_per_column, itemsize) if contiguous_rows else None
+        down = _down_at_once(top_k, intermediate, itemsize) if contiguous_rows else None
+        return Configuration(
+            by_slot=True,
+            up=up or _tile_by_slot(slots, intermediate, hidden, rows_per_column=rows_per_column),
+            down=down or _tile_by_slot(tokens, hidden, intermediate, rows_per_column=1),
+            overlap=overlap and down is not None,
+        )
+    expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
+    rows = min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
+    # fp32 has no tensor core in full precision: its operands pass through registers, so its steps are a quarter
+    depth = BY_EXPERT_DEPTH_BYTES // itemsize if itemsize == 2 else BY_EXPERT_DEPTH_BYTES // itemsize // 2
+    if rows == LARGEST_CHUNK:  # three stages of both operands fit in the 99 KB of shared memory of the smaller GPUs
+        depth //= 2
+    return Configuration(
+        by_slot=False,
+        up=_tile_by_expert(intermediate, hidden, rows_per_column=rows_per_column, depth=depth),
+        down=_tile_by_expert(hidden, intermediate, rows_per_column=1, depth=depth),
+        rows=rows,
+    )
+
+
+def _touched(tokens: int, top_k: int, num_experts: int) -> float:
+    """Experts that tokens with random routing name, on average."""
+    return num_experts * (1 - (1 - min(top_k / num_experts, 1)) ** tokens)
+
+
+def _up_at_once(hidden: int, rows_per_column: int, itemsize: int) -> Tile | None:
+    depth = next_power_of_2(hidden)
+    bytes_per_column = rows_per_column * depth * itemsize
+    columns = max(UP_BYTES // bytes_per_column, min(MOST_UP_BYTES // bytes_per_column, 2))
+    return Tile(columns, depth, UP_WARPS, at_once=True) if columns else None
+
+
+def _down_at_once(top_k: int, intermediate: int, itemsize: int) -> Tile | None:
+    """In the pieces that leave the least of the last one empty; of those, the narrowest."""
+    widest = next_power_of_2(intermediate)
+    narrowest = min(max(NARROWEST_PIECE, widest // MOST_PIECES), widest)
+    widths = [narrowest << doublings for doublings in range((widest // narrowest).bit_length())]
+    width = min(widths, key=lambda width: cdiv(intermediate, width) * width)
+    bytes_per_row = next_power_of_2(top_k) * cdiv(intermediate, width) * width * itemsize
+    rows = min(max(FEWEST_DOWN_WARPS * DOWN_BYTES_PER_WARP // bytes_per_row, 1), DOWN_ROWS)
+    warps = max(next_power_of_2(cdiv(rows * bytes_per_row, DOWN_BYTES_PER_WARP)), FEWEST_DOWN_WARPS)
+    return Tile(rows, width, warps, at_once=True) if warps <= MOST_DOWN_WARPS else None
+
+
+def _tile_by_slot(lines: int, width: int, depth: int, *, rows_per_column: int) -> Tile:
+    columns = BY_SLOT_MOST_COLUMNS
+    while columns > BY_SLOT_LEAST_COLUMNS and lines * cdiv(width, columns) < BY_SLOT_PROGRAMS:
+        columns //= 2
+    room = BY_SLOT_TILE // (columns * rows_per_column)
+    return Tile(columns, min(next_power_of_2(depth), room, 1024), warps=4, stages=4)
+
+
+def _tile_by_expert(width: int, depth_in_all: int, *, rows_per_column: int, depth: int) -> Tile:
+    columns = min(BY_EXPERT_WEIGHT_ROWS // rows_per_column, next_power_of_2(width))
+    return Tile(max(columns, 16), max(min(depth, next_power_of_2(depth_in_all)), 16), warps=4, stages=3)

@@ -1,0 +1,74 @@
+"""What the kernels for few tokens share: tiles of weights, and the activation of a tile.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.kernels import activation as activations
+
+
+def bias_or(stand_in: Tensor, bias: Tensor | None) -> tuple[Tensor, bool]:
+    """A tensor to hand to a kernel, and whether it is a bias."""
+    return (stand_in, False) if bias is None else (bias.contiguous(), True)
+
+
+@triton.jit
+def load_tile(pointers, row_ok, depth_ok, EVEN_ROWS: tl.constexpr, EVEN_DEPTH: tl.constexpr, POLICY: tl.constexpr):
+    """A tile with zeros where there is nothing; without masks where there is nothing to mask."""
+    if EVEN_ROWS and EVEN_DEPTH:
+        tile = tl.load(pointers, eviction_policy=POLICY)
+    elif EVEN_ROWS:
+        tile = tl.load(pointers, mask=depth_ok[None, :], other=0.0, eviction_policy=POLICY)
+    elif EVEN_DEPTH:
+        tile = tl.load(pointers, mask=row_ok[:, None], other=0.0, eviction_policy=POLICY)
+    else:
+        tile = tl.load(pointers, mask=row_ok[:, None] & depth_ok[None, :], other=0.0, eviction_policy=POLICY)
+    return tile
+
+
+@triton.jit
+def rows_of_gate_up(first, I, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr):
+    """The rows of W1 that make columns first .. first + BLOCK_I of a, and which of them exist."""
+    if GATED:
+        row = tl.arange(0, 2 * BLOCK_I)
+        if INTERLEAVED:
+            column = first + row // 2
+            j = 2 * first + row
+        else:
+            column = first + row % BLOCK_I
+            j = column + (row // BLOCK_I) * I
+    else:
+        column = first + tl.arange(0, BLOCK_I)
+        j = column
+    return j, column < I
+
+
+@triton.jit
+def activate(
+    h,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """a (BLOCK_I, ROWS) of h whose rows are in the order of `rows_of_gate_up`."""
+    if GATED:
+        if INTERLEAVED:
+            pairs = tl.permute(tl.reshape(h, (BLOCK_I, 2, ROWS)), (0, 2, 1))
+        else:
+            pairs = tl.permute(tl.reshape(h, (2, BLOCK_I, ROWS)), (1, 2, 0))
+        gate, up = tl.split(pairs)
+        a = activations.gated(gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+    else:
+        a = activations.plain(h, KIND, ALPHA, CLAMP, LIMIT)
+    return a

@@ -1,0 +1,131 @@
+"""The adapter of a model as a PEFT folder, out and in.
+
+    save(model, "adapter")
+    load(model, "adapter")                    # onto a plain model, frozen, for inference
+    load(model, "adapter", trainable=True)    # to go on training
+
+On a model that has factors already `load` puts the file's numbers into them, and refuses another structure.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amoeba.errors import bad_value
+from amoeba.lora import linears
+from amoeba.lora.attaching import (
+    STATE,
+    Attached,
+    add_experts,
+    add_linears,
+    add_whole_modules,
+    attached_to,
+    prepare,
+    start,
+    whole_tensors,
+)
+from amoeba.lora.experts_lora import stored_tensors
+from amoeba.lora.factors import layouts_of
+from amoeba.lora.peft_files import Adapter, read_adapter, scalings_of_others, write_adapter
+
+
+def save(model: nn.Module, folder: str | Path) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors; other files in the folder stay."""
+    state = attached_to(model)
+    layouts = [state.layouts[name] for name in state.experts] or list(state.layouts.values())
+    whole = {f"{linears.PREFIX}{name}": tensor for name, tensor in whole_tensors(model, state).items()}
+    adapter = Adapter(
+        experts={name: layer.factors() for name, layer in state.experts.items()},
+        others=linears.tensors_of(state.linears) | whole,
+        config=state.config,
+        gated=all(layout.gated for layout in layouts),
+        interleaved=any(layout.interleaved for layout in layouts),
+    )
+    write_adapter(folder, adapter)
+
+
+def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> Attached:
+    """Puts the adapter of the folder onto the model. ValueError where it is one of another model: names and shapes."""
+    adapter = read_adapter(folder, layouts_of(model))
+    state = model.__dict__.get(STATE)
+    if state is None:
+        prepare(model)
+        names, whole = _others(model, adapter, folder)
+        state = start(model, dict(adapter.config))
+        for name, factors in adapter.experts.items():
+            add_experts(model, state, name, factors)
+        modules, parameters = scalings_of_others(adapter.config, adapter.others)
+        of_weights = {name.removesuffix(".weight"): found for name, found in parameters.items()}
+        add_linears(model, state, {name: (modules | of_weights)[name] for name in names})
+        add_whole_modules(model, state, list(dict.fromkeys(name.rpartition(".")[0] for name in whole)))
+        if not trainable:
+            model.requires_grad_(False)
+    elif state.merged:
+        raise bad_value("model", "one whose factors are not merged", "one whose are", "call amoeba.lora.unmerge first")
+    _fill(model, state, adapter, folder)
+    return state
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, state: Attached, adapter: Adapter, folder: str | Path) -> None:
+    """Copies the adapter's numbers into factors of the same structure."""
+    for name, layer in state.experts.items():
+        if name in adapter.experts and adapter.experts[name].scaling != layer.scaling:
+            got = f"{adapter.experts[name].scaling:g} in {folder}"
+            raise bad_value(f"{name}: alpha / r", f"{layer.scaling:g}", got, "attach with the r and alpha of the file")
+    ours: dict[str, Tensor] = {
+        f"{name}.{key}": parameter
+        for name, layer in state.experts.items()
+        for key, parameter in layer.named_parameters()
+    }
+    theirs: dict[str, Tensor] = {
+        f"{name}.{key}": tensor
+        for name, factors in adapter.experts.items()
+        for key, tensor in stored_tensors(factors).items()
+    }
+    ours |= {key.removeprefix(linears.PREFIX): tensor for key, tensor in linears.tensors_of(state.linears).items()}
+    ours |= whole_tensors(model, state)
+    theirs |= {key.removeprefix(linears.PREFIX): tensor for key, tensor in adapter.others.items()}
+    for name in dict.fromkeys((*ours, *theirs)):
+        shapes = [tuple(side[name].shape) if name in side else "none" for side in (ours, theirs)]
+        if shapes[0] != shapes[1]:
+            raise bad_value(
+                name,
+                f"shape {shapes[0]}, as this model has it",
+                f"{shapes[1]} in {folder}",
+                "the adapter is another model's, or was trained with another rank or other targets",
+            )
+    for name, tensor in ours.items():
+        tensor.copy_(theirs[name])
+
+
+def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[list[str], list[str]]:
+    """Names of the linear layers with factors, and of the tensors that are there whole."""
+    names, whole = [], []
+    remedy = f"the adapter is for another model: its base model is {adapter.config.get('base_model_name_or_path')!r}"
+    modules = dict(model.named_modules())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for key, tensor in adapter.others.items():
+        name = key.removeprefix(linears.PREFIX)
+        module, is_factor, factor = name.partition(".lora_")
+        if not is_factor:
+            if name not in tensors:
+                raise bad_value(key, "a tensor of this model", f"{tuple(tensor.shape)} in {folder}", remedy)
+            whole.append(name)
+            continue
+        layer: Any = modules.get(module)
+        if not isinstance(layer, nn.Linear) or factor not in ("A.weight", "B.weight"):
+            got = "no such module" if layer is None else type(layer).__name__
+            raise bad_value(key, "factors of a linear layer of this model", got, remedy)
+        side = tensor.shape[1] if factor == "A.weight" else tensor.shape[0]
+        expected = layer.in_features if factor == "A.weight" else layer.out_features
+        if side != expected:
+            shape = f"(R, {expected})" if factor == "A.weight" else f"({expected}, R)"
+            raise bad_value(key, f"shape {shape}", tuple(tensor.shape), remedy)
+        if module not in names:
+            names.append(module)
+    return names, whole

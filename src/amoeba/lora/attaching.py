@@ -1,0 +1,189 @@
+"""LoRA factors put on a Hugging Face model with experts, and taken off again.
+
+E experts · R LoRA rank
+
+    attached = attach(model, r=16, alpha=32, targets=["experts", "q_proj"])
+    detach(model)
+
+The factors of the experts are parameters of a child `lora_factors` of each experts module; those of other layers are
+PEFT's. All other parameters are frozen. Factors beside weights of half precision are fp32, as in PEFT; they are rounded
+to the weights' dtype for each pass and get fp32 gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amoeba.errors import bad_value
+from amoeba.lora import linears
+from amoeba.lora.experts_lora import CHILD, ExpertsLora, fresh_factors
+from amoeba.lora.factors import ExpertsLayout, layouts_of
+from amoeba.lora.targets import EXPERTS, choose, routers_of
+from amoeba.weights import LoraFactors
+
+STATE = "_amoeba_lora"
+
+
+@dataclass
+class Attached:
+    """What hangs on a model. The modules are the same whether they are in the model's tree or, merged, beside it."""
+
+    config: dict[str, Any]  # of adapter_config.json: r, lora_alpha, modules_to_save, ...
+    experts: dict[str, ExpertsLora] = field(default_factory=dict)  # by the name of the experts module
+    layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
+    linears: dict[str, Any] = field(default_factory=dict)  # PEFT's layers by the name of the nn.Linear
+    replaced: dict[str, Tensor] = field(default_factory=dict)  # base values of what is trained whole, by full name
+    trained_before: list[str] = field(default_factory=list)  # parameters that required a gradient
+    base: dict[str, Tensor] | None = None  # while merged: the weights as they were, {} if they were not kept
+    merged: bool = False
+
+    def trainable(self) -> int:
+        """Numbers in the factors, without what is trained whole."""
+        of_experts = sum(p.numel() for layer in self.experts.values() for p in layer.parameters())
+        return of_experts + sum(f.numel() for layer in self.linears.values() for f in linears.factors_of(layer))
+
+
+def attach(
+    model: nn.Module,
+    r: int = 16,
+    alpha: float = 32,
+    targets: str | Iterable[str] = EXPERTS,
+    *,
+    train_router: bool = False,
+    share_a: bool = True,
+) -> Attached:
+    """Puts fresh factors on the targets and freezes the rest; until they are trained, the model computes what it did.
+
+    targets: "experts", "gate", "up", "down", names of parameters or linear layers by their ends ("gate_up_proj",
+    "q_proj"), or "all-linear". share_a: gate and up have one A, so that PEFT's file has rank r; else it has 2r.
+    train_router: the routers are trained whole and saved with the adapter.
+    """
+    check_rank_and_alpha(r, alpha)
+    prepare(model)
+    chosen = choose(model, targets)
+    state = start(model, {"r": r, "lora_alpha": alpha})
+    for name, projections in chosen.projections.items():
+        dtype, _ = home_of_factors(model.get_submodule(name))
+        factors = fresh_factors(state.layouts[name], projections, r=r, scaling=alpha / r, dtype=dtype, share_a=share_a)
+        add_experts(model, state, name, factors)
+    state.config["target_parameters"] = linears.parameters_to_target(chosen.linears)
+    add_linears(model, state, dict.fromkeys(chosen.linears, (r, alpha / r)))
+    if train_router:
+        add_whole_modules(model, state, list(routers_of(model, state.layouts)))
+    return state
+
+
+def check_rank_and_alpha(r: Any, alpha: Any) -> None:
+    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
+        raise bad_value("r", "a whole number of at least 1", repr(r), "8 to 64 are usual ranks")
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
+        raise bad_value("alpha", "a finite number, not 0", repr(alpha), "twice the rank is usual")
+
+
+def detach(model: nn.Module) -> None:
+    """Takes the factors off. The base weights are what they were before `attach`, or the merged ones if merged."""
+    state = attached_to(model)
+    if not state.merged:
+        linears.unwrap(model, state.linears)
+        for name in state.experts:
+            delattr(model.get_submodule(name), CHILD)
+        for name, base in state.replaced.items():
+            _tensor_of(model, name).data.copy_(base)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in state.trained_before)
+    delattr(model, STATE)
+
+
+def attached_to(model: nn.Module) -> Attached:
+    state = model.__dict__.get(STATE)
+    if state is None:
+        raise bad_value("model", "one with LoRA factors", "one without", "call amoeba.lora.attach or load first")
+    return state
+
+
+# --- the steps of attaching, which loading an adapter takes too
+
+
+def prepare(model: nn.Module) -> None:
+    """Checks that factors can be put on this model, and has aMoEba compute its experts."""
+    if STATE in model.__dict__:
+        raise bad_value("model", "one without LoRA factors", "one that has some", "call amoeba.lora.detach first")
+    if hasattr(model, "peft_config"):
+        raise bad_value(
+            "model",
+            "a model without PEFT's layers",
+            f"a {type(model).__name__} with some",
+            "start from the base model: amoeba.lora.load reads the adapter that PEFT saved",
+        )
+    if not layouts_of(model):
+        raise bad_value(
+            "model",
+            "a mixture-of-experts model of transformers, with stacked experts",
+            f"{type(model).__name__}, which has none",
+            "use PEFT itself for dense models",
+        )
+    import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"
+
+    model.set_experts_implementation("amoeba")  # type: ignore[operator]
+
+
+def start(model: nn.Module, config: dict[str, Any]) -> Attached:
+    """Freezes the model and hangs an empty record on it."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    shared = {"base_model_name_or_path": getattr(model, "name_or_path", None) or None, "task_type": "CAUSAL_LM"}
+    state = Attached(config=shared | config, layouts=layouts_of(model), trained_before=trained)
+    model.__dict__[STATE] = state
+    return state
+
+
+def add_experts(model: nn.Module, state: Attached, name: str, factors: LoraFactors) -> None:
+    experts: Any = model.get_submodule(name)
+    layer = ExpertsLora(factors, *home_of_factors(experts), stays=experts.down_proj.is_meta).train(experts.training)
+    state.experts[name] = layer
+    experts.register_module(CHILD, layer)
+
+
+def add_linears(model: nn.Module, state: Attached, ranks: dict[str, tuple[int, float]]) -> None:
+    """ranks: rank and scaling by the name of the nn.Linear."""
+    if not ranks:
+        return
+    try:
+        state.linears = linears.inject(model, ranks)
+    except ValueError:
+        detach(model)
+        raise
+
+
+def add_whole_modules(model: nn.Module, state: Attached, names: list[str]) -> None:
+    """Modules that are trained themselves, without factors (PEFT's modules_to_save): their base values are kept."""
+    for name in names:
+        module = model.get_submodule(name)
+        for key, tensor in module.state_dict().items():
+            state.replaced[f"{name}.{key}"] = tensor.detach().clone()
+        for parameter in module.parameters():
+            parameter.requires_grad_(True)
+    state.config["modules_to_save"] = names
+
+
+def home_of_factors(experts: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """Dtype and device for the factors of an experts module."""
+    weight: Any = experts.down_proj
+    dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+    # experts that were packed for the CPU leave a shape behind
+    return dtype, torch.device("cpu") if weight.is_meta else weight.device
+
+
+def whole_tensors(model: nn.Module, state: Attached) -> dict[str, Tensor]:
+    return {name: _tensor_of(model, name).detach() for name in state.replaced}
+
+
+def _tensor_of(model: nn.Module, name: str) -> Tensor:
+    module, _, key = name.rpartition(".")
+    return getattr(model.get_submodule(module), key)
