@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from amoeba import conformance
 from amoeba.backends import eager, registry
-from amoeba.bench import ceilings, timing
+from amoeba.bench import ceilings, suite, timing
 from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.bench.shapes import Shape
 from amoeba.cli import app
@@ -140,6 +140,25 @@ def test_bench_writes_a_document_and_refuses_to_overwrite_it(tmp_path):
     again = invoke(*words, "--out", str(tmp_path))
     assert again.exit_code == 2
     assert "not overwritten" in again.stderr
+
+
+def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(tmp_path, monkeypatch):
+    real, asked = suite._report, []
+
+    def report(*arguments):
+        asked.append(arguments)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(suite, "_report", report)
+    words = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "both", "--repeats", "1", "--out", str(tmp_path))
+    result = invoke(*words)
+    assert result.exit_code != 0
+    (written,) = tmp_path.iterdir()
+    document = json.loads(written.read_text())
+    assert not document["finished"] and len(document["results"]) == 1
+    assert "amoeba cpu" in result.stdout or "amoeba eager" in result.stdout, "its table was printed, too"
 
 
 def test_bench_exits_with_1_when_one_of_ours_is_wrong(monkeypatch):

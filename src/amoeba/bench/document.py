@@ -23,15 +23,23 @@ FORMAT = 1
 
 
 def make_document(
-    reports: Sequence[Report], command: str, load_before: float | None = None, ceilings: Ceilings | None = None
+    reports: Sequence[Report],
+    command: str,
+    load_before: float | None = None,
+    ceilings: Ceilings | None = None,
+    finished: bool = True,
 ) -> dict[str, Any]:
-    """load_before: the machine's load average before the first measurement; others' work distorts the times."""
+    """load_before: the machine's load average before the first measurement; others' work distorts the times.
+
+    finished: False while the run goes on, and for good where it was stopped.
+    """
     return {
         "document": "amoeba bench",
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": command,
+        "finished": finished,
         "machine": machine(),
         "load_before": load_before,
         "versions": versions(),
@@ -59,4 +67,13 @@ def result_path(directory: Path) -> Path:
 
 def write_new(path: Path, document: dict[str, Any]) -> None:
     """Writes the whole document or nothing, and never over another one."""
-    files.write_new(path, json.dumps(document, indent=1) + "\n")
+    files.write_new(path, _text(document))
+
+
+def write_again(path: Path, document: dict[str, Any]) -> None:
+    """Over an earlier state of the same run."""
+    files.write_whole(path, _text(document))
+
+
+def _text(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1) + "\n"

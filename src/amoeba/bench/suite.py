@@ -98,14 +98,20 @@ def run_suite(
     repeats: int,
     progress: Progress = lambda line: None,
     peers: Sequence[str] = PEERS,
+    done: Callable[[Report], None] = lambda report: None,
 ) -> list[Report]:
-    """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only."""
+    """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only.
+
+    done: called with each report as soon as there is one, so that a run that is stopped loses only what it was at.
+    """
     reports = []
     for dtype, shape in problems(shapes, dtypes):
         wanted: Sequence[Pass] = ["forward"] if shape.forward_only else passes
         progress(f"{shape.name} {_name(dtype)}: computing the reference")
         workload = make_workload(shape, device, dtype, training="training" in wanted)
-        reports += [_report(workload, measured, repeats, progress, peers) for measured in wanted]
+        for measured in wanted:
+            reports.append(_report(workload, measured, repeats, progress, peers))
+            done(reports[-1])
         del workload  # before the next one is made: large ones do not fit twice
     return reports
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
-from amoeba.bench.document import make_document, result_path, write_new
+from amoeba.bench.document import make_document, result_path, write_again, write_new
 from amoeba.bench.implementations import PEERS
 from amoeba.bench.shapes import Shape, default_suite, parse_shape, parse_suite
 from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
@@ -100,14 +100,23 @@ def run(
         output.progress("measuring the ceilings of this device: a dense product and a copy")
         limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
         output.line(limits.line())
-    # Lines and no spinner: a spinner is a thread that would run while others are timed.
-    reports = run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers)
-    for report in reports:
-        _print(report, limits, output)
     command = command_line(shapes, device, dtypes, passes, repeats, peers)
-    document = strict_json(make_document(reports, command, load, limits))
+    reports: list[Report] = []
+
+    def document_of(finished: bool) -> dict[str, Any]:
+        return strict_json(make_document(reports, command, load, limits, finished))
+
+    def keep(report: Report) -> None:
+        reports.append(report)
+        _print(report, limits, output)
+        if path is not None:
+            (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
+
+    # Lines and no spinner: a spinner is a thread that would run while others are timed.
+    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep)
+    document = document_of(finished=True)
     if path is not None:
-        write_new(path, document)
+        write_again(path, document)
         output.heading(f"written to {path}")
     wrong = [m for report in reports for m in report.measurements if m.ours and m.status == "refused"]
     return document, not wrong
