@@ -1,5 +1,5 @@
 """Who computes the experts: our backends through the seam, transformers' ways through its own module, and for experts
-with LoRA factors also our experts packed for the CPU (for decoding in bf16, too) and a loop over them in plain torch.
+with LoRA factors also our experts packed for the CPU (for inference in bf16, too) and a loop over them in plain torch.
 
     found, left_out = implementations(workload, training=True)
     y_TH = found[0].run()
@@ -56,8 +56,8 @@ def implementations(
 ) -> tuple[list[Implementation], dict[str, str]]:
     """All that can take this workload, ours first, and the reason for each that cannot."""
     found, left_out = _our_backends(workload)
-    lora, decodes = workload.lora is not None, workload.shape.forward_only and workload.device.type == "cpu"
-    if lora or (decodes and workload.dtype == torch.bfloat16):
+    lora, infers = workload.lora is not None, workload.device.type == "cpu" and not training
+    if lora or (infers and workload.dtype == torch.bfloat16):
         for more in (_packed, _in_fp32, _loops) if lora else (_packed, _in_fp32):
             more_found, more_left_out = more(workload)
             found, left_out = found + more_found, left_out | more_left_out

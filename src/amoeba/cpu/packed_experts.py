@@ -80,6 +80,12 @@ class PackedExperts:
             return self
         raise bad_value("dtype", f"{self.dtype}, in which packed experts compute", dtype, "use autocast in bfloat16")
 
+    @functools.cached_property
+    def expert_bytes(self) -> int:
+        """Of one packed expert's W, over all nodes."""
+        data = [packed.forward.data for share in self.shares for packed in (share.gate_up, share.down)]
+        return sum(tensor.nbytes for tensor in data) // self.num_experts
+
     def nbytes(self) -> int:
         """Of the packed weights as they are now: W, Wᵀ once a backward has been, scales, sums and biases."""
         return sum(tensor.nbytes for share in self.shares for tensor in _tensors(share))

@@ -27,6 +27,11 @@ from amoeba.weights import LORA_NAMES, LoraFactors
 
 Part = TypeVar("Part")
 
+# A pass that reads no more weights than this is computed by the calling thread alone. 1.6 MB (int8, H=512 I=256, one
+# token of 4 experts), best and median us: alone 53 and 63; with one more of torch's threads 42 and 16000, as others
+# used the second core and each call waits for both (2-core Xeon, 2026-11-15).
+ALONE_BYTES = 2 << 20
+
 
 class Left(NamedTuple):
     """What a forward leaves for its backward: each node's cache, and the factors it computed with."""
@@ -65,8 +70,11 @@ def forward(
     if lora is not None and lora.tensors():
         factors = packed.copies.of(lora, packed.shares, packed.places, packed.partition, expert_TK)
 
+    few = expert_TK.numel() * packed.expert_bytes <= ALONE_BYTES
+
     def part(node: int) -> tuple[Tensor, NodeCache | None]:
-        share, pool = packed.shares[node], packed.places[node].pool
+        share, place = packed.shares[node], packed.places[node]
+        pool = place.alone if few else place.pool
         return one_node.forward(share, factors[node], x_TH, expert_TK, weight_TK, pool, keep=keep)
 
     parts = _on_every_node(packed, part)

@@ -35,6 +35,7 @@ class Place:
     def __init__(self, threads: int | None, cores: Sequence[int] | None) -> None:
         self.cores = cores
         self.pool = WorkerPool(threads, cores)
+        self.alone = WorkerPool(1)  # the thread that runs the job, for what is not worth waking another
         self._begin()
 
     def _begin(self) -> None:
@@ -46,8 +47,11 @@ class Place:
         """In the calling thread; a job's dtypes are its own affair, also under autocast."""
         if self._process != os.getpid():  # a forked process has none of the threads, and locks that nobody opens
             self._begin()
-        with self._lock, torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return job()
+        with self._lock, torch.no_grad():
+            if not torch.is_autocast_enabled("cpu"):
+                return job()
+            with torch.autocast("cpu", enabled=False):
+                return job()
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
         """In the thread of this place."""
