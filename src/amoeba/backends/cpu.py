@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
-The flow is `sorted_rows`'s; the matrix products in fp32 and the decoding of few tokens in fp32 and bf16 are the core's.
-What the core does not take (bf16 products, weights without a contiguous dimension) goes to torch.
+In fp32 the flow is `sorted_rows`'s with the core's products; weights without a contiguous dimension go to torch. In bf16
+`cpu_fused` computes where the CPU multiplies it, torch elsewhere. Few tokens without gradients are decoded by the core.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import sorted_rows
+from amoeba.backends import cpu_fused, sorted_rows
 from amoeba.backends.allocate import empty_gradient
 from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward
@@ -27,10 +27,14 @@ DECODE_ROWS = 128
 def forward(problem: Problem, keep_h: bool) -> Kept:
     if not keep_h and 0 < problem.rows <= DECODE_ROWS and _core_decodes(problem):
         return Kept.nothing_but(_decode(problem))
+    if cpu_fused.serves(problem):
+        return cpu_fused.forward(problem, keep_h)
     return sorted_rows.forward(problem, keep_h, CoreGroups)
 
 
 def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
+    if cpu_fused.serves(problem):
+        return cpu_fused.backward(problem, kept, dy_TH, needs)
     return sorted_rows.backward(problem, kept, dy_TH, needs, CoreGroups)
 
 
@@ -111,4 +115,4 @@ def _rowwise(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
 
 
-operator = define_operator("cpu", forward, backward)
+operator = define_operator("cpu", forward, backward, keeps_maps=lambda problem: not cpu_fused.serves(problem))
