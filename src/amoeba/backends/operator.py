@@ -282,9 +282,7 @@ def no_second_derivative(name: str) -> NotImplementedError:
     )
 
 
-def _fake_forward(
-    *args: object, map_dtype: torch.dtype, keeps_maps: Callable[[Problem], bool]
-) -> tuple[Tensor, ...]:
+def _fake_forward(*args: object, map_dtype: torch.dtype, keeps_maps: Callable[[Problem], bool]) -> tuple[Tensor, ...]:
     problem, keep_h = _problem(args), args[-1]
     x = problem.x_TH
     if not keep_h:

@@ -52,8 +52,11 @@ inline void pack_pairs(const WideRows& wide, const SortedRows& s, int64_t start,
         ready[j] = pair[j] ? pair[j] + column : nothing;
         if (!pair[j] || (width == PANEL && !wide.row_scale)) continue;
         const float scale = wide.row_scale ? wide.row_scale[s.order[start + n + j]] : 1;
-        const V left = load_some(ready[j], width), right = load_some(ready[j] + TILE, width - TILE);
-        store_panel(changed[j], scale * left, scale * right, PANEL, false);
+        if (width == PANEL)
+          store_panel(changed[j], scale * load(ready[j]), scale * load(ready[j] + TILE), PANEL, false);
+        else
+          store_panel(changed[j], scale * load_some(ready[j], width), scale * load_some(ready[j] + TILE, width - TILE),
+                      PANEL, false);
         ready[j] = changed[j];
       }
       pack_pair(ready[0], ready[1], words, words + TILE_WORDS);

@@ -33,7 +33,11 @@ class StoredPanel {
     for (int64_t half = 0; half < 2; ++half, out += TILE_WORDS) {
       const int64_t column = half * TILE;
       if (count == PANEL && column + TILE <= width_) {
-        turn_tile([&](int64_t c) { return from_ + (column + c) * column_ + k; }, out);
+        turn_tile([&](int64_t c) {
+          const uint16_t* line = from_ + (column + c) * column_ + k;
+          __builtin_prefetch(line + PANEL * column_, 0, 2);
+          return line;
+        }, out);
         continue;
       }
       alignas(64) uint16_t lines[TILE][PANEL] = {};
@@ -50,6 +54,7 @@ class StoredPanel {
       const uint16_t* ready[2] = {lines[0], lines[1]};
       for (int64_t j = 0; j < 2 && 2 * w + j < count; ++j) {
         const uint16_t* line = from_ + (k + 2 * w + j) * k_;
+        __builtin_prefetch(line + PANEL * column_, 0, 2);
         if (column_ == 1 && width_ == PANEL)
           ready[j] = line;
         else
