@@ -112,10 +112,9 @@ class Layer:
         factors = NodeFactors.pack(mine, self.lora, workers) if self.rank else None
         y_TH, cache = forward(mine, factors, self.x_TH, self.expert_TK, self.weight_TK, workers, keep=keep)
         assert cache is not None
-        gradients = backward(mine, factors, cache, self.dy_TH, workers, needs)._asdict()
-        return {"output": y_TH} | {
-            field: gradient for field, gradient in zip(NodeNeeds._fields, gradients.values()) if gradient is not None
-        }
+        gradients = backward(mine, factors, cache, self.dy_TH, workers, needs)
+        named = dict(zip(NodeNeeds._fields, gradients, strict=True))
+        return {"output": y_TH} | {name: gradient for name, gradient in named.items() if gradient is not None}
 
     def expected(self) -> dict[str, Tensor]:
         names = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -340,7 +339,7 @@ class TestBackend:
 
     def test_compiled(self) -> None:
         layer = Layer(tokens=150, rank=4)
-        named, lora = self.tensors(layer)
+        named, _ = self.tensors(layer)
         names = list(named)
 
         def step(*tensors: Tensor) -> Tensor:

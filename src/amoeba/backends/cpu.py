@@ -2,8 +2,9 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
-In fp32 the flow is `sorted_rows`'s with the core's products; weights without a contiguous dimension go to torch. In bf16
-`cpu_fused` computes where the CPU multiplies it, torch elsewhere. Few tokens without gradients are decoded by the core.
+In fp32 the flow is `sorted_rows`'s with the core's products; weights without a contiguous dimension go to torch.
+In bf16 it is `cpu_fused` where the CPU multiplies bf16, torch elsewhere. Few rows without gradients are decoded by the
+core.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from amoeba.cpu.core import load_core
 
 # Up to this many routed rows a pass without gradients decodes: no sorted rows, each weight read once for up to four.
 # Decoding against sorting, ms, H=512 I=256 E=32 K=4: fp32 0.26/0.85 at 4 rows, 2.65/3.49 at 128, 5.02/4.06 at 256; bf16
-# 1.82/3.60 at 128, 3.29/3.90 at 256 (2-core Xeon, 2026-11-15).
+# by torch 1.82/3.60 at 128, 3.29/3.90 at 256 (2-core Xeon, 2026-11-15).
 DECODE_ROWS = 128
+# The same against `cpu_fused`: 0.79/1.11 at 16 rows, 2.59/2.30 at 64, 4.42/2.52 at 128; H=2048 I=768 E=64 K=8:
+# 23.4/27.8 at 32, 31.5/32.8 at 128, 41.2/33.0 at 256 (2-core Xeon with AMX, 2026-11-15).
+DECODE_ROWS_FUSED = 64
 
 
 def forward(problem: Problem, keep_h: bool) -> Kept:
-    if not keep_h and 0 < problem.rows <= DECODE_ROWS and _core_decodes(problem):
+    fused = cpu_fused.serves(problem)
+    most_rows = DECODE_ROWS_FUSED if fused else DECODE_ROWS
+    if not keep_h and 0 < problem.rows <= most_rows and _core_decodes(problem):
         return Kept.nothing_but(_decode(problem))
-    if cpu_fused.serves(problem):
+    if fused:
         return cpu_fused.forward(problem, keep_h)
     return sorted_rows.forward(problem, keep_h, CoreGroups)
 

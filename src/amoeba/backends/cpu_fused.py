@@ -4,7 +4,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     if cpu_fused.serves(problem): kept = cpu_fused.forward(problem, keep_h)
 
-Of a pass nothing is kept but h (and x): rows are sorted again in backward, which takes less time than carrying the maps.
+Nothing is kept between the passes but x and h: backward sorts the rows again and packs the LoRA factors again.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def _rows(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _experts(problem: Problem, place: Place) -> tuple[NodeExperts, NodeFactors | None]:
-    weights = (StoredWeights(weight.detach()) for weight in (problem.gate_up_EJH, problem.down_EHI))
-    biases = (
+    gate_up, down = (StoredWeights(weight.detach()) for weight in (problem.gate_up_EJH, problem.down_EHI))
+    gate_up_bias, down_bias = (
         None if bias is None else bias.detach().to(torch.float32).contiguous()
         for bias in (problem.gate_up_bias_EJ, problem.down_bias_EH)
     )
-    experts = NodeExperts(*weights, *biases, problem.activation)  # type: ignore[arg-type]
+    experts = NodeExperts(gate_up, down, gate_up_bias, down_bias, problem.activation)
     if problem.lora is None:
         return experts, None
     return experts, NodeFactors.pack(experts, problem.lora, place.pool)

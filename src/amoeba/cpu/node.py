@@ -1,4 +1,4 @@
-"""One node's share of experts, packed and frozen or stored: forward, and backward from what forward left, each one call of compiled code.
+"""One node's share of the experts: forward, and backward from what forward left, each one call of compiled code.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate of this node's block ·
 J = 2I or I · R LoRA rank
@@ -6,8 +6,9 @@ J = 2I or I · R LoRA rank
     y_TH, cache = forward(node, factors, x_TH, expert_TK, weight_TK, pool, keep="h")      # y fp32: this node's part
     gradients = backward(node, factors, cache, dy_TH, pool, needs)
 
-Packed weights are frozen; stored ones (`StoredWeights`) can be given gradients. Sums are in fp32; h, a, the low-rank products and each expert's rows of y and dx are rounded to bf16 in between. The
-same inputs give the same bits, whatever the number of threads.
+Weights are packed and frozen, or stored (`StoredWeights`) and then given gradients too. Sums are in fp32; h, a, the
+low-rank products and each expert's rows of y and dx are rounded to bf16 in between. The same inputs give the same bits,
+whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class NodeFactors:
 
 @dataclass(frozen=True, eq=False)
 class NodeCache:
-    """What forward leaves for backward; the row map, h_NJ and the low-rank products are None where they are made again."""
+    """What forward leaves for backward; what is None of map, h_NJ and the low-rank products is made again."""
 
     x_TH: Tensor
     expert_TK: Tensor
@@ -239,7 +240,7 @@ def backward(
     )  # fmt: skip
     load_node().backward(pool.handle, ctypes.byref(c), ctypes.byref(batch), ctypes.byref(out))
     for gradient, written in zip(gradients[8:10], (gate_up, down), strict=True):
-        if gradient is not None and written is not gradient:
+        if gradient is not None and written is not None and written is not gradient:
             gradient.copy_(written)
     return gradients
 

@@ -22,6 +22,8 @@ constexpr int64_t ROW_BLOCK = 512;             // rows of a job at most
 constexpr int64_t DEEP_ROWS = 1 << 20;         // bytes of the rows of a job, above which they are
 constexpr int64_t DEEP_ROW_BLOCK = 256;        // no more than this
 constexpr int64_t JOBS_PER_THREAD = 12;
+constexpr int64_t STORED_UNITS = 4;            // of stored weights that are packed at once, at most,
+constexpr int64_t STORED_BYTES = 256 << 10;    // and their bytes
 
 struct Weights {
   const uint32_t* data = nullptr;
@@ -189,17 +191,20 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
   using Sum = typename Kind::Sum;
   const typename Way::Registers registers;
   (void)registers;
-  const Chunks chunks(p, job);
+  Chunks chunks(p, job);
   const int64_t row_tile = p.weights.tiles * TILE_WORDS, low_tile = p.update.weights.tiles * TILE_WORDS;
   const int64_t blocks = ceil_div(job.rows, PANEL), end = job.first_unit + job.units, step_lines = 2 * TILE;
   const int panels = p.second ? 2 : 1;
-  auto* memory = reinterpret_cast<Sum*>(partial_sums.get(chunks.group * blocks * panels * PANEL * PANEL));
   const auto chunk_of = [&](int64_t unit, int64_t chunk, int which) {
     return p.weights.panel(job.expert, unit + which * p.second) + chunk * chunks.tiles * 2 * TILE_WORDS;
   };
   const bool stored = p.weights.stored.data != nullptr;
-  const int64_t chunk_words = chunks.tiles * 2 * TILE_WORDS;
-  uint32_t* packed = stored ? panel_words.get(panels * chunk_words) : nullptr;
+  const int64_t chunk_words = chunks.tiles * 2 * TILE_WORDS, unit_bytes = panels * chunk_words * int64_t(sizeof(uint32_t));
+  const int64_t most_units = std::min(STORED_UNITS, chunks.count == 1 ? job.units : chunks.group);
+  const int64_t at_once = stored ? std::clamp<int64_t>(STORED_BYTES / unit_bytes, 1, most_units) : 1;
+  uint32_t* packed = stored ? panel_words.get(panels * at_once * chunk_words) : nullptr;
+  if (chunks.count == 1) chunks.group = at_once;
+  auto* memory = reinterpret_cast<Sum*>(partial_sums.get(chunks.group * blocks * panels * PANEL * PANEL));
   Finished<Kind> finished[2];
   Touches touches;
   for (int64_t group = job.first_unit; group < end; group += chunks.group) {
@@ -211,9 +216,11 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
         // what comes after this unit
         const bool turn = unit + 1 == group_end;
         const int64_t next_unit = turn && !last ? group : unit + 1, next_chunk = turn ? (last ? 0 : chunk + 1) : chunk;
-        for (int which = 0; stored && which < panels; ++which)
-          StoredPanel(p.weights.stored, job.expert, unit + which * p.second, p.weights.columns, p.weights.depth)
-              .pack(first_tile, tiles, packed + which * chunk_words);
+        const int64_t place = (unit - group) % at_once;
+        for (int which = 0; stored && place == 0 && which < panels; ++which)
+          StoredPanels(p.weights.stored, job.expert, unit + which * p.second, std::min(at_once, group_end - unit),
+                       p.weights.columns, p.weights.depth)
+              .pack(first_tile, tiles, packed + which * at_once * chunk_words, chunk_words);
         if (last)
           for (int which = 0; which < panels; ++which)
             finished[which].of_panel(p, job.expert, unit + which * p.second);
@@ -228,7 +235,7 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
             out.of_rows(scales + i * PANEL);
             const uint32_t* a = rows + 2 * i * row_tile + first_tile * TILE_WORDS;
             const uint32_t* ahead = lines ? chunk_of(next_unit, next_chunk, which) + from * TILE : nullptr;
-            const uint32_t* columns = stored ? packed + which * chunk_words : chunk_of(unit, chunk, which);
+            const uint32_t* columns = stored ? packed + (which * at_once + place) * chunk_words : chunk_of(unit, chunk, which);
             Depth depth{{a, row_tile, columns, tiles}, {}, ahead, lines, chunk > 0};
             Stretch update;
             if (low && last)
