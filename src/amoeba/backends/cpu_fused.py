@@ -10,6 +10,8 @@ Nothing is kept between the passes but x and h: backward sorts the rows again an
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -20,10 +22,13 @@ from amoeba.backends.operator import Gradients, Kept, Needs, Problem
 from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, NodeNeeds
+from amoeba.cpu.node_library import load_node
 from amoeba.cpu.packed import Path, current_path
 from amoeba.cpu.places import Place, places_for
 from amoeba.cpu.stored import StoredWeights
 from amoeba.weights import LORA_NAMES
+
+logger = logging.getLogger("amoeba")
 
 Result = TypeVar("Result")
 
@@ -69,11 +74,17 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
     )
 
 
-@functools.cache
 def _multiplies_bf16() -> bool:
+    return _path_multiplies_bf16(os.environ.get("AMOEBA_CPU_PATH"))
+
+
+@functools.cache
+def _path_multiplies_bf16(asked_for: str | None) -> bool:
     try:
+        load_node()
         return current_path() > Path.GENERIC
-    except CoreUnavailable:
+    except CoreUnavailable as error:
+        logger.warning("bf16 experts go to torch, product by product: %s", error)
         return False
 
 
