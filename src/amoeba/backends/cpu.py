@@ -2,8 +2,9 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
-The flow is `sorted_rows`'s; the matrix products in fp32 and the decoding of few tokens in fp32 and bf16 are the core's.
-What the core does not take (bf16 products, weights without a contiguous dimension) goes to torch.
+In fp32 the flow is `sorted_rows`'s with the core's products; weights without a contiguous dimension go to torch.
+In bf16 it is `cpu_fused` where the CPU multiplies bf16, torch elsewhere. Few rows without gradients are decoded by the
+core.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import sorted_rows
+from amoeba.backends import cpu_fused, sorted_rows
 from amoeba.backends.allocate import empty_gradient
 from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward
@@ -20,17 +21,26 @@ from amoeba.cpu.core import load_core
 
 # Up to this many routed rows a pass without gradients decodes: no sorted rows, each weight read once for up to four.
 # Decoding against sorting, ms, H=512 I=256 E=32 K=4: fp32 0.26/0.85 at 4 rows, 2.65/3.49 at 128, 5.02/4.06 at 256; bf16
-# 1.82/3.60 at 128, 3.29/3.90 at 256 (2-core Xeon, 2026-11-15).
+# by torch 1.82/3.60 at 128, 3.29/3.90 at 256 (2-core Xeon, 2026-11-15).
 DECODE_ROWS = 128
+# The same against `cpu_fused`: 0.79/1.11 at 16 rows, 2.59/2.30 at 64, 4.42/2.52 at 128; H=2048 I=768 E=64 K=8:
+# 23.4/27.8 at 32, 31.5/32.8 at 128, 41.2/33.0 at 256 (2-core Xeon with AMX, 2026-11-15).
+DECODE_ROWS_FUSED = 64
 
 
 def forward(problem: Problem, keep_h: bool) -> Kept:
-    if not keep_h and 0 < problem.rows <= DECODE_ROWS and _core_decodes(problem):
+    fused = cpu_fused.serves(problem)
+    most_rows = DECODE_ROWS_FUSED if fused else DECODE_ROWS
+    if not keep_h and 0 < problem.rows <= most_rows and _core_decodes(problem):
         return Kept.nothing_but(_decode(problem))
+    if fused:
+        return cpu_fused.forward(problem, keep_h)
     return sorted_rows.forward(problem, keep_h, CoreGroups)
 
 
 def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
+    if cpu_fused.serves(problem):
+        return cpu_fused.backward(problem, kept, dy_TH, needs)
     return sorted_rows.backward(problem, kept, dy_TH, needs, CoreGroups)
 
 
@@ -111,4 +121,4 @@ def _rowwise(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
 
 
-operator = define_operator("cpu", forward, backward)
+operator = define_operator("cpu", forward, backward, keeps_maps=lambda problem: not cpu_fused.serves(problem))

@@ -72,6 +72,11 @@ class Kept(NamedTuple):
         dtypes = (map_dtype, map_dtype, torch.int32)
         return Kept(y_TH, y_TH.new_empty(0), *(y_TH.new_empty(0, dtype=dtype) for dtype in dtypes))
 
+    @staticmethod
+    def without_maps(y_TH: Tensor, h_NJ: Tensor) -> Kept:
+        """Of a backend that sorts the rows again in backward."""
+        return Kept.nothing_but(y_TH)._replace(h_NJ=h_NJ)
+
     def has_h(self) -> bool:
         return self.h_NJ.dim() == 2
 
@@ -208,9 +213,17 @@ class _Direct(torch.autograd.Function):
 
 
 def define_operator(
-    name: str, forward: Forward, backward: Backward, *, map_dtype: torch.dtype = torch.int64
+    name: str,
+    forward: Forward,
+    backward: Backward,
+    *,
+    map_dtype: torch.dtype = torch.int64,
+    keeps_maps: Callable[[Problem], bool] = lambda problem: True,
 ) -> Operator:
-    """Registers amoeba::<name> and amoeba::<name>_backward. map_dtype: of order_N and slot_row_N."""
+    """Registers amoeba::<name> and amoeba::<name>_backward.
+
+    map_dtype: of order_N and slot_row_N. keeps_maps: whether forward keeps them beside h for such a problem.
+    """
 
     def forward_impl(*args: object) -> tuple[Tensor, ...]:
         return tuple(forward(_problem(args), args[-1]))  # type: ignore[arg-type]
@@ -226,7 +239,8 @@ def define_operator(
     _library.define(f"{name}_backward{_BACKWARD}")
     _library.impl(name, forward_impl, "CompositeExplicitAutograd")
     _library.impl(f"{name}_backward", backward_impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"amoeba::{name}", functools.partial(_fake_forward, map_dtype=map_dtype), lib=_library)
+    fake = functools.partial(_fake_forward, map_dtype=map_dtype, keeps_maps=keeps_maps)
+    torch.library.register_fake(f"amoeba::{name}", fake, lib=_library)
     torch.library.register_fake(f"amoeba::{name}_backward", _fake_backward, lib=_library)
     namespace = torch.ops.amoeba
     forward_op = getattr(namespace, name).default
@@ -268,12 +282,14 @@ def no_second_derivative(name: str) -> NotImplementedError:
     )
 
 
-def _fake_forward(*args: object, map_dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _fake_forward(*args: object, map_dtype: torch.dtype, keeps_maps: Callable[[Problem], bool]) -> tuple[Tensor, ...]:
     problem, keep_h = _problem(args), args[-1]
     x = problem.x_TH
     if not keep_h:
         return tuple(Kept.nothing_but(x.new_empty(x.shape), map_dtype))
     experts, width = problem.gate_up_EJH.shape[:2]
+    if not keeps_maps(problem):
+        return tuple(Kept.without_maps(x.new_empty(x.shape), x.new_empty((problem.rows, width))))
     order, slot_row = (x.new_empty(problem.rows, dtype=map_dtype) for _ in range(2))
     offs = x.new_empty(experts, dtype=torch.int32)
     return x.new_empty(x.shape), x.new_empty((problem.rows, width)), order, slot_row, offs

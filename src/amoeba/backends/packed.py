@@ -71,13 +71,13 @@ class _Direct(torch.autograd.Function):
         saved = ctx.saved_tensors  # activation checkpointing gives them out once
         tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
         wanted = ctx.needs_input_grad[others:]
-        needs = NodeNeeds(wanted[0], *wanted[2:])  # expert ids have no gradient
+        needs = [wanted[0], *wanted[2:]]  # expert ids have no gradient
         if torch.is_grad_enabled():  # someone wants second derivatives: the operator says why not
             handle = ctx.packed.handle
-            found: tuple = torch.ops.amoeba.packed_backward(*tensors, ctx.scaling, handle, dy_TH, list(needs))
+            found: tuple = torch.ops.amoeba.packed_backward(*tensors, ctx.scaling, handle, dy_TH, needs)
         else:
             left = passes.Left(tuple(_with_tensors(cache, kept) for cache in ctx.caches), ctx.factors)
-            found = _backward(ctx.packed, left, tensors, ctx.scaling, dy_TH, needs)
+            found = _backward(ctx.packed, left, tensors, ctx.scaling, dy_TH, NodeNeeds(*needs))
         x, *rest = (gradient if need else None for gradient, need in zip(found, needs, strict=True))
         return (None,) * others + (x, None, *rest)
 

@@ -1,4 +1,4 @@
-"""One node's share of frozen experts: forward, and backward from what forward left, each one call of compiled code.
+"""One node's share of the experts: forward, and backward from what forward left, each one call of compiled code.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate of this node's block ·
 J = 2I or I · R LoRA rank
@@ -6,8 +6,9 @@ J = 2I or I · R LoRA rank
     y_TH, cache = forward(node, factors, x_TH, expert_TK, weight_TK, pool, keep="h")      # y fp32: this node's part
     gradients = backward(node, factors, cache, dy_TH, pool, needs)
 
-Sums are in fp32; h, a, the low-rank products and each expert's rows of y and dx are rounded to bf16 in between. The
-same inputs give the same bits, whatever the number of threads.
+Weights are packed and frozen, or stored (`StoredWeights`) and then given gradients too. Sums are in fp32; h, a, the
+low-rank products and each expert's rows of y and dx are rounded to bf16 in between. The same inputs give the same bits,
+whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation, ActivationKind
-from amoeba.cpu.node_library import FACTOR_MATRICES, CBatch, CFactors, CGradients, CNode, load_node
-from amoeba.cpu.packed import PackedWeights, _Packing, current_path, empty_in_huge_pages
+from amoeba.cpu.node_library import FACTOR_MATRICES, CBatch, CFactors, CGradients, CNode, CWeightTarget, load_node
+from amoeba.cpu.packed import PackedWeights, _Packing, current_path, empty_in_huge_pages, load_packed
 from amoeba.cpu.pool import WorkerPool
+from amoeba.cpu.stored import StoredWeights
 from amoeba.weights import LORA_NAMES, LoraFactors
 
 Keep = Literal["nothing", "h", "x"]
@@ -34,10 +36,10 @@ _PANEL = 32  # columns that the low-rank products are padded to, and the depth o
 
 @dataclass(frozen=True, eq=False)
 class NodeExperts:
-    """One node's share of frozen experts (a contiguous block of I), packed."""
+    """One node's share of the experts: a contiguous block of I."""
 
-    gate_up: PackedWeights  # (E, J, H)
-    down: PackedWeights  # (E, H, I)
+    gate_up: PackedWeights | StoredWeights  # (E, J, H)
+    down: PackedWeights | StoredWeights  # (E, H, I)
     gate_up_bias_EJ: Tensor | None  # fp32, contiguous
     down_bias_EH: Tensor | None  # fp32, contiguous; under several nodes only the first has it
     activation: Activation
@@ -125,12 +127,12 @@ class NodeFactors:
 
 @dataclass(frozen=True, eq=False)
 class NodeCache:
-    """What forward leaves for backward; h_NJ and the low-rank products are None where they are computed again."""
+    """What forward leaves for backward; what is None of map, h_NJ and the low-rank products is made again."""
 
     x_TH: Tensor
     expert_TK: Tensor
     weight_TK: Tensor
-    map: Tensor  # int32: where each expert's rows begin (E + 1), row -> slot (N), slot -> row (N)
+    map: Tensor | None  # int32: where each expert's rows begin (E + 1), row -> slot (N), slot -> row (N)
     h_NJ: Tensor | None
     low_NR: Tensor | None  # scaling · x · Aᵀ of gate and up, side by side, zeros up to whole panels
     down_low_NR: Tensor | None
@@ -147,10 +149,14 @@ class NodeNeeds(NamedTuple):
     up_lora_b: bool = False
     down_lora_a: bool = False
     down_lora_b: bool = False
+    gate_up: bool = False  # of stored weights only, as the three below
+    down: bool = False
+    gate_up_bias: bool = False
+    down_bias: bool = False
 
 
 class NodeGradients(NamedTuple):
-    """All fp32, those that were asked for."""
+    """Those that were asked for, in fp32; gate_up_EJH and down_EHI in bf16, with the strides of the weight."""
 
     x_TH: Tensor | None
     weight_TK: Tensor | None
@@ -160,6 +166,10 @@ class NodeGradients(NamedTuple):
     up_lora_b: Tensor | None = None
     down_lora_a: Tensor | None = None
     down_lora_b: Tensor | None = None
+    gate_up_EJH: Tensor | None = None
+    down_EHI: Tensor | None = None
+    gate_up_bias_EJ: Tensor | None = None
+    down_bias_EH: Tensor | None = None
 
 
 def forward(
@@ -218,9 +228,20 @@ def backward(
             for name in LORA_NAMES
             if factors is not None and name in factors.lora_names and getattr(needs, name)
         },
+        gate_up_EJH=_empty_gradient(node.gate_up) if needs.gate_up else None,
+        down_EHI=_empty_gradient(node.down) if needs.down else None,
+        gate_up_bias_EJ=_empty_bias(node.gate_up_bias_EJ) if needs.gate_up_bias else None,
+        down_bias_EH=_empty_bias(node.down_bias_EH) if needs.down_bias else None,
     )
-    out = CGradients(dy_TH.data_ptr(), dy_TH.stride(0), *map(_address, gradients))
+    gate_up, down = (None if g is None else _contiguous_inside(g) for g in gradients[8:10])
+    out = CGradients(
+        dy_TH.data_ptr(), dy_TH.stride(0), *map(_address, gradients[:8]),
+        _target(gate_up), _target(down), *map(_address, gradients[10:]),
+    )  # fmt: skip
     load_node().backward(pool.handle, ctypes.byref(c), ctypes.byref(batch), ctypes.byref(out))
+    for gradient, written in zip(gradients[8:10], (gate_up, down), strict=True):
+        if gradient is not None and written is not None and written is not gradient:
+            gradient.copy_(written)
     return gradients
 
 
@@ -270,7 +291,7 @@ def _batch(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> CBatch:
 
 
 def _describe_cache(batch: CBatch, cache: NodeCache) -> None:
-    batch.map, batch.h = cache.map.data_ptr(), _address(cache.h_NJ)
+    batch.map, batch.h = _address(cache.map), _address(cache.h_NJ)
     batch.low, batch.down_low = _address(cache.low_NR), _address(cache.down_low_NR)
 
 
@@ -279,6 +300,9 @@ def _describe(matrix: ctypes.Structure, packing: _Packing) -> None:
         matrix.column_scale, matrix.sum = _address(packing.column_scale_EC), _address(packing.sum_EC)
         matrix.depth_scale = _address(packing.depth_scale_ED)
         matrix.columns, matrix.depth = packing.columns, packing.depth
+        if packing.stride_ECD is not None:
+            matrix.stored = 1
+            matrix.stride_e, matrix.stride_column, matrix.stride_k = packing.stride_ECD
         matrix.data = packing.data.data_ptr()
 
 
@@ -288,6 +312,27 @@ def _factor_shape(node: NodeExperts, factors: NodeFactors, name: str) -> tuple[i
     outer, inner = node.down.out_features, node.down.in_features  # H and I
     fan_in, fan_out = (inner, outer) if projection == "down" else (outer, inner)
     return (node.down.experts, rank, fan_in) if which == "a" else (node.down.experts, fan_out, rank)
+
+
+def _empty_gradient(weights: PackedWeights | StoredWeights) -> Tensor:
+    assert isinstance(weights, StoredWeights), "packed weights are frozen"
+    gradient = torch.empty_like(weights.weight_EOI)
+    load_packed().ask_for_huge_pages(gradient.data_ptr(), gradient.nbytes)
+    return gradient
+
+
+def _empty_bias(bias: Tensor | None) -> Tensor:
+    assert bias is not None, "the gradient of a bias that is not there"
+    return torch.empty_like(bias)
+
+
+def _contiguous_inside(gradient: Tensor) -> Tensor:
+    """Itself where one of its inner dimensions is contiguous, as it must be to be written."""
+    return gradient if 1 in gradient.stride()[1:] else torch.empty(gradient.shape, dtype=gradient.dtype)
+
+
+def _target(gradient: Tensor | None) -> CWeightTarget:
+    return CWeightTarget() if gradient is None else CWeightTarget(gradient.data_ptr(), *gradient.stride())
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -16,6 +16,7 @@ from amoeba.cpu.build import CoreUnavailable, compiled_library
 PHASES = (
     "sort", "low up", "up", "activate", "low down", "down", "combine",
     "backward low down", "backward down", "backward low up", "backward up and factors", "backward combine",
+    "backward weights",
 )  # fmt: skip
 
 
@@ -30,6 +31,8 @@ class CMatrix(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("data", "column_scale", "sum", "depth_scale")),
         *((name, c_int64) for name in ("columns", "depth")),
+        ("stored", c_int32),
+        *((name, c_int64) for name in ("stride_e", "stride_column", "stride_k")),
     ]
 
 
@@ -61,11 +64,17 @@ class CBatch(Structure):
     ]
 
 
+class CWeightTarget(Structure):
+    _fields_ = [("data", c_void_p), *((name, c_int64) for name in ("stride_e", "stride_out", "stride_in"))]
+
+
 class CGradients(Structure):
     _fields_ = [
         ("dy", c_void_p),
         ("dy_stride", c_int64),
         *((name, c_void_p) for name in ("x", "weight", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")),
+        *((name, CWeightTarget) for name in ("gate_up", "down")),
+        *((name, c_void_p) for name in ("gate_up_bias", "down_bias")),
     ]
 
 

@@ -135,6 +135,7 @@ class _Packing:
     sum_EC: Tensor | None  # int8: Σ over the depth, for the offset of the unsigned rows
     column_scale_EC: Tensor | None = None
     depth_scale_ED: Tensor | None = None
+    stride_ECD: tuple[int, int, int] | None = None  # data is the weight as it is stored, at these strides
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,16 @@ struct PackedMatrix {  // data is null where there is none
   const int32_t* sum;
   const float* depth_scale;
   int64_t columns, depth;
+  int32_t stored;  // data is the weight itself, at these strides
+  int64_t stride_e, stride_column, stride_k;
 
   Weights weights(bool int8) const {
+    if (stored)
+      return {nullptr, nullptr, nullptr, nullptr, depth, columns, tiles_of(depth, Bf16::PER_WORD),
+              {static_cast<const uint16_t*>(data), stride_e, stride_column, stride_k}};
     const int64_t per_word = int8 ? Int8::PER_WORD : Bf16::PER_WORD;
     return {static_cast<const uint32_t*>(data), column_scale, sum, depth_scale, depth, columns,
-            data ? tiles_of(depth, per_word) : 0};
+            data ? tiles_of(depth, per_word) : 0, {}};
   }
 };
 
@@ -58,11 +63,18 @@ struct Batch {
   int64_t slots() const { return tokens * top_k; }
 };
 
-struct Gradients {  // all fp32; null where it is not asked for
+struct WeightTarget {  // (E, out, in) in bf16, one of the inner strides is 1; data is null where it is not asked for
+  uint16_t* data;
+  int64_t stride_e, stride_out, stride_in;
+};
+
+struct Gradients {  // fp32 but those of the weights; null where it is not asked for
   const uint16_t* dy;
   int64_t dy_stride;
   float *x, *weight;
   float *gate_a, *gate_b, *up_a, *up_b, *down_a, *down_b;
+  WeightTarget gate_up, down;
+  float *gate_up_bias, *down_bias;
 };
 
 // Pieces of one block of memory; with a null base it only counts.

@@ -115,7 +115,7 @@ void amoeba_packed_rows(int path, int int8, int64_t experts, const int32_t* offs
                         int64_t out_stride, int out_is_float, int threads) {
   Product p;
   p.weights = {static_cast<const uint32_t*>(packed), weight_scale, weight_sum, depth_scale, depth, columns,
-               tiles_of(depth, int8 ? Int8::PER_WORD : Bf16::PER_WORD)};
+               tiles_of(depth, int8 ? Int8::PER_WORD : Bf16::PER_WORD), {}};
   p.path = Path(path);
   p.int8 = int8 != 0;
   p.units = p.weights.panels();

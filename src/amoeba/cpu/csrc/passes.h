@@ -2,18 +2,19 @@
 //
 //   forward   sort | low = c x Aᵀ | h, a | low = c a Aᵀ | rows = a W2ᵀ | y = sum of weight . row
 //   backward  (h again, where it was not kept) | c dy B | dA' = dy W2: ds, a, dh | c dh B | dx rows = dh W1 and the
-//             gradients of the factors | sums of dx rows and of ds
+//             gradients of the factors | sums of dx rows and of ds | gradients of the weights, where they are asked for
 //
 // Rows between the phases are bf16, sums fp32; every sum has one order, whatever the number of threads.
 #pragma once
 #include "finish.h"
 #include "thin_gradient.h"
+#include "weight_gradient.h"
 
 namespace {
 
 enum Phase {  // the names in node_library.py
   SORT, LOW_UP, UP, ACTIVATE, LOW_DOWN, DOWN, COMBINE,
-  BACK_LOW_DOWN, BACK_DOWN, BACK_LOW_UP, BACK_UP, BACK_COMBINE,
+  BACK_LOW_DOWN, BACK_DOWN, BACK_LOW_UP, BACK_UP, BACK_COMBINE, BACK_WEIGHTS,
 };
 
 constexpr int64_t LOW_ROWS = 64;   // of a job of the low-rank products: they have one panel and nothing to cut
@@ -36,11 +37,12 @@ struct ForwardMemory {
 };
 
 struct BackwardMemory {
-  int32_t* token;
+  int32_t *map, *token;
   uint16_t *h, *low, *a, *down_low, *dlow, *down_dlow, *dh, *rows;
   float* ds;
   BackwardMemory(Pieces& pieces, const Node& n, const Batch& b) {
     const int64_t slots = b.slots();
+    map = pieces.take_unless(b.map, RowMap::size(n.experts, slots));
     token = pieces.take<int32_t>(slots);
     h = pieces.take_unless(b.h, slots * n.width);
     low = pieces.take_unless(b.low, slots * n.low_width());
@@ -65,6 +67,10 @@ inline auto rows_of(const uint16_t* rows, int64_t width) {
   return [rows, width](int64_t r) { return rows + r * width; };
 }
 
+inline auto rows_by(const int32_t* token, const uint16_t* rows, int64_t stride) {
+  return [=](int64_t r) { return rows + int64_t(token[r]) * stride; };
+}
+
 class Run {
  public:
   Run(Pool& pool, const Node& node, const Batch& batch) : pool_(pool), node_(node), batch_(batch), clock_(pool) {}
@@ -84,15 +90,18 @@ class Run {
   void backward(const Gradients& g) {
     const auto m = memory<BackwardMemory>();
     const int64_t I = node_.intermediate, J = node_.width, H = node_.hidden;
-    sort(batch_.map, m.token, false);
-    if (!batch_.h) up(m.h, m.low, m.a);
-    const auto dy = [&](int64_t r) { return g.dy + int64_t(token_[r]) * g.dy_stride; };
+    sort(m.map, m.token, !batch_.map);
+    if (!batch_.h)
+      up(m.h, m.low, m.a);
+    else if (!batch_.low && (g.gate_b || g.up_b))
+      low(LOW_UP, node_.up_a, rows_by(token_, batch_.x, batch_.x_stride), m.low);
+    const auto dy = rows_by(token_, g.dy, g.dy_stride);
     low(BACK_LOW_DOWN, node_.down_b_transposed, dy, m.down_dlow);
     multiply(product(node_.down_transposed, node_.down_a_transposed, m.down_dlow), dy,
              FinishDown{node_, m.h, batch_.weight, map_.order, {m.a, I, owned_, false}, {m.dh, J, owned_, false}, m.ds,
                         batch_.slots()});
     clock_.end_of(BACK_DOWN);
-    if (!batch_.h && g.down_b) low(LOW_DOWN, node_.down_a, rows_of(m.a, I), m.down_low);
+    if (!batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, rows_of(m.a, I), m.down_low);
     low(BACK_LOW_UP, node_.up_b_transposed, rows_of(m.dh, J), m.dlow);
 
     ThinProduct up_a, up_b, down_a, down_b;
@@ -113,6 +122,7 @@ class Run {
     if (g.x) combine(m.rows, nullptr, g.x);
     if (g.weight) weight_gradient(g, m.ds);
     clock_.end_of(BACK_COMBINE);
+    if (g.gate_up.data || g.down.data || g.gate_up_bias || g.down_bias) weight_gradients(g, m);
   }
 
  private:
@@ -162,7 +172,7 @@ class Run {
   // h where it is asked for, and a.
   void up(uint16_t* h, uint16_t* low_rows, uint16_t* a) {
     const int64_t I = node_.intermediate, J = node_.width;
-    const auto x = [&](int64_t r) { return batch_.x + int64_t(token_[r]) * batch_.x_stride; };
+    const auto x = rows_by(token_, batch_.x, batch_.x_stride);
     low(LOW_UP, node_.up_a, x, low_rows);
     Product p = product(node_.gate_up, node_.up_b, low_rows);
     if (node_.has_paired_panels()) p.second = p.units /= 2;
@@ -196,6 +206,38 @@ class Run {
       with_way<Bf16>(Path(node_.path), thin.ranks, [&](auto way) { run_thin<decltype(way)>(thin, sorted, job); });
     });
     clock_.end_of(BACK_UP);
+  }
+
+  void weight_gradients(const Gradients& g, const BackwardMemory& m) {
+    const SortedRows sorted{map_.first, map_.order, token_};
+    const WideRows x{batch_.x, batch_.x_stride, node_.hidden, true}, dh{m.dh, node_.width, node_.width, false};
+    const WideRows dy{g.dy, g.dy_stride, node_.hidden, true}, a{m.a, node_.intermediate, node_.intermediate, false};
+    const std::vector<WeightGradient> products = {gradient_into(g.gate_up, dh, x, nullptr),
+                                                  gradient_into(g.down, dy, a, batch_.weight)};
+    const std::vector<GradientJob> jobs = list_gradient_jobs(products, node_.experts, map_.first, pool_.threads());
+    pool_.run(int64_t(jobs.size()), [&](int64_t i) {
+      with_way<Bf16>(Path(node_.path), PANEL, [&](auto way) {
+        run_weight_gradient<decltype(way)>(products[jobs[i].product], sorted, jobs[i]);
+      });
+    });
+    ColumnSums up{dh, g.gate_up_bias}, down{dy, g.down_bias};
+    down.rows.row_scale = batch_.weight;
+    for (const ColumnSums& sums : {up, down})
+      if (sums.out) pool_.run(node_.experts, [&](int64_t e) { run_column_sums(sums, sorted, e); });
+    clock_.end_of(BACK_WEIGHTS);
+  }
+
+  // Whichever of out and in is contiguous in the target is right; the routing weight goes with left.
+  WeightGradient gradient_into(const WeightTarget& target, WideRows out, WideRows in, const float* row_scale) const {
+    const bool plain = target.stride_in == 1;
+    WeightGradient g{plain ? out : in, plain ? in : out, target.data, target.stride_e,
+                     plain ? target.stride_out : target.stride_in};
+    g.left.row_scale = row_scale;
+    const bool whole_lines = uintptr_t(g.out) % 64 == 0 && g.stride_e % PANEL == 0 && g.stride_row % PANEL == 0 &&
+                             g.right.columns % PANEL == 0;
+    const int64_t bytes = node_.experts * g.left.columns * g.right.columns * int64_t(sizeof(uint16_t));
+    g.stream = whole_lines && bytes >= RowsOut::STREAM_BYTES;
+    return g;
   }
 
   // Rows from `from` to `to` of count, each about `cost` additions.

@@ -8,6 +8,7 @@
 // finish.touch(unit, r, touches) names the lines that it will read or write then.
 // A unit is one panel of columns, or two that belong together (gate and up).
 #pragma once
+#include "stored.h"
 #include "sums.h"
 
 namespace {
@@ -21,6 +22,8 @@ constexpr int64_t ROW_BLOCK = 512;             // rows of a job at most
 constexpr int64_t DEEP_ROWS = 1 << 20;         // bytes of the rows of a job, above which they are
 constexpr int64_t DEEP_ROW_BLOCK = 256;        // no more than this
 constexpr int64_t JOBS_PER_THREAD = 12;
+constexpr int64_t STORED_UNITS = 4;            // of stored weights that are packed at once, at most,
+constexpr int64_t STORED_BYTES = 256 << 10;    // and their bytes
 
 struct Weights {
   const uint32_t* data = nullptr;
@@ -28,6 +31,7 @@ struct Weights {
   const int32_t* sum = nullptr;         // int8: of each column
   const float* depth_scale = nullptr;   // int8, transposed: of each summed element, taken into the rows; else null
   int64_t depth = 0, columns = 0, tiles = 0;
+  Stored stored;                        // instead of data
 
   int64_t panels() const { return panels_of(columns); }
   const uint32_t* panel(int64_t expert, int64_t i) const {
@@ -60,7 +64,7 @@ struct Job {
   int64_t expert, first_row, rows, first_unit, units;
 };
 
-thread_local Buffer<uint32_t> row_words, update_words;
+thread_local Buffer<uint32_t> row_words, update_words, panel_words;
 thread_local Buffer<float> row_floats, row_scales;
 thread_local Buffer<uint32_t> partial_sums;
 
@@ -187,14 +191,20 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
   using Sum = typename Kind::Sum;
   const typename Way::Registers registers;
   (void)registers;
-  const Chunks chunks(p, job);
+  Chunks chunks(p, job);
   const int64_t row_tile = p.weights.tiles * TILE_WORDS, low_tile = p.update.weights.tiles * TILE_WORDS;
   const int64_t blocks = ceil_div(job.rows, PANEL), end = job.first_unit + job.units, step_lines = 2 * TILE;
   const int panels = p.second ? 2 : 1;
-  auto* memory = reinterpret_cast<Sum*>(partial_sums.get(chunks.group * blocks * panels * PANEL * PANEL));
   const auto chunk_of = [&](int64_t unit, int64_t chunk, int which) {
     return p.weights.panel(job.expert, unit + which * p.second) + chunk * chunks.tiles * 2 * TILE_WORDS;
   };
+  const bool stored = p.weights.stored.data != nullptr;
+  const int64_t chunk_words = chunks.tiles * 2 * TILE_WORDS, unit_bytes = panels * chunk_words * int64_t(sizeof(uint32_t));
+  const int64_t most_units = std::min(STORED_UNITS, chunks.count == 1 ? job.units : chunks.group);
+  const int64_t at_once = stored ? std::clamp<int64_t>(STORED_BYTES / unit_bytes, 1, most_units) : 1;
+  uint32_t* packed = stored ? panel_words.get(panels * at_once * chunk_words) : nullptr;
+  if (chunks.count == 1) chunks.group = at_once;
+  auto* memory = reinterpret_cast<Sum*>(partial_sums.get(chunks.group * blocks * panels * PANEL * PANEL));
   Finished<Kind> finished[2];
   Touches touches;
   for (int64_t group = job.first_unit; group < end; group += chunks.group) {
@@ -206,13 +216,18 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
         // what comes after this unit
         const bool turn = unit + 1 == group_end;
         const int64_t next_unit = turn && !last ? group : unit + 1, next_chunk = turn ? (last ? 0 : chunk + 1) : chunk;
+        const int64_t place = (unit - group) % at_once;
+        for (int which = 0; stored && place == 0 && which < panels; ++which)
+          StoredPanels(p.weights.stored, job.expert, unit + which * p.second, std::min(at_once, group_end - unit),
+                       p.weights.columns, p.weights.depth)
+              .pack(first_tile, tiles, packed + which * at_once * chunk_words, chunk_words);
         if (last)
           for (int which = 0; which < panels; ++which)
             finished[which].of_panel(p, job.expert, unit + which * p.second);
         for (int64_t i = 0; i < blocks; ++i) {
           const int64_t count = std::min(PANEL, job.rows - i * PANEL);
           const int64_t from = step_lines * i / blocks, share = step_lines * (i + 1) / blocks - from;
-          const int64_t lines = Way::AHEAD && next_unit < end ? share : 0;
+          const int64_t lines = Way::AHEAD && !stored && next_unit < end ? share : 0;
           for (int which = 0; which < panels; ++which) {
             Finished<Kind>& out = finished[which];
             const int64_t slot = chunks.count == 1 ? 0 : (unit - group) * blocks + i;
@@ -220,7 +235,8 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
             out.of_rows(scales + i * PANEL);
             const uint32_t* a = rows + 2 * i * row_tile + first_tile * TILE_WORDS;
             const uint32_t* ahead = lines ? chunk_of(next_unit, next_chunk, which) + from * TILE : nullptr;
-            Depth depth{{a, row_tile, chunk_of(unit, chunk, which), tiles}, {}, ahead, lines, chunk > 0};
+            const uint32_t* columns = stored ? packed + (which * at_once + place) * chunk_words : chunk_of(unit, chunk, which);
+            Depth depth{{a, row_tile, columns, tiles}, {}, ahead, lines, chunk > 0};
             Stretch update;
             if (low && last)
               update = {low + 2 * i * low_tile, low_tile, p.update.weights.panel(job.expert, unit + which * p.second),
@@ -255,7 +271,7 @@ void run_job_of(const Product& p, const Job& job, const Row& row, const Finish& 
   const Weights& w = p.weights;
   const float* depth_scale = w.depth_scale ? w.depth_scale + job.expert * w.depth : nullptr;
   const uint32_t* rows = pack_tiles(row_words, job.rows, w.tiles, [&](int64_t r, uint32_t* out) {
-    if (p.path == AMX && job.rows > Kind::FEW_ROWS) fetch_share(p, job, r);
+    if (p.path == AMX && job.rows > Kind::FEW_ROWS && w.data) fetch_share(p, job, r);
     if constexpr (std::is_same_v<Kind, Bf16>)
       pack_row(row(job.first_row + r), w.depth, w.tiles, out);
     else

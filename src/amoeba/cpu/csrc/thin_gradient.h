@@ -3,6 +3,7 @@
 // thin (N, up to some tens of ranks) and wide (N, columns) are bf16. The rows are the depth here: thin is turned into
 // packed rows, one per rank, and wide into panels of pairs of rows, and the sums are those of every other product.
 #pragma once
+#include "interleave.h"
 #include "sums.h"
 
 namespace {
@@ -11,9 +12,7 @@ struct ThinProduct {
   const uint16_t* thin = nullptr;
   int64_t thin_stride = 0, ranks = 0;
   const float* row_scale = nullptr;  // of each slot, taken into thin; or null
-  const uint16_t* wide = nullptr;
-  int64_t wide_stride = 0, columns = 0;
-  bool by_token = false;             // wide is read by token, else by row
+  WideRows wide;
 
   // The ranks are those of two factors, one after the other (or of one: second_ranks = 0); null: not asked for.
   float *first = nullptr, *second = nullptr;
@@ -24,7 +23,7 @@ struct ThinProduct {
 
   bool wanted() const { return first || second; }
   void reads(const uint16_t* rows, int64_t stride, int64_t width, bool of_token) {
-    wide = rows, wide_stride = stride, columns = width, by_token = of_token;
+    wide = {rows, stride, width, of_token};
   }
   void gives(float* out, int64_t out_ranks, float* other = nullptr, int64_t other_ranks = 0) {
     first = out, first_ranks = out_ranks, second = other, second_ranks = other_ranks;
@@ -33,10 +32,6 @@ struct ThinProduct {
 
 struct ThinJob {
   int64_t product, expert, first_panel, panels;
-};
-
-struct SortedRows {
-  const int32_t *first, *order, *token;
 };
 
 constexpr int64_t GRADIENT_ROWS = 512;   // packed at a time
@@ -64,51 +59,9 @@ inline void pack_thin(const ThinProduct& p, const SortedRows& s, int64_t start, 
             pair_of(value(t * PANEL + 2 * w, r), value(t * PANEL + 2 * w + 1, r));
 }
 
-// Columns 0-15 and 16-31 of two rows, in pairs.
-inline void pack_pair(const uint16_t* even, const uint16_t* odd, uint32_t* left, uint32_t* right) {
-#ifdef AMOEBA_AVX512
-  alignas(64) static constexpr uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                   8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i low = _mm512_load_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
-  _mm512_store_si512(left, _mm512_permutex2var_epi16(a, low, b));
-  _mm512_store_si512(right, _mm512_permutex2var_epi16(a, high, b));
-#else
-  for (int64_t c = 0; c < TILE; ++c) {
-    left[c] = even[c] | uint32_t(odd[c]) << 16;
-    right[c] = even[TILE + c] | uint32_t(odd[TILE + c]) << 16;
-  }
-#endif
-}
-
-// [panel][tile of rows][half][pair of rows][column]
-inline void pack_wide(const ThinProduct& p, const SortedRows& s, int64_t start, int64_t rows, int64_t panel,
-                      int64_t panels, uint32_t* out) {
-  const int64_t tiles = ceil_div(rows, PANEL);
-  alignas(64) static const uint16_t nothing[PANEL] = {};
-  const auto row = [&](int64_t n) -> const uint16_t* {
-    return n < rows ? p.wide + (p.by_token ? s.token[start + n] : start + n) * p.wide_stride : nullptr;
-  };
-  for (int64_t n = 0; n < tiles * PANEL; n += 2) {
-    const uint16_t *even = row(n), *odd = row(n + 1);
-    uint32_t* words = out + (n / PANEL * 2 * TILE + n / 2 % TILE) * TILE;
-    for (int64_t i = 0; i < panels; ++i, words += tiles * 2 * TILE_WORDS) {
-      const int64_t column = (panel + i) * PANEL, width = std::min(PANEL, p.columns - column);
-      if (width == PANEL) {
-        pack_pair(even ? even + column : nothing, odd ? odd + column : nothing, words, words + TILE_WORDS);
-      } else {
-        alignas(64) uint16_t ends[2][PANEL] = {};
-        if (even) std::memcpy(ends[0], even + column, width * sizeof(uint16_t));
-        if (odd) std::memcpy(ends[1], odd + column, width * sizeof(uint16_t));
-        pack_pair(ends[0], ends[1], words, words + TILE_WORDS);
-      }
-    }
-  }
-}
-
 // sums: (32 ranks from `rank` on, 32 columns of the panel)
 inline void store_gradient(const ThinProduct& p, int64_t expert, int64_t panel, int64_t rank, const float* sums) {
-  const int64_t column = panel * PANEL, width = std::min(PANEL, p.columns - column);
+  const int64_t column = panel * PANEL, width = std::min(PANEL, p.wide.columns - column);
   const int64_t count = std::min(PANEL, p.ranks - rank);
   if (!p.by_column) {
     for (int64_t r = 0; r < count; ++r, sums += PANEL) {
@@ -116,11 +69,11 @@ inline void store_gradient(const ThinProduct& p, int64_t expert, int64_t panel, 
       float* out = is_second ? p.second : p.first;
       if (!out) continue;
       const int64_t row = is_second ? expert * p.second_ranks - p.first_ranks : expert * p.first_ranks;
-      std::memcpy(out + (row + rank + r) * p.columns + column, sums, width * sizeof(float));
+      std::memcpy(out + (row + rank + r) * p.wide.columns + column, sums, width * sizeof(float));
     }
     return;
   }
-  const int64_t half = p.halves ? p.columns / 2 : p.columns;
+  const int64_t half = p.halves ? p.wide.columns / 2 : p.wide.columns;
   for (int64_t c = column; c < column + width; ++c) {
     const bool is_second = p.halves && (p.interleaved ? c % 2 : c >= half);
     const int64_t i = !p.halves ? c : p.interleaved ? c / 2 : c % half;
@@ -150,7 +103,7 @@ void run_thin(const ThinProduct& p, const SortedRows& s, const ThinJob& job) {
     std::fill(sums, sums + group * padded * PANEL, 0.0f);
     for (int64_t n = 0; n < rows; n += GRADIENT_ROWS) {
       const int64_t count = std::min(GRADIENT_ROWS, rows - n), tiles = ceil_div(count, PANEL);
-      pack_wide(p, s, start + n, count, panel, panels, wide);
+      pack_pairs(p.wide, s, start + n, count, panel, panels, wide);
       for (int64_t rank = 0; rank < p.ranks; rank += PANEL)
         for (int64_t i = 0; i < panels; ++i) {
           const int64_t ranks = std::min(PANEL, p.ranks - rank);
@@ -173,11 +126,11 @@ inline std::vector<ThinJob> list_thin_jobs(const std::vector<ThinProduct>& produ
   std::vector<ThinJob> jobs;
   int64_t whole = 0;
   for (int64_t i = 0; i < count; ++i)
-    if (products[i].wanted()) whole += panels_of(products[i].columns) * first[experts];
+    if (products[i].wanted()) whole += panels_of(products[i].wide.columns) * first[experts];
   const int64_t fair = std::max<int64_t>(1, whole / (threads * 8));
   for (int64_t i = 0; i < count; ++i) {
     if (!products[i].wanted()) continue;
-    const int64_t panels = panels_of(products[i].columns);
+    const int64_t panels = panels_of(products[i].wide.columns);
     for (int64_t e = 0; e < experts; ++e) {
       const int64_t cuts = std::clamp<int64_t>(ceil_div(panels * (first[e + 1] - first[e]), fair), 1, panels);
       const int64_t width = ceil_div(ceil_div(panels, cuts), GRADIENT_PANELS) * GRADIENT_PANELS;

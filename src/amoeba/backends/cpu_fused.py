@@ -1,0 +1,126 @@
+"""bf16 passes of `cpu` over resident weights: the node's fused passes, which pack the panels of a weight as they go.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+    if cpu_fused.serves(problem): kept = cpu_fused.forward(problem, keep_h)
+
+Nothing is kept between the passes but x and h: backward sorts the rows again and packs the LoRA factors again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from amoeba.backends.operator import Gradients, Kept, Needs, Problem
+from amoeba.cpu import node as one_node
+from amoeba.cpu.build import CoreUnavailable
+from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, NodeNeeds
+from amoeba.cpu.node_library import load_node
+from amoeba.cpu.packed import Path, current_path
+from amoeba.cpu.places import Place, places_for
+from amoeba.cpu.stored import StoredWeights
+from amoeba.weights import LORA_NAMES
+
+logger = logging.getLogger("amoeba")
+
+Result = TypeVar("Result")
+
+
+def serves(problem: Problem) -> bool:
+    """bf16 on a CPU that multiplies it; elsewhere torch computes in fp32, which is faster than plain vectors here."""
+    return problem.gate_up_EJH.dtype == torch.bfloat16 and _multiplies_bf16()
+
+
+def forward(problem: Problem, keep_h: bool) -> Kept:
+    x_TH, expert_TK, weight_TK = _rows(problem)
+
+    def run(place: Place) -> tuple[Tensor, NodeCache | None]:
+        experts, factors = _experts(problem, place)
+        keep: one_node.Keep = "h" if keep_h else "nothing"
+        return one_node.forward(experts, factors, x_TH, expert_TK, weight_TK, place.pool, keep=keep)
+
+    y_TH, cache = _here(run)
+    y_TH = y_TH.to(problem.x_TH.dtype)
+    if cache is None:
+        return Kept.nothing_but(y_TH)
+    assert cache.h_NJ is not None
+    return Kept.without_maps(y_TH, cache.h_NJ)
+
+
+def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
+    cache = NodeCache(*_rows(problem), None, kept.h_NJ if kept.has_h() else None, None, None)
+
+    def run(place: Place) -> one_node.NodeGradients:
+        experts, factors = _experts(problem, place)
+        return one_node.backward(experts, factors, cache, dy_TH, place.pool, NodeNeeds(**needs._asdict()))
+
+    found = _here(run)
+    lora = {} if problem.lora is None else problem.lora.tensors()
+    return Gradients(
+        _as(found.x_TH, problem.x_TH),
+        _as(found.weight_TK, problem.weight_TK),
+        found.gate_up_EJH,
+        found.down_EHI,
+        _as(found.gate_up_bias_EJ, problem.gate_up_bias_EJ),
+        _as(found.down_bias_EH, problem.down_bias_EH),
+        **{name: _as(getattr(found, name), lora.get(name)) for name in LORA_NAMES},
+    )
+
+
+def _multiplies_bf16() -> bool:
+    return _path_multiplies_bf16(os.environ.get("AMOEBA_CPU_PATH"))
+
+
+@functools.cache
+def _path_multiplies_bf16(asked_for: str | None) -> bool:
+    try:
+        load_node()
+        return current_path() > Path.GENERIC
+    except CoreUnavailable as error:
+        logger.warning("bf16 experts go to torch, product by product: %s", error)
+        return False
+
+
+@functools.cache
+def _place() -> Place:
+    (place,) = places_for(1)
+    return place
+
+
+def _here(run: Callable[[Place], Result]) -> Result:
+    place = _place()
+    return place.run(functools.partial(run, place))
+
+
+def _rows(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    x_TH, expert_TK, weight_TK = (tensor.detach() for tensor in problem[:3])
+    if x_TH.stride(1) != 1:
+        x_TH = x_TH.clone(memory_format=torch.contiguous_format)
+    return x_TH, expert_TK.to(torch.int64).contiguous(), weight_TK.to(torch.float32).contiguous()
+
+
+def _experts(problem: Problem, place: Place) -> tuple[NodeExperts, NodeFactors | None]:
+    gate_up, down = (StoredWeights(weight.detach()) for weight in (problem.gate_up_EJH, problem.down_EHI))
+    gate_up_bias, down_bias = (
+        None if bias is None else bias.detach().to(torch.float32).contiguous()
+        for bias in (problem.gate_up_bias_EJ, problem.down_bias_EH)
+    )
+    experts = NodeExperts(gate_up, down, gate_up_bias, down_bias, problem.activation)
+    if problem.lora is None:
+        return experts, None
+    return experts, NodeFactors.pack(experts, problem.lora, place.pool)
+
+
+def _as(gradient: Tensor | None, source: Tensor | None) -> Tensor | None:
+    """In the dtype and with the strides of what it is the gradient of."""
+    if gradient is None:
+        return None
+    assert source is not None
+    return torch.empty_like(source).copy_(gradient)

@@ -1,0 +1,62 @@
+// Weights as the caller stores them, packed panel by panel by the job that reads them: nothing of it is kept.
+#pragma once
+#include "interleave.h"
+
+namespace {
+
+struct Stored {  // (expert, column, k) in bf16; data is null where the weights are packed
+  const uint16_t* data = nullptr;
+  int64_t stride_e = 0, stride_column = 0, stride_k = 0;
+};
+
+// Some panels of one expert that lie beside each other, packed at once: where the columns of one k lie together, that
+// reads whole runs of them.
+class StoredPanels {
+ public:
+  StoredPanels(const Stored& stored, int64_t expert, int64_t panel, int64_t panels, int64_t columns, int64_t depth)
+      : from_(stored.data + expert * stored.stride_e + panel * PANEL * stored.stride_column),
+        column_(stored.stride_column), k_(stored.stride_k), panels_(panels), width_(columns - panel * PANEL),
+        depth_(depth) {}
+
+  // The tiles of depth from `first` on: [panel][tile][half][word][column], zeros past the columns and the depth.
+  void pack(int64_t first, int64_t tiles, uint32_t* out, int64_t panel_words) const {
+    for (int64_t t = first; t < first + tiles; ++t, out += 2 * TILE_WORDS) {
+      const int64_t k = t * PANEL, count = std::min(PANEL, depth_ - k);
+      if (k_ == 1)
+        for (int64_t i = 0; i < 2 * panels_; ++i)
+          by_columns(i * TILE, k, count, out + i / 2 * panel_words + i % 2 * TILE_WORDS);
+      else
+        for (int64_t w = 0; w < TILE; ++w)
+          for (int64_t i = 0; i < panels_; ++i)
+            by_depth(i * PANEL, k + 2 * w, count - 2 * w, out + i * panel_words + w * TILE);
+    }
+  }
+
+ private:
+  // Half a panel, of which each column's words lie together.
+  void by_columns(int64_t column, int64_t k, int64_t count, uint32_t* out) const {
+    const uint16_t* from = from_ + column * column_ + k;
+    if (count == PANEL && column + TILE <= width_)
+      return turn_tile([&](int64_t c) { return from + c * column_; }, out);
+    alignas(64) uint16_t lines[TILE][PANEL] = {};
+    for (int64_t c = 0; c < std::min(TILE, width_ - column); ++c)
+      std::memcpy(lines[c], from + c * column_, count * sizeof(uint16_t));
+    turn_tile([&](int64_t c) { return lines[c]; }, out);
+  }
+
+  // A panel's words of k and k + 1; the columns of one k lie together, or nothing does.
+  void by_depth(int64_t column, int64_t k, int64_t count, uint32_t* out) const {
+    const uint16_t* from = from_ + column * column_ + k * k_;
+    if (column_ == 1 && count >= 2 && column + PANEL <= width_)
+      return pack_pair(from, from + k_, out, out + TILE_WORDS);
+    alignas(64) uint16_t lines[2][PANEL] = {};
+    for (int64_t j = 0; j < std::min<int64_t>(2, count); ++j)
+      for (int64_t c = 0; c < std::min(PANEL, width_ - column); ++c) lines[j][c] = from[j * k_ + c * column_];
+    pack_pair(lines[0], lines[1], out, out + TILE_WORDS);
+  }
+
+  const uint16_t* from_;
+  int64_t column_, k_, panels_, width_, depth_;
+};
+
+}  // namespace
