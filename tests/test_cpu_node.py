@@ -374,7 +374,7 @@ sizes = workspace_bytes(node, 4000, 4, ranks=layer.ranks)
 before = resident()
 y, cache = forward(node, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, pool, keep="h")
 gradients = backward(node, factors, cache, layer.dy_TH, pool, ALL)
-results = sum(t.nbytes for t in (y, *gradients))
+results = sum(t.nbytes for t in (y, *gradients) if t is not None)
 print(resident() - before - results, max(sizes["forward"], sizes["backward"]) + sizes["cache"], sizes["thread"])
 """
     paths = [str(FilePath(build.__file__).parents[2]), str(FilePath(__file__).parent)]
