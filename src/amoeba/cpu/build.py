@@ -11,6 +11,7 @@ $CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -61,7 +63,7 @@ def compiled_library(name: str, architecture: str | None = None) -> Path:
                 _version(compiler),
                 " ".join((*_FLAGS, target_flag)),
                 *sorted(cpu_flags()),
-                _openmp() or "",
+                openmp_runtime() or "",
             )
         ).encode()
     ).hexdigest()[:16]
@@ -69,6 +71,20 @@ def compiled_library(name: str, architecture: str | None = None) -> Path:
     if not target.exists():
         _compile(compiler, source, target_flag, target)
     return target
+
+
+def load(file: Path, signatures: Mapping[str, tuple]) -> ctypes.CDLL:
+    """The library, the results and arguments of its functions declared; CoreUnavailable where it does not load."""
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        raise CoreUnavailable(
+            f"the compiled library does not load: {error}; delete the cache folder and try again"
+        ) from error
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def _texts(source: Path) -> list[str]:
@@ -112,7 +128,7 @@ def _cache_folder() -> Path:
 
 
 @functools.cache
-def _openmp() -> str | None:
+def openmp_runtime() -> str | None:
     """The OpenMP runtime that torch itself uses: with the same one, its threads and ours are the same threads."""
     package = Path(torch.__file__).parent
     for folder in (package / "lib", package.parent / "torch.libs"):
@@ -126,7 +142,7 @@ def _compile(compiler: str, source: Path, target_flag: str, target: Path) -> Non
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
         unit, library = Path(folder) / "core.o", Path(folder) / "core.so"
-        openmp = _openmp()
+        openmp = openmp_runtime()
         threads = ["-fopenmp"] if openmp else []
         _run([compiler, *_FLAGS, target_flag, *threads, "-c", str(source), "-o", str(unit)])
         _run([compiler, "-shared", "-pthread", str(unit), "-o", str(library), *([openmp] if openmp else [])])

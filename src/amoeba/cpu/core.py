@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from amoeba.config import Activation, ActivationKind
-from amoeba.cpu.build import CoreUnavailable, compiled_core
+from amoeba.cpu.build import CoreUnavailable, compiled_core, load
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}  # the order of `enum Kind`
@@ -58,10 +59,8 @@ _SIGNATURES = {
 class Core:
     """Handle of the loaded library."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
+    def __init__(self, file: Path) -> None:
+        library = load(file, {name: (None, arguments) for name, arguments in _SIGNATURES.items()})
         self.lanes: int = library.amoeba_lanes()
         self._rows = library.amoeba_rows_f32
         self._weight_gradient = library.amoeba_weight_gradient_f32
@@ -192,11 +191,9 @@ class Core:
 @functools.cache
 def _load() -> Core | CoreUnavailable:
     try:
-        return Core(ctypes.CDLL(str(compiled_core())))
+        return Core(compiled_core())
     except CoreUnavailable as error:
         return error
-    except OSError as error:
-        return CoreUnavailable(f"the compiled core does not load: {error}; delete the cache folder and try again")
 
 
 def load_core() -> Core:

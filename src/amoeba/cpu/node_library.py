@@ -10,7 +10,7 @@ import functools
 from ctypes import Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path as FilePath
 
-from amoeba.cpu.build import CoreUnavailable, compiled_library
+from amoeba.cpu.build import compiled_library, load
 
 # `enum Phase` in csrc/passes.h
 PHASES = (
@@ -109,10 +109,7 @@ class NodeLibrary:
     """Handle of the loaded library."""
 
     def __init__(self, file: FilePath) -> None:
-        library = ctypes.CDLL(str(file))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+        library = load(file, _SIGNATURES)
         self.pool_new = library.amoeba_pool_new
         self.pool_borrow = library.amoeba_pool_borrow
         self.pool_borrow_as_many = library.amoeba_pool_borrow_as_many
@@ -128,9 +125,4 @@ class NodeLibrary:
 
 @functools.cache
 def load_node() -> NodeLibrary:
-    try:
-        return NodeLibrary(compiled_library("node"))
-    except OSError as error:
-        raise CoreUnavailable(
-            f"the compiled library does not load: {error}; delete the cache folder and try again"
-        ) from error
+    return NodeLibrary(compiled_library("node"))

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from amoeba.cpu.build import CoreUnavailable, compiled_library
+from amoeba.cpu.build import CoreUnavailable, compiled_library, load
 
 logger = logging.getLogger("amoeba")
 
@@ -70,10 +70,7 @@ class PackedLibrary:
     """Handle of the loaded library."""
 
     def __init__(self, file: FilePath) -> None:
-        library = ctypes.CDLL(str(file))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+        library = load(file, _SIGNATURES)
         self.best_path = Path(library.amoeba_packed_best_path())
         self.request_amx = library.amoeba_request_amx
         self.ask_for_huge_pages = library.amoeba_ask_for_huge_pages
@@ -85,12 +82,7 @@ class PackedLibrary:
 
 @functools.cache
 def load_packed() -> PackedLibrary:
-    try:
-        return PackedLibrary(compiled_library("packed"))
-    except OSError as error:
-        raise CoreUnavailable(
-            f"the compiled library does not load: {error}; delete the cache folder and try again"
-        ) from error
+    return PackedLibrary(compiled_library("packed"))
 
 
 def current_path() -> Path:

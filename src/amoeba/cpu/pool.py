@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from amoeba.cpu.build import openmp_runtime
 from amoeba.cpu.node_library import PHASES, load_node
 from amoeba.errors import bad_value
 
@@ -90,21 +91,11 @@ def own_cores() -> list[int]:
 
 @functools.cache
 def _torch_parallel() -> int | None:
-    """Where GOMP_parallel is in the OpenMP runtime that torch has loaded, which other runtimes than GNU's have too."""
-    if not torch.backends.openmp.is_available() or not hasattr(os, "RTLD_NOLOAD"):
+    """Where GOMP_parallel is in the OpenMP runtime that torch has loaded."""
+    runtime = openmp_runtime()
+    if runtime is None:
         return None
-    folder = Path(torch.__file__).parent
-    names = ("libgomp*", "libiomp*", "libomp*")
-    bundled = [
-        file for name in names for file in (*folder.glob(f"lib/{name}"), *folder.parent.glob(f"torch.libs/{name}"))
-    ]
-    for file in (*map(str, bundled), "libgomp.so.1"):
-        try:
-            library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # fails where it is not loaded
-            return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None
+    return ctypes.cast(ctypes.CDLL(runtime).GOMP_parallel, ctypes.c_void_p).value
 
 
 def _delete(delete: object, handle: int, process: int) -> None:
