@@ -26,6 +26,7 @@ from amoeba.commands import bench as bench_command
 from amoeba.commands.output import Output, strict_json
 from amoeba.commands.rich_output import RichOutput
 from amoeba.conformance import Case
+from amoeba.cpu.build import CoreUnavailable
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 TINY = "37,32,16,6,2"
@@ -121,6 +122,7 @@ def test_doctor_describes_the_machine_and_every_backend():
     assert document["machine"]["cpu"]["cores"] >= 1
     assert document["versions"]["torch"] == torch.__version__
     assert document["bfloat16_on_cpu"]["computed_in"] in ("bfloat16", "float32")
+    assert (document["packed_experts"]["path"] is None) != (document["packed_experts"]["why_not"] is None)
     names = {backend.name for backend in registry.backends_for(torch.device("cpu"))}
     assert {row["backend"] for row in document["backends"] if row["device"] == "cpu"} == names
     for row in document["backends"]:
@@ -128,6 +130,16 @@ def test_doctor_describes_the_machine_and_every_backend():
             assert reason is None or reason in result.stdout
     taken = [dtype for row in document["backends"] if row["device"] == "cpu" for dtype in row["auto"]]
     assert sorted(taken) == ["bfloat16", "float16", "float32", "float64"]
+
+
+def test_doctor_says_why_experts_cannot_be_packed(monkeypatch):
+    def unavailable():
+        raise CoreUnavailable("no C++ compiler was found")
+
+    monkeypatch.setattr("amoeba.commands.doctor.current_path", unavailable)
+    result = invoke("doctor", "--json")
+    assert "none: no C++ compiler was found" in result.stdout
+    assert last_line(result)["packed_experts"] == {"path": None, "why_not": "no C++ compiler was found"}
 
 
 def test_bench_writes_a_document_and_refuses_to_overwrite_it(tmp_path):

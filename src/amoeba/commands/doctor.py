@@ -9,12 +9,19 @@ import torch
 from amoeba.backends.registry import Request, backends_for
 from amoeba.commands.options import DTYPES, dtype_name
 from amoeba.commands.output import Output
+from amoeba.cpu.build import CoreUnavailable
+from amoeba.cpu.packed import current_path
 from amoeba.cpu_features import compute_dtype, cpu_flags
 from amoeba.machine import available_memory, commit, flags_looked_for, machine, versions
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
 _GIB = 2**30
+_PATHS = {
+    "amx": "products by AMX tiles, of few rows by AVX-512 dot products",
+    "avx512": "products by AVX-512 dot products",
+    "generic": "products by plain vectors: right, and slow in int8",
+}
 # A small layer that no backend has a reason to refuse for its sizes.
 _TOKENS, _TOP_K, _EXPERTS, _HIDDEN, _INTERMEDIATE = 4, 2, 4, 64, 64
 
@@ -27,6 +34,7 @@ def run(output: Output) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions(),
         "bfloat16_on_cpu": _bfloat16_on_cpu(),
+        "packed_experts": _packed_experts(),
         "backends": [row for device in _devices() for row in _backends_on(device)],
     }
     _print(document, output)
@@ -47,6 +55,14 @@ def _bfloat16_on_cpu() -> dict[str, str]:
     else:
         why = "the system does not tell the CPU's instruction sets: stored in bf16, computed in fp32"
     return {"computed_in": dtype_name(chosen), "why": why}
+
+
+def _packed_experts() -> dict[str, str | None]:
+    """How products with experts packed for the CPU are formed here, or why there are none."""
+    try:
+        return {"path": current_path().name.lower(), "why_not": None}
+    except CoreUnavailable as reason:
+        return {"path": None, "why_not": str(reason)}
 
 
 def _backends_on(device: torch.device) -> list[dict[str, Any]]:
@@ -111,6 +127,9 @@ def _print(document: dict[str, Any], output: Output) -> None:
     output.heading("bf16 on this CPU")
     bfloat16 = document["bfloat16_on_cpu"]
     output.line(f"  computed in {bfloat16['computed_in']}: {bfloat16['why']}")
+    output.heading("experts packed for the CPU, bf16 and int8")
+    packed = document["packed_experts"]
+    output.line(f"  {_PATHS[packed['path']]}" if packed["path"] else f"  none: {packed['why_not']}")
     _print_backends(document["backends"], output)
 
 
