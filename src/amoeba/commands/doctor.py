@@ -20,7 +20,7 @@ _GIB = 2**30
 _PATHS = {
     "amx": "products by AMX tiles, of few rows by AVX-512 dot products",
     "avx512": "products by AVX-512 dot products",
-    "generic": "products by plain vectors: right, and slow in int8",
+    "generic": "products by plain vectors",
 }
 # A small layer that no backend has a reason to refuse for its sizes.
 _TOKENS, _TOP_K, _EXPERTS, _HIDDEN, _INTERMEDIATE = 4, 2, 4, 64, 64
