@@ -129,8 +129,11 @@ def test_ours_keeps_x_and_h_and_the_row_maps(dtype):
     )
     inputs = TINY.tokens * TINY.hidden * dtype.itemsize + TINY.rows * (8 + dtype.itemsize)
     for measurement in ours:
-        assert measurement.kept_bytes == x_and_h + maps
-        assert measurement.kept_bytes_without_inputs == x_and_h + maps - inputs
+        # in bf16 `cpu` may sort the rows again instead of keeping the maps, if this CPU multiplies bf16
+        sorts_again = measurement.implementation in ("amoeba cpu", THROUGH_TRANSFORMERS) and dtype == torch.bfloat16
+        routed = x_and_h + TINY.rows * (8 + dtype.itemsize)
+        assert measurement.kept_bytes in ((x_and_h + maps, routed) if sorts_again else (x_and_h + maps,))
+        assert measurement.kept_bytes_without_inputs == measurement.kept_bytes - inputs
 
 
 def test_peak_of_a_training_step_holds_the_gradients_and_not_much_more():

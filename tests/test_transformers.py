@@ -179,9 +179,13 @@ def test_bf16_model() -> None:
     exact = run(model, "eager").output
     model.bfloat16()
     ours, eager = run(model, "amoeba").output, run(model, "eager").output
-    print(relative(ours, exact), relative(eager, exact))
     assert ours.dtype == torch.bfloat16
-    assert relative(ours, eager) < 2e-2
+    mine, theirs = (
+        (output - exact).flatten(0, -2).norm(dim=1) / exact.flatten(0, -2).norm(dim=1) for output in (ours, eager)
+    )
+    print(mine, theirs)
+    # by token: another rounding may give a token of a later layer to another expert, and that one is far off then
+    assert mine.median() < 1.2 * theirs.median() and (mine > 2 * theirs.max()).sum() <= 1
 
 
 # --- what experts modules can look like -------------------------------------------------------------------------------
