@@ -25,7 +25,7 @@ from amoeba.cli import app
 from amoeba.commands import bench as bench_command
 from amoeba.commands.output import Output, strict_json
 from amoeba.commands.rich_output import RichOutput
-from amoeba.conformance import Case
+from amoeba.conformance_cases import Case
 from amoeba.cpu.build import CoreUnavailable
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"

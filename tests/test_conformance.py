@@ -15,20 +15,17 @@ from torch.nn import functional
 from amoeba import Activation, conformance, cpu_features
 from amoeba.backends import registry
 from amoeba.config import ActivationKind
-from amoeba.conformance import (
+from amoeba.conformance import COMPOSED, PACKED, backend_names, poisoned_memory, tolerance, verify, verify_case, worst
+from amoeba.conformance_cases import (
+    ACTIVATIONS,
     CLAMPED_SWIGLU,
-    COMPOSED,
-    PACKED,
     PLAIN_RELU2,
+    SCALING,
     Case,
+    Lora,
     Pattern,
-    backend_names,
     cases,
-    poisoned_memory,
-    tolerance,
-    verify,
-    verify_case,
-    worst,
+    example,
 )
 from amoeba.weights import LORA_NAMES
 
@@ -214,17 +211,17 @@ class TestTheCases:
         assert {case.pattern for case in cases()} >= {"random", "empty_experts", "all_on_one", "sentinels"}
 
     def test_lora_meets_every_activation_pattern_and_rank(self):
-        for thorough, factors in ((False, {"all", "gate_up", "down", "up"}), (True, set(get_args(conformance.Lora)))):
+        for thorough, factors in ((False, {"all", "gate_up", "down", "up"}), (True, set(get_args(Lora)))):
             lora = [case for case in cases(thorough) if case.lora != "none"]
             assert {case.lora for case in lora} == factors - {"none"}
-            assert {case.activation for case in lora} == set(conformance.ACTIVATIONS)
+            assert {case.activation for case in lora} == set(ACTIVATIONS)
             assert {case.pattern for case in lora} >= {"random", "empty_experts", "all_on_one", "sentinels"}
             assert {case.rank for case in lora} >= {1, 5, 8}
             assert {(case.bias, case.frozen) for case in lora} == set(itertools.product((True, False), repeat=2))
 
     def test_patterns_are_what_they_say(self):
         def ids(pattern):
-            return conformance.example(Case(199, 2, pattern=pattern), torch.float32).expert_TK
+            return example(Case(199, 2, pattern=pattern), torch.float32).expert_TK
 
         assert set(ids("random").unique().tolist()) == set(range(8))
         assert {0, 7} & set(ids("empty_experts").unique().tolist()) == set()
@@ -234,14 +231,14 @@ class TestTheCases:
 
     @pytest.mark.parametrize("case", [c for c in cases() if math.isfinite(c.activation.limit)], ids=lambda c: c.name)
     def test_no_rounding_carries_h_over_a_limit_and_many_are_clamped(self, case):
-        inputs = conformance.example(case, torch.bfloat16).inputs
+        inputs = example(case, torch.bfloat16).inputs
         for e in range(case.num_experts):
             product = inputs["x"] @ inputs["gate_up"][e].T
             h = product + inputs["gate_up_bias"][e] if case.bias else product.clone()
             for first, name in enumerate(("gate", "up")):
                 if f"{name}_lora_a" in inputs:
                     columns = slice(first, None, 2) if case.activation.interleaved else slice(None)
-                    low = conformance.SCALING * inputs["x"] @ inputs[f"{name}_lora_a"][e].T
+                    low = SCALING * inputs["x"] @ inputs[f"{name}_lora_a"][e].T
                     update = low @ inputs[f"{name}_lora_b"][e].T
                     h[:, columns] += update
                     assert torch.equal(low.bfloat16().double(), low)

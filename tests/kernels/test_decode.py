@@ -13,7 +13,8 @@ import torch
 
 from amoeba.backends.operator import Problem
 from amoeba.config import Activation, ActivationKind
-from amoeba.conformance import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, TOLERANCE, Case, example, poisoned_memory
+from amoeba.conformance import TOLERANCE, poisoned_memory
+from amoeba.conformance_cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, example
 from amoeba.reference.experts import experts_forward
 from amoeba.weights import ExpertWeights
 
