@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -138,6 +139,27 @@ class TestBorrowed:
                 assert all(torch.equal(experts.run(pool), expected) for _ in range(20))
         finally:
             torch.set_num_threads(before)
+
+    @linux
+    def test_asks_for_as_many_threads_as_torch_has_now(self, pool: WorkerPool) -> None:
+        """In a process of its own, in which no operator of torch has made threads yet."""
+        program = """
+import os, torch
+from test_cpu_pool import Experts, WorkerPool
+torch.set_num_threads(1)
+experts, pool, counts = Experts(), WorkerPool(), []
+for threads in (1, 3):
+    torch.set_num_threads(threads)
+    experts.run(pool)
+    counts.append(len(os.listdir("/proc/self/task")))
+print(counts[1] - counts[0])
+"""
+        paths = os.pathsep.join((str(Path(pool_module.__file__).parents[2]), str(Path(__file__).parent)))
+        ran = subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert int(ran.stdout) == 2
 
     @linux
     def test_makes_no_threads_of_its_own_beside_torchs(self, experts: Experts, pool: WorkerPool) -> None:
