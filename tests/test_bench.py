@@ -19,7 +19,8 @@ from amoeba.bench import suite as suite_module
 from amoeba.bench import timing as timing_module
 from amoeba.bench.ceilings import Ceilings, Product, Size, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_new
-from amoeba.bench.implementations import LOOP, PEERS, THROUGH_TRANSFORMERS, Implementation, implementations
+from amoeba.bench.implementation import Implementation
+from amoeba.bench.implementations import LOOP, THROUGH_TRANSFORMERS, TRANSFORMERS, implementations
 from amoeba.bench.memory import peak_bytes, watch_kept
 from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
 from amoeba.bench.suite import run_suite
@@ -74,7 +75,7 @@ def refusing(workload):
 
 
 def test_refuses_to_time_what_is_wrong(monkeypatch):
-    def planted(workload, *, training, peers):
+    def planted(workload, *, training, peers, ours):
         return [Implementation(name, False, run) for name, run in refusing(workload).items()], {}
 
     monkeypatch.setattr(suite_module, "implementations", planted)
@@ -105,7 +106,7 @@ def test_every_implementation_here_passes_its_check_and_is_timed():
     left_out = {m.implementation for m in report.measurements if m.status == "left out"}
     assert not [m for m in report.measurements if m.status == "refused"]
     assert ours <= timed | left_out
-    assert {THROUGH_TRANSFORMERS, *(f"transformers {name}" for name in PEERS)} <= timed
+    assert {THROUGH_TRANSFORMERS, *(f"transformers {name}" for name in TRANSFORMERS)} <= timed
     for measurement in report.measurements:
         if measurement.status == "timed":
             assert set(measurement.errors) == {"output", "x", "weight", "gate_up", "down"}
@@ -176,7 +177,7 @@ def test_without_transformers_ours_are_measured_alone(monkeypatch, workload):
     monkeypatch.setitem(sys.modules, "transformers.models.qwen3_moe.configuration_qwen3_moe", None)
     found, left_out = implementations(workload, training=True)
     assert all(implementation.ours for implementation in found)
-    assert {THROUGH_TRANSFORMERS, *(f"transformers {name}" for name in PEERS)} <= set(left_out)
+    assert {THROUGH_TRANSFORMERS, *(f"transformers {name}" for name in TRANSFORMERS)} <= set(left_out)
     assert "pip install" in left_out["transformers eager"]
 
 

@@ -90,7 +90,12 @@ def bench(
     passes: Annotated[str, typer.Option("--pass", help="forward, training (forward and backward) or both.")] = "both",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds at least.")] = 20,
     peer: Annotated[
-        list[str] | None, typer.Option("--peer", help="eager, batched_mm or grouped_mm; default: all. May be repeated.")
+        list[str] | None,
+        typer.Option("--peer", help="eager, batched_mm, grouped_mm, loop or kt_kernel; default: all. May be repeated."),
+    ] = None,
+    ours: Annotated[
+        list[str] | None,
+        typer.Option("--ours", help='Of ours this one, as the table calls it ("packed bf16"). May be repeated.'),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")] = None,
     json: Json = False,
@@ -104,7 +109,7 @@ def bench(
         peers = bench_command.choose_peers(peer or [])
         path = bench_command.free_path(out)
     output = make_output()
-    document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output, peers)
+    document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output, peers, ours=ours)
     finish(output, document, ok, json)
 
 

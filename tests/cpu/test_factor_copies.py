@@ -8,7 +8,7 @@ import torch
 from packed_layer import E, H, I, PackedLayer, R
 
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.factor_copies import checksums
+from amoeba.cpu.factor_copies import FactorMemory
 from amoeba.cpu.node import NodeFactors
 from amoeba.cpu.packed import load_packed
 from amoeba.cpu.pool import WorkerPool
@@ -140,18 +140,27 @@ def test_each_node_gets_its_block_and_shared_factors_as_they_are(packings):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_checksum_sees_every_single_bit(shape, dtype):
     factor, pool = torch.randn(shape).to(dtype), WorkerPool(2)
-
-    def sums(factor, experts=None, out=None):
-        return checksums({"one": factor, "other": factor}, pool, experts, out)
-
-    before, words = sums(factor), factor.view(torch.int16)
+    memory = FactorMemory({"one": factor, "other": factor})
+    before, words, everyone = memory.checksums(pool), factor.view(torch.int16), torch.arange(E)[None]
     for place in (0, words.numel() // 3, words.numel() - 1):
         for bit in (0, 7, 15):
             words.view(-1)[place] ^= torch.tensor(1 << bit).to(torch.int16)
-            assert (sums(factor) != before).sum() == 2
+            assert (memory.checksums(pool) != before).sum() == 2
+            changed = place * E // words.numel()
+            assert not memory.has(before, pool, everyone)
+            assert not memory.has(before, pool, torch.tensor([[changed, changed]]))
+            assert memory.has(before, pool, everyone[everyone != changed][None]), "nobody met the changed expert"
             words.view(-1)[place] ^= torch.tensor(1 << bit).to(torch.int16)
-    assert torch.equal(sums(factor), before)
-    assert torch.equal(sums(factor.mT.contiguous().mT), before)
-    of_some = sums(factor, torch.tensor([[4, 1], [-1, E]]), torch.zeros_like(before))
-    assert torch.equal(of_some[:, [4, 1]], before[:, [4, 1]])
-    assert of_some.count_nonzero() == 4, "experts that nobody named are left as they were"
+    assert memory.has(before, pool, torch.cat([everyone, torch.tensor([[-1, E]])], 1))
+    assert torch.equal(FactorMemory({"one": factor.mT.contiguous().mT}).checksums(pool), before[:1])
+
+
+def test_factors_that_do_not_lie_contiguously_are_read_anew_each_time():
+    layer = PackedLayer()
+    turned = layer.lora.down_lora_a.detach().mT.contiguous().mT
+    layer.lora = LoraFactors(**(layer.lora.tensors() | {"down_lora_a": turned}), scaling=2.0)
+    packed = layer.pack()
+    before = layer.run(packed)
+    turned.data.mul_(1.5)
+    assert not torch.equal(layer.run(packed), before)
+    assert_fresh(layer, packed)

@@ -1,5 +1,6 @@
 """Who computes the experts: our backends through the seam, transformers' ways through its own module, and for experts
-with LoRA factors also our experts packed for the CPU (for inference in bf16, too) and a loop over them in plain torch.
+with LoRA factors also our experts packed for the CPU (for inference in bf16, too), a loop over them in plain torch, and
+kt-kernel where it is installed.
 
     found, left_out = implementations(workload, training=True)
     y_TH = found[0].run()
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from amoeba import cost
 from amoeba.backends.registry import Request, backends_for
+from amoeba.bench.implementation import INT8_TOLERANCE, Implementation
+from amoeba.bench.kt_kernel import kt_kernel_peers
 from amoeba.bench.workload import Workload
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed import PackedKind
@@ -29,50 +31,65 @@ from amoeba.machine import available_memory
 from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, ExpertWeights
 
-PEERS = ("eager", "batched_mm", "grouped_mm")
+TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
+PEERS = (*TRANSFORMERS, "loop", "kt_kernel")
 THROUGH_TRANSFORMERS = "amoeba (transformers)"
 LOOP = "torch loop"
 # Share of the free memory that copies of weights may take: those gathered by batched_mm, packed ones.
 _SHARE_OF_MEMORY = 0.8
 # fp32 copies of larger layers are not made: they would say little that bf16 does not.
 _LARGEST_FP32_COPY = 1 << 30
-# What int8 weights and activations may be off by.
-INT8_TOLERANCE = {"output": 3e-2, "gradient": 5e-2}
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """A function of the workload, () -> y_TH, that autograd can see through."""
-
-    name: str
-    ours: bool
-    run: Callable[[], Tensor]
-    tolerance: dict[str, float] | None = None  # of "output" and "gradient"; None: that of the dtype
-    itemsize: int | None = None  # of the weights as it reads them; None: that of the dtype
+_NOT_ASKED_FOR = "was not asked for"
 
 
 def implementations(
-    workload: Workload, *, training: bool, peers: Sequence[str] = PEERS
+    workload: Workload, *, training: bool, peers: Sequence[str] = PEERS, ours: Sequence[str] | None = None
 ) -> tuple[list[Implementation], dict[str, str]]:
-    """All that can take this workload, ours first, and the reason for each that cannot."""
+    """All that can take this workload, ours first, and the reason for each that cannot.
+
+    ours: names of ours, as they are printed and without "amoeba"; None: all.
+    """
     found, left_out = _our_backends(workload)
     lora, infers = workload.lora is not None, workload.device.type == "cpu" and not training
     if lora or (infers and workload.dtype == torch.bfloat16):
-        for more in (_packed, _in_fp32, _loops) if lora else (_packed, _in_fp32):
-            more_found, more_left_out = more(workload)
+        for more in (_packed, _in_fp32):
+            more_found, more_left_out = more(workload, ours)
             found, left_out = found + more_found, left_out | more_left_out
-    if lora:
-        peerless = dict.fromkeys((THROUGH_TRANSFORMERS, *map(_peer, PEERS)), "transformers' experts take no factors")
-        return found, left_out | peerless
+    others, others_left_out = _lora_peers(workload, peers) if lora else _transformers_ways(workload, training, peers)
+    found, left_out = found + others, left_out | others_left_out
+    unwanted = [each.name for each in found if each.ours and not _is_wanted(each.name, ours)]
+    return [each for each in found if each.name not in unwanted], left_out | dict.fromkeys(unwanted, _NOT_ASKED_FOR)
+
+
+def _is_wanted(name: str, ours: Sequence[str] | None) -> bool:
+    return ours is None or name.removeprefix("amoeba ") in ours
+
+
+def _lora_peers(workload: Workload, peers: Sequence[str]) -> tuple[list[Implementation], dict[str, str]]:
+    found: list[Implementation] = []
+    without = (THROUGH_TRANSFORMERS, *map(_peer, TRANSFORMERS))
+    left_out = dict.fromkeys(without, "transformers' experts take no factors")
+    for name, make in (("loop", _loops), ("kt_kernel", kt_kernel_peers)):
+        if name in peers:
+            more_found, more_left_out = make(workload)
+            found, left_out = found + more_found, left_out | more_left_out
+        else:
+            left_out[name] = _NOT_ASKED_FOR
+    return found, left_out
+
+
+def _transformers_ways(
+    workload: Workload, training: bool, peers: Sequence[str]
+) -> tuple[list[Implementation], dict[str, str]]:
     try:
         through_module = _transformers_modules(workload)
     except ImportError as error:
         absent = f"transformers cannot be imported ({error}): pip install 'amoeba-moe[hf]'"
-        return found, left_out | dict.fromkeys((THROUGH_TRANSFORMERS, *map(_peer, PEERS)), absent)
-    found.append(Implementation(THROUGH_TRANSFORMERS, True, through_module["amoeba"]))
-    for name in PEERS:
+        return [], dict.fromkeys((THROUGH_TRANSFORMERS, *map(_peer, TRANSFORMERS)), absent)
+    found, left_out = [Implementation(THROUGH_TRANSFORMERS, True, through_module["amoeba"])], {}
+    for name in TRANSFORMERS:
         reason = _why_not_batched(workload, training) if name == "batched_mm" else None
-        reason = reason if name in peers else "was not asked for"
+        reason = reason if name in peers else _NOT_ASKED_FOR
         if reason is None:
             found.append(Implementation(_peer(name), False, through_module[name]))
         else:
@@ -115,7 +132,7 @@ def _through_seam(workload: Workload, backend: str) -> Tensor:
     return experts(workload.x_TH, _routing(workload), weights, lora=workload.lora, backend=backend)
 
 
-def _packed(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
+def _packed(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Implementation], dict[str, str]]:
     """Packed once, before anything is timed."""
     found, left_out = [], {}
     source = ExpertWeights(workload.gate_up_EJH.detach(), workload.down_EHI.detach())
@@ -124,6 +141,8 @@ def _packed(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
         name, reason = f"amoeba packed {kind}", None
         if workload.device.type != "cpu":
             reason = "is for experts on the CPU"
+        if not _is_wanted(name, ours):
+            reason = _NOT_ASKED_FOR
         needed = 2 * _weight_bytes(workload, 1 if kind == "int8" else 2)  # W and its transpose
         reason = reason or _why_no_memory(needed, workload.device)
         if reason is None:
@@ -144,9 +163,11 @@ def _placed(workload: Workload, weights: AnyExperts) -> Tensor:
     return experts(workload.x_TH, _routing(workload), weights, lora=workload.lora)
 
 
-def _in_fp32(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
+def _in_fp32(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Implementation], dict[str, str]]:
     """Our best for the same layer in fp32, what someone without packed experts would use on a CPU."""
     name = "amoeba in float32"
+    if not _is_wanted(name, ours):
+        return [], {name: _NOT_ASKED_FOR}
     if _weight_bytes(workload, 4) > _LARGEST_FP32_COPY or workload.device.type != "cpu":
         return [], {name: f"is measured for experts of at most {_LARGEST_FP32_COPY >> 30} GiB on the CPU"}
     weights = ExpertWeights(workload.gate_up_EJH.detach().float(), workload.down_EHI.detach().float())
@@ -209,7 +230,7 @@ def _transformers_modules(workload: Workload) -> dict[str, Callable[[], Tensor]]
         module.gate_up_proj, module.down_proj = workload.gate_up_EJH, workload.down_EHI
         return lambda: module(workload.x_TH, workload.expert_TK, workload.weight_TK)
 
-    return {name: forward_of(name) for name in ("amoeba", *PEERS)}
+    return {name: forward_of(name) for name in ("amoeba", *TRANSFORMERS)}
 
 
 def _why_not_batched(workload: Workload, training: bool) -> str | None:

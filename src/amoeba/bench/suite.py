@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from amoeba import cost
-from amoeba.bench.implementations import PEERS, Implementation, chosen_by_auto, implementations
+from amoeba.bench.implementation import Implementation
+from amoeba.bench.implementations import PEERS, chosen_by_auto, implementations
 from amoeba.bench.memory import peak_bytes, watch_kept
 from amoeba.bench.shapes import Shape
 from amoeba.bench.timing import Step, Timing, graph_ms, time_in_turns
@@ -99,9 +100,11 @@ def run_suite(
     progress: Progress = lambda line: None,
     peers: Sequence[str] = PEERS,
     done: Callable[[Report], None] = lambda report: None,
+    ours: Sequence[str] | None = None,
 ) -> list[Report]:
     """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only.
 
+    ours: names of implementations of ours without "amoeba"; None: all.
     done: called with each report as soon as there is one, so that a run that is stopped loses only what it was at.
     """
     reports = []
@@ -110,16 +113,23 @@ def run_suite(
         progress(f"{shape.name} {_name(dtype)}: computing the reference")
         workload = make_workload(shape, device, dtype, training="training" in wanted)
         for measured in wanted:
-            reports.append(_report(workload, measured, repeats, progress, peers))
+            reports.append(_report(workload, measured, repeats, progress, peers, ours))
             done(reports[-1])
         del workload  # before the next one is made: large ones do not fit twice
     return reports
 
 
-def _report(workload: Workload, measured: Pass, repeats: int, progress: Progress, peers: Sequence[str]) -> Report:
+def _report(
+    workload: Workload,
+    measured: Pass,
+    repeats: int,
+    progress: Progress,
+    peers: Sequence[str],
+    ours: Sequence[str] | None,
+) -> Report:
     shape, tolerance, training = workload.shape, TOLERANCE[workload.dtype], measured == "training"
     about = f"{shape.name} {measured} {_name(workload.dtype)}"
-    candidates, left_out = implementations(workload, training=training, peers=peers)
+    candidates, left_out = implementations(workload, training=training, peers=peers, ours=ours)
     rows, hidden, inner = shape.rows, shape.hidden, shape.intermediate
     flops = [cost.forward_flops(rows=rows, hidden=hidden, intermediate=inner)]
     if training:
@@ -146,7 +156,7 @@ def _report(workload: Workload, measured: Pass, repeats: int, progress: Progress
         measurements[name] = _timed(measurements[name], timings, flops, read)
     if shape.forward_only and workload.device.type == "cuda":
         progress(f"{about}: timing {len(steps)} in CUDA graphs")
-        for name, median_ms in _in_graphs(workload, list(timings), repeats, peers).items():
+        for name, median_ms in _in_graphs(workload, list(timings), repeats, peers, ours).items():
             rate = weight_bytes / median_ms * 1e3
             measurements[name] = replace(
                 measurements[name], graph_median_ms=median_ms, graph_weight_bytes_per_second=rate
@@ -179,10 +189,12 @@ def _check(candidate: Implementation, workload: Workload, training: bool, tolera
         found: dict[str, Tensor] = {"output": y_TH}
         if training:
             y_TH.backward(workload.dy_TH)
-            missing = [name for name, leaf in workload.leaves().items() if leaf.grad is None]
+            given = {name: leaf.grad for name, leaf in workload.leaves().items() if leaf.grad is not None}
+            given |= candidate.gradients() if candidate.gradients is not None else {}
+            missing = [name for name in workload.leaves() if name not in given]
             if missing:
                 return replace(refused, reason=f"gave no gradient to {', '.join(missing)}")
-            found |= {name: leaf.grad for name, leaf in workload.leaves().items() if leaf.grad is not None}
+            found |= given
     except Exception as error:  # whatever a peer raises is its answer to this problem
         first_line = (str(error) or "no message").splitlines()[0]
         return replace(refused, reason=f"{type(error).__name__}: {first_line}")
@@ -205,7 +217,9 @@ def _check(candidate: Implementation, workload: Workload, training: bool, tolera
     )
 
 
-def _in_graphs(workload: Workload, names: Sequence[str], repeats: int, peers: Sequence[str]) -> dict[str, float]:
+def _in_graphs(
+    workload: Workload, names: Sequence[str], repeats: int, peers: Sequence[str], ours: Sequence[str] | None
+) -> dict[str, float]:
     """Milliseconds of a decoding step among others on other experts; who cannot be captured is left out.
 
     Each step meets as many experts as the workload and begins with the one after the last of the step before, so that
@@ -215,7 +229,7 @@ def _in_graphs(workload: Workload, names: Sequence[str], repeats: int, peers: Se
     runs: dict[str, list[Callable[[], Tensor]]] = {name: [] for name in names}
     for i in range(GRAPH_STEPS):
         shifted = replace(workload, expert_TK=(place_TK + i * touched.numel()) % workload.shape.experts)
-        for candidate in implementations(shifted, training=False, peers=peers)[0]:
+        for candidate in implementations(shifted, training=False, peers=peers, ours=ours)[0]:
             if candidate.name in runs:
                 runs[candidate.name].append(candidate.run)
     found = {}

@@ -38,7 +38,9 @@ def choose_peers(names: Sequence[str]) -> Sequence[str]:
     """All of them, unless some are named."""
     for name in names:
         if name not in PEERS:
-            raise bad_value("--peer", f"one of {', '.join(PEERS)}", repr(name), "these are transformers' own ways")
+            raise bad_value(
+                "--peer", f"one of {', '.join(PEERS)}", repr(name), "see docs/benchmarks.md for what they are"
+            )
     return tuple(names) or PEERS
 
 
@@ -64,6 +66,7 @@ def command_line(
     passes: str,
     repeats: int,
     peers: Sequence[str] = PEERS,
+    ours: Sequence[str] | None = None,
 ) -> str:
     """The command that measures the same again, with all defaults written out."""
     words = ["amoeba", "bench", "--device", device.type]
@@ -74,6 +77,7 @@ def command_line(
     words += ["--pass", passes, "--repeats", str(repeats)]
     if tuple(peers) != PEERS:
         words += [word for peer in peers for word in ("--peer", peer)]
+    words += [word for name in ours or () for word in ("--ours", name)]
     return shlex.join(words)
 
 
@@ -87,6 +91,7 @@ def run(
     output: Output,
     peers: Sequence[str] = PEERS,
     ceilings: Callable[[torch.device, Sequence[torch.dtype]], Ceilings] | None = measure_ceilings,
+    ours: Sequence[str] | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Prints the tables; returns the document, and False if an implementation of ours was refused as wrong.
 
@@ -100,7 +105,7 @@ def run(
         output.progress("measuring the ceilings of this device: a dense product and a copy")
         limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
         output.line(limits.line())
-    command = command_line(shapes, device, dtypes, passes, repeats, peers)
+    command = command_line(shapes, device, dtypes, passes, repeats, peers, ours)
     reports: list[Report] = []
 
     def document_of(finished: bool) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def run(
             (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
 
     # Lines and no spinner: a spinner is a thread that would run while others are timed.
-    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep)
+    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep, ours)
     document = document_of(finished=True)
     if path is not None:
         write_again(path, document)

@@ -34,7 +34,8 @@ from amoeba.weights import LoraFactors
 class _Seen:
     """What the factors were when they were copied."""
 
-    kinds: dict[str, tuple]  # version, dtype and shape by name
+    kinds: list[tuple]  # name, version, place and form of each
+    memory: FactorMemory
     checksum_FE: Tensor
 
 
@@ -64,7 +65,8 @@ class FactorCopies:
         self, lora: LoraFactors, shares: Sequence[NodeExperts], places: Sequence[Place], partition: Partition
     ) -> None:
         factors = lora.tensors()
-        seen = _Seen(_kinds(factors), checksums(factors, places[0].pool))
+        memory = FactorMemory(factors)
+        seen = _Seen(_kinds(factors), memory, memory.checksums(places[0].pool))
 
         def pack(node: int) -> NodeFactors:
             parts = {name: partition.take(name, factor.detach(), node) for name, factor in factors.items()}
@@ -80,12 +82,15 @@ class FactorCopies:
     def _are_of(self, scaling: float, factors: dict[str, Tensor], expert_TK: Tensor, pool: WorkerPool) -> bool:
         if self._seen is None or scaling != self._scaling or _kinds(factors) != self._seen.kinds:
             return False
-        expected_FE = self._seen.checksum_FE
-        return torch.equal(checksums(factors, pool, expert_TK, out=expected_FE.clone()), expected_FE)
+        memory = FactorMemory(factors) if self._seen.memory.copied else self._seen.memory
+        return memory.has(self._seen.checksum_FE, pool, expert_TK)
 
 
-def _kinds(factors: dict[str, Tensor]) -> dict[str, tuple]:
-    return {name: (version(factor), factor.dtype, factor.shape) for name, factor in factors.items()}
+def _kinds(factors: dict[str, Tensor]) -> list[tuple]:
+    return [
+        (name, version(factor), factor.data_ptr(), factor.dtype, factor.shape, factor.stride())
+        for name, factor in factors.items()
+    ]
 
 
 def version(tensor: Tensor) -> int:
@@ -93,19 +98,30 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def checksums(
-    factors: dict[str, Tensor], pool: WorkerPool, expert_TK: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """One number per factor and expert, (F, E) int64, into `out` where that is given.
+class FactorMemory:
+    """Where the factors lie, expert after expert.
 
-    expert_TK: int64, contiguous; only the sums of experts that it names are written.
+    memory = FactorMemory(factors)
+    checksum_FE = memory.checksums(pool)                          # one number per factor and expert, int64
+    memory.has(checksum_FE, pool, expert_TK)                      # of the experts that these name; int64, contiguous
     """
-    plain = [factor.detach().contiguous() for factor in factors.values()]
-    count, experts = len(plain), plain[0].shape[0]
-    if out is None:
-        out = torch.empty(count, experts, dtype=torch.int64)
-    data = (ctypes.c_void_p * count)(*(factor.data_ptr() for factor in plain))
-    size = (ctypes.c_int64 * count)(*(factor.nbytes // experts for factor in plain))
-    slots, slot_count = (None, 0) if expert_TK is None else (expert_TK.data_ptr(), expert_TK.numel())
-    load_node().factor_checksums(pool.handle, count, experts, data, size, slots, slot_count, out.data_ptr())
-    return out
+
+    def __init__(self, factors: dict[str, Tensor]) -> None:
+        plain = [factor.detach().contiguous() for factor in factors.values()]
+        # Factors that do not lie so are copied, and the copy is of this moment.
+        self.copied = [each for each, factor in zip(plain, factors.values(), strict=True) if not factor.is_contiguous()]
+        self._count, self._experts = len(plain), plain[0].shape[0]
+        self._data = (ctypes.c_void_p * self._count)(*(factor.data_ptr() for factor in plain))
+        self._bytes = (ctypes.c_int64 * self._count)(*(factor.nbytes // self._experts for factor in plain))
+
+    def checksums(self, pool: WorkerPool) -> Tensor:
+        found_FE = torch.empty(self._count, self._experts, dtype=torch.int64)
+        load_node().factor_checksums(*self._where(pool), found_FE.data_ptr())
+        return found_FE
+
+    def has(self, checksum_FE: Tensor, pool: WorkerPool, expert_TK: Tensor) -> bool:
+        named = expert_TK.data_ptr(), expert_TK.numel()
+        return bool(load_node().factors_have(*self._where(pool), *named, checksum_FE.data_ptr()))
+
+    def _where(self, pool: WorkerPool) -> tuple:
+        return pool.handle, self._count, self._experts, self._data, self._bytes

@@ -99,7 +99,8 @@ _SIGNATURES = {
     "amoeba_node_forward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "amoeba_node_backward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "amoeba_node_workspace": (c_int64, (c_void_p, c_void_p, c_int)),
-    "amoeba_factor_checksums": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
+    "amoeba_factor_checksums": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
+    "amoeba_factors_have": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
     "amoeba_node_thread_bytes": (c_int64, (c_void_p, c_int64, c_int)),
     "amoeba_node_pack_factors": (None, (c_void_p, c_void_p, c_void_p)),
 }
@@ -119,6 +120,7 @@ class NodeLibrary:
         self.backward = library.amoeba_node_backward
         self.workspace = library.amoeba_node_workspace
         self.factor_checksums = library.amoeba_factor_checksums
+        self.factors_have = library.amoeba_factors_have
         self.thread_bytes = library.amoeba_node_thread_bytes
         self.pack_factors = library.amoeba_node_pack_factors
 

@@ -56,22 +56,36 @@ void amoeba_node_pack_factors(void* pool, const Node* node, const Factors* facto
   });
 }
 
-// sums[factor][expert] of those experts that a slot names, or of all where slots is null. data[factor] holds
-// bytes[factor] per expert, without gaps.
+// sums[factor][expert]. data[factor] holds bytes[factor] per expert, without gaps.
 void amoeba_factor_checksums(void* pool, int64_t factors, int64_t experts, const char* const* data,
-                             const int64_t* bytes, const int64_t* slots, int64_t slot_count, uint64_t* sums) {
+                             const int64_t* bytes, uint64_t* sums) {
   Pool& workers = *static_cast<Pool*>(pool);
   const std::lock_guard<std::mutex> lock(workers.busy);
-  std::vector<int64_t> wanted;
-  std::vector<bool> met(size_t(experts), slots == nullptr);
-  for (int64_t s = 0; slots && s < slot_count; ++s)
-    if (slots[s] >= 0 && slots[s] < experts) met[size_t(slots[s])] = true;
-  for (int64_t e = 0; e < experts; ++e)
-    if (met[size_t(e)]) wanted.push_back(e);
-  workers.run(int64_t(wanted.size()), [&](int64_t i) {
-    const int64_t e = wanted[size_t(i)];
-    for (int64_t f = 0; f < factors; ++f) sums[f * experts + e] = checksum(data[f] + e * bytes[f], bytes[f]);
+  workers.run(factors * experts, [&](int64_t i) {
+    const int64_t f = i / experts, e = i % experts;
+    sums[i] = checksum(data[f] + e * bytes[f], bytes[f]);
   });
+}
+
+// Whether the experts that a slot names have these sums.
+int amoeba_factors_have(void* pool, int64_t factors, int64_t experts, const char* const* data, const int64_t* bytes,
+                        const int64_t* slots, int64_t slot_count, const uint64_t* sums) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  std::vector<int64_t> named;
+  std::vector<bool> met(size_t(experts), false);
+  for (int64_t s = 0; s < slot_count; ++s) {
+    const int64_t e = slots[s];
+    if (e < 0 || e >= experts || met[size_t(e)]) continue;
+    met[size_t(e)] = true;
+    named.push_back(e);
+  }
+  std::atomic<bool> same{true};
+  workers.run(factors * int64_t(named.size()), [&](int64_t i) {
+    const int64_t f = i % factors, e = named[size_t(i / factors)];
+    if (checksum(data[f] + e * bytes[f], bytes[f]) != sums[f * experts + e]) same.store(false, std::memory_order_relaxed);
+  });
+  return same.load(std::memory_order_relaxed);
 }
 
 }  // extern "C"
