@@ -54,9 +54,9 @@ def run_layer(dtype: torch.dtype, T: int, H: int, I: int, activation: Activation
 
 
 @gluon.jit
-def write(out, PART: gl.constexpr, CONVERT: gl.constexpr):
-    plain: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    other: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+def write(out, PART: gl.constexpr, WARPS: gl.constexpr, CONVERT: gl.constexpr):
+    plain: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    other: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     value = gl.arange(0, 1024, plain) * 2
     if CONVERT:
         gl.store(out + PART * 1024 + gl.arange(0, 1024, other), gl.convert_layout(value, other))
@@ -68,17 +68,18 @@ def write(out, PART: gl.constexpr, CONVERT: gl.constexpr):
 def control_kernel(out, CONVERT: gl.constexpr):
     gl.warp_specialize(
         [
-            (write, (out, gl.constexpr(0), CONVERT)),
-            (write, (out, gl.constexpr(1), CONVERT)),
-            (write, (out, gl.constexpr(2), CONVERT)),
+            (write, (out, gl.constexpr(0), gl.constexpr(4), CONVERT)),
+            (write, (out, gl.constexpr(1), gl.constexpr(4), CONVERT)),
+            (write, (out, gl.constexpr(2), gl.constexpr(1), CONVERT)),
         ],
-        [4, 4],
+        [4, 1],
         [120, 24],
     )
 
 
 def run_control(convert: bool) -> None:
-    """Three partitions that write to memory of their own; with `convert` each has a barrier among its own warps."""
+    """Three partitions that write to memory of their own, the last with one warp, as that which loads has in our kernels;
+    with `convert` the other two have a barrier among their own warps."""
     out = torch.zeros(3 * 1024, dtype=torch.int32, device="cuda")
     control_kernel[(132,)](out, convert, num_warps=4)
     torch.cuda.synchronize()
