@@ -132,6 +132,27 @@ def test_doctor_describes_the_machine_and_every_backend():
     assert sorted(taken) == ["bfloat16", "float16", "float32", "float64"]
 
 
+@pytest.mark.parametrize(
+    ("policy", "threads", "said"),
+    [
+        (None, 2, "OMP_WAIT_POLICY is not set: they spin; where others compute too, set it to passive"),
+        ("passive", 2, "OMP_WAIT_POLICY=passive"),
+        (None, 1, "torch has one thread here"),
+    ],
+)
+def test_doctor_says_that_waiting_threads_spin(policy, threads, said, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    result = invoke("doctor", "--json")
+    assert result.exit_code == 0
+    found = last_line(result)["waiting_threads"]
+    assert found["omp_wait_policy"] == policy
+    assert found["what"].startswith(said)
+    assert found["what"] in result.stdout
+
+
 def test_doctor_says_why_experts_cannot_be_packed(monkeypatch):
     def unavailable():
         raise CoreUnavailable("no C++ compiler was found")

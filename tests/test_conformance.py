@@ -243,10 +243,19 @@ class TestTheCases:
                     h[:, columns] += update
                     assert torch.equal(low.bfloat16().double(), low)
                     assert torch.equal(update.bfloat16().double(), update)
+            if case.bias or case.num_tokens > 1:
+                assert (h == case.activation.limit).any() != case.bias
             assert torch.equal(product.bfloat16().double(), product)
             assert torch.equal(h.bfloat16().double(), h)
             if case.num_tokens:
                 assert 0.05 < (h > case.activation.limit).double().mean() < 0.4
+
+    @pytest.mark.parametrize("case", [c for c in cases() if c.has_kink and c.num_tokens], ids=lambda c: c.name)
+    def test_int8_holds_x_and_gate_up_exactly_where_a_slope_jumps(self, case):
+        inputs = example(case, torch.bfloat16).inputs
+        for name in ("x", "gate_up"):
+            step = inputs[name].abs().amax(-1, keepdim=True) / 127
+            torch.testing.assert_close((inputs[name] / step).round() * step, inputs[name], rtol=1e-15, atol=0)
 
 
 class TestTheMeasure:
@@ -303,6 +312,17 @@ class TestTheMeasure:
             assert torch.is_deterministic_algorithms_warn_only_enabled()
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("backend", PACKED)
+def test_packed_experts_have_the_same_tolerance_in_every_case_and_every_gradient_is_compared(backend):
+    clamped = Case(9, 2, CLAMPED_SWIGLU, bias=True, lora="all", rank=5)
+    result = verify_case(clamped, backend, CPU, torch.bfloat16)
+    if result.refused is not None:
+        pytest.skip(result.refused)
+    assert set(result.errors) == {"output", "inference", "x", "weight", *LORA_NAMES}
+    limits = (3e-2, 5e-2) if "int8" in backend else (5e-3, 1e-2)
+    assert (tolerance(backend, torch.bfloat16, "output"), tolerance(backend, torch.bfloat16, "x")) == limits
 
 
 class TestVerify:

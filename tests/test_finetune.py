@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ import torch
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from amoeba import lora
@@ -25,10 +27,14 @@ from amoeba.cli import app
 from amoeba.cpu import planner as planner_module
 from amoeba.integrations import placement as placement_module
 from amoeba.integrations.placement import Placed, _why_no_packing, place_experts
-from amoeba.jobs.finetune import finetune
+from amoeba.jobs.answers import PLAIN_TEMPLATE, AnswerRows, pad_rows
+from amoeba.jobs.data import load_corpus
+from amoeba.jobs.finetune import AdapterKept, finetune
 from amoeba.jobs.merge import merge
+from amoeba.jobs.packing import NO_LABEL, PackedDataset
 from amoeba.jobs.settings import FinetuneSettings, load_settings, settings_of
 from amoeba.jobs.tokenizer import train_tokenizer
+from amoeba.jobs.training_loop import Rows, make_trainer
 from amoeba.observe.run_log import read_run
 from tiny_models import build, experts_inputs, experts_of, relative, token_ids
 
@@ -109,6 +115,38 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, data: str) ->
     report = finetune(settings(folder, base, data, targets=("experts", "q_proj"), train_router=True), console)
     assert contents(base) == before
     return folder, report, console
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["answers of all lengths", "a padded last row"])
+def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batch(packed: bool, base: Path, data: str, tmp_path: Path):
+    tokenizer, model = AutoTokenizer.from_pretrained(base), base_model(base, "amoeba")
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    documents = load_corpus(data, held_out=0.1, seed=0).held_out[:7]
+    if packed:
+        held_out: Any = PackedDataset(documents, tokenizer, 13, keep_last=True)
+        assert (held_out[len(held_out) - 1]["labels"] == NO_LABEL).any()
+    else:
+        held_out = AnswerRows(documents, tokenizer, 512)
+        assert len({int((row["labels"] != NO_LABEL).sum()) for row in held_out}) > 1
+
+    def found(batch_size: int) -> float:
+        made = settings(tmp_path, base, data, batch_size=batch_size)
+        rows = Rows(held_out, held_out, functools.partial(pad_rows, padding=0), 1)
+        trainer = make_trainer(
+            model, tokenizer, rows, made, 1, tmp_path, Quiet(), torch.float32, AdapterKept(), "amoeba finetune"
+        )
+        loss = trainer.evaluate()["eval_loss"]
+        assert trainer.run_log.last_evaluation == (0, loss)
+        return loss
+
+    total, count = 0.0, 0
+    for row in held_out:
+        with torch.no_grad():
+            logits = model.eval()(input_ids=row["input_ids"][None]).logits[0, :-1]
+        labels = row["labels"][1:]
+        total += float(torch.nn.functional.cross_entropy(logits.double(), labels, reduction="sum"))
+        count += int((labels != NO_LABEL).sum())
+    assert [found(batch_size) for batch_size in (1, 3, 64)] == pytest.approx([total / count] * 3, rel=1e-6)
 
 
 def logits_of(model: Any) -> torch.Tensor:

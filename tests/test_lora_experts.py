@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from amoeba import Activation, Routing, experts
-from amoeba.backends import registry
+from amoeba.backends import cpu, registry
 from amoeba.backends.operator import Needs
+from amoeba.conformance import poisoned_memory
+from amoeba.cpu.core import why_no_core
+from amoeba.reference import experts as reference
 from amoeba.weights import LORA_NAMES, LoraFactors
 from small_layer import SCALING, E, H, I, Layer, normal
 
@@ -114,6 +117,56 @@ def test_ranks_may_differ(backend):
     found, expected = layer.gradients(backend), layer.gradients("eager")
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(why_no_core() is not None, reason=str(why_no_core()))
+class TestFewTokensOnTheCpu:
+    """Without gradients the core decodes them, factors or not: nothing is sorted, no factors are packed."""
+
+    # an expert twice at one token, one that several tokens meet, nobody's slots beside expert 0
+    IDS = torch.tensor([[1, 1, 3], [E, 0, 1], [0, -1, 2], [2**32 + 1, E + 3, -7], [2, 3, 1], [0, 0, E]])
+
+    @pytest.fixture(autouse=True)
+    def nothing_but_decoding(self, monkeypatch):
+        def refuse(*_):
+            raise AssertionError("not decoded")
+
+        monkeypatch.setattr(cpu.sorted_rows, "forward", refuse)
+        monkeypatch.setattr(cpu.cpu_fused, "forward", refuse)
+
+    @pytest.mark.parametrize("tokens", [1, 4, 6])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("without", [(), ("gate",), ("down",), ("gate", "up")], ids=lambda names: "-".join(names))
+    @pytest.mark.parametrize("activation", [Activation(), INTERLEAVED, PLAIN], ids=["gated", "interleaved", "plain"])
+    def test_they_agree_with_fp64(self, activation, without, dtype, tokens):
+        layer = Layer(activation, rank=5)
+        layer.expert_TK = self.IDS[:tokens]
+        named = {
+            name: tensor.detach().to(dtype)
+            for name, tensor in layer.tensors.items()
+            if not (name in LORA_NAMES and name.startswith(without))
+        }
+        named |= {"x": named["x"][:tokens], "weight": normal(tokens, 3, seed=9).abs()}
+        # as adapters from PEFT come: B with the rank outermost
+        named |= {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in named.items() if n.endswith("lora_b")}
+        given = named["x"], Routing(layer.expert_TK, named["weight"]), layer.weights(named)
+        with torch.no_grad(), poisoned_memory():
+            found = experts(*given, lora=layer.lora(named), backend="cpu")
+        wide = {name: tensor.double() for name, tensor in named.items()}
+        problem = wide["x"], layer.expert_TK, wide["weight"], layer.weights(wide), layer.lora(wide)
+        truth = reference.experts_forward(*problem)
+        assert found.dtype == dtype
+        error = float((found - truth).norm() / truth.norm())
+        assert error < (1e-6 if dtype == torch.float32 else 4e-3)  # one rounding, that of y
+        if tokens > 3:
+            assert not found[3].count_nonzero()
+
+    def test_more_of_them_are_not_decoded(self):
+        layer = Layer(rank=5)
+        layer.expert_TK = self.IDS[:1].expand(9, -1)
+        layer.tensors |= {"x": normal(9, H, seed=1), "weight": normal(9, 3, seed=2).abs()}
+        with torch.no_grad(), pytest.raises(AssertionError, match="not decoded"):
+            layer.run("cpu")
 
 
 class TestDtypes:

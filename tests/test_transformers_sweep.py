@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 import amoeba.integrations.transformers as integration
 from tiny_models import build, build_experts, experts_classes, experts_inputs, experts_of, experts_parity, model_parity
@@ -46,6 +47,20 @@ def test_every_model_type_with_experts() -> None:
         print(f"{title}: {len(lines)}", *lines, sep="\n  ")
     assert not failed, "\n".join(failed)
     assert len(whole) >= LEAST_WHOLE_MODELS
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tiny_models_have_the_same_weights_every_time() -> None:
+    changing = []
+    for model_type, experts_class in CASES:
+        if experts_class in EXPERTS_ALONE or experts_class in SKIPPED:
+            continue
+        torch.manual_seed(1)
+        first = build(model_type, experts_class).state_dict()
+        torch.manual_seed(2)
+        second = build(model_type, experts_class).state_dict()
+        changing += [f"{model_type}: {name}" for name in first if not torch.equal(first[name], second[name])]
+    assert not changing, "\n".join(changing)
 
 
 def _try(model_type: str, experts_class: str) -> str:

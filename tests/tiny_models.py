@@ -186,7 +186,7 @@ def text_models(model_type: str) -> list[tuple[type[PreTrainedModel], type[PreTr
 def build(model_type: str, experts_class: str | None = None, **changes: Any) -> PreTrainedModel:
     """The first text model of the type that has experts (of this class, where one is named)."""
     for model_class, config_class in text_models(model_type):
-        model = model_class(tiny_config(config_class, model_type, **changes))
+        model = _made(model_class, tiny_config(config_class, model_type, **changes))
         if any(experts_class in (None, type(module).__name__) for module in experts_of(model)):
             return randomise(model).eval()
     raise LookupError(f"{model_type}: no text model with {experts_class or 'experts'}")
@@ -196,9 +196,15 @@ def build_experts(model_type: str, experts_class: str, **changes: Any) -> nn.Mod
     """An experts module alone."""
     for _, config_class in text_models(model_type):
         config = tiny_config(config_class, model_type, **changes)
-        module = getattr(modeling_module(model_type), experts_class)(config)
-        return randomise(module).eval()
+        return randomise(_made(getattr(modeling_module(model_type), experts_class), config)).eval()
     raise LookupError(f"{model_type}: no config for {experts_class}")
+
+
+def _made(module_class: Any, config: PreTrainedConfig) -> Any:
+    """The same every time: `randomise` only adds to vectors, some of which (gpt-oss's sinks) begin at random."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return module_class(config)
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:

@@ -56,7 +56,8 @@ class PackedRow(NamedTuple):
     gradients: float
 
 
-# Worst seen on a CPU with AMX (2026-11-15): bf16 output 4.5e-3 and gradients 5.8e-3, int8 2.8e-2 and 3.3e-2.
+# Worst seen on a CPU with AMX in all cases, on each of its paths (2026-11-15): bf16 output 4.9e-3 and gradients 5.8e-3,
+# int8 2.7e-2 and 3.3e-2. With an h that is rounded before it is activated, a single row has 5.6e-3.
 PACKED: dict[str, PackedRow] = {
     "packed-bf16": PackedRow("bf16", 1, 5e-3, 1e-2),
     "packed-bf16-nodes3": PackedRow("bf16", 3, 5e-3, 1e-2),
@@ -132,9 +133,6 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
     found |= dict(zip(wanted, gradients, strict=True))
     truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    if packed and PACKED[backend_name].kind == "int8" and case.has_kink:
-        # h is exact in the 8 bits of a bf16 but not in those of an int8; rounded across the kink, it has another slope
-        found = {name: tensor for name, tensor in found.items() if name != "x" and not name.startswith(("gate", "up"))}
     return {name: _error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
 
 
@@ -170,16 +168,12 @@ def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name:
     )
 
 
-def tolerance(backend_name: str, dtype: torch.dtype, name: str, case: Case | None = None) -> float:
-    """How far that output or gradient may be from the truth; in that case, or in most."""
+def tolerance(backend_name: str, dtype: torch.dtype, name: str) -> float:
+    """How far that output or gradient may be from the truth, in every case."""
     row = PACKED.get(backend_name)
     if row is None:
         return TOLERANCE[dtype]
-    if name not in ("output", "inference"):
-        return row.gradients
-    # relu² doubles the rounding of h (5.6e-3), and a single row has no others to average over (5.3e-3)
-    wide = case is not None and (case.activation.kind == "relu2" or case.num_tokens == 1)
-    return max(row.output, TOLERANCE[dtype]) if wide else row.output
+    return row.output if name in ("output", "inference") else row.gradients
 
 
 def _error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
@@ -238,7 +232,7 @@ def verify_case(case: Case, backend_name: str, device: torch.device, dtype: torc
         return Result(backend_name, dtype, case.name, refused=refused)
     try:
         errors = check(case, backend_name, device, dtype)
-        limits = {name: tolerance(backend_name, dtype, name, case) for name in errors}
+        limits = {name: tolerance(backend_name, dtype, name) for name in errors}
         wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
         return Result(backend_name, dtype, case.name, errors, wrong)
     except Exception as error:

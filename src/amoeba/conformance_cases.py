@@ -256,11 +256,13 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
     unit = 2.0 ** -math.ceil(math.log2(hidden) / 2)
     if case.has_kink:
         # At a limit, and at relu's zero, the gradient jumps. An h that was rounded to the other side is no error of the
-        # backend and would drown all others; so here h is a sum of multiples of a power of two, few enough for 8 bits
-        # to hold every one of them exactly, in any order of summation. Some lie on the limit itself.
-        inputs["x"] = whole(tokens, hidden, largest=2, scale=0.5)
-        inputs["gate_up"] = whole(num_experts, width, hidden, largest=2, scale=unit)
-        bias_EJ = whole(num_experts, width, largest=8, scale=unit / 2)
+        # backend and would drown all others. So here x and W1 hold a number, its negative and 0 alone, which int8 has
+        # without error too, and h is a whole multiple of 2·unit, few enough for 8 bits to hold every one of them
+        # exactly, in any order of summation. Some lie on the limit itself; with a bias, an odd multiple of unit, none
+        # does, nor on 0: int8's scales are not exact in fp32, and what remains of a sum that should be 0 has a sign.
+        inputs["x"] = whole(tokens, hidden, largest=1, scale=1.0)
+        inputs["gate_up"] = whole(num_experts, width, hidden, largest=1, scale=2 * unit)
+        bias_EJ = whole(num_experts, width, largest=2, scale=2 * unit) + unit
     else:
         inputs["x"] = normal(tokens, hidden)
         inputs["gate_up"] = normal(num_experts, width, hidden, scale=hidden**-0.5)
@@ -273,12 +275,12 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
             continue
         fan_in, fan_out = (inner, hidden) if name == "down" else (hidden, inner)
         if case.has_kink and name != "down":
-            # four of x's numbers each, so that c·x·Aᵀ is a small multiple of x's unit and h one of its own, as above
+            # four of x's numbers each, so that c·x·Aᵀ is a small whole number and h one of its multiples, as above
             a_ERI = torch.zeros(num_experts, case.rank, fan_in, dtype=torch.float64)
             place = torch.rand(a_ERI.shape, generator=generator).argsort(-1)[..., :4]
             sign = torch.randint(2, place.shape, generator=generator).double() * 2 - 1
             inputs[f"{name}_lora_a"] = a_ERI.scatter_(-1, place, sign / SCALING)
-            inputs[f"{name}_lora_b"] = whole(num_experts, fan_out, case.rank, largest=1, scale=unit)
+            inputs[f"{name}_lora_b"] = whole(num_experts, fan_out, case.rank, largest=1, scale=2 * unit)
         else:
             a_ERI = normal(num_experts, case.rank, fan_in, scale=fan_in**-0.5)
             # relu² gives few large numbers, none negative: of both signs, A would cancel them by accident (1.3e-2)

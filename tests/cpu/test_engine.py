@@ -48,7 +48,7 @@ class TestThePasses:
         engine = make(layer)
         engine.forward(*layer.inputs())
         gradients = engine.backward(layer.dy_TH)
-        assert [gradient is None for gradient in gradients] == [False, False] + [True] * 6
+        assert [n for n, gradient in gradients._asdict().items() if gradient is not None] == ["x_TH", "weight_TK"]
 
     def test_caches_are_consumed_in_reverse_order(self):
         layers = [PackedLayer(tokens=tokens) for tokens in (37, 5, 64)]

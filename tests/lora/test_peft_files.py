@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import amoeba.lora.peft_files as peft_files
+from amoeba.lora.adapter_config import alpha_for
 from amoeba.lora.factors import ExpertsLayout, LoraFactors, from_peft, layouts_of, to_peft
 from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
 from tiny_models import EXPERTS, HIDDEN, TOLERANCE, build, relative, token_ids
@@ -305,9 +306,9 @@ def test_equal_values_of_a_are_written_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [1, 3, 7, 64])
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_alpha_gives_the_scaling_back(scaling: float, rank: int, use_rslora: bool) -> None:
-    alpha = peft_files._alpha_for(scaling, rank, use_rslora)
+    alpha = alpha_for(scaling, rank, use_rslora)
     assert alpha / (math.sqrt(rank) if use_rslora else rank) == pytest.approx(scaling, rel=3e-16)
-    assert isinstance(peft_files._alpha_for(16 / rank, rank, False), int)
+    assert isinstance(alpha_for(16 / rank, rank, False), int)
 
 
 # Older files

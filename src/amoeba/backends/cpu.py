@@ -3,8 +3,7 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
 In fp32 the flow is `sorted_rows`'s with the core's products; weights without a contiguous dimension go to torch.
-In bf16 it is `cpu_fused` where the CPU multiplies bf16, torch elsewhere. Few rows without gradients are decoded by the
-core.
+In bf16 it is `cpu_fused` where the CPU multiplies bf16, torch elsewhere. Few rows without gradients go to `cpu_decode`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import cpu_fused, sorted_rows
+from amoeba.backends import cpu_decode, cpu_fused, sorted_rows
 from amoeba.backends.allocate import empty_gradient
 from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward
@@ -31,8 +30,8 @@ DECODE_ROWS_FUSED = 64
 def forward(problem: Problem, keep_h: bool) -> Kept:
     fused = cpu_fused.serves(problem)
     most_rows = DECODE_ROWS_FUSED if fused else DECODE_ROWS
-    if not keep_h and 0 < problem.rows <= most_rows and _core_decodes(problem):
-        return Kept.nothing_but(_decode(problem))
+    if not keep_h and cpu_decode.serves(problem, most_rows):
+        return Kept.nothing_but(cpu_decode.decode(problem))
     if fused:
         return cpu_fused.forward(problem, keep_h)
     return sorted_rows.forward(problem, keep_h, CoreGroups)
@@ -96,24 +95,6 @@ class CoreGroups(sorted_rows.Groups):
         else:  # stored as (E, I, O)
             load_core().weight_gradient(self.offs_E, rows, grad_NO, out=gradient.transpose(1, 2), left_index_N=index_N)
         return gradient
-
-
-def _core_decodes(problem: Problem) -> bool:
-    return problem.lora is None and problem.gate_up_EJH.stride(2) == problem.down_EHI.stride(2) == 1
-
-
-def _decode(problem: Problem) -> Tensor:
-    x, expert, weight, gate_up, down, gate_up_bias, down_bias, activation, _ = problem
-    if expert.dtype != torch.int64 or not expert.is_contiguous():
-        expert = expert.to(torch.int64).contiguous()
-    gate_up_bias, down_bias = (bias if bias is None else _plain(bias) for bias in (gate_up_bias, down_bias))
-    y_TH = load_core().decode(_plain(x), expert, _plain(weight), gate_up, down, gate_up_bias, down_bias, activation)
-    return y_TH if y_TH.dtype == down.dtype else y_TH.to(down.dtype)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
-    return tensor if plain else tensor.to(torch.float32).contiguous()
 
 
 def _rowwise(rows: Tensor) -> Tensor:

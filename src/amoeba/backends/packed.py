@@ -102,13 +102,13 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     (rows_TH,) = to_host(dy_TH)
     lora = _factors(tensors, scaling)
-    dx_TH, dweight_TK, *factors = passes.backward(packed, lora, left, rows_TH.contiguous(), needs)
+    found = passes.backward(packed, lora, left, rows_TH.contiguous(), needs)
     x_TH, _, weight_TK = tensors[:3]
     assert x_TH is not None and weight_TK is not None
     return (
-        None if dx_TH is None else deliver(dx_TH, x_TH.dtype, x_TH.device),
-        None if dweight_TK is None else deliver(dweight_TK, weight_TK.dtype, weight_TK.device),
-        *factors,
+        None if found.x_TH is None else deliver(found.x_TH, x_TH.dtype, x_TH.device),
+        None if found.weight_TK is None else deliver(found.weight_TK, weight_TK.dtype, weight_TK.device),
+        *(getattr(found, name) for name in LORA_NAMES),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def run(output: Output) -> dict[str, Any]:
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
+        "waiting_threads": _waiting_threads(),
         "bfloat16_on_cpu": _bfloat16_on_cpu(),
         "packed_experts": _packed_experts(),
         "backends": [row for device in _devices() for row in _backends_on(device)],
@@ -43,6 +45,18 @@ def run(output: Output) -> dict[str, Any]:
 
 def _devices() -> list[torch.device]:
     return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+
+def _waiting_threads() -> dict[str, str | None]:
+    """What torch's OpenMP threads do while they wait for each other."""
+    policy = os.environ.get("OMP_WAIT_POLICY")
+    if torch.get_num_threads() == 1 or not torch.backends.openmp.is_available():
+        what = "torch has one thread here"
+    elif policy is None:
+        what = "OMP_WAIT_POLICY is not set: they spin; where others compute too, set it to passive before Python starts"
+    else:
+        what = f"OMP_WAIT_POLICY={policy}"
+    return {"omp_wait_policy": policy, "what": what}
 
 
 def _bfloat16_on_cpu() -> dict[str, str]:
@@ -107,6 +121,7 @@ def _print(document: dict[str, Any], output: Output) -> None:
         [
             ("system", found["system"]),
             ("cpu", f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} threads used by torch"),
+            ("waiting threads", document["waiting_threads"]["what"]),
             ("has", " ".join(cpu["instruction_sets"]) or "none of the instruction sets looked for"),
             (
                 "has not",

@@ -163,8 +163,11 @@ class Core:
         gate_up_bias_EJ: Tensor | None,
         down_bias_EH: Tensor | None,
         activation: Activation,
-    ) -> Tensor:
-        """The whole layer for a few tokens in one call, in fp32; weights in fp32 or bf16, contiguous along the last."""
+    ) -> tuple[Tensor, Tensor]:
+        """The whole layer for a few tokens in one call, in fp32: y (T, H), and the activations of the slots (N, I).
+
+        Weights are fp32 or bf16, contiguous along the last dimension. Activations of nobody's slots hold anything.
+        """
         tokens, hidden = x_TH.shape
         top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]
         assert x_TH.stride(1) == gate_up_EJH.stride(2) == down_EHI.stride(2) == 1
@@ -185,7 +188,7 @@ class Core:
             _KINDS[activation.kind], activation.interleaved, activation.alpha, activation.limit, activation.up_shift,
             h + 8 * slots, h + 4 * slots * (width + 2), h, y_TH.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        return y_TH
+        return y_TH, scratch[slots * (width + 2) :].view(slots, intermediate)
 
 
 @functools.cache

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from amoeba.cpu import passes
 from amoeba.cpu.factor_copies import version
-from amoeba.cpu.node import NodeNeeds
+from amoeba.cpu.node import NodeGradients, NodeNeeds
 from amoeba.cpu.packed_experts import PackedExperts
-from amoeba.cpu.passes import PassGradients
 from amoeba.cpu.planner import Plan, check_memory, plan_of
 from amoeba.cpu.transfer import deliver, stage
 from amoeba.errors import bad_value
@@ -107,7 +106,7 @@ class Engine:
         self.submit_forward(x_TH, expert_TK, weight_TK, save=save)
         return self.sync()
 
-    def backward(self, dy_TH: Tensor) -> PassGradients:
+    def backward(self, dy_TH: Tensor) -> NodeGradients:
         """Gradients of x, the routing weights and all factors, from the cache saved last, which is then gone."""
         self._check_nothing_pending("backward")
         self.submit_backward(dy_TH)
@@ -146,7 +145,7 @@ class Engine:
         self._check_input("dy_TH", dy_TH)
         staged = [stage(dy_TH)]
 
-        def job() -> tuple[PassGradients, _Saved]:
+        def job() -> tuple[NodeGradients, _Saved]:
             if not self._stack:
                 raise RuntimeError(
                     "cache underflow: expected a forward with save=True before each backward; got a backward more. "
@@ -171,11 +170,12 @@ class Engine:
             (rows_TH,) = _arrived(staged)
             return passes.backward(self.packed, self.lora, saved.left, rows_TH, needs), saved
 
-        def finish(found: tuple[PassGradients, _Saved]) -> PassGradients:
-            (dx_TH, dweight_TK, *factors), saved = found
-            assert dx_TH is not None and dweight_TK is not None
-            dx_TH = deliver(dx_TH, saved.x.dtype, saved.x.device)
-            return PassGradients(dx_TH, deliver(dweight_TK, saved.weight.dtype, saved.weight.device), *factors)
+        def finish(found: tuple[NodeGradients, _Saved]) -> NodeGradients:
+            gradients, saved = found
+            assert gradients.x_TH is not None and gradients.weight_TK is not None
+            dx_TH = deliver(gradients.x_TH, saved.x.dtype, saved.x.device)
+            dweight_TK = deliver(gradients.weight_TK, saved.weight.dtype, saved.weight.device)
+            return gradients._replace(x_TH=dx_TH, weight_TK=dweight_TK)
 
         self._submit(job, finish, (dy_TH,))
 

@@ -156,7 +156,8 @@ class NodeNeeds(NamedTuple):
 
 
 class NodeGradients(NamedTuple):
-    """Those that were asked for, in fp32; gate_up_EJH and down_EHI in bf16, with the strides of the weight."""
+    """Those that were asked for: one node's in fp32, gate_up_EJH and down_EHI in bf16 with the strides of the weight;
+    or, from `passes` and the engine, those of all nodes together."""
 
     x_TH: Tensor | None
     weight_TK: Tensor | None

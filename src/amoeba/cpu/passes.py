@@ -40,19 +40,6 @@ class Left(NamedTuple):
     factors: tuple[NodeFactors | None, ...]
 
 
-class PassGradients(NamedTuple):
-    """x and weight in fp32, factors in their own dtypes; None for what was not asked for."""
-
-    x_TH: Tensor | None
-    weight_TK: Tensor | None
-    gate_lora_a: Tensor | None = None
-    gate_lora_b: Tensor | None = None
-    up_lora_a: Tensor | None = None
-    up_lora_b: Tensor | None = None
-    down_lora_a: Tensor | None = None
-    down_lora_b: Tensor | None = None
-
-
 def forward(
     packed: PackedExperts, lora: LoraFactors | None, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, keep: Keep
 ) -> tuple[Tensor, Left | None]:
@@ -88,8 +75,8 @@ def forward(
 
 def backward(
     packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH: Tensor, needs: NodeNeeds
-) -> PassGradients:
-    """lora: the factors of the forward, which say in what shapes and dtypes their gradients come."""
+) -> NodeGradients:
+    """x and weight in fp32. lora: the factors of the forward, whose gradients come in their shapes and dtypes."""
     check_rows("dy_TH", dy_TH, packed.hidden)
 
     def part(node: int) -> NodeGradients:
@@ -105,7 +92,7 @@ def backward(
 
     dx_TH = add_up([_present(one.x_TH) for one in parts]) if needs.x else None
     dweight_TK = add_up([_present(one.weight_TK) for one in parts]) if needs.weight else None
-    return PassGradients(dx_TH, dweight_TK, *(merged(name) for name in LORA_NAMES))
+    return NodeGradients(dx_TH, dweight_TK, *(merged(name) for name in LORA_NAMES))
 
 
 def check_rows(name: str, rows: Tensor, width: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from amoeba.errors import bad_value
-from amoeba.lora.peft_files import CONFIG_NAME
+from amoeba.lora.adapter_config import CONFIG_NAME
 
 logger = logging.getLogger("amoeba")
 

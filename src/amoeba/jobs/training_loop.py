@@ -25,6 +25,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from amoeba.errors import bad_value
+from amoeba.jobs.packing import NO_LABEL
 from amoeba.jobs.run_folder import RunReport, last_checkpoint, remove_unfinished
 from amoeba.jobs.run_log import RunLog
 from amoeba.jobs.settings import RunSettings
@@ -85,6 +86,8 @@ class WatchedTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The language model's loss, which is logged, plus what keeps the routers even, which is not."""
+        if not model.training:
+            num_items_in_batch = None  # so that it is the mean of the batch, in every version of transformers
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         log = self.run_log
         balance, z_loss = log.watch.take_balance_loss(), log.watch.take_z_loss()
@@ -99,7 +102,20 @@ class WatchedTrainer(Trainer):
                 loss = loss + log.settings.aux_loss_coefficient / log.settings.accumulation * balance
             if log.settings.z_loss_coefficient and z_loss is not None:
                 loss = loss + log.settings.z_loss_coefficient / log.settings.accumulation * z_loss
+        else:
+            predicted = int((inputs["labels"][:, 1:] != NO_LABEL).sum())
+            self._evaluated.append((predicted, float(loss)))
         return (loss, outputs) if return_outputs else loss
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """The loss is the mean over all tokens that are predicted. Trainer's would be that of the batches' means, in
+        which a short answer's tokens count more than a long one's and the size of a batch shows."""
+        self._evaluated: list[tuple[int, float]] = []  # tokens and mean loss of each batch
+        output = super().evaluation_loop(*args, **options)
+        predicted = sum(count for count, _ in self._evaluated)
+        assert output.metrics is not None
+        output.metrics["eval_loss"] = sum(count * loss for count, loss in self._evaluated) / predicted
+        return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self.kept.load(self.model if model is None else model, Path(resume_from_checkpoint))

@@ -6,9 +6,9 @@
     lora.load(fresh_model, "adapter")  # so do we
     lora.merge(model)                  # W + scaling · B @ A in place of W; unmerge puts the very W back
 
-`factors` holds the six factors of one layer and their form in PEFT, `peft_files` reads and writes adapter folders, the
-rest is about models. Importing this package imports neither peft nor safetensors nor transformers; peft is needed for
-targets outside the experts only.
+`factors` holds the six factors of one layer and their form in PEFT, `peft_files` reads and writes adapter folders, with
+`adapter_config` for their config; the rest is about models. Importing this package imports neither peft nor safetensors
+nor transformers; peft is needed for targets outside the experts only.
 """
 
 from amoeba.lora.adapter_folder import load, save

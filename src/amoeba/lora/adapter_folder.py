@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from amoeba.errors import bad_value
 from amoeba.lora import linears
+from amoeba.lora.adapter_config import scalings_of_others
 from amoeba.lora.attaching import (
     STATE,
     Attached,
@@ -30,7 +31,7 @@ from amoeba.lora.attaching import (
 )
 from amoeba.lora.experts_lora import stored_tensors
 from amoeba.lora.factors import layouts_of
-from amoeba.lora.peft_files import Adapter, read_adapter, scalings_of_others, write_adapter
+from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
 
 
 def save(model: nn.Module, folder: str | Path) -> None:

@@ -20,11 +20,9 @@ folder has no config, and without one neither PEFT nor we read it.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +33,17 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.files import write_whole
+from amoeba.lora.adapter_config import (
+    CONFIG_NAME,
+    UP_PARAMETERS,
+    another_model,
+    config_to_write,
+    is_targeted,
+    not_found,
+    rank_and_scaling,
+    read_config,
+    scalings_of_others,
+)
 from amoeba.lora.factors import (
     ExpertsLayout,
     LoraFactors,
@@ -46,8 +55,7 @@ from amoeba.lora.factors import (
     wrong_shapes,
 )
 
-CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
-WRITTEN_VERSION = "0.21.0"  # of PEFT; the form of the tensors is the same since 0.19
+TENSORS_NAME = "adapter_model.safetensors"
 SWAPPED_BEFORE = (0, 19)
 # In the safetensors header, which PEFT ignores: {module: gate_rank} of the layers whose gate and up are apart.
 GATE_RANKS = "amoeba_gate_ranks"
@@ -56,24 +64,8 @@ _PREFIX = "base_model.model."
 _LORA_KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)(?P<nesting>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight"
 )
-_ORDINARY_A = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?:A\.weight|embedding_A)")
 _ONE_EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)")
 _PROJECTIONS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-_UP_PARAMETERS = {True: "gate_up_proj", False: "up_proj"}  # by whether there is a gate
-# What a field may hold. Everything else changes the base weights, adds tensors, or is another method than LoRA.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +89,7 @@ def read_adapter(folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None
     layouts: of the model it is for (`layouts_of`); with them, an adapter of another model is refused.
     """
     folder = Path(folder)
-    config = _read_config(folder / CONFIG_NAME)
+    config = read_config(folder / CONFIG_NAME)
     tensors, metadata = _read_tensors(folder / TENSORS_NAME)
     gate_ranks = json.loads(metadata.get(GATE_RANKS, "{}"))
 
@@ -119,7 +111,7 @@ def read_adapter(folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None
                 "...experts[.base_layer].lora_{A,B}.weight or ...experts.{e}.gate_proj.lora_{A,B}.weight"
                 + ("" if layouts is None else f" in one of {_some(layouts)}"),
                 f"this key, of shape {tuple(tensor.shape)}",
-                _another_model(config),
+                another_model(config),
             )
         else:
             others[key] = tensor
@@ -138,10 +130,10 @@ def read_adapter(folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None
     for module, factors in experts.items() if layouts is not None else ():
         assert layouts is not None
         if module not in layouts:
-            raise bad_value(module, f"one of {_some(layouts)}", "no such experts", _another_model(config))
+            raise bad_value(module, f"one of {_some(layouts)}", "no such experts", another_model(config))
         for name, expected, got in wrong_shapes(factors, layouts[module]):
             wanted = f"shape {expected} for {layouts[module]}"
-            raise bad_value(f"{module}: {name}", wanted, got, _another_model(config))
+            raise bad_value(f"{module}: {name}", wanted, got, another_model(config))
         used.append(layouts[module])
     return Adapter(
         experts,
@@ -164,14 +156,19 @@ def write_adapter(folder: str | Path, adapter: Adapter) -> None:
         peft = to_peft(factors, gated=adapter.gated, interleaved=adapter.interleaved)
         if peft.gate_rank is not None:
             gate_ranks[module] = peft.gate_rank
-        named = {_UP_PARAMETERS[adapter.gated]: peft.gate_up, "down_proj": peft.down}
+        named = {UP_PARAMETERS[adapter.gated]: peft.gate_up, "down_proj": peft.down}
         present = [(name, stacked) for name, stacked in named.items() if stacked is not None]
         for nesting, (name, stacked) in enumerate(reversed(present)):
             key = f"{_PREFIX}{module}{'.base_layer' * nesting}"
             tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = stacked.lora_A, stacked.lora_B
             num_experts = next(iter(factors.tensors().values())).shape[0]
             parameters[f"{module}.{name}"] = (stacked.lora_A.shape[0] // num_experts, stacked.scaling)
-    config = json.dumps(_config_to_write(adapter, parameters), indent=2, sort_keys=True, allow_nan=False)
+    config = json.dumps(
+        config_to_write(adapter.config, adapter.experts, parameters, adapter.others),
+        indent=2,
+        sort_keys=True,
+        allow_nan=False,
+    )
 
     folder.mkdir(parents=True, exist_ok=True)
     handle, staged = tempfile.mkstemp(dir=folder, prefix=".", suffix=".safetensors")
@@ -188,29 +185,6 @@ def write_adapter(folder: str | Path, adapter: Adapter) -> None:
     write_whole(folder / CONFIG_NAME, config + "\n")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise _not_found(str(path), "the config of a PEFT adapter", "no such file", "check the path of the folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise bad_value(str(path), "JSON", error, "copy the adapter again, or save it again with PEFT") from error
-    kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-    if kind != "LORA":
-        raise bad_value(
-            f"{path}: peft_type", "LORA", repr(kind), "only LoRA adapters can be read here; merge with PEFT"
-        )
-    for name, plain in _PLAIN.items():
-        if name in config and not any(config[name] is value or config[name] == value for value in plain):
-            raise bad_value(
-                f"{path}: {name}",
-                " or ".join(repr(value) for value in plain),
-                repr(config[name]),
-                "train the adapter without it, or merge it into the model with PEFT (merge_and_unload)",
-            )
-    return config
-
-
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
@@ -218,16 +192,12 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         remedy = "check that the folder was copied whole"
         if path.with_suffix(".bin").is_file():
             remedy = "adapter_model.bin is a pickle and not read; save the adapter again with safe_serialization=True"
-        raise _not_found(str(path), "the tensors of a PEFT adapter", "no such file", remedy)
+        raise not_found(str(path), "the tensors of a PEFT adapter", "no such file", remedy)
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
         raise bad_value(str(path), "a whole safetensors file", error, "copy the adapter again") from error
-
-
-def _not_found(name: str, expected: str, got: str, remedy: str) -> FileNotFoundError:
-    return FileNotFoundError(str(bad_value(name, expected, got, remedy)))
 
 
 def _read_stacked(
@@ -238,9 +208,9 @@ def _read_stacked(
     gate_rank: int | None,
 ) -> tuple[LoraFactors, bool]:
     """The factors of one experts module under `target_parameters`, and whether it has a gate."""
-    up_parameters = _UP_PARAMETERS.values() if layout is None else (_UP_PARAMETERS[layout.gated],)
+    up_parameters = UP_PARAMETERS.values() if layout is None else (UP_PARAMETERS[layout.gated],)
     targets = config.get("target_parameters") or ()
-    targeted = [name for name in (*up_parameters, "down_proj") if _is_targeted(f"{module}.{name}", targets)]
+    targeted = [name for name in (*up_parameters, "down_proj") if is_targeted(f"{module}.{name}", targets)]
     if sorted(nested) != list(range(len(targeted))) or any(len(pair) != 2 for pair in nested.values()):
         raise bad_value(
             module,
@@ -251,7 +221,7 @@ def _read_stacked(
     found: dict[str, StackedLora] = {}
     counts = set()
     for nesting, name in enumerate(reversed(targeted)):
-        rank, scaling = _rank_and_scaling(config, f"{module}.{name}")
+        rank, scaling = rank_and_scaling(config, f"{module}.{name}")
         a, b = nested[nesting]["A"], nested[nesting]["B"]
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] % rank or a.shape[0] != b.shape[1]:
             raise bad_value(
@@ -293,11 +263,11 @@ def _is_swapped(
     if not possible:
         shapes = {
             name: (tuple(pair.lora_A.shape), tuple(pair.lora_B.shape))
-            for name, pair in ((_UP_PARAMETERS[gated], gate_up), ("down_proj", down))
+            for name, pair in ((UP_PARAMETERS[gated], gate_up), ("down_proj", down))
             if pair is not None
         }
         wanted = "gate_up_proj and down_proj of the same experts" if layout is None else str(layout)
-        raise bad_value(f"{module}: shapes of lora_A and lora_B", f"those for {wanted}", shapes, _another_model(config))
+        raise bad_value(f"{module}: shapes of lora_A and lora_B", f"those for {wanted}", shapes, another_model(config))
     if len(possible) == 1:
         return possible[0]
     version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))  # 0.17 wrote none
@@ -325,7 +295,7 @@ def _read_single(module: str, tensors: dict[tuple[str, int, str], Tensor], confi
         for expert in experts:
             name = f"{module}.{expert}.{projection}"
             a, b = tensors[projection, expert, "A"], tensors[projection, expert, "B"]
-            rank, own_scaling = _rank_and_scaling(config, name)
+            rank, own_scaling = rank_and_scaling(config, name)
             scaling = own_scaling if scaling is None else scaling
             shapes = (tuple(a.shape), tuple(b.shape))
             first = (tensors[projection, 0, "A"].shape, tensors[projection, 0, "B"].shape)
@@ -346,107 +316,6 @@ def _read_single(module: str, tensors: dict[tuple[str, int, str], Tensor], confi
     return LoraFactors(**factors, scaling=scaling)
 
 
-def _another_model(config: dict[str, Any]) -> str:
-    return f"the adapter is for another model: its base model is {config.get('base_model_name_or_path')!r}"
-
-
 def _some(names: Iterable[str]) -> str:
     names = list(names) or ["none"]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _is_targeted(name: str, targets: Iterable[str]) -> bool:
-    """PEFT's own rule for target_parameters."""
-    return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def _rank_and_scaling(config: dict[str, Any], name: str) -> tuple[int, float]:
-    """What PEFT takes for the parameter or module of this name: the first pattern that matches, else the default."""
-
-    def look_up(patterns: str, default: str) -> Any:
-        for pattern, value in (config.get(patterns) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return value
-        return config.get(default)
-
-    rank, alpha = look_up("rank_pattern", "r"), look_up("alpha_pattern", "lora_alpha")
-    if not isinstance(rank, int) or rank < 1:
-        raise bad_value(f"{CONFIG_NAME}: r of {name}", "a whole number above 0", rank, "correct r or rank_pattern")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
-        raise bad_value(
-            f"{CONFIG_NAME}: lora_alpha of {name}",
-            "a finite number, not 0",
-            alpha,
-            "correct lora_alpha or alpha_pattern",
-        )
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _alpha_for(scaling: float, rank: int, use_rslora: bool) -> int | float:
-    """The alpha that PEFT divides to exactly this scaling; a whole number if there is one."""
-    divisor = math.sqrt(rank) if use_rslora else rank
-    product = scaling * divisor
-    if not math.isfinite(product) or product == 0:
-        raise bad_value("scaling", "a finite number, not 0", scaling, "leave the factors out to switch them off")
-    near = (round(product), product, math.nextafter(product, math.inf), math.nextafter(product, -math.inf))
-    return next((alpha for alpha in near if alpha / divisor == scaling), product)
-
-
-def scalings_of_others(
-    config: dict[str, Any], others: dict[str, Tensor]
-) -> tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]:
-    """Rank and scaling of each adapted module and, apart, of each parameter that target_parameters names."""
-    modules: dict[str, tuple[int, float]] = {}
-    parameters: dict[str, tuple[int, float]] = {}
-    for key, tensor in others.items():
-        match = _ORDINARY_A.fullmatch(key)
-        if match is None:
-            continue
-        leaves = {target.rpartition(".")[2] for target in config.get("target_parameters") or () if "." in target}
-        names = [f"{match['module']}.{leaf}" for leaf in sorted(leaves)]
-        names = [name for name in names if _is_targeted(name, config["target_parameters"])]
-        name = names[0] if names else match["module"]
-        rank, scaling = _rank_and_scaling(config, name)
-        if tensor.shape[0] != rank:
-            raise bad_value(
-                key, f"rank {rank}, as {CONFIG_NAME} says", tuple(tensor.shape), "correct r or rank_pattern"
-            )
-        (parameters if names else modules)[name] = (rank, scaling)
-    return modules, parameters
-
-
-def _config_to_write(adapter: Adapter, parameters: dict[str, tuple[int, float]]) -> dict[str, Any]:
-    config = adapter.config
-    modules, other_parameters = scalings_of_others(config, adapter.others)
-    use_rslora = bool(config.get("use_rslora"))
-    wanted = {
-        name: (rank, _alpha_for(scaling, rank, use_rslora))
-        for name, (rank, scaling) in (parameters | other_parameters | modules).items()
-    }
-    if not wanted:
-        raise bad_value("adapter", "factors of at least one layer", "none", "PEFT does not load an empty adapter")
-    (rank, alpha), _ = Counter(wanted.values()).most_common(1)[0]
-    possible = [f"{module}.{name}" for module in adapter.experts for name in (*_UP_PARAMETERS.values(), "down_proj")]
-    targets = config.get("target_parameters") or []
-    if any(_is_targeted(name, targets) != (name in parameters) for name in possible):
-        targets = [*parameters, *other_parameters]
-    return {
-        "base_model_name_or_path": None,
-        "bias": "none",
-        "inference_mode": True,
-        "task_type": None,
-        **config,
-        "peft_type": "LORA",
-        "peft_version": WRITTEN_VERSION,
-        "r": rank,
-        "lora_alpha": alpha,
-        "rank_pattern": {name: own for name, (own, _) in wanted.items() if own != rank},
-        "alpha_pattern": {name: own for name, (_, own) in wanted.items() if own != alpha},
-        "target_modules": sorted(modules),
-        "target_parameters": sorted(targets),
-        # PEFT refuses dropout on parameters; the rest would cut down the targets, which are given by name
-        "lora_dropout": 0.0 if adapter.experts else config.get("lora_dropout", 0.0),
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-    }

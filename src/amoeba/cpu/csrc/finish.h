@@ -4,18 +4,19 @@
 
 namespace {
 
-// Rows of bf16 that are written a panel at a time; where there are many, past the caches.
-struct RowsOut {
-  uint16_t* data = nullptr;
+// Rows that are written a panel at a time; where there are many, past the caches.
+template <class T>
+struct RowsOf {
+  T* data = nullptr;
   int64_t width = 0;
   bool stream = false;
 
   static constexpr int64_t STREAM_BYTES = 8 << 20;  // more than this has left the L2 cache before it is read again
 
-  RowsOut() = default;
-  RowsOut(uint16_t* rows, int64_t row_width, int64_t count, bool may_stream) : data(rows), width(row_width) {
+  RowsOf() = default;
+  RowsOf(T* rows, int64_t row_width, int64_t count, bool may_stream) : data(rows), width(row_width) {
     const bool whole_lines = uintptr_t(rows) % 64 == 0 && row_width % PANEL == 0;
-    stream = may_stream && whole_lines && count * row_width * int64_t(sizeof(uint16_t)) >= STREAM_BYTES;
+    stream = may_stream && whole_lines && count * row_width * int64_t(sizeof(T)) >= STREAM_BYTES;
   }
   void touch(int64_t row, int64_t column, Touches& touches) const {
     if (!stream) touches.add(data + row * width + column, width);
@@ -24,6 +25,7 @@ struct RowsOut {
     store_panel(data + row * width + column, left, right, count, stream);
   }
 };
+using RowsOut = RowsOf<uint16_t>;
 
 // Two halves of a panel of an fp32 vector per expert, or zeros.
 struct Bias {
@@ -48,8 +50,9 @@ struct FinishLow : TouchesNothing {
 };
 
 // sums + bias
+template <class T>
 struct FinishRows : TouchesNothing {
-  RowsOut out;
+  RowsOf<T> out;
   const float* bias;
 
   template <class Sums>
@@ -61,7 +64,7 @@ struct FinishRows : TouchesNothing {
   }
 };
 
-// h = sums + bias where it is asked for, and a = act(h), unless that is done later
+// h = sums + bias where it is asked for, and a = act(h), of the sums and not of what is left of them in bf16
 struct FinishUp : TouchesNothing {
   const Node& node;
   RowsOut h, a;
@@ -95,7 +98,7 @@ struct FinishUp : TouchesNothing {
     }
   }
 
-  // Gate and up in turns, or no gate, or whatever is activated later.
+  // Gate and up in turns, or no gate.
   template <bool ONLY_SILU, class Sums>
   void panel(int64_t expert, int64_t column, int64_t r, int64_t rows, const Sums& sums) const {
     const Activation& activation = node.activation;
@@ -109,7 +112,7 @@ struct FinishUp : TouchesNothing {
         for (int64_t k = 0; k < TILE; ++k) gate[k] = z[2 * k], up[k] = z[2 * k + 1];
         const V value = activate<ONLY_SILU>(load(gate), load(up), activation);
         store_some(a.data + (r + i) * a.width + column / 2, value, sums.width / 2);
-      } else if (!activation.gated) {
+      } else {
         a.put(r + i, column, activate<ONLY_SILU>(left, left, activation),
               activate<ONLY_SILU>(right, right, activation), sums.width);
       }

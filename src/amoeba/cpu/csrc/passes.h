@@ -4,7 +4,8 @@
 //   backward  (h again, where it was not kept) | c dy B | dA' = dy W2: ds, a, dh | c dh B | dx rows = dh W1 and the
 //             gradients of the factors | sums of dx rows and of ds | gradients of the weights, where they are asked for
 //
-// Rows between the phases are bf16, sums fp32; every sum has one order, whatever the number of threads.
+// Rows between the phases are bf16, sums fp32 until they are activated; every sum has one order, whatever the number of
+// threads.
 #pragma once
 #include "finish.h"
 #include "thin_gradient.h"
@@ -23,12 +24,14 @@ constexpr int64_t ALONE = 1 << 16; // additions that are not worth calling the o
 // What a pass takes of the pool's scratch.
 struct ForwardMemory {
   int32_t *map, *token;
+  float* sums;
   uint16_t *h, *low, *a, *down_low, *rows;
   ForwardMemory(Pieces& pieces, const Node& n, const Batch& b) {
     const int64_t slots = b.slots();
     map = pieces.take_unless(b.map, RowMap::size(n.experts, slots));
     token = pieces.take<int32_t>(slots);
-    h = n.activates_later() ? pieces.take_unless(b.h, slots * n.width) : b.h;
+    sums = n.activates_later() ? pieces.take<float>(slots * n.width) : nullptr;
+    h = b.h;
     low = pieces.take_unless(b.low, slots * n.low_width());
     a = pieces.take<uint16_t>(slots * n.intermediate);
     down_low = pieces.take_unless(b.down_low, slots * n.down_low_width());
@@ -39,11 +42,12 @@ struct ForwardMemory {
 struct BackwardMemory {
   int32_t *map, *token;
   uint16_t *h, *low, *a, *down_low, *dlow, *down_dlow, *dh, *rows;
-  float* ds;
+  float *sums, *ds;
   BackwardMemory(Pieces& pieces, const Node& n, const Batch& b) {
     const int64_t slots = b.slots();
     map = pieces.take_unless(b.map, RowMap::size(n.experts, slots));
     token = pieces.take<int32_t>(slots);
+    sums = n.activates_later() && !b.h ? pieces.take<float>(slots * n.width) : nullptr;
     h = pieces.take_unless(b.h, slots * n.width);
     low = pieces.take_unless(b.low, slots * n.low_width());
     a = pieces.take<uint16_t>(slots * n.intermediate);
@@ -78,10 +82,10 @@ class Run {
   void forward(float* y) {
     const auto m = memory<ForwardMemory>();
     sort(m.map, m.token, true);
-    up(m.h, m.low, m.a);
+    up(m.sums, m.h, m.low, m.a);
     low(LOW_DOWN, node_.down_a, rows_of(m.a, node_.intermediate), m.down_low);
     multiply(product(node_.down, node_.down_b, m.down_low), rows_of(m.a, node_.intermediate),
-             FinishRows{{}, {m.rows, node_.hidden, owned_, true}, node_.down_bias});
+             FinishRows<uint16_t>{{}, {m.rows, node_.hidden, owned_, true}, node_.down_bias});
     clock_.end_of(DOWN);
     combine(m.rows, batch_.weight, y);
     clock_.end_of(COMBINE);
@@ -91,17 +95,20 @@ class Run {
     const auto m = memory<BackwardMemory>();
     const int64_t I = node_.intermediate, J = node_.width, H = node_.hidden;
     sort(m.map, m.token, !batch_.map);
-    if (!batch_.h)
-      up(m.h, m.low, m.a);
-    else if (!batch_.low && (g.gate_b || g.up_b))
+    if (!batch_.h) {
+      up(m.sums, m.h, m.low, m.a);
+      // now, as in forward: from the next product on, a is that of h in bf16
+      if (!batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, rows_of(m.a, I), m.down_low);
+    } else if (!batch_.low && (g.gate_b || g.up_b)) {
       low(LOW_UP, node_.up_a, rows_by(token_, batch_.x, batch_.x_stride), m.low);
+    }
     const auto dy = rows_by(token_, g.dy, g.dy_stride);
     low(BACK_LOW_DOWN, node_.down_b_transposed, dy, m.down_dlow);
     multiply(product(node_.down_transposed, node_.down_a_transposed, m.down_dlow), dy,
              FinishDown{node_, m.h, batch_.weight, map_.order, {m.a, I, owned_, false}, {m.dh, J, owned_, false}, m.ds,
                         batch_.slots()});
     clock_.end_of(BACK_DOWN);
-    if (!batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, rows_of(m.a, I), m.down_low);
+    if (batch_.h && !batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, rows_of(m.a, I), m.down_low);
     low(BACK_LOW_UP, node_.up_b_transposed, rows_of(m.dh, J), m.dlow);
 
     ThinProduct up_a, up_b, down_a, down_b;
@@ -169,22 +176,28 @@ class Run {
     clock_.end_of(phase);
   }
 
-  // h where it is asked for, and a.
-  void up(uint16_t* h, uint16_t* low_rows, uint16_t* a) {
+  // h where it is asked for, and a; `sums` where gate and up do not come at the same time.
+  void up(float* sums, uint16_t* h, uint16_t* low_rows, uint16_t* a) {
     const int64_t I = node_.intermediate, J = node_.width;
     const auto x = rows_by(token_, batch_.x, batch_.x_stride);
     low(LOW_UP, node_.up_a, x, low_rows);
     Product p = product(node_.gate_up, node_.up_b, low_rows);
-    if (node_.has_paired_panels()) p.second = p.units /= 2;
-    multiply(p, x, FinishUp{{}, node_, {h, J, owned_, !node_.activates_later()}, {a, I, owned_, false}});
+    if (!node_.activates_later()) {
+      if (node_.has_paired_panels()) p.second = p.units /= 2;
+      multiply(p, x, FinishUp{{}, node_, {h, J, owned_, true}, {a, I, owned_, false}});
+      return clock_.end_of(UP);
+    }
+    multiply(p, x, FinishRows<float>{{}, {sums, J, owned_, false}, node_.gate_up_bias});
     clock_.end_of(UP);
-    if (!node_.activates_later()) return;
     in_blocks(owned_, J, [&](int64_t from, int64_t to) {
-      for (int64_t r = from; r < to; ++r)
+      for (int64_t r = from; r < to; ++r) {
+        const float* row = sums + r * J;
+        for (int64_t j = 0; h && j < J; j += TILE) store_some(h + r * J + j, load_some(row + j, J - j), J - j);
         for (int64_t i = 0; i < I; i += TILE) {
-          const V gate = load_some(h + r * J + i, I - i), up = load_some(h + r * J + I + i, I - i);
-          store_some(a + r * I + i, activate<false>(gate, up, node_.activation), I - i);
+          const V value = activate<false>(load_some(row + i, I - i), load_some(row + I + i, I - i), node_.activation);
+          store_some(a + r * I + i, value, I - i);
         }
+      }
     });
     clock_.end_of(ACTIVATE);
   }
@@ -197,7 +210,7 @@ class Run {
     std::vector<Job> jobs;
     if (wants_x) jobs = list_jobs(p, node_.experts, map_.first, pool_.threads());
     const std::vector<ThinJob> thin_jobs = list_thin_jobs(products, node_.experts, map_.first, pool_.threads());
-    const FinishRows finish{{}, {rows, node_.hidden, owned_, true}, nullptr};
+    const FinishRows<uint16_t> finish{{}, {rows, node_.hidden, owned_, true}, nullptr};
     const int64_t large = int64_t(jobs.size());
     pool_.run(large + int64_t(thin_jobs.size()), [&](int64_t i) {
       if (i < large) return run_job(p, jobs[i], rows_of(dh, node_.width), finish);
