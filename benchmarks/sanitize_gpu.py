@@ -78,8 +78,8 @@ def control_kernel(out, CONVERT: gl.constexpr):
 
 
 def run_control(convert: bool) -> None:
-    """Three partitions that write to memory of their own, the last with one warp, as that which loads has in our kernels;
-    with `convert` the other two have a barrier among their own warps."""
+    """Three partitions that write to memory of their own, the last with one warp, as the loading
+    one has in our kernels; with `convert` the other two have a barrier among their own warps."""
     out = torch.zeros(3 * 1024, dtype=torch.int32, device="cuda")
     control_kernel[(132,)](out, convert, num_warps=4)
     torch.cuda.synchronize()

@@ -163,8 +163,9 @@ class TestFewTokensOnTheCpu:
 
     def test_more_of_them_are_not_decoded(self):
         layer = Layer(rank=5)
-        layer.expert_TK = self.IDS[:1].expand(9, -1)
-        layer.tensors |= {"x": normal(9, H, seed=1), "weight": normal(9, 3, seed=2).abs()}
+        tokens = cpu.DECODE_ROWS // 3 + 1
+        layer.expert_TK = self.IDS[:1].expand(tokens, -1)
+        layer.tensors |= {"x": normal(tokens, H, seed=1), "weight": normal(tokens, 3, seed=2).abs()}
         with torch.no_grad(), pytest.raises(AssertionError, match="not decoded"):
             layer.run("cpu")
 

@@ -47,7 +47,7 @@ _SIGNATURES = {
     **dict.fromkeys(("amoeba_decode_f32", "amoeba_decode_bf16"), (
         _INT64, _INT64, _INT64, _INT64, _INT64, _INT64,     # tokens, top_k, experts, hidden, intermediate, width
         _POINTER, _INT64, _POINTER, _POINTER,               # x, stride, expert ids, weights
-        _POINTER, _INT64, _INT64, _POINTER,                 # gate_up, its strides, bias
+        _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # gate_up, its strides, bias, added rows
         _POINTER, _INT64, _INT64, _POINTER,                 # down, its strides, bias
         _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
         _POINTER, _POINTER, _POINTER, _POINTER, _INT,       # scratch h, a and order, y, threads
@@ -163,10 +163,12 @@ class Core:
         gate_up_bias_EJ: Tensor | None,
         down_bias_EH: Tensor | None,
         activation: Activation,
+        added_NJ: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The whole layer for a few tokens in one call, in fp32: y (T, H), and the activations of the slots (N, I).
 
         Weights are fp32 or bf16, contiguous along the last dimension. Activations of nobody's slots hold anything.
+        added_NJ: what each slot's h gets on top.
         """
         tokens, hidden = x_TH.shape
         top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]
@@ -174,8 +176,9 @@ class Core:
         assert expert_TK.is_contiguous() and expert_TK.dtype == torch.int64
         assert weight_TK.is_contiguous() and weight_TK.dtype == x_TH.dtype == torch.float32
         assert gate_up_EJH.dtype == down_EHI.dtype
-        for bias in (gate_up_bias_EJ, down_bias_EH):
-            assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32)
+        for added in (gate_up_bias_EJ, down_bias_EH, added_NJ):
+            assert added is None or (added.is_contiguous() and added.dtype == torch.float32)
+        assert added_NJ is None or added_NJ.shape == (tokens * top_k, width)
         slots = tokens * top_k
         scratch = torch.empty(slots * (width + intermediate + 2))  # h, a and a list of slots in 8-byte integers
         y_TH = torch.empty((tokens, hidden))
@@ -184,6 +187,7 @@ class Core:
             tokens, top_k, experts, hidden, intermediate, width,
             x_TH.data_ptr(), x_TH.stride(0), expert_TK.data_ptr(), weight_TK.data_ptr(),
             gate_up_EJH.data_ptr(), gate_up_EJH.stride(0), gate_up_EJH.stride(1), _address(gate_up_bias_EJ),
+            _address(added_NJ),
             down_EHI.data_ptr(), down_EHI.stride(0), down_EHI.stride(1), _address(down_bias_EH),
             _KINDS[activation.kind], activation.interleaved, activation.alpha, activation.limit, activation.up_shift,
             h + 8 * slots, h + 4 * slots * (width + 2), h, y_TH.data_ptr(), torch.get_num_threads(),

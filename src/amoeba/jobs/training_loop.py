@@ -104,7 +104,8 @@ class WatchedTrainer(Trainer):
                 loss = loss + log.settings.z_loss_coefficient / log.settings.accumulation * z_loss
         else:
             predicted = int((inputs["labels"][:, 1:] != NO_LABEL).sum())
-            self._evaluated.append((predicted, float(loss)))
+            if predicted:  # else the mean is of nothing
+                self._evaluated.append((predicted, float(loss)))
         return (loss, outputs) if return_outputs else loss
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -112,9 +113,11 @@ class WatchedTrainer(Trainer):
         which a short answer's tokens count more than a long one's and the size of a batch shows."""
         self._evaluated: list[tuple[int, float]] = []  # tokens and mean loss of each batch
         output = super().evaluation_loop(*args, **options)
-        predicted = sum(count for count, _ in self._evaluated)
+        sums = [sum(count * loss for count, loss in self._evaluated), sum(count for count, _ in self._evaluated)]
+        everywhere = torch.tensor(sums, dtype=torch.float64, device=self.args.device)
+        total, predicted = self.accelerator.reduce(everywhere, "sum").tolist()
         assert output.metrics is not None
-        output.metrics["eval_loss"] = sum(count * loss for count, loss in self._evaluated) / predicted
+        output.metrics["eval_loss"] = total / predicted if predicted else math.nan
         return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

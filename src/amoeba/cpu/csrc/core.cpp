@@ -431,13 +431,14 @@ inline float act(float z, int kind, float alpha) {
 }
 
 // A few tokens through their experts, weights read where they lie and once per expert:
-// y_t = sum_k s . (act(x W1^T + b1) W2^T + b2). h and a are scratch of tokens * top_k rows, order of as many ints.
+// y_t = sum_k s . (act(x W1^T + b1 + added) W2^T + b2). h and a are scratch of tokens * top_k rows, order of as many ints;
+// added, rows of h that each slot gets on top, may be null.
 // Weights are contiguous along the summed dimension.
 template <class Weight>
 void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate,
                        int64_t width, const float* x, int64_t x_stride, const int64_t* expert, const float* scale,
                        const Weight* gate_up, int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias,
-                       const Weight* down, int64_t down_e, int64_t down_row, const float* down_bias, int kind,
+                       const float* added, const Weight* down, int64_t down_e, int64_t down_row, const float* down_bias, int kind,
                        int interleaved, float alpha, float limit, float up_shift, float* h, float* a, int64_t* order,
                        float* y, int threads) {
   const bool gated = width != intermediate;
@@ -473,7 +474,10 @@ void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int6
       for (int64_t r = 0; r < count; ++r) rows[r] = x + slot[r] / top_k * x_stride;
       const auto project = [&](int64_t from, int64_t to) {
         each_weight_row(w, gate_up_row, from, to, count, rows, hidden, [&](int64_t j, const float* products) {
-          for (int64_t r = 0; r < count; ++r) h[slot[r] * width + j] = products[r] + (b ? b[j] : 0.0f);
+          for (int64_t r = 0; r < count; ++r) {
+            const int64_t i = slot[r] * width + j;
+            h[i] = products[r] + (b ? b[j] : 0.0f) + (added ? added[i] : 0.0f);
+          }
         });
       };
       if (!gated) {
@@ -615,14 +619,14 @@ void amoeba_swiglu_backward_f32(int64_t rows, int64_t intermediate, const float*
 }
 
 #define AMOEBA_DECODE(NAME, Weight)                                                                                   \
-  void NAME(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate, int64_t width,             \
-      const float *x, int64_t x_stride, const int64_t *expert, const float *scale, const Weight *gate_up,            \
-      int64_t gate_up_e, int64_t gate_up_row, const float *gate_up_bias, const Weight *down, int64_t down_e,         \
-      int64_t down_row, const float *down_bias, int kind, int interleaved, float alpha, float limit, float up_shift, \
-      float *h, float *a, int64_t *order, float *y, int threads) {                                                       \
+  void NAME(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate, int64_t width,      \
+            const float* x, int64_t x_stride, const int64_t* expert, const float* scale, const Weight* gate_up,       \
+            int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias, const float* added, const Weight* down, \
+            int64_t down_e, int64_t down_row, const float* down_bias, int kind, int interleaved, float alpha,         \
+            float limit, float up_shift, float* h, float* a, int64_t* order, float* y, int threads) {                 \
     decode<Weight>(tokens, top_k, experts, hidden, intermediate, width, x, x_stride, expert, scale, gate_up,          \
-                   gate_up_e, gate_up_row, gate_up_bias, down, down_e, down_row, down_bias, kind, interleaved, alpha, \
-                   limit, up_shift, h, a, order, y, threads);                                                         \
+                   gate_up_e, gate_up_row, gate_up_bias, added, down, down_e, down_row, down_bias, kind, interleaved, \
+                   alpha, limit, up_shift, h, a, order, y, threads);                                                  \
   }
 AMOEBA_DECODE(amoeba_decode_f32, float)
 AMOEBA_DECODE(amoeba_decode_bf16, Bf16)
