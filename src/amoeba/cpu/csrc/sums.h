@@ -1,5 +1,5 @@
 // Sums of up to 32 packed rows with one panel of 32 columns, in three ways: AMX tiles, AVX-512 dot products, plain
-// vectors (AVX2, NEON, ...). A way has
+// vectors of whatever the machine has (plain_words.h: AVX-512 without bf16, AVX2, NEON, ...). A way has
 //
 //   Way::multiply<Kind>(depth, rows, sums)      // sums (32 x 32) are written where there are rows
 //
@@ -93,6 +93,9 @@ struct PlainRows {
 
     template <int W, class Rows>
     void add(const Rows& rows, int w, const uint32_t* words) {
+#ifdef __aarch64__
+      asm volatile("" ::: "memory");  // else GCC loads later words meanwhile, and sums leave the registers
+#endif
       typename Of::Columns columns[COUNT];
 #pragma GCC unroll 8
       for (int v = 0; v < COUNT; ++v) {
