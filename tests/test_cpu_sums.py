@@ -64,7 +64,8 @@ def test_this_arm_machine_has_the_same_sums(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not (CROSS_COMPILER and EMULATOR), reason="needs aarch64-linux-gnu-g++ and qemu-aarch64-static to emulate 64-bit ARM"
+    not (CROSS_COMPILER and EMULATOR),
+    reason="needs aarch64-linux-gnu-g++ and qemu-aarch64-static to emulate 64-bit ARM",
 )
 @pytest.mark.parametrize("architecture", ARM, ids=lambda name: f"{name}: {ARM[name]}")
 def test_every_instruction_set_of_arm_has_the_same_sums(architecture: str, tmp_path: Path) -> None:
