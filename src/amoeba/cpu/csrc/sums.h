@@ -62,7 +62,7 @@ struct PlainRows {
   static void sums(const Depth& depth, int64_t first, Sum* out) {
     constexpr int COLUMNS = R * PANEL / LANES <= MOST_SUMS ? PANEL : TILE;
     for (int column = 0; column < PANEL; column += COLUMNS)
-      Block<R, COLUMNS, Sum>().run(depth, first, column, out + first * PANEL + column);
+      Block<R, COLUMNS, Sum>::run(depth, first, column, out + first * PANEL + column);
   }
 
  private:
@@ -71,11 +71,14 @@ struct PlainRows {
     using Of = Arithmetic<Sum>;
     using Vector = typename Of::Vector;
     static constexpr int COUNT = COLUMNS / LANES;
-    Vector sum[R][COUNT] = {};
 
-    void run(const Depth& depth, int64_t first, int column, Sum* out) {
+    [[gnu::noinline]]  // one copy for all products: two thirds of the time that the compiler took
+    static void run(const Depth& depth, int64_t first, int column, Sum* out) {
+      Vector sum[R][COUNT] = {};
       if (depth.add)
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
           for (int v = 0; v < COUNT; ++v) std::memcpy(&sum[r][v], out + r * PANEL + v * LANES, sizeof(Vector));
       for (const Stretch* stretch : {&depth.whole, &depth.update}) {
         const uint32_t* a = stretch->rows + first / TILE * stretch->row_tile + first % TILE * TILE;
@@ -83,16 +86,18 @@ struct PlainRows {
         for (int64_t t = 0; t < stretch->tiles; ++t, a += TILE_WORDS, b += 2 * TILE_WORDS) {
           const typename Of::template Rows<R> rows(a);
           for (int w = 0; w < TILE; w += 4) {
-            add<0>(rows, w, b), add<1>(rows, w, b), add<2>(rows, w, b), add<3>(rows, w, b);
+            add<0>(sum, rows, w, b), add<1>(sum, rows, w, b), add<2>(sum, rows, w, b), add<3>(sum, rows, w, b);
           }
         }
       }
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int v = 0; v < COUNT; ++v) std::memcpy(out + r * PANEL + v * LANES, &sum[r][v], sizeof(Vector));
     }
 
     template <int W, class Rows>
-    void add(const Rows& rows, int w, const uint32_t* words) {
+    [[gnu::always_inline]] static void add(Vector (&sum)[R][COUNT], const Rows& rows, int w, const uint32_t* words) {
 #ifdef __aarch64__
       asm volatile("" ::: "memory");  // else GCC loads later words meanwhile, and sums leave the registers
 #endif
