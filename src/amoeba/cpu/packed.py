@@ -1,14 +1,13 @@
-"""Frozen expert weights packed once for the matrix units of this CPU, and products of sorted rows with them.
+"""Frozen expert weights packed once for the matrix units of this CPU, and which of those units products use.
 
-N routed rows · E experts · O out · I in; rows of one expert lie together, offs_E (int32) holds where each expert's end
+E experts · O out · I in
 
-    packed = PackedWeights.pack(weight_EOI, kind="int8")            # bf16 or fp32 in; the original may go
-    multiply_rows(packed, x_TI, offs_E, h_NO, index_N=token_N)      # h[n] = x[token[n]] · Wᵀ of n's expert
-    multiply_rows_transposed(packed, dh_NO, offs_E, dx_NI)          # dx[n] = dh[n] · W; packs it first
+    packed = PackedWeights.pack(weight_EOI, kind="int8")    # bf16 or fp32 in; the original may go
+    packed.transposed                                       # the same values for rows · W; made when first asked for
 
-Sums are in fp32 (bf16) or int32 (int8). int8 is symmetric: one scale per output channel of a weight, one per row.
-AMX tiles are used where the CPU has them, AVX-512 dot products where it has those, plain vectors elsewhere;
-AMOEBA_CPU_PATH=generic|avx512|amx asks for one of them. Rows past offs_E[-1] are neither read nor written.
+Products with them are in node.py. int8 is symmetric: one scale per output channel of a weight, one per row. AMX tiles
+are used where the CPU has them, AVX-512 dot products where it has those, plain vectors elsewhere;
+AMOEBA_CPU_PATH=generic|avx512|amx asks for one of them.
 """
 
 from __future__ import annotations
@@ -48,12 +47,6 @@ _SIGNATURES = {
         _INT, _INT64, _INT64, _INT64,                           # int8, experts, columns, depth
         _POINTER, _POINTER, _POINTER, _INT,                     # packed, transposed, sum, threads
     )),
-    "amoeba_packed_rows": (None, (
-        _INT, _INT, _INT64, _POINTER,                           # path, int8, experts, offs
-        _POINTER, _INT64, _POINTER,                             # rows, stride, index
-        _POINTER, _POINTER, _POINTER, _POINTER,                 # packed, scale, sum, scale of the summed dimension
-        _INT64, _INT64, _POINTER, _INT64, _INT, _INT,           # depth, columns, out, stride, fp32, threads
-    )),
 }
 # fmt: on
 
@@ -77,7 +70,6 @@ class PackedLibrary:
         self.bytes_per_expert = library.amoeba_packed_bytes
         self.pack = library.amoeba_pack
         self.pack_transposed = library.amoeba_pack_transposed
-        self.rows = library.amoeba_packed_rows
 
 
 @functools.cache
@@ -177,36 +169,6 @@ class PackedWeights:
         return _Packing(data, self.in_features, self.out_features, sum_EI, depth_scale_ED=forward.column_scale_EC)
 
 
-def multiply_rows(
-    packed: PackedWeights, rows: Tensor, offs_E: Tensor, out: Tensor, index_N: Tensor | None = None
-) -> None:
-    """out[n] (O) = rows[n] or rows[index[n]] (I) · Wᵀ of n's expert; rows bf16, out bf16 or fp32."""
-    _multiply(packed, packed.forward, rows, offs_E, out, index_N)
-
-
-def multiply_rows_transposed(
-    packed: PackedWeights, rows: Tensor, offs_E: Tensor, out: Tensor, index_N: Tensor | None = None
-) -> None:
-    """out[n] (I) = rows[n] or rows[index[n]] (O) · W of n's expert; rows bf16, out bf16 or fp32."""
-    _multiply(packed, packed.transposed, rows, offs_E, out, index_N)
-
-
-def _multiply(
-    packed: PackedWeights, packing: _Packing, rows: Tensor, offs_E: Tensor, out: Tensor, index_N: Tensor | None
-) -> None:
-    _check_offs(offs_E, packed.experts, out.shape[0])
-    _check_matrix("rows", rows, packing.depth, (torch.bfloat16,))
-    _check_matrix("out", out, packing.columns, (torch.bfloat16, torch.float32))
-    _check_index(rows, index_N, owned=int(offs_E[-1]), count=out.shape[0])
-    load_packed().rows(
-        current_path(), packed.kind == "int8", packed.experts, offs_E.data_ptr(),
-        rows.data_ptr(), rows.stride(0), _address(index_N),
-        packing.data.data_ptr(), _address(packing.column_scale_EC), _address(packing.sum_EC),
-        _address(packing.depth_scale_ED), packing.depth, packing.columns,
-        out.data_ptr(), out.stride(0), out.dtype == torch.float32, torch.get_num_threads(),
-    )  # fmt: skip
-
-
 def _empty_packing(kind: PackedKind, experts: int, columns: int, depth: int) -> Tensor:
     size = load_packed().bytes_per_expert(kind == "int8", columns, depth)
     return empty_in_huge_pages(experts, size).view(_STORAGE[kind])
@@ -222,34 +184,3 @@ def empty_in_huge_pages(*shape: int) -> Tensor:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _check_offs(offs_E: Tensor, experts: int, count: int) -> None:
-    assert offs_E.shape == (experts,) and offs_E.dtype == torch.int32 and offs_E.is_contiguous(), (
-        f"offs_E is int32 ({experts},), contiguous, got {offs_E.dtype} {tuple(offs_E.shape)}"
-    )
-    ends = offs_E.tolist()
-    assert all(a <= b for a, b in zip([0, *ends], [*ends, count], strict=True)), (
-        f"offs_E rises from 0 to at most {count}, got {ends}"
-    )
-
-
-def _check_matrix(name: str, matrix: Tensor, columns: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    assert matrix.dtype in dtypes and matrix.device.type == "cpu", (
-        f"{name}: {' or '.join(map(str, dtypes))} on the CPU, got {matrix.dtype} on {matrix.device}"
-    )
-    assert matrix.dim() == 2 and matrix.shape[1] == columns, f"{name}: (rows, {columns}), got {tuple(matrix.shape)}"
-    assert matrix.stride(1) == 1 or columns == 1, f"{name}: contiguous along a row, strides are {matrix.stride()}"
-    assert not matrix.requires_grad or not torch.is_grad_enabled(), f"{name}: autograd does not see these products"
-
-
-def _check_index(rows: Tensor, index_N: Tensor | None, owned: int, count: int) -> None:
-    if index_N is None:
-        assert rows.shape[0] >= owned, f"{owned} rows belong to experts, got {rows.shape[0]}"
-        return
-    assert index_N.shape == (count,) and index_N.dtype == torch.int64 and index_N.is_contiguous(), (
-        f"index_N is int64 ({count},), contiguous, got {index_N.dtype} {tuple(index_N.shape)}"
-    )
-    if owned:
-        low, high = index_N[:owned].aminmax()
-        assert low >= 0 and high < rows.shape[0], f"index_N points into {rows.shape[0]} rows, got {low} to {high}"

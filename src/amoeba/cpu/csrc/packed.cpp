@@ -1,19 +1,15 @@
-// Products of sorted rows with frozen weights that were packed once, in bf16 or int8, all experts in one job list.
-//
-// The layout is in words.h, the sums in sums.h, the jobs in product.h. The caller checked its tensors.
+// Frozen weights packed once, in bf16 or int8, in the layout of words.h; what multiplies them is node.cpp. The caller
+// checked its tensors.
 #include <atomic>
 #include <cerrno>
 
 #include "pack.h"
-#include "product.h"
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace {
-
-constexpr int64_t STREAM_BYTES = 8 << 20;  // an output larger than this has left the L2 cache before it is read again
 
 template <class Job>
 void run_jobs(int64_t count, [[maybe_unused]] int threads, const Job& job) {
@@ -23,20 +19,6 @@ void run_jobs(int64_t count, [[maybe_unused]] int threads, const Job& job) {
 #endif
   for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) job(i);
 }
-
-template <class Out>
-struct Target : TouchesNothing {
-  Out* out;
-  int64_t stride;
-  // Whole lines are not read before they are written: 1.2 instead of 1.03 TFLOP/s (256 rows, 2048 x 1536, one core).
-  bool stream;
-
-  template <class Sums>
-  void operator()(const Job&, int64_t unit, int64_t row, int64_t rows, const Sums& sums, const Sums&) const {
-    for (int64_t r = 0; r < rows; ++r)
-      store_panel(out + (row + r) * stride + unit * PANEL, sums.at(r, 0), sums.at(r, 1), sums.width, stream);
-  }
-};
 
 }  // namespace
 
@@ -106,31 +88,6 @@ void amoeba_pack_transposed(int int8, int64_t experts, int64_t columns, int64_t 
     else
       turn_bf16(columns, depth, words, reinterpret_cast<uint32_t*>(out));
   });
-}
-
-// out[rows of e] = rows_of(e) . packed_e; rows past offs[experts-1] are neither read nor written.
-void amoeba_packed_rows(int path, int int8, int64_t experts, const int32_t* offs, const uint16_t* rows,
-                        int64_t row_stride, const int64_t* index, const void* packed, const float* weight_scale,
-                        const int32_t* weight_sum, const float* depth_scale, int64_t depth, int64_t columns, void* out,
-                        int64_t out_stride, int out_is_float, int threads) {
-  Product p;
-  p.weights = {static_cast<const uint32_t*>(packed), weight_scale, weight_sum, depth_scale, depth, columns,
-               tiles_of(depth, int8 ? Int8::PER_WORD : Bf16::PER_WORD), {}};
-  p.path = Path(path);
-  p.int8 = int8 != 0;
-  p.units = p.weights.panels();
-  std::vector<int32_t> first(experts + 1, 0);
-  std::copy_n(offs, experts, first.begin() + 1);
-  const std::vector<Job> jobs = list_jobs(p, experts, first.data(), threads);
-  const auto row = [=](int64_t r) { return rows + (index ? index[r] : r) * row_stride; };
-  const auto multiply = [&](auto* target) {
-    const int64_t size = sizeof(*target);
-    const bool stream = uintptr_t(out) % 64 == 0 && out_stride * size % 64 == 0 && columns % PANEL == 0 &&
-                        first[experts] * columns * size >= STREAM_BYTES;
-    const Target<std::remove_pointer_t<decltype(target)>> finish{{}, target, out_stride, stream};
-    run_jobs(int64_t(jobs.size()), threads, [&](int64_t i) { run_job(p, jobs[i], row, finish); });
-  };
-  out_is_float ? multiply(static_cast<float*>(out)) : multiply(static_cast<uint16_t*>(out));
 }
 
 }  // extern "C"

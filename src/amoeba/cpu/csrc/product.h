@@ -98,7 +98,7 @@ inline void pack_row_int8(const uint16_t* row, int64_t depth, int64_t tiles, con
   *scale = nothing ? 0 : float_of(largest) / 127;
   for (int64_t t = 0; t < tiles; ++t) {
     uint8_t q[STEP];
-    for (int64_t k = 0; k < STEP; ++k) q[k] = uint8_t(int(values[t * STEP + k] * inverse + 128.5f));
+    for (int64_t k = 0; k < STEP; ++k) q[k] = uint8_t(int(values[t * STEP + k] * inverse + 128.5f) - 128 + ROW_OFFSET);
     std::memcpy(out + t * TILE_WORDS, q, sizeof(q));
   }
 }
@@ -150,7 +150,7 @@ struct Finished<Int8> {
     const int64_t first = expert * p.weights.columns + panel * PANEL;
     for (int64_t n = 0; n < PANEL; ++n) {
       column_scale[n] = n >= width ? 0 : p.weights.column_scale ? p.weights.column_scale[first + n] : 1;
-      offset[n] = n >= width ? 0 : 128 * p.weights.sum[first + n];
+      offset[n] = n >= width ? 0 : ROW_OFFSET * p.weights.sum[first + n];
     }
   }
   void of_rows(const float* scales) { row_scale = scales; }

@@ -1,11 +1,11 @@
 // Sums of up to 32 packed rows with one panel of 32 columns, in three ways: AMX tiles, AVX-512 dot products, plain
-// vectors (AVX2, NEON, ...). A way has
+// vectors of whatever the machine has (plain_words.h: AVX-512 without bf16, AVX2, NEON, ...). A way has
 //
 //   Way::multiply<Kind>(depth, rows, sums)      // sums (32 x 32) are written where there are rows
 //
 // and an object of type Way::Registers lives around its use.
 #pragma once
-#include "words.h"
+#include "plain_words.h"
 
 namespace {
 
@@ -53,64 +53,67 @@ struct Depth {
 
 // ------------------------------------------------------------------------------------------------- plain vectors
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
-typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int32_t Integers __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-
-inline Floats add_word(Floats sum, uint32_t a, Words b) {
-  const Floats low = (Floats)(b << 16), high = (Floats)(b & 0xffff0000u);
-  return sum + low * float_of(a << 16) + high * float_of(a & 0xffff0000u);
-}
-inline Integers add_word(Integers sum, uint32_t a, Words b) {
-#pragma GCC unroll 4
-  for (int q = 0; q < 4; ++q) sum += ((Integers)(b << (24 - 8 * q)) >> 24) * int32_t(a >> (8 * q) & 255);
-  return sum;
-}
-
-template <class Sum>
-struct VectorOf;
-template <>
-struct VectorOf<float> { using type = Floats; };
-template <>
-struct VectorOf<int32_t> { using type = Integers; };
-
 struct PlainRows {
-  static constexpr int ROWS = 4;  // with 16 columns in 4 NEON, 2 AVX or 1 AVX-512 registers: at most 16 sums
+  static constexpr int ROWS = LANES == 16 ? 8 : 4;
+  static constexpr int MOST_SUMS = LANES == 8 ? 8 : 16;  // half of the registers: AVX2 has 16, AVX-512 and NEON have 32
+  static constexpr int64_t AHEAD = 4 * 512;              // words: 8 KiB of weights are under way, past the page
+
   template <int R, class Sum>
   static void sums(const Depth& depth, int64_t first, Sum* out) {
-    using Vector = typename VectorOf<Sum>::type;
-    constexpr int COUNT = TILE / LANES;
-    for (int half = 0; half < 2; ++half) {
+    constexpr int COLUMNS = R * PANEL / LANES <= MOST_SUMS ? PANEL : TILE;
+    for (int column = 0; column < PANEL; column += COLUMNS)
+      Block<R, COLUMNS, Sum>::run(depth, first, column, out + first * PANEL + column);
+  }
+
+ private:
+  template <int R, int COLUMNS, class Sum>
+  struct Block {
+    using Of = Arithmetic<Sum>;
+    using Vector = typename Of::Vector;
+    static constexpr int COUNT = COLUMNS / LANES;
+
+    [[gnu::noinline]]  // one copy for all products: node.cpp compiles in 26 s instead of 37 (haswell, 2026-11-15)
+    static void run(const Depth& depth, int64_t first, int column, Sum* out) {
       Vector sum[R][COUNT] = {};
       if (depth.add)
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-          for (int v = 0; v < COUNT; ++v)
-            sum[r][v] = *reinterpret_cast<Vector*>(out + (first + r) * PANEL + half * TILE + v * LANES);
+#pragma GCC unroll 8
+          for (int v = 0; v < COUNT; ++v) std::memcpy(&sum[r][v], out + r * PANEL + v * LANES, sizeof(Vector));
       for (const Stretch* stretch : {&depth.whole, &depth.update}) {
         const uint32_t* a = stretch->rows + first / TILE * stretch->row_tile + first % TILE * TILE;
-        for (int64_t t = 0; t < stretch->tiles; ++t)
-          for (int64_t w = 0; w < TILE; ++w) {
-            const uint32_t* words = stretch->columns + (2 * t + half) * TILE_WORDS + w * TILE;
-#pragma GCC unroll 4
-            for (int v = 0; v < COUNT; ++v) {
-              const Words right = *reinterpret_cast<const Words*>(words + v * LANES);
-#pragma GCC unroll 4
-              for (int r = 0; r < R; ++r) sum[r][v] = add_word(sum[r][v], a[t * TILE_WORDS + r * TILE + w], right);
-            }
+        const uint32_t* b = stretch->columns + column / TILE * TILE_WORDS;
+        for (int64_t t = 0; t < stretch->tiles; ++t, a += TILE_WORDS, b += 2 * TILE_WORDS) {
+          const typename Of::template Rows<R> rows(a);
+          for (int w = 0; w < TILE; w += 4) {
+            add<0>(sum, rows, w, b), add<1>(sum, rows, w, b), add<2>(sum, rows, w, b), add<3>(sum, rows, w, b);
           }
+        }
       }
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
-        for (int v = 0; v < COUNT; ++v)
-          *reinterpret_cast<Vector*>(out + (first + r) * PANEL + half * TILE + v * LANES) = sum[r][v];
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; ++v) std::memcpy(out + r * PANEL + v * LANES, &sum[r][v], sizeof(Vector));
     }
-  }
+
+    template <int W, class Rows>
+    [[gnu::always_inline]] static void add(Vector (&sum)[R][COUNT], const Rows& rows, int w, const uint32_t* words) {
+#ifdef __aarch64__
+      asm volatile("" ::: "memory");  // else GCC loads later words meanwhile, and sums leave the registers
+#endif
+      typename Of::Columns columns[COUNT];
+#pragma GCC unroll 8
+      for (int v = 0; v < COUNT; ++v) {
+        const uint32_t* p = words + v * LANES / TILE * TILE_WORDS + (w + W) * TILE + v * LANES % TILE;
+        if (v * LANES % TILE == 0) __builtin_prefetch(p + AHEAD);
+        columns[v] = typename Of::Columns(p);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; ++v) sum[r][v] = Of::template add<W, R>(sum[r][v], rows, r, w, columns[v]);
+    }
+  };
 };
 
 // ------------------------------------------------------------------------------------------- AVX-512 dot products

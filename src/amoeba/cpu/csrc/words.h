@@ -4,7 +4,7 @@
 // 16 words x 16 columns (1 KiB: one AMX register, or sixteen AVX-512 registers), a panel is 32 columns:
 //   weights  [expert][panel][tile of depth][half of the panel][word][column]
 //   rows     [16 rows][tile of depth][row][word]          (packed per job, gathered on the way, zeros past the depth)
-// int8 rows are stored as q + 128 without sign, for VPDPBUSD and TDPBUSD; 128 . (sum of weights) is taken off again.
+// int8 rows are stored as q + ROW_OFFSET; ROW_OFFSET . (sum of weights) is taken off again.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -14,8 +14,11 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#if defined(__AVX512F__) || defined(__AMX_TILE__)
+#ifdef __SSE2__
 #include <immintrin.h>
+#endif
+#ifdef __ARM_NEON
+#include <arm_neon.h>
 #endif
 #ifdef __linux__
 #include <sys/mman.h>
@@ -27,6 +30,9 @@
 #if defined(AMOEBA_AVX512) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #define AMOEBA_AMX 1
 #endif
+#if defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define AMOEBA_SDOT 1
+#endif
 
 namespace {
 
@@ -36,6 +42,11 @@ constexpr int64_t TILE = 16;                 // rows, words or columns of a tile
 constexpr int64_t TILE_WORDS = TILE * TILE;
 constexpr int64_t PANEL = 2 * TILE;          // columns that are summed at once
 constexpr size_t HUGE_PAGE = 2 << 20;
+#ifdef AMOEBA_SDOT
+constexpr int ROW_OFFSET = 0;    // SDOT takes both sides with sign
+#else
+constexpr int ROW_OFFSET = 128;  // VPDPBUSD and TDPBUSD take rows without sign
+#endif
 
 // Up to FEW_ROWS rows an expert's weights come faster through dot products than through tiles. One core, 2048 x 1536,
 // GB/s of weights by dots / by tiles: bf16 29/26 at 1 row, 21/25 at 4, 11/25 at 8; int8 30/25 at 1, 27/24 at 8, 17/23

@@ -1,0 +1,146 @@
+// Compares the sums of packed rows and columns with plain loops: int8 to the bit, with the bytes that saturate first;
+// bf16 within 1e-5. Built by tests/test_cpu_sums.py for several instruction sets. It includes the headers, so that a
+// build for another architecture needs nothing but its compiler:
+//   aarch64-linux-gnu-g++ -std=c++17 -O2 -static -march=armv8.2-a+dotprod tests/sums_check.cpp -o check
+//   qemu-aarch64-static ./check
+#include "../src/amoeba/cpu/csrc/pack.h"
+#include "../src/amoeba/cpu/csrc/product.h"
+
+#include <cstdio>
+#include <random>
+
+static std::mt19937 generator(0);
+static double worst = 0;
+
+[[noreturn]] static void fail(const char* what, int64_t rows, int64_t row, int64_t column, double got, double truth) {
+  std::printf("%s, %d rows: row %d, column %d is %.9g instead of %.9g\n", what, int(rows), int(row), int(column), got,
+              truth);
+  std::exit(1);
+}
+
+static void compare(const char* what, int64_t rows, int64_t r, int64_t c, int32_t got, double truth, double) {
+  if (got != truth) fail(what, rows, r, c, got, truth);
+}
+static void compare(const char* what, int64_t rows, int64_t r, int64_t c, float got, double truth, double size) {
+  const double error = std::abs(got - truth) / size;
+  worst = std::max(worst, error);
+  if (!(error < 1e-5)) fail(what, rows, r, c, got, truth);
+}
+
+static uint32_t random_word(Bf16) {
+  std::normal_distribution<float> normal;
+  return round_to_bf16(normal(generator)) | uint32_t(round_to_bf16(normal(generator))) << 16;
+}
+static uint32_t random_word(Int8) {  // half of them the largest: 255 . -127 and 255 . 127 side by side
+  const uint32_t extreme[] = {0x81818181, 0x7f7f7f7f, 0x817f817f, 0x7f7f8181, 0xffffffff, 0xff00ff00, 0x80808080};
+  return generator() % 2 ? extreme[generator() % 7] : uint32_t(generator());
+}
+
+// Element q of a word of a row and of a column.
+static double of_row(Bf16, uint32_t word, int q) { return widen(uint16_t(word >> 16 * q)); }
+static double of_column(Bf16, uint32_t word, int q) { return widen(uint16_t(word >> 16 * q)); }
+static double of_row(Int8, uint32_t word, int q) {
+  return ROW_OFFSET ? double(uint8_t(word >> 8 * q)) : double(int8_t(word >> 8 * q));
+}
+static double of_column(Int8, uint32_t word, int q) { return int8_t(word >> 8 * q); }
+
+template <class Kind>
+struct Operands {
+  Buffer<uint32_t> rows, columns;
+  Stretch stretch;
+  explicit Operands(int64_t tiles) {
+    const int64_t row_words = 2 * tiles * TILE_WORDS, column_words = 2 * tiles * TILE_WORDS;
+    uint32_t *a = rows.get(row_words + 1), *b = columns.get(column_words + 1);
+    for (int64_t i = 0; i < row_words; ++i) a[i] = random_word(Kind());
+    for (int64_t i = 0; i < column_words; ++i) b[i] = random_word(Kind());
+    stretch = {a, tiles * TILE_WORDS, b, tiles};
+  }
+  void add(int64_t r, int64_t c, double& sum, double& size) const {
+    for (int64_t t = 0; t < stretch.tiles; ++t)
+      for (int64_t w = 0; w < TILE; ++w)
+        for (int q = 0; q < Kind::PER_WORD; ++q) {
+          const uint32_t row = stretch.rows[r / TILE * stretch.row_tile + t * TILE_WORDS + r % TILE * TILE + w];
+          const uint32_t column = stretch.columns[(2 * t + c / TILE) * TILE_WORDS + w * TILE + c % TILE];
+          const double product = of_row(Kind(), row, q) * of_column(Kind(), column, q);
+          sum += product, size += std::abs(product);
+        }
+  }
+};
+
+template <class Kind, class Way>
+static void check_sums(const char* what) {
+  using Sum = typename Kind::Sum;
+  const typename Way::Registers registers;
+  (void)registers;
+  for (const int64_t tiles : {1, 5})
+    for (const int64_t update_tiles : {0, 1})
+      for (const bool add : {false, true}) {
+        const Operands<Kind> whole(tiles), update(update_tiles);
+        for (int64_t rows = 1; rows <= PANEL; ++rows) {
+          alignas(64) Sum sums[PANEL * PANEL];
+          std::fill(sums, sums + PANEL * PANEL, Sum(3));
+          Way::template multiply<Kind>(Depth{whole.stretch, update.stretch, nullptr, 0, add}, rows, sums);
+          for (int64_t r = 0; r < rows; ++r)
+            for (int64_t c = 0; c < PANEL; ++c) {
+              double truth = add ? 3 : 0, size = 1;
+              whole.add(r, c, truth, size);
+              update.add(r, c, truth, size);
+              compare(what, rows, r, c, sums[r * PANEL + c], truth, size);
+            }
+        }
+      }
+}
+
+struct IntoFloats : TouchesNothing {
+  float* out;
+  int64_t stride;
+  template <class Sums>
+  void operator()(const Job&, int64_t unit, int64_t row, int64_t rows, const Sums& sums, const Sums&) const {
+    for (int64_t r = 0; r < rows; ++r)
+      store_panel(out + (row + r) * stride + unit * PANEL, sums.at(r, 0), sums.at(r, 1), sums.width, false);
+  }
+};
+
+// From the weights to the finished numbers. Integers up to 127, and 127 in every row and channel: all scales are one.
+static void check_int8_product(Path path, const char* what, int64_t rows, int64_t columns, int64_t depth) {
+  std::vector<uint16_t> x(rows * depth), w(columns * depth);
+  for (auto& v : x) v = round_to_bf16(float(int(generator() % 255) - 127));
+  for (auto& v : w) v = round_to_bf16(float(int(generator() % 255) - 127));
+  for (int64_t r = 0; r < rows; ++r) x[r * depth + r % depth] = round_to_bf16(r % 2 ? 127.0f : -127.0f);
+  for (int64_t n = 0; n < columns; ++n) w[n * depth + n % depth] = round_to_bf16(n % 2 ? -127.0f : 127.0f);
+  Buffer<int8_t> packed;
+  std::vector<float> scale(columns), out(rows * columns);
+  std::vector<int32_t> sum(columns);
+  pack_int8(columns, depth, w.data(), depth, 1, packed.get(packed_elements<Int8>(columns, depth)), scale.data(),
+            sum.data());
+  Product p;
+  p.weights = {reinterpret_cast<uint32_t*>(packed.data), scale.data(), sum.data(), nullptr, depth, columns,
+               tiles_of(depth, Int8::PER_WORD), {}};
+  p.path = path, p.int8 = true, p.units = p.weights.panels();
+  run_job(p, Job{0, 0, rows, 0, p.units}, [&](int64_t r) { return x.data() + r * depth; },
+          IntoFloats{{}, out.data(), columns});
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = 0; n < columns; ++n) {
+      int32_t truth = 0;
+      for (int64_t k = 0; k < depth; ++k) truth += int32_t(widen(x[r * depth + k])) * int32_t(widen(w[n * depth + k]));
+      if (out[r * columns + n] != float(truth)) fail(what, rows, r, n, out[r * columns + n], truth);
+    }
+}
+
+static void check_path(Path path, const char* what) {
+  for (const int64_t rows : {1, 2, 3, 31, 70})
+    for (const auto& [columns, depth] : {std::pair{1, 1}, {33, 65}, {63, 199}, {96, 760}})
+      check_int8_product(path, what, rows, columns, depth);
+}
+
+int main() {
+  check_sums<Bf16, Plain>("plain bf16");
+  check_sums<Int8, Plain>("plain int8");
+  check_path(GENERIC, "plain int8 product");
+#ifdef AMOEBA_AVX512
+  check_sums<Bf16, Dots>("AVX-512 bf16");
+  check_sums<Int8, Dots>("AVX-512 int8");
+  check_path(AVX512, "AVX-512 int8 product");
+#endif
+  std::printf("%d lanes, offset %d, worst error of bf16 %.1e\n", LANES, ROW_OFFSET, worst);
+}
