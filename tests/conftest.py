@@ -11,6 +11,8 @@ if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; t
 
 from amoeba import Routing
 from amoeba.backends.registry import Request, backends_for
+from amoeba.cpu.packed import Path, load_packed
+from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu_features import cpu_flags
 from small_layer import Layer
 
@@ -44,3 +46,18 @@ def backend(request: pytest.FixtureRequest) -> str:
     if reason is not None:
         pytest.skip(f"{found.name}: {reason}")
     return found.name
+
+
+@pytest.fixture(params=["generic", "avx512", pytest.param("amx", marks=pytest.mark.amx)])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way to multiply packed experts that this CPU has, and it is the one that is taken."""
+    best = load_packed().best_path
+    if Path[request.param.upper()] > best:
+        pytest.skip(f"this CPU with this compiler has {best.name} at best")
+    monkeypatch.setenv("AMOEBA_CPU_PATH", request.param)
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def workers() -> WorkerPool:
+    return WorkerPool(threads=2)

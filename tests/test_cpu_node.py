@@ -21,7 +21,7 @@ from amoeba.config import Activation
 from amoeba.cpu import build, node, node_library, packed, pool
 from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, NodeNeeds, backward, forward, workspace_bytes
 from amoeba.cpu.node_library import NodeLibrary
-from amoeba.cpu.packed import PackedLibrary, PackedWeights, Path
+from amoeba.cpu.packed import PackedLibrary, PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.reference.experts import experts_backward, experts_forward
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
@@ -29,24 +29,10 @@ from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
 )
-PATHS = ["generic", pytest.param("avx512"), pytest.param("amx", marks=pytest.mark.amx)]
 KINDS = ["bf16", "int8"]
 LARGEST_ERROR = {"bf16": {"output": 5e-3, "gradient": 1e-2}, "int8": {"output": 3e-2, "gradient": 5e-2}}
 ALL = NodeNeeds(*[True] * 8)
 GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
-
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if Path[request.param.upper()] > packed.load_packed().best_path:
-        pytest.skip(f"this CPU with this compiler has {packed.load_packed().best_path.name} at best")
-    monkeypatch.setenv("AMOEBA_CPU_PATH", request.param)
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def workers() -> WorkerPool:
-    return WorkerPool(threads=2)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from amoeba.cpu import packed
 from amoeba.cpu.node import NodeExperts, NodeNeeds, backward, forward
 from amoeba.cpu.packed import PackedWeights, Path
 from amoeba.cpu.pool import WorkerPool
-from test_cpu_node import KINDS, PATHS, Layer, check
+from test_cpu_node import KINDS, Layer, check
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -29,19 +29,6 @@ UNOWNED = 5
 SIZES = [(1, 1), (31, 760), (32, 32), (63, 199), (96, 31), (199, 96), (760, 63), (32, 1), (1, 199)]  # H, I
 ONLY_X = NodeNeeds(x=True, weight=True)
 RELU = Activation("relu", gated=False)
-
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if Path[request.param.upper()] > packed.load_packed().best_path:
-        pytest.skip(f"this CPU with this compiler has {packed.load_packed().best_path.name} at best")
-    monkeypatch.setenv("AMOEBA_CPU_PATH", request.param)
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def workers() -> WorkerPool:
-    return WorkerPool(threads=2)
 
 
 def integers(largest: int, *shape: int) -> Tensor:

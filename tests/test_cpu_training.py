@@ -21,7 +21,7 @@ from amoeba.config import Activation
 from amoeba.cpu import build, node, node_library, packed, pool
 from amoeba.cpu.node import NodeExperts, NodeFactors, NodeNeeds, backward, forward
 from amoeba.cpu.node_library import NodeLibrary
-from amoeba.cpu.packed import PackedLibrary, PackedWeights, Path
+from amoeba.cpu.packed import PackedLibrary, PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu.stored import StoredWeights
 from amoeba.reference.experts import experts_backward, experts_forward
@@ -30,23 +30,9 @@ from amoeba.weights import LORA_NAMES, LoraFactors
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
 )
-PATHS = ["generic", pytest.param("avx512"), pytest.param("amx", marks=pytest.mark.amx)]
 OUTPUT_ERROR, GRADIENT_ERROR = 5e-3, 1e-2
 WEIGHTS = ("gate_up", "down", "gate_up_bias", "down_bias")
 GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
-
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if Path[request.param.upper()] > packed.load_packed().best_path:
-        pytest.skip(f"this CPU with this compiler has {packed.load_packed().best_path.name} at best")
-    monkeypatch.setenv("AMOEBA_CPU_PATH", request.param)
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def workers() -> WorkerPool:
-    return WorkerPool(threads=2)
 
 
 def plain(weight: Tensor) -> Tensor:
