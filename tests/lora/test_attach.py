@@ -214,8 +214,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> Non
         model(input_ids=token_ids(), labels=token_ids(), use_cache=False).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     assert gradients[0].keys() == gradients[1].keys()
+    # the first forward of the reentrant way is one without gradients, which few tokens go through by another sum
+    largest = 1e-5 if reentrant else 1e-7
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-9, msg=name)
+        assert relative(gradients[1][name], gradient) <= largest, name
 
 
 def test_generate_and_modes_work() -> None:
