@@ -11,7 +11,7 @@ from amoeba.bench.implementations import implementations
 from amoeba.bench.shapes import SHAPES, Shape
 from amoeba.bench.suite import run_suite
 from amoeba.bench.workload import make_workload
-from amoeba.commands.bench import choose_peers, command_line
+from amoeba.commands.bench import choose_ours, choose_peers, command_line
 from amoeba.reference import experts as reference
 from amoeba.weights import ExpertWeights, LoraFactors
 
@@ -115,3 +115,13 @@ def test_the_command_line_says_who_took_part():
     assert choose_peers(["kt_kernel"]) == ("kt_kernel",)
     with pytest.raises(ValueError, match="kt_kernel"):
         choose_peers(["kt"])
+
+
+def test_a_name_of_ours_that_nobody_has_is_said(kt_kernel):
+    workload = make_workload(TINY, CPU, torch.bfloat16, training=False)
+    found, left_out = implementations(workload, training=True, peers=[])
+    named = {name.removeprefix("amoeba ") for name in (*(each.name for each in found), *left_out) if "amoeba" in name}
+    assert choose_ours(sorted(named)) == tuple(sorted(named)), "whatever a table shows can be asked for"
+    assert choose_ours([]) is None
+    with pytest.raises(ValueError, match=r"packed bf17.*Leave it out"):
+        choose_ours(["packed bf17"])

@@ -107,9 +107,10 @@ def bench(
         shapes = bench_command.choose_shapes(shape or [], suite, place)
         bench_command.choose_passes(passes)
         peers = bench_command.choose_peers(peer or [])
+        chosen = bench_command.choose_ours(ours or [])
         path = bench_command.free_path(out)
     output = make_output()
-    document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output, peers, ours=ours)
+    document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen)
     finish(output, document, ok, json)
 
 

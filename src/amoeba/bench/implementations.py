@@ -97,6 +97,12 @@ def _transformers_ways(
     return found, left_out
 
 
+def names_of_ours() -> list[str]:
+    """What `ours` may name."""
+    backends = [backend.name for backend in backends_for(torch.device("cpu"))]
+    return [*backends, "packed bf16", "packed int8", "in float32", THROUGH_TRANSFORMERS.removeprefix("amoeba ")]
+
+
 def chosen_by_auto(workload: Workload) -> str | None:
     """The backend that backend="auto" takes for this workload."""
     request = _request(workload)

@@ -11,7 +11,7 @@ import torch
 
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_again, write_new
-from amoeba.bench.implementations import PEERS
+from amoeba.bench.implementations import PEERS, names_of_ours
 from amoeba.bench.shapes import Shape, default_suite, parse_shape, parse_suite
 from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
 from amoeba.commands.options import dtype_name
@@ -42,6 +42,16 @@ def choose_peers(names: Sequence[str]) -> Sequence[str]:
                 "--peer", f"one of {', '.join(PEERS)}", repr(name), "see docs/benchmarks.md for what they are"
             )
     return tuple(names) or PEERS
+
+
+def choose_ours(names: Sequence[str]) -> Sequence[str] | None:
+    """None, for all of them, unless some are named."""
+    for name in names:
+        if name not in names_of_ours():
+            raise bad_value(
+                "--ours", f"one of {', '.join(names_of_ours())}", repr(name), "leave it out for all of them"
+            )
+    return tuple(names) or None
 
 
 def choose_passes(name: str) -> list[Pass]:
