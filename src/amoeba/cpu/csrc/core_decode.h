@@ -1,0 +1,185 @@
+// A few tokens through all of their layer in one call; weights in fp32 or bf16, read where they lie.
+#pragma once
+#include "core_vectors.h"
+
+namespace {
+
+struct Bf16 {  // the upper half of a float
+  uint16_t bits;
+  operator float() const {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof(value));
+    return value;
+  }
+};
+typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(2), may_alias));
+typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+
+inline Vector load(const Bf16* p) {
+  const Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
+  Vector value;
+  std::memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+
+constexpr int WEIGHT_ROWS = 4;  // rows of a weight that one pass over the input rows serves
+
+// out[j][r] = <w_j, rows[r]> for W rows of a weight and R input rows at once.
+template <int W, int R, class Weight>
+inline void dots(const Weight* w, int64_t w_row, const float* const* rows, int64_t n, float out[][4]) {
+  Vector sum[W][R] = {};
+  int64_t k = 0;
+  for (; k + LANES <= n; k += LANES) {
+    Vector right[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) right[r] = load(rows[r] + k);
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) {
+      const Vector left = load(w + j * w_row + k);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[j][r] += left * right[r];
+    }
+  }
+  for (int j = 0; j < W; ++j)
+    for (int r = 0; r < R; ++r) {
+      float total = sum_lanes(sum[j][r]);
+      for (int64_t i = k; i < n; ++i) total += float(w[j * w_row + i]) * rows[r][i];
+      out[j][r] = total;
+    }
+}
+
+template <int W, class Weight>
+inline void dots(int64_t count, const Weight* w, int64_t w_row, const float* const* rows, int64_t n, float out[][4]) {
+  switch (count) {
+    case 1: return dots<W, 1>(w, w_row, rows, n, out);
+    case 2: return dots<W, 2>(w, w_row, rows, n, out);
+    case 3: return dots<W, 3>(w, w_row, rows, n, out);
+    default: return dots<W, 4>(w, w_row, rows, n, out);
+  }
+}
+
+// Calls take(j, products of weight row j with each of the `count` rows) for every j in [from, to).
+template <class Weight, class Take>
+inline void each_weight_row(const Weight* w, int64_t w_row, int64_t from, int64_t to, int64_t count,
+                            const float* const* rows, int64_t n, const Take& take) {
+  float products[WEIGHT_ROWS][4];
+  int64_t j = from;
+  for (; j + WEIGHT_ROWS <= to; j += WEIGHT_ROWS) {
+    dots<WEIGHT_ROWS>(count, w + j * w_row, w_row, rows, n, products);
+    for (int i = 0; i < WEIGHT_ROWS; ++i) take(j + i, products[i]);
+  }
+  for (; j < to; ++j) {
+    dots<1>(count, w + j * w_row, w_row, rows, n, products);
+    take(j, products[0]);
+  }
+}
+
+enum Kind { SILU, GELU, GELU_TANH, RELU, RELU2 };
+
+inline float act(float z, int kind, float alpha) {
+  switch (kind) {
+    case SILU: return z / (1.0f + std::exp(-alpha * z));
+    case GELU: return 0.5f * z * (1.0f + std::erf(z * 0.70710678118654752f));
+    case GELU_TANH: return 0.5f * z * (1.0f + std::tanh(0.79788456080286536f * (z + 0.044715f * z * z * z)));
+    case RELU: return z > 0 ? z : 0;
+    default: return z > 0 ? z * z : 0;
+  }
+}
+
+// A few tokens through their experts, weights read where they lie and once per expert:
+// y_t = sum_k s . (act(x W1^T + b1 + added) W2^T + b2). h and a are scratch of tokens * top_k rows, order of as many ints;
+// added, rows of h that each slot gets on top, may be null.
+// Weights are contiguous along the summed dimension.
+template <class Weight>
+void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate,
+                       int64_t width, const float* x, int64_t x_stride, const int64_t* expert, const float* scale,
+                       const Weight* gate_up, int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias,
+                       const float* added, const Weight* down, int64_t down_e, int64_t down_row, const float* down_bias, int kind,
+                       int interleaved, float alpha, float limit, float up_shift, float* h, float* a, int64_t* order,
+                       float* y, int threads) {
+  const bool gated = width != intermediate;
+  const Swiglu swiglu{alpha, limit, up_shift, std::isfinite(limit)};
+  int64_t slots = 0;
+  for (int64_t slot = 0; slot < tokens * top_k; ++slot)
+    if (expert[slot] >= 0 && expert[slot] < experts) order[slots++] = slot;
+  std::stable_sort(order, order + slots, [&](int64_t l, int64_t r) { return expert[l] < expert[r]; });
+
+  // Calls visit(first, count) for up to four slots of one expert at a time.
+  const auto each_group = [&](auto&& visit) {
+    for (int64_t i = 0, next; i < slots; i = next) {
+      for (next = i + 1; next < slots && next < i + 4 && expert[order[next]] == expert[order[i]];) ++next;
+      visit(order + i, next - i);
+    }
+  };
+  // Threads own fixed shares of the rows of a weight, so that each streams contiguous memory.
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads) if (threads > 1)
+#endif
+  {
+#ifdef _OPENMP
+    const int64_t self = omp_get_thread_num(), team = omp_get_num_threads();
+#else
+    const int64_t self = 0, team = 1;
+#endif
+    const int64_t lo = intermediate * self / team, hi = intermediate * (self + 1) / team;
+    each_group([&](const int64_t* slot, int64_t count) {
+      const int64_t e = expert[*slot];
+      const Weight* w = gate_up + e * gate_up_e;
+      const float* b = gate_up_bias ? gate_up_bias + e * width : nullptr;
+      const float* rows[4];
+      for (int64_t r = 0; r < count; ++r) rows[r] = x + slot[r] / top_k * x_stride;
+      const auto project = [&](int64_t from, int64_t to) {
+        each_weight_row(w, gate_up_row, from, to, count, rows, hidden, [&](int64_t j, const float* products) {
+          for (int64_t r = 0; r < count; ++r) {
+            const int64_t i = slot[r] * width + j;
+            h[i] = products[r] + (b ? b[j] : 0.0f) + (added ? added[i] : 0.0f);
+          }
+        });
+      };
+      if (!gated) {
+        project(lo, hi);
+      } else if (interleaved) {
+        project(2 * lo, 2 * hi);
+      } else {
+        project(lo, hi);
+        project(lo + intermediate, hi + intermediate);
+      }
+      for (int64_t r = 0; r < count; ++r) {
+        const float* mine = h + slot[r] * width;
+        int64_t i = lo;
+        if (gated && !interleaved && kind == SILU)
+          for (; i + LANES <= hi; i += LANES) {
+            const auto v = swiglu.at(mine, mine + intermediate, i);
+            store(a + slot[r] * intermediate + i, v.value * v.up);
+          }
+        for (; i < hi; ++i) {
+          float value = act(std::min(mine[gated && interleaved ? 2 * i : i], limit), kind, alpha);
+          if (gated) {
+            const float up = mine[interleaved ? 2 * i + 1 : i + intermediate];
+            value *= std::min(std::max(up, -limit), limit) + up_shift;
+          }
+          a[slot[r] * intermediate + i] = value;
+        }
+      }
+    });
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+    const int64_t first = hidden * self / team, last = hidden * (self + 1) / team;
+    for (int64_t t = 0; t < tokens; ++t) std::memset(y + t * hidden + first, 0, (last - first) * sizeof(float));
+    each_group([&](const int64_t* slot, int64_t count) {
+      const int64_t e = expert[*slot];
+      const Weight* w = down + e * down_e;
+      const float* b = down_bias ? down_bias + e * hidden : nullptr;
+      const float* rows[4];
+      for (int64_t r = 0; r < count; ++r) rows[r] = a + slot[r] * intermediate;
+      each_weight_row(w, down_row, first, last, count, rows, intermediate, [&](int64_t n, const float* products) {
+        for (int64_t r = 0; r < count; ++r)
+          y[slot[r] / top_k * hidden + n] += scale[slot[r]] * (products[r] + (b ? b[n] : 0.0f));
+      });
+    });
+  }
+}
+
+}  // namespace
