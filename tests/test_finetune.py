@@ -242,6 +242,15 @@ def test_generate_takes_the_adapter_and_its_chat_template(
     assert ids[0] == ids[1] != ids[2]
 
 
+@needs_engine
+def test_generate_takes_the_adapter_beside_packed_experts(finished: tuple[Path, Any, Quiet], base: Path) -> None:
+    words = ["generate", str(base), "What is 1 plus 2?", "--max-new-tokens=3", "--adapter", str(finished[0]), "--json"]
+    result = CliRunner().invoke(app, [*words, "--experts=cpu-bf16"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert (document["placement"], document["backend"]) == ("cpu-bf16", "cpu")
+
+
 def test_a_trained_router_is_in_the_adapter(finished: tuple[Path, Any, Quiet], base: Path) -> None:
     from safetensors.torch import load_file
 

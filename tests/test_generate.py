@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -23,6 +24,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from amoeba.commands import generate as command
+from amoeba.integrations import placement
 from amoeba.jobs import token_stream
 from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
 from tiny_models import randomise, tiny_config
@@ -33,6 +35,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
 GREEDY = GenerationOptions(max_new_tokens=17, temperature=0)
+needs_engine = pytest.mark.skipif(placement._why_no_packing() is not None, reason=str(placement._why_no_packing()))
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -253,6 +256,30 @@ def test_a_model_without_experts_runs_as_it_is_with_the_reason(tmp_path, announc
     assert "Qwen3ForCausalLM has no experts" in announced.text
 
 
+@needs_engine
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_experts_may_be_packed_for_the_cpu(folder, kind, monkeypatch):
+    packed, pack = [], placement.pack_experts
+    monkeypatch.setattr(placement, "pack_experts", lambda *a, **k: packed.append(k["kind"]) or pack(*a, **k))
+    report = run(folder, options=dataclasses.replace(GREEDY, experts=f"cpu-{kind}"))
+    layers = AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers
+    assert packed == [kind] * layers
+    assert (report.placement, report.backend, report.backend_reason) == (f"cpu-{kind}", "cpu", "where they are packed")
+    assert report.generated_tokens == GREEDY.max_new_tokens or report.stopped == "end of text"
+
+
+def test_auto_packs_experts_that_a_gpu_has_no_room_for(folder, monkeypatch):
+    model, cuda = AutoModelForCausalLM.from_pretrained(folder), torch.device("cuda")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(placement, "_pack", lambda *_: None)
+    for free, expected in ((2 * size, "resident"), (size, "cpu-bf16")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
+        placed = placement.place_experts(model, "auto", trains=False, device=cuda)
+        assert placed.placement == expected
+        assert "GiB free on the GPU" in placed.reason
+    assert placement.place_experts(model, "auto", trains=False, device=torch.device("cpu")).placement == "resident"
+
+
 def test_the_chat_template_is_applied(folder):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -365,6 +392,7 @@ def test_chat_without_a_template(folder):
 def test_bad_device_and_dtype(folder):
     assert "--device: expected one of auto, cpu, cuda; got 'tpu'" in refusal(folder, "Once", "--device", "tpu")
     assert "--dtype: expected one of auto, " in refusal(folder, "Once", "--dtype", "int3")
+    assert "expected one of resident, cpu-bf16, " in refusal(folder, "Once", "--experts", "disk")
 
 
 # The command

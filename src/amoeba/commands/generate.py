@@ -38,6 +38,9 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message in the chat template.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the checkpoint's), {', '.join(DTYPES)}.")] = "auto",
+    experts: Annotated[
+        str, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
+    ] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
 ) -> None:
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
@@ -54,6 +57,7 @@ def generate(
             chat=chat,
             device=None if device == "auto" else parse_device(device),
             dtype=parse_dtype(dtype),
+            experts=experts,
         )
         try:
             report = generate_text(model, read_prompt(prompt), options, _write, adapter)

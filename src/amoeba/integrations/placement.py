@@ -4,6 +4,7 @@ E experts · H hidden · I intermediate · J = 2I or I
 
     place_experts(model, "cpu-int8")        # the rest of the model may go to a GPU afterwards
     place_experts(model, "auto")
+    place_experts(model, "auto", trains=False, device=torch.device("cuda"))     # to generate with, the rest on that GPU
 
 Packed experts take no gradient; x, the routing weights and LoRA factors do. A module whose experts are packed keeps the
 shapes of its parameters as tensors on the meta device, which are no parameters any more: `model.to`, optimizers and
@@ -34,6 +35,8 @@ from amoeba.weights import ExpertWeights
 
 logger = logging.getLogger("amoeba")
 
+# Of a GPU's free memory, kept for what generating needs beside the model: keys, values and what passes through.
+_SHARE_BESIDE = 0.15
 PLACEMENTS = ("resident", "cpu-bf16", "cpu-int8", "auto")
 
 
@@ -51,14 +54,28 @@ class Load(NamedTuple):
     recompute: bool = False  # activation checkpointing keeps no caches
 
 
-def place_experts(model: nn.Module, placement: str, load: Load | None = None) -> Placed:
+def place_experts(
+    model: nn.Module,
+    placement: str,
+    load: Load | None = None,
+    *,
+    trains: bool = True,
+    device: torch.device | None = None,
+) -> Placed:
     """Packs the experts of every layer, one after the other, and frees their tensors; "resident" changes nothing.
 
     load: then their memory is planned first, and MemoryError says what would not fit and what to change.
+    trains, device: what for, and where the rest of the model will be (None: on a GPU, if there is one), for "auto".
     """
     check_placement(placement)
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated")}
-    placed = _choose(list(modules.values())) if placement == "auto" else Placed(placement, "as asked")
+    if not modules:
+        return Placed("resident", "there are no experts to pack")
+    if placement == "auto":
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        placed = _choose(model, list(modules.values()), trains, device)
+    else:
+        placed = Placed(placement, "as asked")
     if placed.placement == "resident":
         return placed
     kind: PackedKind = "int8" if placed.placement == "cpu-int8" else "bf16"
@@ -100,13 +117,17 @@ def experts_forward_packed(module: Any, x_TH: Tensor, top_k_index: Tensor, top_k
     return y_TH.to(x_TH.dtype)
 
 
-def _choose(modules: list[Any]) -> Placed:
-    needed = sum(p.nbytes for module in modules for p in module.parameters())
-    if torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info()
+def _choose(model: nn.Module, modules: list[Any], trains: bool, device: torch.device) -> Placed:
+    if device.type == "cuda":
+        needed = sum(p.nbytes for module in modules for p in module.parameters())
+        whole = sum(p.nbytes for p in model.parameters())
+        free, _ = torch.cuda.mem_get_info(device)
         sizes = f"{needed / 2**30:.1f} GiB of experts, {free / 2**30:.1f} GiB free on the GPU"
-        return Placed("resident" if 2 * needed <= free else "cpu-bf16", sizes)
-    if modules and modules[0].down_proj.dtype != torch.bfloat16:
+        fits = 2 * needed <= free if trains else whole <= (1 - _SHARE_BESIDE) * free
+        return Placed("resident" if fits else "cpu-bf16", sizes)
+    if not trains:
+        return Placed("resident", "few rows read them where they lie, many by fused passes")
+    if modules[0].down_proj.dtype != torch.bfloat16:
         return Placed("resident", f"the weights are {modules[0].down_proj.dtype}, which packing would round")
     if not has_bf16_instructions():
         return Placed("resident", "this CPU has no bf16 instructions")

@@ -49,6 +49,7 @@ class GenerationOptions:
     chat: bool = False
     device: torch.device | None = None
     dtype: torch.dtype | None = None
+    experts: str = "auto"  # where they are kept, as placement.PLACEMENTS names it
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -82,6 +83,7 @@ class GenerationReport:
     device: str
     dtype: str
     experts: str  # "amoeba", or "transformers" where there was nothing to take over
+    placement: str  # of the experts
     backend: str | None
     backend_reason: str
     sampling: dict[str, Any]
@@ -100,8 +102,9 @@ def generate(
     model_folder: as save_pretrained writes it, or the name of a model on the hub.
     adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used.
     """
-    import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"; says what is missing if it is
+    from amoeba.integrations.placement import check_placement, place_experts
 
+    check_placement(options.experts)
     name = check_model(str(model_folder))
     adapter = None if adapter is None else find_adapter(adapter)
     tokenizer, config = load_tokenizer_and_config(name, adapter)
@@ -113,6 +116,8 @@ def generate(
     # The caller's random numbers go on where they were: transformers may draw some when it makes a model
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model = load_model(name, options.dtype)
+        placed = place_experts(model, options.experts, trains=False, device=device)
+        logger.info("experts %s: %s", placed.placement, placed.reason)
         if adapter is not None:
             lora.load(model, adapter)
             logger.info("adapter %s", adapter)
@@ -153,6 +158,7 @@ def generate(
         device=str(device),
         dtype=str(model.dtype).removeprefix("torch."),
         experts="transformers" if backend is None else "amoeba",
+        placement=placed.placement,
         backend=backend,
         backend_reason=reason,
         sampling=sampling,
@@ -219,11 +225,11 @@ def _choose_device(asked: torch.device | None) -> torch.device:
 
 def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
     """Runs one token; returns the backends that served the experts, or None, and why these."""
-    from amoeba.integrations.transformers import PLAN
+    from amoeba.integrations.transformers import PACKED, PLAN
 
     with torch.no_grad():
         model(input_ids=torch.tensor([[token]], device=model.device), use_cache=False)
-    served = [module for module in model.modules() if PLAN in module.__dict__]
+    served = [module for module in model.modules() if PLAN in module.__dict__ or PACKED in module.__dict__]
     if not served:
         return None, f"{type(model).__name__} has no experts that transformers lets another implementation compute"
     found = list(dict.fromkeys(_backend_of(module) for module in served))
@@ -233,8 +239,10 @@ def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
 
 def _backend_of(module: Any) -> tuple[str, str]:
     """The backend that `auto` takes for this module, and why."""
-    from amoeba.integrations.transformers import PLAN, expert_weights
+    from amoeba.integrations.transformers import PACKED, PLAN, expert_weights
 
+    if PACKED in module.__dict__:
+        return "cpu", "where they are packed"
     plan = module.__dict__[PLAN]
     if plan.fused is None:
         return "composed", f"the activation or norm of {type(module).__name__} is called as it is"
