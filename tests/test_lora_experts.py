@@ -161,6 +161,18 @@ class TestFewTokensOnTheCpu:
         if tokens > 3:
             assert not found[3].count_nonzero()
 
+    @pytest.mark.parametrize("tokens", [1, 6])
+    def test_fp32_factors_are_rounded_where_they_are_met(self, tokens, monkeypatch):
+        layer = Layer(rank=5)
+        layer.expert_TK = self.IDS[:tokens]
+        half = {name: t.detach().bfloat16() for name, t in layer.tensors.items()}
+        half |= {"x": half["x"][:tokens], "weight": normal(tokens, 3, seed=9).abs().bfloat16()}
+        with torch.no_grad():
+            expected = layer.run("cpu", **half)
+            monkeypatch.setattr(LoraFactors, "to", lambda *_: pytest.fail("all of them were rounded"))
+            found = layer.run("cpu", **{name: t for name, t in half.items() if name not in LORA_NAMES})
+        assert torch.equal(found, expected)
+
     def test_more_of_them_are_not_decoded(self):
         layer = Layer(rank=5)
         tokens = cpu.DECODE_ROWS // 3 + 1

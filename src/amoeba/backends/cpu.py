@@ -27,12 +27,15 @@ DECODE_ROWS = 128
 DECODE_ROWS_FUSED = 64
 
 
+def decodes(problem: Problem) -> bool:
+    """Whether few enough rows without gradients to be decoded."""
+    return cpu_decode.serves(problem, DECODE_ROWS_FUSED if cpu_fused.serves(problem) else DECODE_ROWS)
+
+
 def forward(problem: Problem, keep_h: bool) -> Kept:
-    fused = cpu_fused.serves(problem)
-    most_rows = DECODE_ROWS_FUSED if fused else DECODE_ROWS
-    if not keep_h and cpu_decode.serves(problem, most_rows):
+    if not keep_h and decodes(problem):
         return Kept.nothing_but(cpu_decode.decode(problem))
-    if fused:
+    if cpu_fused.serves(problem):
         return cpu_fused.forward(problem, keep_h)
     return sorted_rows.forward(problem, keep_h, CoreGroups)
 

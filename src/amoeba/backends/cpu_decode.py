@@ -35,7 +35,7 @@ def decode(problem: Problem) -> Tensor:
         y_TH, _ = load_core().decode(x_TH, expert_TK, weight_TK, *weights)
     else:
         owned_TK = (expert_TK >= 0) & (expert_TK < problem.down_EHI.shape[0])
-        products = _SlotProducts(expert_TK.where(owned_TK, 0).flatten())
+        products = _SlotProducts(expert_TK.where(owned_TK, 0).flatten(), problem.down_EHI.dtype)
         added_NJ = torch.zeros(expert_TK.numel(), problem.gate_up_EJH.shape[1])
         low_rank.add_to_h(problem, products, x_TH.repeat_interleave(expert_TK.shape[1], 0), added_NJ)
         y_TH, a_NI = load_core().decode(x_TH, expert_TK, weight_TK, *weights, added_NJ)
@@ -47,10 +47,11 @@ def decode(problem: Problem) -> Tensor:
 
 
 class _SlotProducts:
-    """Products of rows in the order of the slots, each with the thin matrix of its expert, which is copied for it."""
+    """Products of rows in the order of the slots, each with the thin matrix of its expert, which is copied for it, and
+    rounded to the dtype of the weights."""
 
-    def __init__(self, expert_N: Tensor) -> None:
-        self.expert_N = expert_N
+    def __init__(self, expert_N: Tensor, dtype: torch.dtype) -> None:
+        self.expert_N, self.dtype = expert_N, dtype
 
     def multiply(self, rows: Rows, matrix_EIO: Tensor) -> Tensor:
         assert isinstance(rows, Tensor)
@@ -65,8 +66,8 @@ class _SlotProducts:
     def _of_slots(self, matrix_EIO: Tensor) -> Tensor:
         # whole rows are copied, so the dimension that is contiguous has to be the last one
         if matrix_EIO.stride(2) == 1:
-            return matrix_EIO.index_select(0, self.expert_N).float()
-        return matrix_EIO.mT.index_select(0, self.expert_N).float().mT
+            return matrix_EIO.index_select(0, self.expert_N).to(self.dtype).float()
+        return matrix_EIO.mT.index_select(0, self.expert_N).to(self.dtype).float().mT
 
 
 def _plain(tensor: Tensor) -> Tensor:

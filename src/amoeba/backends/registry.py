@@ -47,6 +47,9 @@ class Backend:
     summary: str
     why_not: Callable[[Request], str | None]
     operator: Operator  # for resident weights
+    # Whether, without gradients, it takes this problem's factors in fp32 and rounds those that it meets. Else all are
+    # rounded to the dtype of the weights beforehand, which with few tokens takes longer than the experts.
+    rounds_factors: Callable[[Problem], bool] = lambda problem: False
 
     def run(self, request: Request) -> Tensor:
         weights, routing = request.weights, request.routing
@@ -54,9 +57,12 @@ class Backend:
             return packed.run(weights, request.x_TH, routing, request.lora, request.recompute)
         assert isinstance(weights, ExpertWeights)
         tensors = request.x_TH, routing.expert_TK, routing.weight_TK, *weights.tensors()
-        lora = None if request.lora is None else request.lora.to(weights.dtype)
-        problem = Problem(*tensors, weights.activation, lora)
+        problem = Problem(*tensors, weights.activation, request.lora)
         gradient = _wants_gradient(problem)
+        if problem.lora is not None:
+            # asked while tracing, it would tie the graph to this number of tokens
+            rounds = not gradient and not torch.compiler.is_compiling() and self.rounds_factors(problem)
+            problem = problem if rounds else problem._replace(lora=problem.lora.to(weights.dtype))
         return self.operator(problem, keep_h=gradient and not request.recompute, gradient=gradient)
 
 
@@ -133,7 +139,7 @@ def _misaligned(weights: AnyExperts) -> str | None:
     return None
 
 
-_CPU = Backend("cpu", "the C++ core, compiled for this machine", _cpu_why_not, cpu.operator)
+_CPU = Backend("cpu", "the C++ core, compiled for this machine", _cpu_why_not, cpu.operator, cpu.decodes)
 _TRITON = Backend("triton", "our kernels on the GPU", _triton_why_not, triton.operator)
 _GROUPED = Backend("grouped", "torch's grouped matrix product on sorted rows", _grouped_why_not, grouped.operator)
 _EAGER = Backend("eager", "one matrix product after another", _eager_why_not, eager.operator)
