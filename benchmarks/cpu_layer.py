@@ -24,7 +24,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.cpu import packed
-from amoeba.cpu.node import NodeExperts, NodeFactors, NodeNeeds, backward, forward
+from amoeba.cpu.node import NodeExperts, NodeFactors, PassNeeds, backward, forward
 from amoeba.cpu.packed import PackedKind, PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.weights import LoraFactors
@@ -134,7 +134,7 @@ def measure(
     if not decode:
         _, cache = forward(node, factors, x_TH, expert_TK, weight_TK, pool, keep="h")
         assert cache is not None
-        needs = NodeNeeds(*[True] * 8)
+        needs = PassNeeds(*[True] * 8)
 
         def back() -> object:
             return backward(node, factors, cache, dy_TH, pool, needs)

@@ -1,6 +1,7 @@
 """One thread, repeatable property tests, and a visible reason for every test that this machine cannot run."""
 
 import os
+import platform
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; t
 
 from amoeba import Routing
 from amoeba.backends.registry import Request, backends_for
+from amoeba.cpu import build, node, node_library, packed, pool
 from amoeba.cpu.packed import Path, load_packed
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu_features import cpu_flags
@@ -61,3 +63,16 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.fixture(scope="session")
 def workers() -> WorkerPool:
     return WorkerPool(threads=2)
+
+
+@pytest.fixture(params=["-march=x86-64", "-march=haswell"])
+def older_instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed experts are computed by libraries that were built for CPUs of that kind."""
+    if platform.machine() != "x86_64":
+        pytest.skip("names of x86 instruction sets")
+    products, passes = (build.compiled_library(name, request.param) for name in ("packed", "node"))
+    older = {"load_packed": packed.PackedLibrary(products), "load_node": node_library.NodeLibrary(passes)}
+    users = (packed, "load_packed"), (node, "load_packed"), (node, "load_node"), (pool, "load_node")
+    for module, name in (*users, (node_library, "load_node")):
+        monkeypatch.setattr(module, name, lambda name=name: older[name])
+    monkeypatch.setenv("AMOEBA_CPU_PATH", "generic")

@@ -6,7 +6,6 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · R 
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -18,10 +17,9 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation
-from amoeba.cpu import build, node, node_library, packed, pool
-from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, NodeNeeds, backward, forward, workspace_bytes
-from amoeba.cpu.node_library import NodeLibrary
-from amoeba.cpu.packed import PackedLibrary, PackedWeights
+from amoeba.cpu import build
+from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, PassNeeds, backward, forward, workspace_bytes
+from amoeba.cpu.packed import PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.reference.experts import experts_backward, experts_forward
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 KINDS = ["bf16", "int8"]
 LARGEST_ERROR = {"bf16": {"output": 5e-3, "gradient": 1e-2}, "int8": {"output": 3e-2, "gradient": 5e-2}}
-ALL = NodeNeeds(*[True] * 8)
+ALL = PassNeeds(*[True] * 8)
 GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
 
 
@@ -79,7 +77,7 @@ class Layer:
         weights = PackedWeights.pack(self.gate_up, self.kind), PackedWeights.pack(self.down, self.kind)
         return NodeExperts(*weights, self.gate_up_bias, self.down_bias, self.activation)
 
-    def run(self, workers: WorkerPool, keep: str = "h", needs: NodeNeeds = ALL) -> dict[str, Tensor]:
+    def run(self, workers: WorkerPool, keep: str = "h", needs: PassNeeds = ALL) -> dict[str, Tensor]:
         mine = self.node()
         factors = NodeFactors.pack(mine, self.lora, workers) if self.lora.tensors() else None
         y_TH, cache = forward(mine, factors, self.x_TH, self.expert_TK, self.weight_TK, workers, keep=keep)
@@ -263,7 +261,7 @@ def test_neither_threads_nor_repetition_change_a_bit(path: str, kind: str, worke
 def test_one_gradient_alone(path: str, only: str, workers: WorkerPool) -> None:
     layer = Layer()
     every = layer.run(workers)
-    alone = layer.run(workers, needs=NodeNeeds(**{name: name == only for name in NodeNeeds._fields}))  # type: ignore[arg-type]
+    alone = layer.run(workers, needs=PassNeeds(**{name: name == only for name in PassNeeds._fields}))  # type: ignore[arg-type]
     assert alone.keys() == {"output", only}
     assert torch.equal(alone[only], every[only])
 
@@ -313,15 +311,8 @@ def test_factors_packed_again_use_the_memory_of_those_that_are_gone_and_of_no_ot
     assert torch.equal(output(third), before)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 instruction sets")
-@pytest.mark.parametrize("architecture", ["-march=x86-64", "-march=haswell"])
-def test_older_instruction_sets_agree_too(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries = [build.compiled_library(name, architecture) for name in ("packed", "node")]
-    products, passes = PackedLibrary(libraries[0]), NodeLibrary(libraries[1])
-    monkeypatch.setattr(packed, "load_packed", lambda: products)
-    for module in (node, pool, node_library):
-        monkeypatch.setattr(module, "load_node", lambda: passes)
-    monkeypatch.setenv("AMOEBA_CPU_PATH", "generic")
+@pytest.mark.usefixtures("older_instructions")
+def test_older_instruction_sets_agree_too() -> None:
     threads = WorkerPool(2)
     for kind in KINDS:
         for layer in (Layer(kind), Layer(kind, hidden=63, intermediate=199, ranks=(5, 5, 5), activation=GPT_OSS)):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.cpu import packed
-from amoeba.cpu.node import NodeExperts, NodeNeeds, backward, forward
+from amoeba.cpu.node import NodeExperts, PassNeeds, backward, forward
 from amoeba.cpu.packed import PackedWeights, Path
 from amoeba.cpu.pool import WorkerPool
 from test_cpu_node import KINDS, Layer, check
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 COUNTS = (0, 1, 7, 31, 0, 33, 200, 0)  # rows per expert
 UNOWNED = 5
 SIZES = [(1, 1), (31, 760), (32, 32), (63, 199), (96, 31), (199, 96), (760, 63), (32, 1), (1, 199)]  # H, I
-ONLY_X = NodeNeeds(x=True, weight=True)
+ONLY_X = PassNeeds(x=True, weight=True)
 RELU = Activation("relu", gated=False)
 
 

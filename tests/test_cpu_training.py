@@ -6,7 +6,6 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · R 
 from __future__ import annotations
 
 import gc
-import platform
 import shutil
 import weakref
 from dataclasses import dataclass, field
@@ -18,10 +17,8 @@ from torch import Tensor
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.backends import cpu_fused
 from amoeba.config import Activation
-from amoeba.cpu import build, node, node_library, packed, pool
-from amoeba.cpu.node import NodeExperts, NodeFactors, NodeNeeds, backward, forward
-from amoeba.cpu.node_library import NodeLibrary
-from amoeba.cpu.packed import PackedLibrary, PackedWeights
+from amoeba.cpu.node import NodeExperts, NodeFactors, PassNeeds, backward, forward
+from amoeba.cpu.packed import PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu.stored import StoredWeights
 from amoeba.reference.experts import experts_backward, experts_forward
@@ -92,14 +89,14 @@ class Layer:
         stored = (StoredWeights(store(self.weights[name])) for name in ("gate_up", "down"))
         return NodeExperts(*stored, self.weights.get("gate_up_bias"), self.weights.get("down_bias"), self.activation)
 
-    def run(self, workers: WorkerPool, needs: NodeNeeds | None = None, *, store=plain, keep="h") -> dict[str, Tensor]:
+    def run(self, workers: WorkerPool, needs: PassNeeds | None = None, *, store=plain, keep="h") -> dict[str, Tensor]:
         mine = self.node(store)
-        needs = needs or NodeNeeds(*[True] * 10, *[self.bias] * 2)
+        needs = needs or PassNeeds(*[True] * 10, *[self.bias] * 2)
         factors = NodeFactors.pack(mine, self.lora, workers) if self.rank else None
         y_TH, cache = forward(mine, factors, self.x_TH, self.expert_TK, self.weight_TK, workers, keep=keep)
         assert cache is not None
         gradients = backward(mine, factors, cache, self.dy_TH, workers, needs)
-        named = dict(zip(NodeNeeds._fields, gradients, strict=True))
+        named = dict(zip(PassNeeds._fields, gradients, strict=True))
         return {"output": y_TH} | {name: gradient for name, gradient in named.items() if gradient is not None}
 
     def expected(self) -> dict[str, Tensor]:
@@ -179,17 +176,17 @@ def test_stored_weights_give_the_bits_of_packed_ones(path: str, store, workers: 
     frozen = NodeExperts(*weights, layer.weights["gate_up_bias"], layer.weights["down_bias"], layer.activation)
     factors = NodeFactors.pack(frozen, layer.lora, workers)
     y_TH, cache = forward(frozen, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, keep="h")
-    expected = backward(frozen, factors, cache, layer.dy_TH, workers, NodeNeeds(*[True] * 8))
+    expected = backward(frozen, factors, cache, layer.dy_TH, workers, PassNeeds(*[True] * 8))
     found = layer.run(workers, store=store)
     assert torch.equal(found["output"], y_TH)
-    for name, gradient in zip(NodeNeeds._fields, expected, strict=True):
+    for name, gradient in zip(PassNeeds._fields, expected, strict=True):
         assert gradient is None or torch.equal(found[name], gradient), name
 
 
 @pytest.mark.parametrize("only", WEIGHTS)
 def test_one_gradient_alone(path: str, only: str, workers: WorkerPool) -> None:
     layer = Layer()
-    alone = layer.run(workers, NodeNeeds(**{name: name == only for name in NodeNeeds._fields}))  # type: ignore[arg-type]
+    alone = layer.run(workers, PassNeeds(**{name: name == only for name in PassNeeds._fields}))  # type: ignore[arg-type]
     assert alone.keys() == {"output", only}
     assert torch.equal(alone[only], layer.run(workers)[only])
 
@@ -232,16 +229,8 @@ def test_gradients_that_are_streamed_past_the_caches_are_whole(path: str, worker
     check(layer.run(workers), layer.expected())
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 instruction sets")
-@pytest.mark.parametrize("architecture", ["-march=x86-64", "-march=haswell"])
-def test_older_instruction_sets_agree_too(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries = [build.compiled_library(name, architecture) for name in ("packed", "node")]
-    products, passes = PackedLibrary(libraries[0]), NodeLibrary(libraries[1])
-    monkeypatch.setattr(packed, "load_packed", lambda: products)
-    for module in (node, pool, node_library):
-        monkeypatch.setattr(module, "load_node", lambda: passes)
-    monkeypatch.setattr(node, "load_packed", lambda: products)
-    monkeypatch.setenv("AMOEBA_CPU_PATH", "generic")
+@pytest.mark.usefixtures("older_instructions")
+def test_older_instruction_sets_agree_too() -> None:
     threads = WorkerPool(2)
     for store in (plain, turned):
         layer = Layer(hidden=63, intermediate=199, rank=5)
@@ -254,7 +243,7 @@ def test_packed_weights_are_frozen(workers: WorkerPool) -> None:
     frozen = NodeExperts(*weights, None, None, layer.activation)
     _, cache = forward(frozen, None, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, keep="h")
     with pytest.raises(AssertionError, match="frozen"):
-        backward(frozen, None, cache, layer.dy_TH, workers, NodeNeeds(True, True, gate_up=True))
+        backward(frozen, None, cache, layer.dy_TH, workers, PassNeeds(True, True, gate_up=True))
 
 
 @pytest.mark.skipif(not cpu_fused._multiplies_bf16(), reason="this CPU has no bf16 products")

@@ -21,7 +21,7 @@ from torch import Tensor
 from amoeba.backends.operator import Gradients, Kept, Needs, Problem
 from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, NodeNeeds
+from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, PassNeeds
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.packed import Path, current_path
 from amoeba.cpu.places import Place, places_for
@@ -57,9 +57,9 @@ def forward(problem: Problem, keep_h: bool) -> Kept:
 def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
     cache = NodeCache(*_rows(problem), None, kept.h_NJ if kept.has_h() else None, None, None)
 
-    def run(place: Place) -> one_node.NodeGradients:
+    def run(place: Place) -> one_node.PassGradients:
         experts, factors = _experts(problem, place)
-        return one_node.backward(experts, factors, cache, dy_TH, place.pool, NodeNeeds(**needs._asdict()))
+        return one_node.backward(experts, factors, cache, dy_TH, place.pool, PassNeeds(**needs._asdict()))
 
     found = _here(run)
     lora = {} if problem.lora is None else problem.lora.tensors()

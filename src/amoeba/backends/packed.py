@@ -21,7 +21,7 @@ from torch import Tensor
 
 from amoeba.backends.operator import no_second_derivative, nobody_watches
 from amoeba.cpu import passes
-from amoeba.cpu.node import NodeNeeds
+from amoeba.cpu.node import PassNeeds
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.transfer import deliver, to_host
 from amoeba.routing import Routing
@@ -77,7 +77,7 @@ class _Direct(torch.autograd.Function):
             found: tuple = torch.ops.amoeba.packed_backward(*tensors, ctx.scaling, handle, dy_TH, needs)
         else:
             left = passes.Left(tuple(_with_tensors(cache, kept) for cache in ctx.caches), ctx.factors)
-            found = _backward(ctx.packed, left, tensors, ctx.scaling, dy_TH, NodeNeeds(*needs))
+            found = _backward(ctx.packed, left, tensors, ctx.scaling, dy_TH, PassNeeds(*needs))
         x, *rest = (gradient if need else None for gradient, need in zip(found, needs, strict=True))
         return (None,) * others + (x, None, *rest)
 
@@ -98,7 +98,7 @@ def _backward(
     tensors: tuple[Tensor | None, ...],
     scaling: float,
     dy_TH: Tensor,
-    needs: NodeNeeds,
+    needs: PassNeeds,
 ) -> tuple[Tensor | None, ...]:
     (rows_TH,) = to_host(dy_TH)
     lora = _factors(tensors, scaling)
@@ -127,7 +127,7 @@ def _operator_backward(*args: Any) -> tuple[Tensor, ...]:
     packed, lora = PackedExperts.of_handle(handle), _factors(tensors, scaling)
     _, left = _forward(packed, lora, tuple(tensors), "h")
     assert left is not None
-    found = _backward(packed, left, tuple(tensors), scaling, dy_TH, NodeNeeds(*needs))
+    found = _backward(packed, left, tuple(tensors), scaling, dy_TH, PassNeeds(*needs))
     return tuple(tensors[0].new_empty(0) if gradient is None else gradient for gradient in found)
 
 

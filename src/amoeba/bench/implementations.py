@@ -35,6 +35,7 @@ TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 PEERS = (*TRANSFORMERS, "loop", "kt_kernel")
 THROUGH_TRANSFORMERS = "amoeba (transformers)"
 LOOP = "torch loop"
+_LORA_PEERS = {"loop": LOOP, "kt_kernel": "kt-kernel"}
 # Share of the free memory that copies of weights may take: those gathered by batched_mm, packed ones.
 _SHARE_OF_MEMORY = 0.8
 # fp32 copies of larger layers are not made: they would say little that bf16 does not.
@@ -74,7 +75,7 @@ def _lora_peers(workload: Workload, peers: Sequence[str]) -> tuple[list[Implemen
             more_found, more_left_out = make(workload)
             found, left_out = found + more_found, left_out | more_left_out
         else:
-            left_out[name] = _NOT_ASKED_FOR
+            left_out[_LORA_PEERS[name]] = _NOT_ASKED_FOR
     return found, left_out
 
 

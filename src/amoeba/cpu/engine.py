@@ -27,7 +27,7 @@ from torch import Tensor
 
 from amoeba.cpu import passes
 from amoeba.cpu.factor_copies import version
-from amoeba.cpu.node import NodeGradients, NodeNeeds
+from amoeba.cpu.node import PassGradients, PassNeeds
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.planner import Plan, check_memory, plan_of
 from amoeba.cpu.transfer import deliver, stage
@@ -106,7 +106,7 @@ class Engine:
         self.submit_forward(x_TH, expert_TK, weight_TK, save=save)
         return self.sync()
 
-    def backward(self, dy_TH: Tensor) -> NodeGradients:
+    def backward(self, dy_TH: Tensor) -> PassGradients:
         """Gradients of x, the routing weights and all factors, from the cache saved last, which is then gone."""
         self._check_nothing_pending("backward")
         self.submit_backward(dy_TH)
@@ -145,7 +145,7 @@ class Engine:
         self._check_input("dy_TH", dy_TH)
         staged = [stage(dy_TH)]
 
-        def job() -> tuple[NodeGradients, _Saved]:
+        def job() -> tuple[PassGradients, _Saved]:
             if not self._stack:
                 raise RuntimeError(
                     "cache underflow: expected a forward with save=True before each backward; got a backward more. "
@@ -166,11 +166,11 @@ class Engine:
                 )
             self._stack.pop()
             factors = {} if self.lora is None else self.lora.tensors()
-            needs = NodeNeeds(True, True, *(name in factors for name in LORA_NAMES))
+            needs = PassNeeds(True, True, *(name in factors for name in LORA_NAMES))
             (rows_TH,) = _arrived(staged)
             return passes.backward(self.packed, self.lora, saved.left, rows_TH, needs), saved
 
-        def finish(found: tuple[NodeGradients, _Saved]) -> NodeGradients:
+        def finish(found: tuple[PassGradients, _Saved]) -> PassGradients:
             gradients, saved = found
             assert gradients.x_TH is not None and gradients.weight_TK is not None
             dx_TH = deliver(gradients.x_TH, saved.x.dtype, saved.x.device)

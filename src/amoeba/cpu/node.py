@@ -138,7 +138,7 @@ class NodeCache:
     down_low_NR: Tensor | None
 
 
-class NodeNeeds(NamedTuple):
+class PassNeeds(NamedTuple):
     """Which gradients are asked for."""
 
     x: bool
@@ -155,7 +155,7 @@ class NodeNeeds(NamedTuple):
     down_bias: bool = False
 
 
-class NodeGradients(NamedTuple):
+class PassGradients(NamedTuple):
     """Those that were asked for: one node's in fp32, gate_up_EJH and down_EHI in bf16 with the strides of the weight;
     or, from `passes` and the engine, those of all nodes together."""
 
@@ -211,8 +211,8 @@ def backward(
     cache: NodeCache,
     dy_TH: Tensor,
     pool: WorkerPool,
-    needs: NodeNeeds,
-) -> NodeGradients:
+    needs: PassNeeds,
+) -> PassGradients:
     """From dy (T, H) in bf16; those of x and weight are this node's parts and add up. Idle experts get zeros."""
     _check_rows("dy_TH", dy_TH, node.down.out_features)
     assert dy_TH.shape == cache.x_TH.shape, f"dy is {tuple(dy_TH.shape)}, x was {tuple(cache.x_TH.shape)}"
@@ -221,7 +221,7 @@ def backward(
     _describe(c.gate_up_transposed, node.gate_up.transposed)
     batch = _batch(cache.x_TH, cache.expert_TK, cache.weight_TK)
     _describe_cache(batch, cache)
-    gradients = NodeGradients(
+    gradients = PassGradients(
         torch.empty(dy_TH.shape, dtype=torch.float32) if needs.x else None,
         torch.empty(cache.weight_TK.shape, dtype=torch.float32) if needs.weight else None,
         **{

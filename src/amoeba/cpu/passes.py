@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu import node as one_node
-from amoeba.cpu.node import Keep, NodeCache, NodeFactors, NodeGradients, NodeNeeds
+from amoeba.cpu.node import Keep, NodeCache, NodeFactors, PassGradients, PassNeeds
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.partition import add_up
 from amoeba.cpu.places import run_everywhere
@@ -74,12 +74,12 @@ def forward(
 
 
 def backward(
-    packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH: Tensor, needs: NodeNeeds
-) -> NodeGradients:
+    packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH: Tensor, needs: PassNeeds
+) -> PassGradients:
     """x and weight in fp32. lora: the factors of the forward, whose gradients come in their shapes and dtypes."""
     check_rows("dy_TH", dy_TH, packed.hidden)
 
-    def part(node: int) -> NodeGradients:
+    def part(node: int) -> PassGradients:
         share, pool = packed.shares[node], packed.places[node].pool
         return one_node.backward(share, left.factors[node], left.caches[node], dy_TH.detach(), pool, needs)
 
@@ -92,7 +92,7 @@ def backward(
 
     dx_TH = add_up([_present(one.x_TH) for one in parts]) if needs.x else None
     dweight_TK = add_up([_present(one.weight_TK) for one in parts]) if needs.weight else None
-    return NodeGradients(dx_TH, dweight_TK, *(merged(name) for name in LORA_NAMES))
+    return PassGradients(dx_TH, dweight_TK, *(merged(name) for name in LORA_NAMES))
 
 
 def check_rows(name: str, rows: Tensor, width: int) -> None:

@@ -126,7 +126,7 @@ def _choose(model: nn.Module, modules: list[Any], trains: bool, device: torch.de
         fits = 2 * needed <= free if trains else whole <= (1 - _SHARE_BESIDE) * free
         return Placed("resident" if fits else "cpu-bf16", sizes)
     if not trains:
-        return Placed("resident", "few rows read them where they lie, many by fused passes")
+        return Placed("resident", "a CPU reads them where they lie")
     if modules[0].down_proj.dtype != torch.bfloat16:
         return Placed("resident", f"the weights are {modules[0].down_proj.dtype}, which packing would round")
     if not has_bf16_instructions():

@@ -5,6 +5,7 @@
 // serves AVX-512, AVX2 and NEON. The caller has checked dtypes, shapes, strides.
 #include "core_decode.h"
 #include "core_products.h"
+#include "jobs.h"
 
 extern "C" {
 

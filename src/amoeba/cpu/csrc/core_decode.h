@@ -1,6 +1,9 @@
 // A few tokens through all of their layer in one call; weights in fp32 or bf16, read where they lie.
 #pragma once
 #include "core_vectors.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 namespace {
 

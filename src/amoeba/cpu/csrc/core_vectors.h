@@ -1,14 +1,10 @@
-// What every file of the fp32 core shares: vectors, as wide as the machine has them, jobs, and what SwiGLU computes.
+// What every file of the fp32 core shares: vectors, as wide as the machine has them, and what SwiGLU computes.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace {
 
@@ -74,14 +70,5 @@ struct Swiglu {  // gate and up concatenated; alpha, limit and up_shift as in co
     return v;
   }
 };
-
-template <class Job>
-void run_jobs(int64_t count, int threads, const Job& job) {
-  std::atomic<int64_t> next{0};
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
-#endif
-  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) job(i);
-}
 
 }  // namespace

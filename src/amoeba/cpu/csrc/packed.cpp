@@ -1,26 +1,13 @@
 // Frozen weights packed once, in bf16 or int8, in the layout of words.h; what multiplies them is node.cpp. The caller
 // checked its tensors.
-#include <atomic>
 #include <cerrno>
 
+#include "jobs.h"
 #include "pack.h"
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-
-namespace {
-
-template <class Job>
-void run_jobs(int64_t count, [[maybe_unused]] int threads, const Job& job) {
-  std::atomic<int64_t> next{0};
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
-#endif
-  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) job(i);
-}
-
-}  // namespace
 
 extern "C" {
 
