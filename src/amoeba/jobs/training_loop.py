@@ -104,8 +104,7 @@ class WatchedTrainer(Trainer):
                 loss = loss + log.settings.z_loss_coefficient / log.settings.accumulation * z_loss
         else:
             predicted = int((inputs["labels"][:, 1:] != NO_LABEL).sum())
-            if predicted:  # else the mean is of nothing
-                self._evaluated.append((predicted, float(loss)))
+            self._evaluated.append((predicted, float(loss)))
         return (loss, outputs) if return_outputs else loss
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -117,7 +116,7 @@ class WatchedTrainer(Trainer):
         everywhere = torch.tensor(sums, dtype=torch.float64, device=self.args.device)
         total, predicted = self.accelerator.reduce(everywhere, "sum").tolist()
         assert output.metrics is not None
-        output.metrics["eval_loss"] = total / predicted if predicted else math.nan
+        output.metrics["eval_loss"] = total / predicted
         return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
