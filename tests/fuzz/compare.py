@@ -1,0 +1,94 @@
+"""The verdict: what a call gave against the truth, the output and each gradient by its name.
+
+    faults(case, made, found)      # [] or lines such as "gate_up: off by 3.1e-02, at most 1.0e-02"
+
+Relative L2 with the tolerances of `amoeba verify`; where that is not enough, also what rounding alone may do to this
+very case (truth.rounding_noise). An expert without rows, a token without experts and a slot that belongs to nobody have
+zeros, exactly. A NaN in an input shows up in all that depends on it, and no other token sees it; what is summed over
+tokens may be NaN for more experts than have to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amoeba.conformance import PACKED, TOLERANCE
+
+from .case import Case
+from .tensors import Made
+from .truth import rounding_noise, truth
+
+# So many times the noise that a few draws showed may be in a result.
+NOISE_MARGIN = 8.0
+
+
+def faults(case: Case, made: Made, found: dict[str, Tensor]) -> list[str]:
+    exact = truth(case, made)
+    if set(found) - set(exact):
+        raise AssertionError(f"gradients of {set(found) - set(exact)} without a truth")
+    lines, doubtful = [], {}
+    for name, tensor in found.items():
+        per_token = name in ("output", "x", "weight")
+        fault = _of_form(case, made, name, tensor, exact[name])
+        if not fault and (per_token or case.nan == "none"):
+            fault = _of_zeros(case, made, name, tensor)
+        if fault:
+            lines.append(f"{name}: {fault}")
+            continue
+        got, right = tensor.detach().cpu().double(), exact[name]
+        if case.nan != "none":
+            if name != "output" and case.has_kink:
+                continue  # what slope a NaN has at a kink is anybody's convention
+            hidden = right.isnan() & got.isfinite()
+            if hidden.any():
+                lines.append(f"{name}: {int(hidden.sum())} of {int(right.isnan().sum())} NaN were lost")
+            rest = ~right.isnan() if per_token else ~(right.isnan() | got.isnan())
+            got, right = got[rest], right[rest]
+        if not got.isfinite().all():
+            lines.append(f"{name}: {int((~got.isfinite()).sum())} of {got.numel()} are not finite")
+            continue
+        distance, allowed = float((got - right).norm()), tolerance(case, name, tensor) * float(right.norm())
+        if distance > allowed:
+            doubtful[name] = distance, allowed
+    if doubtful and case.nan == "none":
+        noise = rounding_noise(case, made)
+        doubtful = {name: pair for name, pair in doubtful.items() if not pair[0] <= NOISE_MARGIN * noise[name]}
+    for name, (distance, allowed) in doubtful.items():
+        size = float(exact[name][exact[name].isfinite()].norm())
+        lines.append(f"{name}: off by {distance:.1e} of {size:.1e}, at most {allowed:.1e}")
+    return lines
+
+
+def tolerance(case: Case, name: str, found: Tensor) -> float:
+    """A gradient comes in the dtype of its tensor, which may hold less than what it was computed in."""
+    if not case.packed:
+        return max(TOLERANCE[case.computes_in], TOLERANCE[found.dtype])
+    row = PACKED[case.placement]
+    return row.output if name == "output" else row.gradients
+
+
+def _of_form(case: Case, made: Made, name: str, found: Tensor, right: Tensor) -> str | None:
+    if name == "output":
+        dtype = torch.bfloat16 if case.mode == "autocast" else made.tensors["x"].dtype
+        device = made.tensors["x"].device
+    else:
+        dtype, device = made.tensors[name].dtype, made.tensors[name].device
+    if found.shape == right.shape and found.dtype == dtype and found.device == device:
+        return None
+    return f"{found.dtype} {tuple(found.shape)} on {found.device} instead of {dtype} {tuple(right.shape)} on {device}"
+
+
+def _of_zeros(case: Case, made: Made, name: str, found: Tensor) -> str | None:
+    expert_TK = made.expert_TK.cpu()
+    owned_TK = (expert_TK >= 0) & (expert_TK < case.experts)
+    if name == "weight":
+        nothing, what = ~owned_TK, "slot that belongs to nobody"
+    elif name in ("output", "x"):
+        nothing, what = ~owned_TK.any(1), "token without experts"
+    else:
+        busy = set(expert_TK[owned_TK].tolist())
+        nothing, what = torch.tensor([e not in busy for e in range(case.experts)]), "expert without rows"
+    if found.detach().cpu()[nothing].count_nonzero():  # NaN counts
+        return f"not zero for a {what}"
+    return None
