@@ -221,7 +221,11 @@ def example(case: Case, dtype: torch.dtype) -> Example:
     # next to 0 by accident, and its relative error without bound; so dy leans towards the outputs.
     y_TH = reference.experts_forward(inputs["x"], expert_TK, torch.ones_like(inputs["weight"]), weights, lora)
     lean_TH = torch.nn.functional.normalize(y_TH, dim=1) * case.hidden**0.5
-    dy_TH = (torch.randn(y_TH.shape, generator=generator, dtype=torch.float64) + lean_TH).to(dtype).double()
+    dy_TH = (
+        (torch.randn(y_TH.shape, generator=generator, dtype=torch.float64, device=generator.device) + lean_TH)
+        .to(dtype)
+        .double()
+    )
     problem = (inputs["x"], expert_TK, inputs["weight"], weights, lora)
     truth = {"output": reference.experts_forward(*problem)} | reference.experts_backward(dy_TH, *problem)
     return Example(expert_TK, dy_TH, inputs, truth)
@@ -243,13 +247,16 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
     width = case.activation.width(inner)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).double()
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
+        return (drawn * scale).to(dtype).double()
 
     def whole(*shape: int, largest: int, scale: float) -> Tensor:
         """Multiples of scale, up to largest of them."""
-        return torch.randint(-largest, largest + 1, shape, generator=generator).double() * scale
+        bounds, device = (-largest, largest + 1), generator.device
+        return torch.randint(*bounds, shape, generator=generator, dtype=torch.int64, device=device).double() * scale
 
-    weight_TK = torch.rand(tokens, case.top_k, generator=generator, dtype=torch.float64) + 0.1
+    device = generator.device
+    weight_TK = torch.rand(tokens, case.top_k, generator=generator, dtype=torch.float64, device=device) + 0.1
     if case.pattern == "zero_weights":
         weight_TK[::2, 0] = 0
     inputs = {"weight": weight_TK.to(weight_dtype(case, dtype)).double()}
@@ -276,9 +283,11 @@ def _inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> dict[
         fan_in, fan_out = (inner, hidden) if name == "down" else (hidden, inner)
         if case.has_kink and name != "down":
             # four of x's numbers each, so that c·x·Aᵀ is a small whole number and h one of its multiples, as above
-            a_ERI = torch.zeros(num_experts, case.rank, fan_in, dtype=torch.float64)
-            place = torch.rand(a_ERI.shape, generator=generator).argsort(-1)[..., :4]
-            sign = torch.randint(2, place.shape, generator=generator).double() * 2 - 1
+            a_ERI = torch.zeros(num_experts, case.rank, fan_in, dtype=torch.float64, device=device)
+            drawn = torch.rand(a_ERI.shape, generator=generator, dtype=torch.float32, device=device)
+            place = drawn.argsort(-1)[..., :4]
+            side = torch.randint(2, place.shape, generator=generator, dtype=torch.int64, device=device)
+            sign = side.double() * 2 - 1
             inputs[f"{name}_lora_a"] = a_ERI.scatter_(-1, place, sign / SCALING)
             inputs[f"{name}_lora_b"] = whole(num_experts, fan_out, case.rank, largest=1, scale=2 * unit)
         else:
@@ -295,19 +304,26 @@ def weight_dtype(case: Case, dtype: torch.dtype) -> torch.dtype:
 
 def _expert_ids(case: Case, generator: torch.Generator) -> Tensor:
     tokens, top_k, num_experts = case.num_tokens, case.top_k, case.num_experts
-    dtype = torch.int32 if case.narrow else torch.int64
+    dtype, device = torch.int32 if case.narrow else torch.int64, generator.device
+
+    def choice(count: int) -> Tensor:
+        return torch.randint(count, (tokens, top_k), generator=generator, dtype=torch.int64, device=device)
+
+    def uniform(width: int) -> Tensor:
+        return torch.rand(tokens, width, generator=generator, dtype=torch.float32, device=device)
+
     if case.pattern == "all_on_one":
-        return torch.full((tokens, top_k), num_experts // 2, dtype=dtype)
+        return torch.full((tokens, top_k), num_experts // 2, dtype=dtype, device=device)
     if case.pattern == "empty_experts":
         # the first, the last and every other expert get nothing; a token may meet the same expert twice
-        busy = torch.arange(1, max(num_experts - 1, 2), 2) % num_experts
-        return busy[torch.randint(len(busy), (tokens, top_k), generator=generator)].to(dtype)
-    expert_TK = torch.rand(tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k].to(dtype)
+        busy = torch.arange(1, max(num_experts - 1, 2), 2, dtype=torch.int64, device=device) % num_experts
+        return busy[choice(len(busy))].to(dtype)
+    expert_TK = uniform(num_experts).argsort(dim=1)[:, :top_k].to(dtype)
     if case.pattern in ("sentinels", "nobody_here"):
         # the last one turns into an expert's id where somebody cuts it down to 32 bits
         outside = [num_experts, num_experts + 3, -1] + ([] if case.narrow else [2**32 + 1])
-        drawn_TK = torch.tensor(outside, dtype=dtype)[torch.randint(len(outside), (tokens, top_k), generator=generator)]
+        drawn_TK = torch.tensor(outside, dtype=dtype, device=device)[choice(len(outside))]
         if case.pattern == "nobody_here":
             return drawn_TK
-        return torch.where(torch.rand(tokens, top_k, generator=generator) < 0.4, drawn_TK, expert_TK)
+        return torch.where(uniform(top_k) < 0.4, drawn_TK, expert_TK)
     return expert_TK

@@ -105,7 +105,7 @@ def _sorted_by_expert(
     bounds_E = torch.arange(num_experts, device=expert_N.device, dtype=sorted_N.dtype)
     offs_E = torch.searchsorted(sorted_N, bounds_E, right=True, out_int32=True)
     inverse_N = torch.empty_like(order_N)
-    inverse_N[order_N] = torch.arange(rows, device=expert_N.device)
+    inverse_N[order_N] = torch.arange(rows, device=expert_N.device, dtype=torch.int64)
     slot_row_N = torch.where(owned_N, inverse_N, rows)
     row_id_sorted_N = order_N + first_row_id if row_id_N is None else row_id_N[order_N]
     return Layout(order_N, slot_row_N, offs_E, row_id_sorted_N, top_k)

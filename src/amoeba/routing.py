@@ -215,8 +215,9 @@ def _over_capacity(chosen_TK: Tensor, num_experts: int, capacity_factor: float) 
     chosen_N = chosen_TK.t().flatten()  # slot-major
     order_N = chosen_N.argsort(stable=True)
     sorted_N = chosen_N.gather(0, order_N)
-    first_E = torch.searchsorted(sorted_N, torch.arange(num_experts, device=chosen_N.device))
-    place_N = torch.arange(chosen_N.shape[0], device=chosen_N.device) - first_E.gather(0, sorted_N)
+    first_E = torch.searchsorted(sorted_N, torch.arange(num_experts, dtype=chosen_N.dtype, device=chosen_N.device))
+    row_N = torch.arange(chosen_N.shape[0], dtype=torch.int64, device=chosen_N.device)
+    place_N = row_N - first_E.gather(0, sorted_N)
     over_N = torch.zeros_like(chosen_N, dtype=torch.bool).scatter(0, order_N, place_N >= capacity)
     return over_N.unflatten(0, (top_k, num_tokens)).t()
 
@@ -391,7 +392,7 @@ class RoutingStatistics(nn.Module):
             "entropy": self.entropy_sum / self.scored_tokens,
             "max_violation": torch.where(mean_load > 0, violation, torch.zeros_like(violation)),
             "dead_experts": (self.load_E == 0).sum(),
-            "drop_rate": self.dropped / self.slots.clamp(min=1),
+            "drop_rate": self.dropped.float() / self.slots.clamp(min=1),
         }
 
     def reset(self) -> None:

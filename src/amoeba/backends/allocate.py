@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from amoeba.cpu.pointers import place_of
+
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 _LEAST_BYTES = 2 * _HUGE_PAGE
@@ -32,8 +34,9 @@ def advise_huge_pages(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES:
         madvise = _madvise()
         if madvise is not None:
-            first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-            last = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+            start = place_of(tensor)
+            first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
+            last = (start + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
             if last > first:
                 madvise(first, last - first, _MADV_HUGEPAGE)
     return tensor

@@ -130,7 +130,7 @@ def _grouped_on_gpu(x_NI: Tensor, weight_EOI: Tensor) -> bool:
 
 
 def _tail(rows: int, offs_E: Tensor) -> Tensor:
-    return (torch.arange(rows, device=offs_E.device) >= offs_E[-1])[:, None]
+    return (torch.arange(rows, dtype=torch.int64, device=offs_E.device) >= offs_E[-1])[:, None]
 
 
 def _expand_rows(x_TH: Tensor, token_N: Tensor, slot_row_TK: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_ope
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward
 from amoeba.config import Activation
 from amoeba.cpu.core import load_core
+from amoeba.cpu.pointers import has_lines
 
 # Up to this many routed rows a pass without gradients decodes: no sorted rows, each weight read once for up to four.
 # Decoding against sorting, ms, H=512 I=256 E=32 K=4: fp32 0.26/0.85 at 4 rows, 2.65/3.49 at 128, 5.02/4.06 at 256; bf16
@@ -93,16 +94,19 @@ class CoreGroups(sorted_rows.Groups):
             return super().weight_gradient(grad_NO, rows, weight_EOI, index_N=index_N)
         gradient = empty_gradient(weight_EOI)
         grad_NO, rows = _rowwise(grad_NO), _rowwise(rows)
-        if gradient.stride(2) == 1:
+        if has_lines(gradient):
             load_core().weight_gradient(self.offs_E, grad_NO, rows, out=gradient, right_index_N=index_N)
-        else:  # stored as (E, I, O)
-            load_core().weight_gradient(self.offs_E, rows, grad_NO, out=gradient.transpose(1, 2), left_index_N=index_N)
+        elif has_lines(gradient.mT):  # stored as (E, I, O)
+            load_core().weight_gradient(self.offs_E, rows, grad_NO, out=gradient.mT, left_index_N=index_N)
+        else:
+            plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+            load_core().weight_gradient(self.offs_E, grad_NO, rows, out=plain, right_index_N=index_N)
+            gradient.copy_(plain)
         return gradient
 
 
 def _rowwise(rows: Tensor) -> Tensor:
-    # no rows at all pass for contiguous whatever their strides are, and would come back as they are
-    return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
+    return rows if has_lines(rows) else rows.contiguous()
 
 
 operator = define_operator("cpu", forward, backward, keeps_maps=lambda problem: not cpu_fused.serves(problem))

@@ -17,12 +17,12 @@ from amoeba.backends import low_rank
 from amoeba.backends.low_rank import Rows
 from amoeba.backends.operator import Problem
 from amoeba.cpu.core import load_core
+from amoeba.cpu.pointers import CPU, has_lines
 
 
 def serves(problem: Problem, most_rows: int) -> bool:
     """most_rows: where sorting becomes the faster way."""
-    contiguous = problem.gate_up_EJH.stride(2) == problem.down_EHI.stride(2) == 1
-    return contiguous and 0 < problem.rows <= most_rows
+    return has_lines(problem.gate_up_EJH) and has_lines(problem.down_EHI) and 0 < problem.rows <= most_rows
 
 
 def decode(problem: Problem) -> Tensor:
@@ -36,10 +36,11 @@ def decode(problem: Problem) -> Tensor:
     else:
         owned_TK = (expert_TK >= 0) & (expert_TK < problem.down_EHI.shape[0])
         products = _SlotProducts(expert_TK.where(owned_TK, 0).flatten(), problem.down_EHI.dtype)
-        added_NJ = torch.zeros(expert_TK.numel(), problem.gate_up_EJH.shape[1])
+        slots, width = expert_TK.numel(), problem.gate_up_EJH.shape[1]
+        added_NJ = torch.zeros((slots, width), dtype=torch.float32, device=CPU)
         low_rank.add_to_h(problem, products, x_TH.repeat_interleave(expert_TK.shape[1], 0), added_NJ)
         y_TH, a_NI = load_core().decode(x_TH, expert_TK, weight_TK, *weights, added_NJ)
-        y_NH = torch.zeros(expert_TK.numel(), y_TH.shape[1])
+        y_NH = torch.zeros((slots, y_TH.shape[1]), dtype=torch.float32, device=CPU)
         low_rank.add_to_y(problem, products, a_NI, y_NH)
         share_TKH = y_NH.view(*expert_TK.shape, -1) * weight_TK[..., None]
         y_TH += share_TKH.where(owned_TK[..., None], 0).sum(1)

@@ -25,6 +25,7 @@ from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, PassNeeds
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.packed import Path, current_path
 from amoeba.cpu.places import Place, places_for
+from amoeba.cpu.pointers import has_lines
 from amoeba.cpu.stored import StoredWeights
 from amoeba.weights import LORA_NAMES
 
@@ -101,8 +102,8 @@ def _here(run: Callable[[Place], Result]) -> Result:
 
 def _rows(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     x_TH, expert_TK, weight_TK = (tensor.detach() for tensor in problem[:3])
-    if x_TH.stride(1) != 1:
-        x_TH = x_TH.clone(memory_format=torch.contiguous_format)
+    if not has_lines(x_TH):
+        x_TH = x_TH.contiguous()
     return x_TH, expert_TK.to(torch.int64).contiguous(), weight_TK.to(torch.float32).contiguous()
 
 

@@ -57,7 +57,7 @@ def _decode(problem: Problem) -> Tensor:
     h = torch.stack(rows)
     wide = torch.promote_types(h.dtype, torch.float32)
     a = activate(h if h.dtype == wide else h.to(wide), problem.activation).mul_(weight)
-    y_TH = torch.zeros(x_TH.shape, dtype=wide)
+    y_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
     # fp32 and fp64 add up inside the product; half precision is added up in fp32
     add_up = Tensor.addmv_ if dtype == wide and x_TH.dtype == wide else _add_product
     for a_row, w_row, (t, e) in zip(a.unbind(0), weight.unbind(0), owner, strict=True):

@@ -20,6 +20,7 @@ from amoeba.backends.allocate import empty_rows
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward, slot_gradient, sum_rows
+from amoeba.cpu.pointers import place_of
 from amoeba.layout import Layout, build_layout
 from amoeba.weights import LoraFactors
 
@@ -129,7 +130,7 @@ def _with_whole_ranks(problem: Problem) -> Problem:
         if missing:
             factors[name] = F.pad(factor, (0, 0, 0, missing) if name.endswith("a") else (0, missing))
         else:
-            whole = factor.stride(2) == 1 and factor.stride(1) % unit == 0 and factor.data_ptr() % 16 == 0
+            whole = factor.stride(2) == 1 and factor.stride(1) % unit == 0 and place_of(factor) % 16 == 0
             factors[name] = factor if whole else factor.clone(memory_format=torch.contiguous_format)
     return problem._replace(lora=LoraFactors(**factors, scaling=problem.lora.scaling))
 
@@ -155,7 +156,7 @@ def weight_gradient(grad_NO: Tensor, rows_NI: Tensor, offs_E: Tensor, weight_EOI
 def sum_per_expert(rows_NW: Tensor, offs_E: Tensor, scale_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Sums the rows of each expert without atomics: one product with the one-hot matrix of the layout."""
     wide = torch.promote_types(rows_NW.dtype, torch.float32)
-    experts = torch.arange(offs_E.shape[0], device=rows_NW.device)
+    experts = torch.arange(offs_E.shape[0], dtype=torch.int64, device=rows_NW.device)
     expert_N = expert_of_row(rows_NW.shape[0], offs_E)
     share_EN = (experts[:, None] == expert_N).to(wide)
     if scale_N is not None:

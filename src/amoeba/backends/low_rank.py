@@ -20,6 +20,7 @@ from torch import Tensor
 
 from amoeba.backends.operator import Needs, Problem
 from amoeba.backends.rowwise import split_gate_up
+from amoeba.cpu.pointers import place_of
 
 
 class ByToken(NamedTuple):
@@ -137,4 +138,4 @@ def _of_down(problem: Problem) -> tuple[Tensor, Tensor] | None:
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
     """Whether gate and up share their A, as adapters from PEFT do."""
-    return b is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    return b is not None and place_of(a) == place_of(b) and a.shape == b.shape and a.stride() == b.stride()

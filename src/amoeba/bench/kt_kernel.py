@@ -81,7 +81,7 @@ class _Layer:
         self.wrapper.gate_proj = workload.gate_up_EJH.detach()[:, :inner].contiguous()
         self.wrapper.up_proj = workload.gate_up_EJH.detach()[:, inner:].contiguous()
         self.wrapper.down_proj = workload.down_EHI.detach().contiguous()
-        self.wrapper.load_weights(torch.arange(shape.experts))
+        self.wrapper.load_weights(torch.arange(shape.experts, dtype=torch.int64, device="cpu"))
 
     def run(self, workload: Workload) -> Tensor:
         return _KtExperts.apply(workload.x_TH, workload.weight_TK, workload.expert_TK, self.wrapper)

@@ -145,7 +145,7 @@ def _draw_factors(shape: Shape, generator: torch.Generator) -> LoraFactors:
     factors = []
     for size in (*up, *up, (experts, rank, inner), (experts, hidden, rank)):
         scale = size[2] ** -0.5 * (0.1 if size[2] == rank else 1.0)
-        drawn = torch.randn(size, generator=generator, device=generator.device).mul_(scale)
+        drawn = torch.randn(size, generator=generator, device=generator.device, dtype=torch.float32).mul_(scale)
         factors.append(drawn.requires_grad_())
     return LoraFactors(**dict(zip(LORA_NAMES, factors, strict=True)), scaling=2.0)
 
@@ -153,7 +153,7 @@ def _draw_factors(shape: Shape, generator: torch.Generator) -> LoraFactors:
 def draw_routing(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """K distinct experts per token, drawn by popularity (Gumbel top-k), with softmax weights."""
     device = generator.device
-    place_E = torch.randperm(shape.experts, generator=generator, device=device)
+    place_E = torch.randperm(shape.experts, generator=generator, device=device, dtype=torch.int64)
     popularity_E = -shape.skew * (place_E + 1).double().log()
     noise_TE = torch.rand(shape.tokens, shape.experts, generator=generator, device=device, dtype=torch.float64)
     gumbel_TE = -(-noise_TE.clamp_(min=1e-300).log()).log()

@@ -108,7 +108,8 @@ def _request(device: torch.device, dtype: torch.dtype) -> Request:
         torch.zeros(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN, device=device, dtype=dtype),
         torch.zeros(_EXPERTS, _HIDDEN, _INTERMEDIATE, device=device, dtype=dtype),
     )
-    return Request(x_TH, Routing(expert_TK, torch.ones(_TOKENS, _TOP_K, device=device)), weights)
+    weight_TK = torch.ones(_TOKENS, _TOP_K, device=device, dtype=torch.float32)
+    return Request(x_TH, Routing(expert_TK, weight_TK), weights)
 
 
 def _print(document: dict[str, Any], output: Output) -> None:

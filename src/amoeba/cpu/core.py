@@ -1,4 +1,4 @@
-"""The C++ core as Python functions over tensors. Tensors are checked here, before a pointer is taken.
+"""The C++ core as Python functions over tensors. Every address is taken by `pointers`, which checks the tensor.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O out
 
@@ -18,6 +18,16 @@ from torch import Tensor
 
 from amoeba.config import Activation, ActivationKind
 from amoeba.cpu.build import CoreUnavailable, compiled_core, load
+from amoeba.cpu.pointers import (
+    CPU,
+    address,
+    address_at_strides,
+    address_of_lines,
+    address_to_write,
+    has_lines,
+    optional_address,
+)
+from amoeba.errors import bad_value
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}  # the order of `enum Kind`
@@ -76,11 +86,13 @@ class Core:
     def activate(self, h_NJ: Tensor, scale_N: Tensor, activation: Activation, *, out: Tensor) -> None:
         """out = scale · act(h)."""
         rows, intermediate = out.shape
-        assert h_NJ.shape == (rows, 2 * intermediate) and scale_N.shape == (rows,)
-        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in (h_NJ, scale_N, out))
+        self._check_width(intermediate)
         self._swiglu(
-            rows, intermediate, h_NJ.data_ptr(), scale_N.data_ptr(),
-            activation.alpha, activation.limit, activation.up_shift, out.data_ptr(), torch.get_num_threads(),
+            rows, intermediate,
+            address("h_NJ", h_NJ, torch.float32, (rows, 2 * intermediate)),
+            address("scale_N", scale_N, torch.float32, (rows,)),
+            activation.alpha, activation.limit, activation.up_shift,
+            address("out", out, torch.float32, (rows, intermediate)), torch.get_num_threads(),
         )  # fmt: skip
 
     def activate_backward(
@@ -94,17 +106,23 @@ class Core:
     ) -> Tensor:
         """From dA' (no scale in it yet): writes dh and scale·a, returns ds_N = <dA', a>."""
         rows, intermediate = da_NI.shape
-        assert h_NJ.shape == dh_NJ.shape == (rows, 2 * intermediate) and scale_N.shape == (rows,)
-        assert scaled_a_NI is None or scaled_a_NI.shape == da_NI.shape
-        tensors = (da_NI, h_NJ, scale_N, dh_NJ, *(() if scaled_a_NI is None else (scaled_a_NI,)))
-        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors)
-        ds_N = torch.empty(rows)
+        self._check_width(intermediate)
+        ds_N = torch.empty(rows, dtype=torch.float32, device=CPU)
         self._swiglu_backward(
-            rows, intermediate, da_NI.data_ptr(), h_NJ.data_ptr(), scale_N.data_ptr(),
+            rows, intermediate,
+            address("da_NI", da_NI, torch.float32, (rows, intermediate)),
+            address("h_NJ", h_NJ, torch.float32, (rows, 2 * intermediate)),
+            address("scale_N", scale_N, torch.float32, (rows,)),
             activation.alpha, activation.limit, activation.up_shift,
-            dh_NJ.data_ptr(), _address(scaled_a_NI), ds_N.data_ptr(), torch.get_num_threads(),
+            address("dh_NJ", dh_NJ, torch.float32, (rows, 2 * intermediate)),
+            optional_address("scaled_a_NI", scaled_a_NI, torch.float32, (rows, intermediate)),
+            address("ds_N", ds_N, torch.float32, (rows,)), torch.get_num_threads(),
         )  # fmt: skip
         return ds_N
+
+    def _check_width(self, intermediate: int) -> None:
+        if intermediate % self.lanes:
+            raise bad_value("I", f"a multiple of {self.lanes}, one vector", intermediate, "ask `activates` first")
 
     def multiply_rows(
         self,
@@ -118,15 +136,21 @@ class Core:
     ) -> None:
         """out[n] = rows[index[n]] @ matrix of n's expert (+ bias); rows past the last expert's are left as they are."""
         experts, depth, columns = matrix_EIO.shape
-        _check_offs(offs_E, experts)
-        _check_rows(rows, depth, index_N, out.shape[0])
-        _check_rows(out, columns, None, out.shape[0])
-        assert 1 in matrix_EIO.stride()[1:], f"one inner stride must be 1, strides are {matrix_EIO.stride()}"
-        assert bias_EO is None or (bias_EO.shape == (experts, columns) and bias_EO.is_contiguous())
+        count = out.shape[0]
+        if 1 not in matrix_EIO.stride()[1:]:
+            raise bad_value(
+                "matrix_EIO", "an inner stride of 1", f"strides {matrix_EIO.stride()}", "copy it with .contiguous()"
+            )
+        if not has_lines(out):
+            raise bad_value("out", "rows that are contiguous", f"strides {out.stride()}", "write to another tensor")
         self._rows(
-            experts, offs_E.data_ptr(), rows.data_ptr(), rows.stride(0), _address(index_N),
-            matrix_EIO.data_ptr(), *matrix_EIO.stride(), _address(bias_EO),
-            depth, columns, out.data_ptr(), out.stride(0), torch.get_num_threads(),
+            experts, address("offs_E", offs_E, torch.int32, (experts,)),
+            _address_of_rows("rows", rows, depth, index_N, count), rows.stride(0),
+            optional_address("index_N", index_N, torch.int64, (count,)),
+            address_at_strides("matrix_EIO", matrix_EIO, torch.float32, (experts, depth, columns)),
+            *matrix_EIO.stride(), optional_address("bias_EO", bias_EO, torch.float32, (experts, columns)),
+            depth, columns, address_to_write("out", out, torch.float32, (count, columns)), out.stride(0),
+            torch.get_num_threads(),
         )  # fmt: skip
 
     def weight_gradient(
@@ -141,16 +165,17 @@ class Core:
     ) -> None:
         """out_e (columns of left × columns of right) = Σ over e's rows of leftᵀ right, contiguous along right."""
         experts, left_columns, right_columns = out.shape
-        _check_offs(offs_E, experts)
-        rows = next((i.shape[0] for i in (left_index_N, right_index_N) if i is not None), left.shape[0])
-        _check_rows(left, left_columns, left_index_N, rows)
-        _check_rows(right, right_columns, right_index_N, rows)
-        assert out.stride(2) == 1
+        count = next((i.shape[0] for i in (left_index_N, right_index_N) if i is not None), left.shape[0])
+        if not has_lines(out):
+            raise bad_value("out", "matrices contiguous along right", f"strides {out.stride()}", "swap left and right")
         self._weight_gradient(
-            experts, offs_E.data_ptr(),
-            left.data_ptr(), left.stride(0), _address(left_index_N), left_columns,
-            right.data_ptr(), right.stride(0), _address(right_index_N), right_columns,
-            out.data_ptr(), out.stride(0), out.stride(1), torch.get_num_threads(),
+            experts, address("offs_E", offs_E, torch.int32, (experts,)),
+            _address_of_rows("left", left, left_columns, left_index_N, count), left.stride(0),
+            optional_address("left_index_N", left_index_N, torch.int64, (count,)), left_columns,
+            _address_of_rows("right", right, right_columns, right_index_N, count), right.stride(0),
+            optional_address("right_index_N", right_index_N, torch.int64, (count,)), right_columns,
+            address_to_write("out", out, torch.float32, (experts, left_columns, right_columns)),
+            out.stride(0), out.stride(1), torch.get_num_threads(),
         )  # fmt: skip
 
     def decode(
@@ -172,25 +197,31 @@ class Core:
         """
         tokens, hidden = x_TH.shape
         top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]
-        assert x_TH.stride(1) == gate_up_EJH.stride(2) == down_EHI.stride(2) == 1
-        assert expert_TK.is_contiguous() and expert_TK.dtype == torch.int64
-        assert weight_TK.is_contiguous() and weight_TK.dtype == x_TH.dtype == torch.float32
-        assert gate_up_EJH.dtype == down_EHI.dtype
-        for added in (gate_up_bias_EJ, down_bias_EH, added_NJ):
-            assert added is None or (added.is_contiguous() and added.dtype == torch.float32)
-        assert added_NJ is None or added_NJ.shape == (tokens * top_k, width)
-        slots = tokens * top_k
-        scratch = torch.empty(slots * (width + intermediate + 2))  # h, a and a list of slots in 8-byte integers
-        y_TH = torch.empty((tokens, hidden))
-        h = scratch.data_ptr()
-        self._decode[down_EHI.dtype](
+        if width != activation.width(intermediate):
+            raise bad_value("gate_up_EJH", f"J = {activation.width(intermediate)}", width, "check activation.gated")
+        slots, weight_dtype = tokens * top_k, down_EHI.dtype
+        run = self._decode.get(weight_dtype)
+        if run is None:
+            raise bad_value("down_EHI", "float32 or bfloat16", weight_dtype, "cast the weights")
+        # h, a and a list of slots in 8-byte integers
+        scratch = torch.empty(slots * (width + intermediate + 2), dtype=torch.float32, device=CPU)
+        y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
+        order = address("scratch", scratch, torch.float32, (slots * (width + intermediate + 2),))
+        run(
             tokens, top_k, experts, hidden, intermediate, width,
-            x_TH.data_ptr(), x_TH.stride(0), expert_TK.data_ptr(), weight_TK.data_ptr(),
-            gate_up_EJH.data_ptr(), gate_up_EJH.stride(0), gate_up_EJH.stride(1), _address(gate_up_bias_EJ),
-            _address(added_NJ),
-            down_EHI.data_ptr(), down_EHI.stride(0), down_EHI.stride(1), _address(down_bias_EH),
+            address_of_lines("x_TH", x_TH, torch.float32, (tokens, hidden)), x_TH.stride(0),
+            address("expert_TK", expert_TK, torch.int64, (tokens, top_k)),
+            address("weight_TK", weight_TK, torch.float32, (tokens, top_k)),
+            address_of_lines("gate_up_EJH", gate_up_EJH, weight_dtype, (experts, width, hidden)),
+            gate_up_EJH.stride(0), gate_up_EJH.stride(1),
+            optional_address("gate_up_bias_EJ", gate_up_bias_EJ, torch.float32, (experts, width)),
+            optional_address("added_NJ", added_NJ, torch.float32, (slots, width)),
+            address_of_lines("down_EHI", down_EHI, weight_dtype, (experts, hidden, intermediate)),
+            down_EHI.stride(0), down_EHI.stride(1),
+            optional_address("down_bias_EH", down_bias_EH, torch.float32, (experts, hidden)),
             _KINDS[activation.kind], activation.interleaved, activation.alpha, activation.limit, activation.up_shift,
-            h + 8 * slots, h + 4 * slots * (width + 2), h, y_TH.data_ptr(), torch.get_num_threads(),
+            order + 8 * slots, order + 4 * slots * (width + 2), order,
+            address("y_TH", y_TH, torch.float32, (tokens, hidden)), torch.get_num_threads(),
         )  # fmt: skip
         return y_TH, scratch[slots * (width + 2) :].view(slots, intermediate)
 
@@ -217,20 +248,8 @@ def why_no_core() -> str | None:
     return str(loaded) if isinstance(loaded, CoreUnavailable) else None
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _check_offs(offs_E: Tensor, experts: int) -> None:
-    assert offs_E.shape == (experts,) and offs_E.dtype == torch.int32 and offs_E.is_contiguous()
-
-
-def _check_rows(rows: Tensor, columns: int, index: Tensor | None, count: int) -> None:
-    assert rows.dtype == torch.float32 and rows.device.type == "cpu", (
-        f"fp32 on the CPU, got {rows.dtype}, {rows.device}"
-    )
-    assert rows.dim() == 2 and rows.shape[1] == columns and (rows.stride(1) == 1 or columns == 1)
-    if index is None:
-        assert rows.shape[0] >= count
-    else:
-        assert index.shape == (count,) and index.dtype == torch.int64 and index.is_contiguous()
+def _address_of_rows(name: str, rows: Tensor, columns: int, index: Tensor | None, count: int) -> int:
+    """Of as many rows as there are, which without an index are at least those that are asked for."""
+    if index is None and rows.shape[0] < count:
+        raise bad_value(name, f"at least {count} rows", rows.shape[0], "pass a row for each row of the result")
+    return address_of_lines(name, rows, torch.float32, (rows.shape[0], columns))

@@ -26,6 +26,7 @@ from amoeba.cpu.node import NodeExperts, NodeFactors
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.places import Place, run_everywhere
+from amoeba.cpu.pointers import CPU, address, place_of
 from amoeba.cpu.pool import WorkerPool
 from amoeba.weights import LoraFactors
 
@@ -88,7 +89,7 @@ class FactorCopies:
 
 def _kinds(factors: dict[str, Tensor]) -> list[tuple]:
     return [
-        (name, version(factor), factor.data_ptr(), factor.dtype, factor.shape, factor.stride())
+        (name, version(factor), place_of(factor), factor.dtype, factor.shape, factor.stride())
         for name, factor in factors.items()
     ]
 
@@ -111,17 +112,24 @@ class FactorMemory:
         # Factors that do not lie so are copied, and the copy is of this moment.
         self.copied = [each for each, factor in zip(plain, factors.values(), strict=True) if not factor.is_contiguous()]
         self._count, self._experts = len(plain), plain[0].shape[0]
-        self._data = (ctypes.c_void_p * self._count)(*(factor.data_ptr() for factor in plain))
+        starts = (
+            address(name, factor, factor.dtype, (self._experts, *factor.shape[1:]))
+            for name, factor in zip(factors, plain, strict=True)
+        )
+        self._data = (ctypes.c_void_p * self._count)(*starts)
         self._bytes = (ctypes.c_int64 * self._count)(*(factor.nbytes // self._experts for factor in plain))
 
     def checksums(self, pool: WorkerPool) -> Tensor:
-        found_FE = torch.empty(self._count, self._experts, dtype=torch.int64)
-        load_node().factor_checksums(*self._where(pool), found_FE.data_ptr())
+        found_FE = torch.empty((self._count, self._experts), dtype=torch.int64, device=CPU)
+        load_node().factor_checksums(*self._where(pool), self._of_checksums(found_FE))
         return found_FE
 
     def has(self, checksum_FE: Tensor, pool: WorkerPool, expert_TK: Tensor) -> bool:
-        named = expert_TK.data_ptr(), expert_TK.numel()
-        return bool(load_node().factors_have(*self._where(pool), *named, checksum_FE.data_ptr()))
+        named = address("expert_TK", expert_TK, torch.int64, tuple(expert_TK.shape)), expert_TK.numel()
+        return bool(load_node().factors_have(*self._where(pool), *named, self._of_checksums(checksum_FE)))
+
+    def _of_checksums(self, checksum_FE: Tensor) -> int:
+        return address("checksum_FE", checksum_FE, torch.int64, (self._count, self._experts))
 
     def _where(self, pool: WorkerPool) -> tuple:
         return pool.handle, self._count, self._experts, self._data, self._bytes

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -24,9 +25,26 @@ from torch import Tensor
 
 from amoeba.config import Activation, ActivationKind
 from amoeba.cpu.node_library import FACTOR_MATRICES, CBatch, CFactors, CGradients, CNode, CWeightTarget, load_node
-from amoeba.cpu.packed import PackedWeights, _Packing, current_path, empty_in_huge_pages, load_packed
+from amoeba.cpu.packed import (
+    PackedKind,
+    PackedWeights,
+    _Packing,
+    current_path,
+    empty_in_huge_pages,
+    load_packed,
+    packing_address,
+)
+from amoeba.cpu.pointers import (
+    CPU,
+    address,
+    address_at_strides,
+    address_of_lines,
+    address_to_write,
+    optional_address,
+)
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu.stored import StoredWeights
+from amoeba.errors import bad_value
 from amoeba.weights import LORA_NAMES, LoraFactors
 
 Keep = Literal["nothing", "h", "x"]
@@ -47,11 +65,23 @@ class NodeExperts:
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
         width = self.activation.width(down.in_features)
-        assert gate_up.kind == down.kind, f"one kind of weights in a node, got {gate_up.kind} and {down.kind}"
-        got = (gate_up.experts, gate_up.out_features, gate_up.in_features)
-        assert got == (down.experts, width, down.out_features), f"gate_up {got} does not go with {down}"
-        _check_bias("gate_up_bias_EJ", self.gate_up_bias_EJ, (down.experts, width))
-        _check_bias("down_bias_EH", self.down_bias_EH, (down.experts, down.out_features))
+        if gate_up.kind != down.kind:
+            raise bad_value("down", f"{gate_up.kind}, the kind of gate_up", down.kind, "pack both in one kind")
+        got, wanted = (gate_up.experts, gate_up.out_features, gate_up.in_features), (down.experts, width, self.hidden)
+        if got != wanted:
+            raise bad_value("gate_up", f"shape {wanted}, to go with {down}", got, "check activation.gated")
+        self._bias_addresses()
+
+    @property
+    def hidden(self) -> int:
+        return self.down.out_features
+
+    def _bias_addresses(self) -> tuple[int | None, int | None]:
+        experts, width = self.gate_up.experts, self.gate_up.out_features
+        return (
+            optional_address("gate_up_bias_EJ", self.gate_up_bias_EJ, torch.float32, (experts, width)),
+            optional_address("down_bias_EH", self.down_bias_EH, torch.float32, (experts, self.hidden)),
+        )
 
     @functools.cached_property
     def _plain(self) -> CNode:
@@ -71,15 +101,20 @@ class NodeExperts:
         return empty_in_huge_pages(size)
 
     def _structure(self) -> CNode:
+        c = self._sizes()
+        _describe("gate_up", c.gate_up, self.gate_up.kind, self.gate_up.experts, self.gate_up.forward)
+        _describe("down", c.down, self.down.kind, self.down.experts, self.down.forward)
+        c.gate_up_bias, c.down_bias = self._bias_addresses()
+        return c
+
+    def _sizes(self) -> CNode:
+        """Without any address."""
         down, activation, c = self.down, self.activation, CNode()
         c.int8, c.experts, c.width = down.kind == "int8", down.experts, self.gate_up.out_features
         c.hidden, c.intermediate = down.out_features, down.in_features
         c.activation.kind, c.activation.alpha = _KINDS[activation.kind], activation.alpha
         c.activation.gated, c.activation.interleaved = activation.gated, activation.interleaved
         c.activation.limit, c.activation.up_shift = activation.limit, activation.up_shift
-        _describe(c.gate_up, self.gate_up.forward)
-        _describe(c.down, down.forward)
-        c.gate_up_bias, c.down_bias = _address(self.gate_up_bias_EJ), _address(self.down_bias_EH)
         return c
 
 
@@ -96,7 +131,7 @@ class NodeFactors:
     def pack(node: NodeExperts, lora: LoraFactors, pool: WorkerPool) -> NodeFactors:
         """From bf16 or fp32 at any strides."""
         names = lora.tensors()
-        _check_factors(node, lora)
+        _check_pairs(names, node.activation.gated)
         experts, hidden, intermediate = node.down.experts, node.down.out_features, node.down.in_features
         width = node.gate_up.out_features
         gate, up, down = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
@@ -105,19 +140,22 @@ class NodeFactors:
         of_down = (down, intermediate), (hidden, down), (down, hidden), (intermediate, down)
         shapes = dict(zip(FACTOR_MATRICES, (*of_up, *of_down), strict=True))
         sizes = {name: experts * _padded(columns) * _padded(depth) for name, (columns, depth) in shapes.items()}
-        memory = node._take_memory(2 * sum(sizes.values()))
-        c, start = node._structure(), 0
+        size = 2 * sum(sizes.values())
+        memory = node._take_memory(size)
+        c, start = node._structure(), address("memory", memory, torch.uint8, (size,))
         c.gate_rank, c.up_rank, c.down_rank, c.scaling = gate, up, down, lora.scaling
         for name, (columns, depth) in shapes.items():
             if sizes[name]:
                 matrix = getattr(c, name)
-                matrix.data = memory.data_ptr() + start
+                matrix.data = start
                 matrix.columns, matrix.depth = columns, depth
                 start += 2 * sizes[name]
         given = CFactors()
         for name, tensor in names.items():
             factor = getattr(given, name.replace("lora_", ""))
-            factor.data, factor.is_float = tensor.data_ptr(), tensor.dtype == torch.float32
+            factor.is_float = tensor.dtype == torch.float32
+            dtype = torch.float32 if factor.is_float else torch.bfloat16
+            factor.data = address_at_strides(name, tensor, dtype, _factor_shape(node, (gate, up, down), name))
             factor.stride_e, factor.stride_row, factor.stride_column = tensor.stride()
         load_node().pack_factors(pool.handle, ctypes.byref(c), ctypes.byref(given))
         packed = NodeFactors(frozenset(names), (gate, up, down), node, c)
@@ -184,14 +222,12 @@ def forward(
     keep: Keep,
 ) -> tuple[Tensor, NodeCache | None]:
     """This node's part of y (T, H) in fp32; x bf16, weight fp32, expert int64 (ids outside [0, E) are nobody's)."""
-    _check_rows("x_TH", x_TH, node.down.out_features)
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.contiguous()
-    _check_routing(expert_TK, weight_TK, x_TH.shape[0])
     c = _node_structure(node, factors)
-    batch = _batch(x_TH, expert_TK, weight_TK)
+    batch = _batch(node, x_TH, expert_TK, weight_TK)
     cache, slots = None, expert_TK.numel()
     if keep != "nothing":
-        row_map = torch.empty(node.down.experts + 1 + 2 * slots, dtype=torch.int32)
+        row_map = torch.empty(_map_size(node, slots), dtype=torch.int32, device=CPU)
         h, low, down_low = None, None, None
         if keep == "h":
             width = node.gate_up.out_features
@@ -199,9 +235,10 @@ def forward(
             gate, up, down = (0, 0, 0) if factors is None else factors.ranks
             low, down_low = (x_TH.new_empty(slots, _padded(r)) if r else None for r in (gate + up, down))
         cache = NodeCache(x_TH, expert_TK, weight_TK, row_map, h, low, down_low)
-        _describe_cache(batch, cache)
-    y_TH = torch.empty(x_TH.shape, dtype=torch.float32)
-    load_node().forward(pool.handle, ctypes.byref(c), ctypes.byref(batch), y_TH.data_ptr())
+        _describe_cache(node, factors, batch, cache)
+    y_TH = torch.empty(x_TH.shape, dtype=torch.float32, device=CPU)
+    y = address("y_TH", y_TH, torch.float32, (x_TH.shape[0], node.hidden))
+    load_node().forward(pool.handle, ctypes.byref(c), ctypes.byref(batch), y)
     return y_TH, cache
 
 
@@ -214,18 +251,17 @@ def backward(
     needs: PassNeeds,
 ) -> PassGradients:
     """From dy (T, H) in bf16; those of x and weight are this node's parts and add up. Idle experts get zeros."""
-    _check_rows("dy_TH", dy_TH, node.down.out_features)
-    assert dy_TH.shape == cache.x_TH.shape, f"dy is {tuple(dy_TH.shape)}, x was {tuple(cache.x_TH.shape)}"
+    dy = address_of_lines("dy_TH", dy_TH, torch.bfloat16, (cache.x_TH.shape[0], node.hidden))
     c = _node_structure(node, factors)
-    _describe(c.down_transposed, node.down.transposed)
-    _describe(c.gate_up_transposed, node.gate_up.transposed)
-    batch = _batch(cache.x_TH, cache.expert_TK, cache.weight_TK)
-    _describe_cache(batch, cache)
+    _describe("down", c.down_transposed, node.down.kind, node.down.experts, node.down.transposed)
+    _describe("gate_up", c.gate_up_transposed, node.gate_up.kind, node.gate_up.experts, node.gate_up.transposed)
+    batch = _batch(node, cache.x_TH, cache.expert_TK, cache.weight_TK)
+    _describe_cache(node, factors, batch, cache)
     gradients = PassGradients(
-        torch.empty(dy_TH.shape, dtype=torch.float32) if needs.x else None,
-        torch.empty(cache.weight_TK.shape, dtype=torch.float32) if needs.weight else None,
+        _empty(dy_TH.shape) if needs.x else None,
+        _empty(cache.weight_TK.shape) if needs.weight else None,
         **{
-            name: torch.empty(_factor_shape(node, factors, name), dtype=torch.float32)
+            name: _empty(_factor_shape(node, factors.ranks, name))
             for name in LORA_NAMES
             if factors is not None and name in factors.lora_names and getattr(needs, name)
         },
@@ -236,8 +272,8 @@ def backward(
     )
     gate_up, down = (None if g is None else _contiguous_inside(g) for g in gradients[8:10])
     out = CGradients(
-        dy_TH.data_ptr(), dy_TH.stride(0), *map(_address, gradients[:8]),
-        _target(gate_up), _target(down), *map(_address, gradients[10:]),
+        dy, dy_TH.stride(0), *map(_of_gradient, gradients[:8]),
+        _target(gate_up), _target(down), *map(_of_gradient, gradients[10:]),
     )  # fmt: skip
     load_node().backward(pool.handle, ctypes.byref(c), ctypes.byref(batch), ctypes.byref(out))
     for gradient, written in zip(gradients[8:10], (gate_up, down), strict=True):
@@ -255,7 +291,7 @@ def workspace_bytes(
     threads grow to where all rows meet in one expert; cache: what `keep` leaves, without x. `ranks` are those of gate,
     up and down.
     """
-    c, batch = node._structure(), CBatch(tokens=tokens, top_k=top_k)
+    c, batch = node._sizes(), CBatch(tokens=tokens, top_k=top_k)
     c.gate_rank, c.up_rank, c.down_rank = ranks
     low, down_low = _padded(ranks[0] + ranks[1]), _padded(ranks[2])
     somewhere = 1  # only whether a pointer is null is looked at
@@ -264,7 +300,7 @@ def workspace_bytes(
     cache = 0
     if keep != "nothing":
         batch.map = somewhere
-        cache = 4 * (node.down.experts + 1 + 2 * slots)
+        cache = 4 * _map_size(node, slots)
     if keep == "h":
         batch.h = somewhere
         batch.low, batch.down_low = somewhere if low else None, somewhere if down_low else None
@@ -280,108 +316,100 @@ def _padded(size: int) -> int:
 
 
 def _node_structure(node: NodeExperts, factors: NodeFactors | None) -> CNode:
-    assert factors is None or factors.node is node, "these factors were packed for another node"
+    if factors is not None and factors.node is not node:
+        raise bad_value("factors", "those that were packed for this node", "another node's", "pack them for this one")
     c = node._plain if factors is None else factors._structure
     c.path = current_path()
     return c
 
 
-def _batch(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> CBatch:
+def _batch(node: NodeExperts, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> CBatch:
+    if expert_TK.dim() != 2:
+        raise bad_value("expert_TK", "shape (T, K)", tuple(expert_TK.shape), "keep the dimension of the choices")
     tokens, top_k = expert_TK.shape
-    return CBatch(tokens, top_k, x_TH.data_ptr(), x_TH.stride(0), expert_TK.data_ptr(), weight_TK.data_ptr())
+    if tokens * top_k >= 2**31:
+        raise bad_value("expert_TK", "fewer than 2^31 slots, which are counted in 32 bits", tokens * top_k, "split x")
+    x = address_of_lines("x_TH", x_TH, torch.bfloat16, (tokens, node.hidden))
+    expert = address("expert_TK", expert_TK, torch.int64, (tokens, top_k))
+    weight = address("weight_TK", weight_TK, torch.float32, (tokens, top_k))
+    return CBatch(tokens, top_k, x, x_TH.stride(0), expert, weight)
 
 
-def _describe_cache(batch: CBatch, cache: NodeCache) -> None:
-    batch.map, batch.h = _address(cache.map), _address(cache.h_NJ)
-    batch.low, batch.down_low = _address(cache.low_NR), _address(cache.down_low_NR)
+def _describe_cache(node: NodeExperts, factors: NodeFactors | None, batch: CBatch, cache: NodeCache) -> None:
+    slots = cache.expert_TK.numel()
+    gate, up, down = (0, 0, 0) if factors is None else factors.ranks
+    batch.map = optional_address("map", cache.map, torch.int32, (_map_size(node, slots),))
+    batch.h = optional_address("h_NJ", cache.h_NJ, torch.bfloat16, (slots, node.gate_up.out_features))
+    batch.low = optional_address("low_NR", cache.low_NR, torch.bfloat16, (slots, _padded(gate + up)))
+    batch.down_low = optional_address("down_low_NR", cache.down_low_NR, torch.bfloat16, (slots, _padded(down)))
 
 
-def _describe(matrix: ctypes.Structure, packing: _Packing) -> None:
+def _map_size(node: NodeExperts, slots: int) -> int:
+    return node.down.experts + 1 + 2 * slots
+
+
+def _describe(name: str, matrix: ctypes.Structure, kind: PackedKind, experts: int, packing: _Packing) -> None:
     if matrix.data is None:
-        matrix.column_scale, matrix.sum = _address(packing.column_scale_EC), _address(packing.sum_EC)
-        matrix.depth_scale = _address(packing.depth_scale_ED)
+        of_columns, of_depth = (experts, packing.columns), (experts, packing.depth)
+        matrix.column_scale = optional_address("column_scale_EC", packing.column_scale_EC, torch.float32, of_columns)
+        matrix.sum = optional_address("sum_EC", packing.sum_EC, torch.int32, of_columns)
+        matrix.depth_scale = optional_address("depth_scale_ED", packing.depth_scale_ED, torch.float32, of_depth)
         matrix.columns, matrix.depth = packing.columns, packing.depth
         if packing.stride_ECD is not None:
             matrix.stored = 1
             matrix.stride_e, matrix.stride_column, matrix.stride_k = packing.stride_ECD
-        matrix.data = packing.data.data_ptr()
+        matrix.data = packing_address(name, kind, experts, packing)
 
 
-def _factor_shape(node: NodeExperts, factors: NodeFactors, name: str) -> tuple[int, int, int]:
+def _factor_shape(node: NodeExperts, ranks: tuple[int, int, int], name: str) -> tuple[int, int, int]:
     projection, _, which = name.split("_")
-    rank = dict(zip(("gate", "up", "down"), factors.ranks, strict=True))[projection]
+    rank = dict(zip(("gate", "up", "down"), ranks, strict=True))[projection]
     outer, inner = node.down.out_features, node.down.in_features  # H and I
     fan_in, fan_out = (inner, outer) if projection == "down" else (outer, inner)
     return (node.down.experts, rank, fan_in) if which == "a" else (node.down.experts, fan_out, rank)
 
 
 def _empty_gradient(weights: PackedWeights | StoredWeights) -> Tensor:
-    assert isinstance(weights, StoredWeights), "packed weights are frozen"
+    if not isinstance(weights, StoredWeights):
+        raise bad_value("needs", "no gradient of packed weights, which are frozen", "one", "train stored weights")
     gradient = torch.empty_like(weights.weight_EOI)
-    load_packed().ask_for_huge_pages(gradient.data_ptr(), gradient.nbytes)
+    start = address_to_write("gradient", gradient, torch.bfloat16, tuple(gradient.shape))
+    load_packed().ask_for_huge_pages(start, gradient.nbytes)
     return gradient
 
 
 def _empty_bias(bias: Tensor | None) -> Tensor:
-    assert bias is not None, "the gradient of a bias that is not there"
+    if bias is None:
+        raise bad_value("needs", "no gradient of a bias that is not there", "one", "ask for those that there are")
     return torch.empty_like(bias)
+
+
+def _empty(shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=CPU)
 
 
 def _contiguous_inside(gradient: Tensor) -> Tensor:
     """Itself where one of its inner dimensions is contiguous, as it must be to be written."""
-    return gradient if 1 in gradient.stride()[1:] else torch.empty(gradient.shape, dtype=gradient.dtype)
+    if 1 in gradient.stride()[1:]:
+        return gradient
+    return torch.empty(gradient.shape, dtype=gradient.dtype, device=CPU)
 
 
 def _target(gradient: Tensor | None) -> CWeightTarget:
-    return CWeightTarget() if gradient is None else CWeightTarget(gradient.data_ptr(), *gradient.stride())
+    if gradient is None:
+        return CWeightTarget()
+    start = address_to_write("gradient", gradient, torch.bfloat16, tuple(gradient.shape))
+    return CWeightTarget(start, *gradient.stride())
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _of_gradient(gradient: Tensor | None) -> int | None:
+    return None if gradient is None else address("gradient", gradient, torch.float32, tuple(gradient.shape))
 
 
-def _check_bias(name: str, bias: Tensor | None, shape: tuple[int, int]) -> None:
-    if bias is not None:
-        _check(name, bias, torch.float32, shape)
-
-
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    assert tensor.dtype == dtype and tensor.device.type == "cpu", (
-        f"{name}: {dtype} on the CPU, got {tensor.dtype} on {tensor.device}"
-    )
-    assert tensor.shape == shape and tensor.is_contiguous(), (
-        f"{name}: contiguous {shape}, got {tuple(tensor.shape)} with strides {tensor.stride()}"
-    )
-
-
-def _check_rows(name: str, rows: Tensor, width: int) -> None:
-    assert rows.dtype == torch.bfloat16 and rows.device.type == "cpu", (
-        f"{name}: bfloat16 on the CPU, got {rows.dtype} on {rows.device}"
-    )
-    assert rows.dim() == 2 and rows.shape[1] == width, f"{name}: (T, {width}), got {tuple(rows.shape)}"
-    assert rows.stride(1) == 1 or width == 1, f"{name}: contiguous along a row, strides are {rows.stride()}"
-
-
-def _check_routing(expert_TK: Tensor, weight_TK: Tensor, tokens: int) -> None:
-    assert expert_TK.dim() == 2 and expert_TK.shape[0] == tokens, f"expert_TK: ({tokens}, K), got {expert_TK.shape}"
-    assert expert_TK.numel() < 2**31, f"rows are counted in 32 bits, got {expert_TK.numel()}"
-    _check("expert_TK", expert_TK, torch.int64, tuple(expert_TK.shape))
-    _check("weight_TK", weight_TK, torch.float32, tuple(expert_TK.shape))
-
-
-def _check_factors(node: NodeExperts, lora: LoraFactors) -> None:
-    experts, hidden, intermediate = node.down.experts, node.down.out_features, node.down.in_features
-    for name in ("gate", "up", "down"):
-        a, b = getattr(lora, f"{name}_lora_a"), getattr(lora, f"{name}_lora_b")
-        if a is None and b is None:
-            continue
-        assert a is not None and b is not None, f"{name}: both factors or neither"
-        assert name != "gate" or node.activation.gated, "experts without a gate have no factors of a gate"
-        fan_in, fan_out = (intermediate, hidden) if name == "down" else (hidden, intermediate)
-        assert a.shape == (experts, a.shape[1], fan_in) and b.shape == (experts, fan_out, a.shape[1]), (
-            f"{name}: ({experts}, R, {fan_in}) and ({experts}, {fan_out}, R), got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-        for factor in (a, b):
-            assert factor.dtype in (torch.bfloat16, torch.float32) and factor.device.type == "cpu", (
-                f"{name}: factors in bfloat16 or float32 on the CPU, got {factor.dtype} on {factor.device}"
-            )
+def _check_pairs(names: Collection[str], gated: bool) -> None:
+    for projection in ("gate", "up", "down"):
+        pair = {f"{projection}_lora_a", f"{projection}_lora_b"}
+        present = pair.intersection(names)
+        if present and (present != pair or (projection == "gate" and not gated)):
+            allowed = "neither" if projection == "gate" and not gated else "both or neither"
+            raise bad_value("lora", f"{allowed} of {' and '.join(sorted(pair))}", sorted(present), "check the factors")

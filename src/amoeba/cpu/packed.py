@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu.build import CoreUnavailable, compiled_library, load
+from amoeba.cpu.pointers import CPU, address, address_at_strides, optional_address, place_of
+from amoeba.errors import bad_value
 
 logger = logging.getLogger("amoeba")
 
@@ -147,13 +149,20 @@ class PackedWeights:
         experts, columns, depth = weight_EOI.shape
         library, int8 = load_packed(), kind == "int8"
         data = _empty_packing(kind, experts, columns, depth)
-        scale_EO = torch.empty(experts, columns) if int8 else None
-        sum_EO = torch.empty(experts, columns, dtype=torch.int32) if int8 else None
+        size = experts, columns
+        scale_EO = torch.empty(size, dtype=torch.float32, device=CPU) if int8 else None
+        sum_EO = torch.empty(size, dtype=torch.int32, device=CPU) if int8 else None
         library.pack(
             int8, weight_EOI.dtype == torch.float32, experts, columns, depth,
-            weight_EOI.data_ptr(), *weight_EOI.stride(),
-            data.data_ptr(), _address(scale_EO), _address(sum_EO), torch.get_num_threads(),
+            address_at_strides("weight_EOI", weight_EOI, weight_EOI.dtype, (experts, columns, depth)),
+            *weight_EOI.stride(),
+            address("data", data, _STORAGE[kind], _packing_shape(kind, experts, columns, depth)),
+            optional_address("scale_EO", scale_EO, torch.float32, size),
+            optional_address("sum_EO", sum_EO, torch.int32, size),
+            torch.get_num_threads(),
         )  # fmt: skip
+        if scale_EO is not None:
+            _check_scales(scale_EO)
         return PackedWeights(kind, experts, columns, depth, _Packing(data, columns, depth, sum_EO, scale_EO))
 
     @functools.cached_property
@@ -161,26 +170,50 @@ class PackedWeights:
         """For rows · W: the very same values again, so that backward differentiates what forward computed."""
         int8, forward = self.kind == "int8", self.forward
         data = _empty_packing(self.kind, self.experts, self.in_features, self.out_features)
-        sum_EI = torch.empty(self.experts, self.in_features, dtype=torch.int32) if int8 else None
+        size = self.experts, self.in_features
+        sum_EI = torch.empty(size, dtype=torch.int32, device=CPU) if int8 else None
         load_packed().pack_transposed(
             int8, self.experts, self.out_features, self.in_features,
-            forward.data.data_ptr(), data.data_ptr(), _address(sum_EI), torch.get_num_threads(),
+            packing_address("W", self.kind, self.experts, forward),
+            address("data", data, _STORAGE[self.kind], _packing_shape(self.kind, *size, self.out_features)),
+            optional_address("sum_EI", sum_EI, torch.int32, size), torch.get_num_threads(),
         )  # fmt: skip
         return _Packing(data, self.in_features, self.out_features, sum_EI, depth_scale_ED=forward.column_scale_EC)
 
 
+def packing_address(name: str, kind: PackedKind, experts: int, packing: _Packing) -> int:
+    """Where that memory begins, in tiles or, where the weight is read as it is stored, at its strides."""
+    if packing.stride_ECD is not None:
+        return address_at_strides(name, packing.data, _STORAGE[kind], tuple(packing.data.shape))
+    return address(name, packing.data, _STORAGE[kind], _packing_shape(kind, experts, packing.columns, packing.depth))
+
+
+def _packing_shape(kind: PackedKind, experts: int, columns: int, depth: int) -> tuple[int, int]:
+    bytes_per_expert = load_packed().bytes_per_expert(kind == "int8", columns, depth)
+    return experts, bytes_per_expert // _STORAGE[kind].itemsize
+
+
+def _check_scales(scale_EO: Tensor) -> None:
+    """int8 has no NaN and no infinity: a channel that holds one has no scale, and is refused."""
+    if not torch.isfinite(scale_EO).all():
+        expert, channel = (~torch.isfinite(scale_EO)).nonzero()[0].tolist()
+        raise bad_value(
+            "weights",
+            "finite numbers, which int8 can hold",
+            f"a NaN or an infinity in expert {expert}, output channel {channel}",
+            'mend the checkpoint, or pack with kind="bf16", where they stay what they are',
+        )
+
+
 def _empty_packing(kind: PackedKind, experts: int, columns: int, depth: int) -> Tensor:
-    size = load_packed().bytes_per_expert(kind == "int8", columns, depth)
-    return empty_in_huge_pages(experts, size).view(_STORAGE[kind])
+    shape = _packing_shape(kind, experts, columns, depth)
+    return empty_in_huge_pages(shape[0], shape[1] * _STORAGE[kind].itemsize).view(_STORAGE[kind])
 
 
 def empty_in_huge_pages(*shape: int) -> Tensor:
     """uint8, aligned to cache lines: tiles are read by them."""
-    memory = torch.empty(*shape, dtype=torch.uint8)
-    assert memory.data_ptr() % 64 == 0, "torch aligns its memory to cache lines"
-    load_packed().ask_for_huge_pages(memory.data_ptr(), memory.numel())
+    memory = torch.empty(shape, dtype=torch.uint8, device=CPU)
+    if place_of(memory) % 64:
+        raise RuntimeError(f"expected memory aligned to cache lines from torch; got {place_of(memory):#x}")
+    load_packed().ask_for_huge_pages(address("memory", memory, torch.uint8, shape), memory.numel())
     return memory
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -27,6 +27,7 @@ from amoeba.cpu.node import NodeExperts
 from amoeba.cpu.packed import PackedKind, PackedWeights
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.places import Place, places_for, run_in_turn
+from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
 from amoeba.weights import ExpertWeights
 
@@ -46,11 +47,13 @@ class PackedExperts:
     places: tuple[Place, ...] = field(repr=False)
     copies: FactorCopies = field(repr=False, default_factory=FactorCopies)
     # int64 scalar by which an operator, whose arguments are tensors, finds these experts again
-    handle: Tensor = field(repr=False, default_factory=lambda: torch.tensor(next(_numbers)))
+    handle: Tensor = field(
+        repr=False, default_factory=lambda: torch.tensor(next(_numbers), dtype=torch.int64, device=CPU)
+    )
 
     placement = "packed"
     dtype = torch.bfloat16  # of x, y and what is between them
-    device = torch.device("cpu")
+    device = CPU
 
     def __post_init__(self) -> None:
         _by_number[int(self.handle)] = self

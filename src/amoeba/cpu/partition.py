@@ -101,12 +101,13 @@ class Partition:
     def merge(self, name: str, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """The whole gradient of `like`, in its dtype, from those of the nodes."""
         split, dim = TABLE[name]
-        assert split in (Split.BLOCK, Split.SHARED), f"the base is frozen, {name} has no gradient"
+        if split not in (Split.BLOCK, Split.SHARED):
+            raise bad_value("name", "that of a LoRA factor, as the base is frozen", name, "ask for no gradient of it")
         if self.nodes == 1:
             return parts[0].to(like.dtype)
         if split is Split.SHARED:
             return add_up(parts).to(like.dtype)
-        whole = torch.empty(like.shape, dtype=like.dtype)
+        whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for part, start, size in zip(parts, self.bounds, self.sizes, strict=False):
             whole.narrow(dim, start, size).copy_(part)
         return whole

@@ -22,6 +22,7 @@ from amoeba.cpu.node import Keep, NodeCache, NodeFactors, PassGradients, PassNee
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.partition import add_up
 from amoeba.cpu.places import run_everywhere
+from amoeba.cpu.pointers import has_lines
 from amoeba.errors import bad_value
 from amoeba.weights import LORA_NAMES, LoraFactors
 
@@ -69,7 +70,6 @@ def forward(
     if keep == "nothing":
         return y_TH, None
     caches = tuple(cache for _, cache in parts if cache is not None)
-    assert len(caches) == packed.nodes
     return y_TH, Left(caches, tuple(factors))
 
 
@@ -101,9 +101,9 @@ def check_rows(name: str, rows: Tensor, width: int) -> None:
         raise bad_value(name, f"shape (T, {width})", tuple(rows.shape), "flatten batch and sequence")
     if rows.dtype != torch.bfloat16:
         raise bad_value(name, "torch.bfloat16, in which packed experts compute", rows.dtype, "cast it with .bfloat16()")
-    if rows.device.type != "cpu":
+    if not rows.is_cpu:
         raise bad_value(name, "a tensor on the CPU", rows.device, "bring it with .cpu(), or hand it to `experts`")
-    if rows.stride(1) != 1 and rows.shape[0] > 0 and width > 1:
+    if not has_lines(rows):
         raise bad_value(
             name, "rows that are contiguous in memory", f"strides {rows.stride()}", "copy it with .contiguous()"
         )
@@ -114,5 +114,5 @@ def _on_every_node(packed: PackedExperts, part: Callable[[int], Part]) -> list[P
 
 
 def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "a node left out a gradient that was asked for"
+    assert tensor is not None  # as it was asked for
     return tensor

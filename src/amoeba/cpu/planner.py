@@ -21,6 +21,7 @@ from amoeba.cpu.node import NodeExperts, workspace_bytes
 from amoeba.cpu.packed import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.partition import Partition
+from amoeba.cpu.pointers import CPU
 from amoeba.machine import available_memory
 from amoeba.weights import LoraFactors
 
@@ -172,12 +173,15 @@ def readable(count: int) -> str:
 def _shell(sizes: LayerSizes, activation: Activation, kind: PackedKind, intermediate: int, node: int) -> NodeExperts:
     """A node's experts without their numbers."""
 
+    nothing = torch.empty(0, dtype=torch.uint8, device=CPU)
+
     def empty(columns: int, depth: int) -> PackedWeights:
-        return PackedWeights(kind, sizes.experts, columns, depth, _Packing(torch.empty(1), columns, depth, None))
+        return PackedWeights(kind, sizes.experts, columns, depth, _Packing(nothing, columns, depth, None))
 
     width, experts = activation.width(intermediate), sizes.experts
-    bias_EJ = torch.empty(experts, width) if sizes.bias else None
-    bias_EH = torch.empty(experts, sizes.hidden) if sizes.bias and node == 0 else None
+    bias_EJ = torch.empty((experts, width), dtype=torch.float32, device=CPU) if sizes.bias else None
+    has_down_bias = sizes.bias and node == 0
+    bias_EH = torch.empty((experts, sizes.hidden), dtype=torch.float32, device=CPU) if has_down_bias else None
     return NodeExperts(empty(width, sizes.hidden), empty(sizes.hidden, intermediate), bias_EJ, bias_EH, activation)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu.packed import PackedKind, _Packing
+from amoeba.errors import bad_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +26,13 @@ class StoredWeights:
 
     def __post_init__(self) -> None:
         weight = self.weight_EOI
-        assert weight.dim() == 3 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu", (
-            f"(experts, out, in) in bfloat16 on the CPU, got {tuple(weight.shape)} in {weight.dtype} on {weight.device}"
-        )
+        if weight.dim() != 3 or weight.dtype != torch.bfloat16 or not weight.is_cpu:
+            raise bad_value(
+                "weight_EOI",
+                "(experts, out, in) in bfloat16 on the CPU",
+                f"{tuple(weight.shape)} in {weight.dtype} on {weight.device}",
+                "cast and move it first",
+            )
 
     @property
     def kind(self) -> PackedKind:

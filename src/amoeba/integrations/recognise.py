@@ -137,12 +137,14 @@ def _recognise(function: Any, gated: bool, numbers: dict[str, float]) -> Activat
 
 def _probe_points(limits: list[float]) -> Tensor:
     """(rows, 2I) in fp64; gates and ups, in either layout, lie on the curve, far out, and on both sides of a limit."""
-    ends = torch.logspace(1, 4, 12, dtype=torch.float64)
-    near = torch.tensor([n * f for n in limits for f in (0.99, 1.01)], dtype=torch.float64)
-    side = torch.cat((torch.linspace(0.05, 9, 61, dtype=torch.float64), ends, near))
+    device = torch.device("cpu")
+    ends = torch.logspace(1, 4, 12, dtype=torch.float64, device=device)
+    near = torch.tensor([n * f for n in limits for f in (0.99, 1.01)], dtype=torch.float64, device=device)
+    side = torch.cat((torch.linspace(0.05, 9, 61, dtype=torch.float64, device=device), ends, near))
     line = torch.cat((side, -side))
     generator = torch.Generator().manual_seed(0)
-    return torch.stack([line[torch.randperm(line.numel(), generator=generator)] for _ in range(8)])
+    orders = (torch.randperm(line.numel(), generator=generator, dtype=torch.int64, device=device) for _ in range(8))
+    return torch.stack([line[order] for order in orders])
 
 
 class _Watch(TorchDispatchMode):

@@ -77,7 +77,8 @@ class AnswerRows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         found = self.rows[row]
-        return {"input_ids": torch.tensor(found.ids), "labels": torch.tensor(found.labels)}
+        columns = {"input_ids": found.ids, "labels": found.labels}
+        return {name: torch.tensor(ids, dtype=torch.int64, device="cpu") for name, ids in columns.items()}
 
 
 def pad_rows(rows: list[dict[str, Tensor]], padding: int) -> dict[str, Tensor]:

@@ -136,7 +136,7 @@ def generate(
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        ids = torch.tensor([prompt_ids], device=device)
+        ids = torch.tensor([prompt_ids], dtype=torch.int64, device=device)
         try:
             model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream)
         except KeyboardInterrupt:
@@ -228,7 +228,8 @@ def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
     from amoeba.integrations.transformers import PACKED, PLAN
 
     with torch.no_grad():
-        model(input_ids=torch.tensor([[token]], device=model.device), use_cache=False)
+        ids = torch.tensor([[token]], dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=False)
     served = [module for module in model.modules() if PLAN in module.__dict__ or PACKED in module.__dict__]
     if not served:
         return None, f"{type(model).__name__} has no experts that transformers lets another implementation compute"

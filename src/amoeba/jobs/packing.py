@@ -49,7 +49,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 "tokenizer", "an end-of-text token, which goes between documents", "none", "set its eos_token"
             )
         self.sequence_length = sequence_length
-        self.tokens = torch.cat([torch.empty(0, dtype=torch.int32), *_tokenised(documents, tokenizer)])
+        self.tokens = torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *_tokenised(documents, tokenizer)])
         self.padding = tokenizer.eos_token_id
         full, rest = divmod(len(self.tokens), sequence_length)
         self.rows = full + (keep_last and rest >= 2)
@@ -99,4 +99,4 @@ def _tokenised(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
                 row[:0] = begin
             if row[-1:] != [end]:
                 row.append(end)
-        yield torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int32)
+        yield torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int32, device="cpu")

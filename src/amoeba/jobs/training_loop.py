@@ -95,7 +95,9 @@ class WatchedTrainer(Trainer):
             log.losses.append(loss.detach())
             ids = inputs["input_ids"]
             log.tokens.append(
-                inputs["attention_mask"].sum() if "attention_mask" in inputs else torch.tensor(ids.numel())
+                inputs["attention_mask"].sum()
+                if "attention_mask" in inputs
+                else torch.tensor(ids.numel(), dtype=torch.int64, device="cpu")
             )
             log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
             if log.settings.balance == "aux" and balance is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, gated_backward, plain, plain_backward
+from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.row_tiles import column_block, expert_of_row
 
@@ -129,8 +130,9 @@ def activate(
 ) -> Tensor:
     """out = act(h) on the rows before offs_E[-1] (all rows without offs_E). With a bias, h += bias[expert] in place."""
     rows, intermediate = h_NJ.shape[0], out_NI.shape[1]
-    assert h_NJ.stride(1) == 1 and out_NI.stride(1) == 1 and h_NJ.shape[1] == activation.width(intermediate)
-    assert bias_EJ is None or (offs_E is not None and bias_EJ.stride(1) == 1)
+    fit = have_lines(h_NJ, out_NI, bias_EJ) and h_NJ.shape[1] == activation.width(intermediate)
+    fit = fit and out_NI.shape[0] >= rows and (bias_EJ is None or offs_E is not None)
+    check_arguments(fit, "rows that are contiguous inside, and offs_E with a bias", h_NJ=h_NJ, out_NI=out_NI)
     if rows == 0:
         return out_NI
     block = column_block(intermediate, WIDEST_BLOCK)
@@ -258,9 +260,9 @@ def activate_backward(
     ds_N is fp32, one entry per routed row (order_N). `dh_NJ` may be `h_NJ`, `scaled_a_NI` may be `da_NI`.
     """
     rows, intermediate = order_N.shape[0], da_NI.shape[1]
-    for tensor in (da_NI, h_NJ, dh_NJ, scaled_a_NI):
-        assert tensor is None or tensor.stride(1) == 1
-    assert h_NJ.shape[1] == dh_NJ.shape[1] == activation.width(intermediate) and order_N.is_contiguous()
+    fit = have_lines(da_NI, h_NJ, dh_NJ, scaled_a_NI) and order_N.is_contiguous()
+    fit = fit and h_NJ.shape[1] == dh_NJ.shape[1] == activation.width(intermediate)
+    check_arguments(fit, "rows that are contiguous inside", da_NI=da_NI, h_NJ=h_NJ, dh_NJ=dh_NJ, order_N=order_N)
     ds_N = torch.empty(rows, dtype=torch.float32, device=da_NI.device)
     if rows == 0:
         return ds_N

@@ -18,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.config import Activation
+from amoeba.errors import bad_value
 from amoeba.kernels.activation import constants, gated_backward, plain_backward
+from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.grouped_product import accumulate, halves
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.tiles import Configuration, configuration_on, expert_constants, find_tile, rows_of_tile, slots
@@ -46,10 +48,11 @@ def down_backward(
     """Writes dh and, where it is asked for, s·a; returns ds_N in fp32. dh may be the memory of h itself."""
     rows, width = h_NJ.shape
     experts, hidden, intermediate = down_EHI.shape
-    assert width == activation.width(intermediate) and dy_TH.shape[1] == hidden and offs_E.shape[0] == experts
-    assert dy_TH.dtype == down_EHI.dtype and order_N.shape[0] == rows and weight_TK.numel() == rows
-    assert dh_NJ.shape == h_NJ.shape and h_NJ.stride(1) == dh_NJ.stride(1) == 1
-    assert scaled_a_NI is None or (scaled_a_NI.shape == (rows, intermediate) and scaled_a_NI.stride(1) == 1)
+    fit = width == activation.width(intermediate) and dy_TH.shape[1] == hidden and offs_E.shape[0] == experts
+    fit = fit and dy_TH.dtype == down_EHI.dtype and order_N.shape[0] == rows and weight_TK.numel() == rows
+    fit = fit and dh_NJ.shape == h_NJ.shape and (scaled_a_NI is None or scaled_a_NI.shape == (rows, intermediate))
+    fit = fit and have_lines(h_NJ, dh_NJ, scaled_a_NI)
+    check_arguments(fit, "shapes that go together, h and dh contiguous inside", dy_TH=dy_TH, h_NJ=h_NJ, dh_NJ=dh_NJ)
     chosen = configuration or configuration_on(
         h_NJ.device,
         "down_backward",
@@ -98,7 +101,8 @@ def down_backward(
 def number_of_slices(chosen: Configuration, activation: Activation) -> int:
     """In how many slices of columns the epilogue takes a tile."""
     per_thread = chosen.block_m * chosen.block_n // (32 * chosen.num_warps)
-    assert per_thread > 0, "elements held by several threads would be read again after dh has overwritten them"
+    if per_thread < 1:  # elements held by several threads would be read again after dh has overwritten them
+        raise bad_value("configuration", "an element for each thread", chosen, "use larger blocks or fewer warps")
     doubled = 2 if activation.interleaved else 1  # gate and up come in one tile there, twice as wide
     return max(1, min(doubled * per_thread // EPILOGUE_ELEMENTS, doubled * chosen.block_n // SMALLEST_SLICE))
 

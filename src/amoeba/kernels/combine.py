@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.row_tiles import column_block
 
@@ -65,7 +66,9 @@ def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_
     """out[t] = Σ_k weight[t, k] · rows[slot_row[t, k]], in fp32 and in the order of k; weight None stands for ones."""
     tokens, hidden = out_TH.shape
     top_k = slot_row_TK.shape[1]
-    assert rows_NH.stride(1) == 1 and out_TH.stride(1) == 1 and slot_row_TK.is_contiguous()
+    fit = have_lines(rows_NH, out_TH) and slot_row_TK.is_contiguous() and slot_row_TK.shape[0] == tokens
+    fit = fit and rows_NH.shape[1] == hidden and (weight_TK is None or weight_TK.shape == slot_row_TK.shape)
+    check_arguments(fit, "rows that are contiguous inside", rows_NH=rows_NH, slot_row_TK=slot_row_TK, out_TH=out_TH)
     if tokens == 0:
         return out_TH
     narrowest, widest = COMBINE_BLOCKS
@@ -104,8 +107,9 @@ def _slot_gradient(ds, slot_row, extra, out, num_rows, HAS_EXTRA: tl.constexpr, 
 def slot_gradient(ds_N: Tensor, slot_row_TK: Tensor, extra_TK: Tensor | None, out_TK: Tensor) -> Tensor:
     """out[t, k] = ds[slot_row[t, k]] + extra[t, k]; 0 for slots that belong to nobody."""
     rows = slot_row_TK.numel()
-    assert slot_row_TK.is_contiguous() and out_TK.is_contiguous() and ds_N.is_contiguous()
-    assert extra_TK is None or extra_TK.is_contiguous()
+    fit = slot_row_TK.is_contiguous() and out_TK.is_contiguous() and ds_N.is_contiguous() and out_TK.numel() == rows
+    fit = fit and (extra_TK is None or (extra_TK.is_contiguous() and extra_TK.numel() == rows))
+    check_arguments(fit, "contiguous tensors", ds_N=ds_N, slot_row_TK=slot_row_TK, extra_TK=extra_TK, out_TK=out_TK)
     if rows:
         _slot_gradient[(cdiv(rows, SLOTS),)](
             ds_N, slot_row_TK, extra_TK, out_TK, rows, HAS_EXTRA=extra_TK is not None, SLOTS=SLOTS, num_warps=WARPS

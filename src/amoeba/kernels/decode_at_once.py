@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.backends.operator import Problem
+from amoeba.errors import bad_value
 from amoeba.kernels import activation as activations
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode_configuration import Configuration
@@ -25,7 +26,8 @@ from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 def up_at_once(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
     (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
-    assert tile.depth >= hidden, "a program holds whole rows of the weights"
+    if tile.depth < hidden:
+        raise bad_value("tile", f"a depth of {hidden} or more, whole rows of the weights", tile, "decode by slot")
     bias_EJ, has_bias = bias_or(x_TH, problem.gate_up_bias_EJ)
     _up_at_once[(slots * cdiv(intermediate, tile.columns),)](
         x_TH,

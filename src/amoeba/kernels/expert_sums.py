@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.row_tiles import column_block, expert_of_row
 
@@ -126,10 +127,11 @@ def sum_per_expert(
     With `weight_TK` each row is multiplied by weight.flatten()[order[n]]. With `by_token` the rows are those of tokens,
     (T, W), and sorted row n is rows[order[n] // K]. Both need `order_N`, and by_token needs weight_TK for its K.
     """
-    assert rows_NW.stride(1) == 1 and out_EW.stride(1) == 1
-    assert order_N is not None or (weight_TK is None and not by_token)
-    assert weight_TK is not None or not by_token
     experts, width = out_EW.shape
+    fit = order_N is not None or (weight_TK is None and not by_token)
+    fit = fit and (weight_TK is not None or not by_token) and have_lines(rows_NW, out_EW)
+    fit = fit and rows_NW.shape[1] == width and offs_E.shape[0] == experts
+    check_arguments(fit, "rows contiguous inside, and what goes with them", rows_NW=rows_NW, out_EW=out_EW)
     rows = rows_NW.shape[0] if order_N is None else order_N.shape[0]
     block = column_block(width, SUM_BLOCK)
     blocks = cdiv(width, block)
@@ -210,7 +212,8 @@ def bias_dot(dy_TH: Tensor, down_bias_EH: Tensor, expert_TK: Tensor) -> Tensor:
     The biases of all experts stay in the L2 cache; what bounds this is reading K of them from there per row of dy.
     """
     (tokens, hidden), top_k = dy_TH.shape, expert_TK.shape[1]
-    assert dy_TH.stride(1) == 1 and down_bias_EH.stride(1) == 1
+    fit = have_lines(dy_TH, down_bias_EH) and down_bias_EH.shape[1] == hidden and expert_TK.shape[0] == tokens
+    check_arguments(fit, "rows that are contiguous inside", dy_TH=dy_TH, down_bias_EH=down_bias_EH)
     out_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=dy_TH.device)
     if tokens == 0:
         return out_TK

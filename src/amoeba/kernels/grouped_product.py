@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
+from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.tiles import Configuration, configuration_on, expert_constants, find_tile, rows_of_tile, slots
 
@@ -36,8 +37,9 @@ def multiply_rows(
     """out[n] = rows[n] @ matrix[e] (+ bias[e]); rows[order[n] // top_k] where there is an order."""
     rows, columns = out_NO.shape
     experts, reduction, _ = matrix_EIO.shape
-    assert matrix_EIO.shape[2] == columns and rows_NI.shape[1] == reduction and offs_E.shape[0] == experts
-    assert rows_NI.dtype == matrix_EIO.dtype and out_NO.stride(1) == 1
+    fit = matrix_EIO.shape[2] == columns and rows_NI.shape[1] == reduction and offs_E.shape[0] == experts
+    fit = fit and rows_NI.dtype == matrix_EIO.dtype and have_lines(out_NO)
+    check_arguments(fit, "(N, I), (E, I, O) and (N, O)", rows_NI=rows_NI, matrix_EIO=matrix_EIO, out_NO=out_NO)
     if rows == 0:
         return out_NO
     chosen = configuration or configuration_on(
@@ -87,9 +89,10 @@ def multiply_rows_activated(
     """h[n] = x[order[n] // top_k] @ gate_up[e]ᵀ (+ bias[e]) where it is asked for, and a[n] = act(h[n])."""
     rows, intermediate = a_NI.shape
     experts, width, hidden = gate_up_EJH.shape
-    assert width == activation.width(intermediate) and x_TH.shape[1] == hidden and offs_E.shape[0] == experts
-    assert x_TH.dtype == gate_up_EJH.dtype and a_NI.stride(1) == 1
-    assert h_NJ is None or (h_NJ.shape == (rows, width) and h_NJ.stride(1) == 1)
+    fit = width == activation.width(intermediate) and x_TH.shape[1] == hidden and offs_E.shape[0] == experts
+    fit = fit and x_TH.dtype == gate_up_EJH.dtype and have_lines(a_NI, h_NJ)
+    fit = fit and (h_NJ is None or h_NJ.shape == (rows, width))
+    check_arguments(fit, "(T, H), (E, J, H) and (N, I)", x_TH=x_TH, gate_up_EJH=gate_up_EJH, a_NI=a_NI, h_NJ=h_NJ)
     if rows == 0:
         return a_NI
     chosen = configuration or configuration_on(

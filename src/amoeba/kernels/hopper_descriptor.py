@@ -40,6 +40,6 @@ def descriptor(matrix: Tensor, block: tuple[int, int], layout: Any = None) -> An
 
 @cache
 def _template(block: tuple[int, int], dtype: torch.dtype, layout: Any) -> dict[str, Any]:
-    example = torch.empty(block, dtype=dtype)
+    example = torch.empty(block, dtype=dtype, device="cpu")
     layout = shared_layout(block, dtype) if layout is None else layout
     return vars(TensorDescriptor.from_tensor(example, list(block), layout))

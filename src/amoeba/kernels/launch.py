@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from amoeba.errors import bad_value
+
 
 class Quick:
     """A compiled kernel behind a short look-up; launched like a Triton kernel."""
@@ -44,7 +46,8 @@ class Quick:
         key = (torch.cuda.current_device(), *variants, *constants.items())
         found = self._compiled.get(key)
         if self._constants:
-            assert not constants, "the constants of a bound kernel are bound already"
+            if constants:
+                raise bad_value("constants", "none, a bound kernel has its own", list(constants), "bind them all")
             constants = self._constants
         if found is None:
             compiled = self.kernel[grid](*arguments, **constants)

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.config import RouterConfig
+from amoeba.errors import bad_value
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.routing import DENOMINATOR_FLOOR
 
@@ -93,7 +94,8 @@ def router_backward(
     dlogits_TE = torch.empty(num_tokens, num_experts, dtype=dtype, device=scores_TE.device)
     if num_tokens == 0:
         return dlogits_TE
-    assert logits_TE is not None or not needs_logits(config)
+    if logits_TE is None and needs_logits(config):
+        raise bad_value("logits_TE", f"those of the forward, for {config.score}", None, "keep them for backward")
     tile_columns = next_power_of_2(num_experts)
     tile = _tile(tile_columns)
     _backward[(cdiv(num_tokens, tile["TILE_ROWS"]),)](

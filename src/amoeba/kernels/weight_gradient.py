@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.tiles import Configuration, configuration_on, grouped_order
 
@@ -40,8 +41,9 @@ def weight_gradient(
         left_order_N, right_order_N = right_order_N, left_order_N
         out_EOI = out_EOI.transpose(1, 2)
     experts, height, width = out_EOI.shape
-    assert left_NO.shape[1] == height and right_NI.shape[1] == width and offs_E.shape[0] == experts
-    assert left_NO.dtype == right_NI.dtype
+    fit = left_NO.shape[1] == height and right_NI.shape[1] == width and offs_E.shape[0] == experts
+    fit = fit and left_NO.dtype == right_NI.dtype
+    check_arguments(fit, "(N, O), (N, I) and (E, O, I)", left_NO=left_NO, right_NI=right_NI, out_EOI=out_EOI)
     order_N = left_order_N if left_order_N is not None else right_order_N
     rows = order_N.shape[0] if order_N is not None else left_NO.shape[0]
     chosen = configuration or configuration_on(

@@ -91,6 +91,7 @@ def fresh_factors(
             found["up_lora_a"] = found["gate_lora_a"]
         else:
             bound = 1 / math.sqrt(fan_in)
-            found[f"{name}_lora_a"] = torch.empty(layout.num_experts, r, fan_in, dtype=dtype).uniform_(-bound, bound)
-        found[f"{name}_lora_b"] = torch.zeros(layout.num_experts, fan_out, r, dtype=dtype)
+            a_ERI = torch.empty(layout.num_experts, r, fan_in, dtype=dtype, device="cpu")
+            found[f"{name}_lora_a"] = a_ERI.uniform_(-bound, bound)
+        found[f"{name}_lora_b"] = torch.zeros(layout.num_experts, fan_out, r, dtype=dtype, device="cpu")
     return LoraFactors(**found, scaling=scaling)

@@ -49,8 +49,8 @@ class RouterWatch:
         # experts that were placed elsewhere leave a shape behind; their router is where x is
         device = next((p.device for router in routers for p in router.parameters()), experts.down_proj.device)
         self.names.append(name)
-        self.statistics.append(RoutingStatistics(count).to(device))
-        self.coactivation.append(torch.zeros(count, count, device=device))
+        self.statistics.append(RoutingStatistics(count, device))
+        self.coactivation.append(torch.zeros(count, count, dtype=torch.float32, device=device))
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if not module.training or _in_backward():
@@ -62,7 +62,7 @@ class RouterWatch:
             self.statistics[layer].record(Routing(expert_TK, weight_TK, scores_TE=scores_TE, trusted=True))
             if logits_TE is not None and logits_TE.requires_grad:
                 self._routed.append((logits_TE, expert_TK, weight_TK))
-            chosen_TE = torch.zeros(expert_TK.shape[0], count + 1, device=device)
+            chosen_TE = torch.zeros(expert_TK.shape[0], count + 1, dtype=torch.float32, device=device)
             chosen_TE.scatter_(1, expert_TK.clamp(0, count), 1.0)
             self.coactivation[layer] += chosen_TE[:, :count].T @ chosen_TE[:, :count]
 

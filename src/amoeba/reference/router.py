@@ -29,7 +29,7 @@ def router_forward(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | Non
     weight_TK = torch.empty(num_tokens, config.top_k, dtype=logits_TE.dtype, device=logits_TE.device)
     for token in range(num_tokens):
         chosen = _choose(logits_TE[token], config, bias_E)
-        expert_TK[token] = torch.tensor(chosen)
+        expert_TK[token] = torch.tensor(chosen, dtype=torch.int64, device=expert_TK.device)
         weight_TK[token] = _weigh(logits_TE[token], chosen, config)
     if config.capacity_factor is not None:
         _drop_over_capacity_(expert_TK, weight_TK, config, config.capacity_factor)

@@ -44,33 +44,44 @@ void pack_bf16(int64_t columns, int64_t depth, const Source* weight, int64_t row
   });
 }
 
+// The largest of |values|; NaN where one of them is NaN or infinite, which a comparison alone would pass over.
 template <class Source>
 float largest_of(const Source* values, int64_t count, int64_t step) {
-  float largest = 0;
+  float largest = 0, zero = 0;  // of finite numbers the products with zero add up to zero
   int64_t i = 0;
   if (step == 1) {
-    V most = {};
+    V most = {}, zeros = {};
     for (; i + TILE <= count; i += TILE) {
       const V value = load(values + i), size = select(value < V{}, -value, value);
       most = select(size > most, size, most);
+      zeros += value * 0.0f;
     }
-    for (int lane = 0; lane < TILE; ++lane) largest = std::max(largest, most[lane]);
+    for (int lane = 0; lane < TILE; ++lane) {
+      largest = std::max(largest, most[lane]);
+      zero += zeros[lane];
+    }
   }
-  for (; i < count; ++i) largest = std::max(largest, std::abs(widen(values[i * step])));
-  return largest;
+  for (; i < count; ++i) {
+    const float value = widen(values[i * step]);
+    largest = std::max(largest, std::abs(value));
+    zero += value * 0.0f;
+  }
+  return largest + zero;
 }
 
-// Symmetric, one scale per column (an output channel of the weight).
+// Symmetric, one scale per column (an output channel of the weight): NaN where the column has no finite one. Nothing is
+// packed then, and the caller refuses the weight.
 template <class Source>
 void pack_int8(int64_t columns, int64_t depth, const Source* weight, int64_t row, int64_t step, int8_t* packed,
                float* scale, int32_t* sum) {
   std::vector<float> inverse(columns);
   for (int64_t n = 0; n < columns; ++n) {
     const float largest = largest_of(weight + n * row, depth, step);
-    scale[n] = largest > 1e-30f ? largest / 127 : 0;
+    scale[n] = largest > 1e-30f || std::isnan(largest) ? largest / 127 : 0;
     inverse[n] = scale[n] > 0 ? 1 / scale[n] : 0;
     sum[n] = 0;
   }
+  if (std::any_of(scale, scale + columns, [](float s) { return std::isnan(s); })) return;
   pack_expert<Int8>(columns, depth, packed, [&](int64_t n, int64_t k, int64_t count, int8_t* out) {
     const Source* source = weight + n * row + k * step;
     int32_t total = 0;
