@@ -118,6 +118,10 @@ def route(
 
     Slots over config.capacity_factor get expert id E and weight 0. First choices are served before second
     choices, and among equals the earlier token.
+
+    A logit of -inf is an expert that gets no weight. Where a token's scores are not defined (a NaN among its logits,
+    in a softmax also +inf or nothing but -inf; or a NaN in the bias), its weights are NaN, and so are what the experts
+    make of them and the gradient of its chosen logits. No other token's are.
     """
     _check_route(logits_TE, config, bias_E)
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
@@ -128,12 +132,13 @@ def route(
         chosen_TK, weight_TK, scores_TE = fused_router.fused_route(logits_TE, config, bias_E)
     else:
         scores_TE = logits_TE.sigmoid() if config.score == "sigmoid" else logits_TE.softmax(dim=-1)
-        chosen_TK = _choose(logits_TE.detach(), scores_TE.detach(), config, bias_E)
-        weight_TK = _weigh(logits_TE, scores_TE, chosen_TK, config)
+        chosen_TK, nan_T1 = _choose(logits_TE.detach(), scores_TE.detach(), config, bias_E)
+        weight_TK = _weigh(logits_TE, scores_TE, chosen_TK, nan_T1, config)
     if config.capacity_factor is None:
         return Routing(chosen_TK, weight_TK, logits_TE, scores_TE, trusted=True)
 
-    over_TK = _over_capacity(chosen_TK, config.num_experts, config.capacity_factor)
+    # a token of NaN keeps its slots: dropped, all of it would come out as zeros
+    over_TK = _over_capacity(chosen_TK, config.num_experts, config.capacity_factor) & ~weight_TK.detach().isnan()
     expert_TK = chosen_TK.masked_fill(over_TK, config.num_experts)
     weight_TK = weight_TK.masked_fill(over_TK, 0.0)
     return Routing(expert_TK, weight_TK, logits_TE, scores_TE, trusted=True, chosen_TK=chosen_TK)
@@ -169,15 +174,21 @@ def _check_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None)
         )
 
 
-def _choose(logits_TE: Tensor, scores_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> Tensor:
-    """The experts of each token, best first."""
+def _choose(
+    logits_TE: Tensor, scores_TE: Tensor, config: RouterConfig, bias_E: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token, best first; and NaN for each token whose choice means nothing, 0 for the others."""
     choice_TE = logits_TE if config.score == "topk_softmax" else scores_TE
     if bias_E is not None:
         choice_TE = choice_TE + bias_E.detach().to(choice_TE.dtype)
     if config.topk_group < config.n_group:
+        # masked experts, the lowest of their group, still come before those of other groups
+        choice_TE = choice_TE.clamp(min=torch.finfo(choice_TE.dtype).min)
         # -inf and not 0: a bias can make every score of an allowed group negative
         choice_TE = choice_TE.masked_fill(~_in_best_groups(choice_TE, config), -math.inf)
-    return choice_TE.topk(config.top_k, dim=-1).indices
+    best_TK, chosen_TK = choice_TE.topk(config.top_k, dim=-1)
+    best_T1 = best_TK[:, :1]  # where there is a NaN: topk takes it for the largest number
+    return chosen_TK, best_T1.masked_fill(best_T1 == best_T1, 0.0)
 
 
 def _in_best_groups(choice_TE: Tensor, config: RouterConfig) -> Tensor:
@@ -190,21 +201,24 @@ def _in_best_groups(choice_TE: Tensor, config: RouterConfig) -> Tensor:
     return allowed_TG.unsqueeze(-1).expand(-1, -1, size).flatten(1)
 
 
-def _weigh(logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, config: RouterConfig) -> Tensor:
+def _weigh(
+    logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, nan_T1: Tensor, config: RouterConfig
+) -> Tensor:
     """The weights of the chosen experts.
 
     Renormalised weights are a softmax over the chosen alone: s_k / Σ s = softmax(log s)_k. Dividing scores
     would give the same weights, but rounding noise where the gradient is exactly 0 (on experts not chosen;
-    everywhere for K = 1), and Adam would blow that noise up to full steps.
+    everywhere for K = 1), and Adam would blow that noise up to full steps. But the logits of those that happen to
+    be chosen may be finite where the softmax over all was not, hence nan_T1.
     """
     if config.score == "sigmoid" and config.renormalize:
-        log_score_TK = functional.logsigmoid(logits_TE.gather(1, chosen_TK))
+        log_score_TK = functional.logsigmoid(logits_TE.gather(1, chosen_TK) + nan_T1)
         floor_T1 = log_score_TK.new_full((log_score_TK.shape[0], 1), math.log(DENOMINATOR_FLOOR))
         weight_TK = torch.cat((log_score_TK, floor_T1), dim=1).softmax(dim=1)[:, : config.top_k]
     elif config.score == "topk_softmax" or config.renormalize:
-        weight_TK = logits_TE.gather(1, chosen_TK).softmax(dim=1)
+        weight_TK = (logits_TE.gather(1, chosen_TK) + nan_T1).softmax(dim=1)
     else:
-        weight_TK = scores_TE.gather(1, chosen_TK)
+        weight_TK = scores_TE.gather(1, chosen_TK) + nan_T1
     return weight_TK * config.scaling_factor if config.scaling_factor != 1.0 else weight_TK
 
 

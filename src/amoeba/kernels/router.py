@@ -10,7 +10,7 @@ What is computed is `amoeba.routing.route` without noise and capacity, in fp32 f
 whole rows of logits in registers and takes the best expert K times over.
 
 Among equals the lowest id comes first, for groups too. NaN counts as the largest number, as in torch.topk, so that K
-different experts are chosen whatever comes in. Where neither a bias nor groups take part, experts are ranked by their
+different experts are chosen whatever comes in; where it wins the first place, the token's weights are NaN. Where neither a bias nor groups take part, experts are ranked by their
 logits, of which every score is a rising function: this also tells experts apart whose scores round to the same number.
 """
 
@@ -254,6 +254,8 @@ def _forward(
         choice = score
     if bias_E is not None:
         choice += tl.load(bias_E + expert, mask=exists, other=0.0)
+    if GROUPS > 1:  # a group of one open expert among masked ones ranks above a group of masked ones alone
+        choice = tl.maximum(choice, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
     key = tl.where(exists, _ordered(choice), NOTHING)
     if GROUPS > 1:
         key = _allow_best_groups(key, TOPK_GROUP, TOP2_SUM, GROUPS, GROUP_COLUMNS, SIZE_COLUMNS, TILE_ROWS)
@@ -262,6 +264,8 @@ def _forward(
     chosen = tl.zeros([TILE_ROWS, SLOTS], tl.int32)
     for k in tl.static_range(K):
         best = tl.max(key, axis=1)
+        if k == 0:
+            meaningless = best == 0x7FFFFFFF  # the key of NaN: the scores, or the bias, said nothing
         winner = tl.min(tl.where(key == best[:, None], expert, EXPERTS), axis=1)
         chosen = tl.where(slot == k, winner[:, None], chosen)
         key = tl.where(expert == winner[:, None], NOTHING, key)
@@ -284,6 +288,7 @@ def _forward(
         weight = tl.div_rn(power, tl.broadcast_to(total[:, None], [TILE_ROWS, SLOTS]))  # exactly 1 for K = 1
     else:
         weight = _score(chosen_logit, top, total, SIGMOID)
+    weight = tl.where(meaningless[:, None], float("nan"), weight)
     at = row[:, None] * K + slot
     tl.store(expert_TK + at, chosen.to(tl.int64), mask=used)
     tl.store(weight_TK + at, weight * SCALE, mask=used)

@@ -6,7 +6,8 @@
 T tokens · K experts per token · E experts
 
 Written from the definitions, sharing no code with amoeba.routing. Noise is left out: this is the router in
-evaluation. Among equal scores the lower id wins.
+evaluation. Among equal scores the lower id wins; NaN counts as the largest. Where a token's choice hangs on a NaN, its
+weights are NaN.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def router_forward(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | Non
     expert_TK = torch.empty(num_tokens, config.top_k, dtype=torch.int64, device=logits_TE.device)
     weight_TK = torch.empty(num_tokens, config.top_k, dtype=logits_TE.dtype, device=logits_TE.device)
     for token in range(num_tokens):
-        chosen = _choose(logits_TE[token], config, bias_E)
+        chosen, meaningless = _choose(logits_TE[token], config, bias_E)
         expert_TK[token] = torch.tensor(chosen, dtype=torch.int64, device=expert_TK.device)
-        weight_TK[token] = _weigh(logits_TE[token], chosen, config)
+        weight_TK[token] = math.nan if meaningless else _weigh(logits_TE[token], chosen, config)
     if config.capacity_factor is not None:
         _drop_over_capacity_(expert_TK, weight_TK, config, config.capacity_factor)
     return expert_TK, weight_TK
@@ -63,6 +64,8 @@ def _token_backward(grad_K: Tensor, logits_E: Tensor, chosen_K: Tensor, config: 
     elif config.score == "topk_softmax" or config.renormalize:
         # the probabilities of all experts cancel in p / Σ_K p, so those not chosen get exactly 0
         weight_K = _softmax(logits_E[chosen_K])
+        if config.score == "softmax":  # undefined with the softmax over all, also where the chosen logits are finite
+            weight_K = torch.where(_softmax(logits_E).isnan().any(), math.nan, weight_K)
         dlogits_E[chosen_K] = weight_K * (grad_K - (weight_K * grad_K).sum())
     else:
         # dlogit_j = p_j (g_j·[j ∈ K] - Σ_K p_i g_i): every expert gets a gradient through the sum over all
@@ -73,9 +76,12 @@ def _token_backward(grad_K: Tensor, logits_E: Tensor, chosen_K: Tensor, config: 
     return dlogits_E
 
 
-def _choose(logits_E: Tensor, config: RouterConfig, bias_E: Tensor | None) -> list[int]:
+def _choose(logits_E: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[list[int], bool]:
+    """The experts of a token, and whether that choice hangs on a NaN."""
     score_E = logits_E if config.score == "topk_softmax" else _score(logits_E, config)
-    choice = (score_E if bias_E is None else score_E + bias_E).tolist()
+    choice_E = score_E if bias_E is None else score_E + bias_E
+    # an expert masked by -inf is the lowest there is, but a group that has another ranks above one that has none
+    choice = choice_E.nan_to_num(nan=math.inf, posinf=math.inf).tolist()
     size = config.num_experts // config.n_group
     groups = [range(group * size, (group + 1) * size) for group in range(config.n_group)]
 
@@ -85,7 +91,8 @@ def _choose(logits_E: Tensor, config: RouterConfig, bias_E: Tensor | None) -> li
 
     best_groups = sorted(groups, key=group_rank, reverse=True)[: config.topk_group]
     allowed = sorted(expert for members in best_groups for expert in members)
-    return sorted(allowed, key=lambda expert: choice[expert], reverse=True)[: config.top_k]
+    chosen = sorted(allowed, key=lambda expert: choice[expert], reverse=True)[: config.top_k]
+    return chosen, bool(choice_E.isnan().any())
 
 
 def _weigh(logits_E: Tensor, chosen: list[int], config: RouterConfig) -> Tensor:
@@ -117,7 +124,9 @@ def _drop_over_capacity_(expert_TK: Tensor, weight_TK: Tensor, config: RouterCon
     for slot in range(config.top_k):
         for token in range(num_tokens):
             expert = int(expert_TK[token, slot])
-            if taken[expert] == capacity:
+            if weight_TK[token, slot].isnan():  # kept, or all of the token might come out as zeros
+                taken[expert] += 1
+            elif taken[expert] >= capacity:
                 expert_TK[token, slot] = config.num_experts
                 weight_TK[token, slot] = 0
             else:
