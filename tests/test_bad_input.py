@@ -160,7 +160,7 @@ ROUTING_ERRORS = [
         "expert_TK",
         "at least one",
         "shape (6, 0)",
-        "An id",
+        "an id",
     ),
     (
         lambda: Routing(torch.zeros(3, 2).long(), torch.zeros(3, 1)),
