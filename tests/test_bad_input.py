@@ -156,6 +156,13 @@ def routing(tokens=T, values=0.5, device="cpu"):
 ROUTING_ERRORS = [
     (lambda: Routing(torch.zeros(6).long(), torch.zeros(6)), "expert_TK", "two dimensions", "shape (6,)", "Flatten"),
     (
+        lambda: Routing(torch.zeros(6, 0).long(), torch.zeros(6, 0)),
+        "expert_TK",
+        "at least one",
+        "shape (6, 0)",
+        "an id",
+    ),
+    (
         lambda: Routing(torch.zeros(3, 2).long(), torch.zeros(3, 1)),
         "weight_TK",
         "the shape of expert_TK, (3, 2)",

@@ -171,6 +171,22 @@ class TestAutocast:
             error = (gradient - expected[key]).norm() / expected[key].norm()
             assert 0 < error < 0.02, f"{key}: {error:.1e}"
 
+    @pytest.mark.parametrize("name", ["cpu", "eager"])
+    @pytest.mark.parametrize("rank", [0, 3])
+    def test_it_casts_what_goes_in_and_nothing_inside(self, name, rank):
+        """The same bits as inputs in bf16 give without it, also where backward runs under it."""
+        layer = Layer(rank=rank)
+        dy_TH = layer.dy_TH.bfloat16()
+        cast = {key: tensor if key == "weight" else tensor.bfloat16() for key, tensor in layer.tensors.items()}
+        y_TH = layer.run(name, **cast)
+        expected = torch.autograd.grad(y_TH, list(layer.tensors.values()), dy_TH)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            under_TH = layer.run(name)
+            found = torch.autograd.grad(under_TH, list(layer.tensors.values()), dy_TH)
+        assert torch.equal(y_TH, under_TH)
+        for key, one, other in zip(layer.tensors, expected, found, strict=True):
+            assert torch.equal(one, other), key
+
     def test_half_precision_x_is_taken_with_fp32_weights(self):
         layer = Layer()
         with torch.autocast("cpu", dtype=torch.bfloat16):

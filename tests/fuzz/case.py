@@ -244,7 +244,7 @@ def _lora(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
         "ranks": ranks,
         "factor_dtype": rng.choice(("same", "same", "float32")),
         "scaling": rng.choice((1.0, 2.0, 0.5)),
-        "shared_a": ranks.get("gate", 0) == ranks.get("up", 1) and rng.random() < 0.2,
+        "shared_a": ranks.get("gate", 0) == ranks.get("up", -1) and rng.random() < 0.2,
     }
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from torch import Tensor
 from amoeba.config import Activation
 from amoeba.layout import Layout, build_layout
 from amoeba.weights import LORA_NAMES, LoraFactors
+
+Result = TypeVar("Result")
 
 
 class Problem(NamedTuple):
@@ -224,6 +226,7 @@ def define_operator(
 
     map_dtype: of order_N and slot_row_N. keeps_maps: whether forward keeps them beside h for such a problem.
     """
+    forward, backward = _without_autocast(forward), _without_autocast(backward)
 
     def forward_impl(*args: object) -> tuple[Tensor, ...]:
         return tuple(forward(_problem(args), args[-1]))  # type: ignore[arg-type]
@@ -247,6 +250,20 @@ def define_operator(
     backward_op = getattr(namespace, f"{name}_backward").default
     _register_autograd(name, backward_op)
     return Operator(name, forward_op, backward_op, forward, backward)
+
+
+def _without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Its dtypes are its own affair: autocast would cast what it computes in fp32 on purpose."""
+
+    @functools.wraps(function)
+    def run(problem: Problem, *others: Any) -> Result:
+        device = problem.x_TH.device.type
+        if not torch.is_autocast_enabled(device):
+            return function(problem, *others)
+        with torch.autocast(device, enabled=False):
+            return function(problem, *others)
+
+    return run
 
 
 def _register_autograd(name: str, backward_op: Callable[..., tuple[Tensor, ...]]) -> None:

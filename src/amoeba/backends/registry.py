@@ -134,8 +134,10 @@ def _misaligned(weights: AnyExperts) -> str | None:
             return f"torch's grouped product needs rows of a multiple of 16 bytes, {name} = {width} is {width * size}"
     for name, tensor in (("gate_up", weights.gate_up_EJH), ("down", weights.down_EHI)):
         _, row, column = tensor.stride()
-        if (row != 1 and column != 1) or any(stride * size % 16 for stride in tensor.stride() if stride != 1):
-            return f"torch's grouped product needs rows of a multiple of 16 bytes, {name} has strides {tensor.stride()}"
+        rows_apart = row >= tensor.shape[2] if column == 1 else row == 1 and column >= tensor.shape[1]
+        if not rows_apart or any(stride * size % 16 for stride in tensor.stride() if stride != 1):
+            needs = "torch's grouped product needs rows of a multiple of 16 bytes that do not overlap"
+            return f"{needs}, {name} has strides {tensor.stride()}"
     return None
 
 
