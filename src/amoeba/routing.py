@@ -174,9 +174,7 @@ def _check_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None)
         )
 
 
-def _choose(
-    logits_TE: Tensor, scores_TE: Tensor, config: RouterConfig, bias_E: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _choose(logits_TE: Tensor, scores_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
     """The experts of each token, best first; and NaN for each token whose choice means nothing, 0 for the others."""
     choice_TE = logits_TE if config.score == "topk_softmax" else scores_TE
     if bias_E is not None:
@@ -201,9 +199,7 @@ def _in_best_groups(choice_TE: Tensor, config: RouterConfig) -> Tensor:
     return allowed_TG.unsqueeze(-1).expand(-1, -1, size).flatten(1)
 
 
-def _weigh(
-    logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, nan_T1: Tensor, config: RouterConfig
-) -> Tensor:
+def _weigh(logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, nan_T1: Tensor, config: RouterConfig) -> Tensor:
     """The weights of the chosen experts.
 
     Renormalised weights are a softmax over the chosen alone: s_k / Σ s = softmax(log s)_k. Dividing scores
