@@ -11,7 +11,7 @@ BENCH ?=
 DEMO := runs/demo
 AMOEBA := $(YIELDING) $(BIN)/amoeba
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-older-cpus lint bench clean
 
 # Trains a small model on Python's own manual, shows what its experts do, lets it speak, teaches it to answer questions
 # with LoRA, and asks it one. Minutes on two cores.
@@ -27,6 +27,11 @@ demo: $(INSTALLED)
 
 test: lint
 	$(YIELDING) $(BIN)/python -m pytest -n auto --dist worksteal
+	$(MAKE) --no-print-directory test-older-cpus
+
+# What depends on the CPU once more, with its newer features hidden.
+test-older-cpus: $(INSTALLED)
+	$(YIELDING) $(BIN)/python tests/older_cpus.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

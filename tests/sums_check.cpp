@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <random>
 
+using namespace amoeba;
+
 static std::mt19937 generator(0);
 static double worst = 0;
 
@@ -92,6 +94,7 @@ static void check_sums(const char* what) {
 }
 
 struct IntoFloats : TouchesNothing {
+  static constexpr bool OF_INT8_TOO = true;
   float* out;
   int64_t stride;
   template <class Sums>
@@ -117,8 +120,7 @@ static void check_int8_product(Path path, const char* what, int64_t rows, int64_
   p.weights = {reinterpret_cast<uint32_t*>(packed.data), scale.data(), sum.data(), nullptr, depth, columns,
                tiles_of(depth, Int8::PER_WORD), {}};
   p.path = path, p.int8 = true, p.units = p.weights.panels();
-  run_job(p, Job{0, 0, rows, 0, p.units}, [&](int64_t r) { return x.data() + r * depth; },
-          IntoFloats{{}, out.data(), columns});
+  run_job(p, Job{0, 0, rows, 0, p.units}, Input{x.data(), depth}, IntoFloats{{}, out.data(), columns});
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t n = 0; n < columns; ++n) {
       int32_t truth = 0;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from amoeba import ExpertWeights, Routing, experts
-from amoeba.cpu import build, core
+from amoeba.cpu import core
 
 ROOT = Path(__file__).parent.parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -36,61 +35,6 @@ def test_the_core_agrees_with_plain_loops_on_other_instruction_sets(architecture
         pytest.skip(f"this CPU does not run {architecture}")
     assert done.returncode == 0, done.stdout
     assert "worst relative error" in done.stdout
-
-
-@pytest.fixture
-def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("AMOEBA_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def fake_compiler(folder: Path, body: str) -> Path:
-    script = folder / "fake-g++"
-    script.write_text(f"#!{sys.executable}\nimport sys\n{body}")
-    script.chmod(script.stat().st_mode | stat.S_IEXEC)
-    return script
-
-
-RECORDS = """
-if "--version" in sys.argv:
-    print("fake 1.0"); sys.exit(0)
-open({log!r}, "a").write("ran\\n")
-open(sys.argv[sys.argv.index("-o") + 1], "w").write("library")
-"""
-
-
-def test_the_core_is_compiled_once_and_kept(fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "log"
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, RECORDS.format(log=str(log)))))
-    first = build.compiled_core()
-    assert first.read_text() == "library"
-    assert log.read_text().count("ran") == 2  # compile and link
-    assert build.compiled_core() == first
-    assert log.read_text().count("ran") == 2
-    assert [path.name for path in fresh_cache.iterdir()] == [first.name], "nothing half-built is left behind"
-
-
-def test_a_compiler_that_fails_leaves_nothing_behind_and_says_why(
-    fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = "sys.stderr.write('core.cpp:1: fatal error: no such header'); sys.exit(1)"
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, broken)))
-    with pytest.raises(build.CoreUnavailable, match=r"no such header; set CXX"):
-        build.compiled_core()
-    assert list(fresh_cache.iterdir()) == []
-
-
-def test_a_missing_compiler_is_named(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.CoreUnavailable, match=r"no C\+\+ compiler \(no-such-compiler\).*install g\+\+"):
-        build.compiled_core()
-
-
-def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("AMOEBA_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(build.CoreUnavailable, match="name another in AMOEBA_CACHE"):
-        build.compiled_core()
 
 
 def test_without_the_core_the_layer_runs_on_torch_and_says_so() -> None:

@@ -76,7 +76,9 @@ def verify(
 def doctor(json: Json = False) -> None:
     """Show the machine, the versions, and which backend runs on what (and why not)."""
     output = make_output()
-    finish(output, doctor_command.run(output), True, json)
+    with usage():
+        document = doctor_command.run(output)
+    finish(output, document, True, json)
 
 
 @app.command()

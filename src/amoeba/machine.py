@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from amoeba._version import __version__
-from amoeba.cpu_features import cpu_flags
+from amoeba.cpu_features import cpu_flags, features_override
 
 # Instruction sets that some path of ours, or of torch's products under it, makes use of.
 X86_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
@@ -34,7 +34,7 @@ _NOT_IN_A_NAME = re.compile(r"\((?:r|tm|c)\)|\b(?:processor|cpu)\b|@.*", re.IGNO
 
 
 def machine() -> dict[str, Any]:
-    flags = cpu_flags()
+    flags, override = cpu_flags(), features_override()
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": {
@@ -42,6 +42,7 @@ def machine() -> dict[str, Any]:
             "cores": usable_cores(),
             "threads": torch.get_num_threads(),
             "instruction_sets": [flag for flag in (*X86_FLAGS, *ARM_FLAGS) if flag in flags],
+            "features_override": None if override is None else override.name,
         },
         "memory_bytes": total_memory(),
         "huge_pages": huge_pages(),
@@ -50,9 +51,10 @@ def machine() -> dict[str, Any]:
 
 
 def machine_kind() -> str:
-    """Letters, digits and dashes: the GPU where there is one, otherwise the CPU and its cores."""
-    found = gpus()
+    """Letters, digits and dashes: the GPU where there is one, otherwise the CPU and its cores; as what it stands for."""
+    found, override = gpus(), features_override()
     name = found[0]["name"] if found else f"{_NOT_IN_A_NAME.sub('', cpu_model())} {usable_cores()} cores"
+    name += "" if override is None else f" as {override.name}"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -4,9 +4,14 @@ T tokens · H hidden
 """
 
 import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +27,22 @@ try:
     load_packed()
 except CoreUnavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
+
+
+PATHS = Path(engine_module.__file__).parents[2], Path(__file__).parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+
+
+def exit_code_of(child, seconds=60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "it hangs"
 
 
 def make(layer, nodes=1, **options):
@@ -243,13 +264,48 @@ class TestTheBackground:
         engine = make(layer, nodes=2)
         engine.forward(*layer.inputs())
         weights = weakref.ref(engine.packed)
-        threads = [thread for thread in threading.enumerate() if thread.name == "amoeba-engine"]
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("amoeba-engine")]
+        assert threads
         del engine
         gc.collect()
         for thread in threads:
             thread.join(20)
             assert not thread.is_alive()
         assert weights() is None
+
+    def test_a_process_may_end_while_the_engine_computes(self):
+        """As torch gives the interpreter free while it multiplies, which a thread that is killed does not survive."""
+        program = """
+import torch
+from packed_layer import PackedLayer
+from amoeba.cpu import engine as module
+layer, right = PackedLayer(), module.passes.forward
+engine = module.Engine(layer.pack(), max_len=64, top_k=2, max_cache_depth=3)
+square = torch.randn(256, 256)
+
+def slow(*given):
+    for _ in range(200):
+        square @ square
+    return right(*given)
+
+module.passes.forward = slow
+for _ in range(3):
+    engine.submit_forward(*layer.inputs())
+print("the end")
+"""
+        done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+    def test_a_forked_child_computes_too(self):
+        layer = PackedLayer()
+        engine = make(layer)
+        expected = engine.forward(*layer.inputs(), save=False)
+        child = os.fork()
+        if child == 0:
+            right = torch.equal(engine.forward(*layer.inputs(), save=False), expected)
+            os._exit(0 if right else 1)
+        assert exit_code_of(child) == 0
 
     def test_the_seam_and_the_engine_may_run_at_the_same_time(self):
         layer = PackedLayer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from amoeba.backends.registry import Request, backends_for
 from amoeba.commands.options import DTYPES, dtype_name
 from amoeba.commands.output import Output
-from amoeba.cpu.build import CoreUnavailable
+from amoeba.cpu.build import CoreUnavailable, library_states
 from amoeba.cpu.packed import current_path
 from amoeba.cpu_features import compute_dtype, cpu_flags
 from amoeba.machine import available_memory, commit, flags_looked_for, machine, versions
@@ -38,6 +39,7 @@ def run(output: Output) -> dict[str, Any]:
         "bfloat16_on_cpu": _bfloat16_on_cpu(),
         "packed_experts": _packed_experts(),
         "backends": [row for device in _devices() for row in _backends_on(device)],
+        "compiled_libraries": _compiled_libraries(),  # after those that were just asked for
     }
     _print(document, output)
     return document
@@ -77,6 +79,11 @@ def _packed_experts() -> dict[str, str | None]:
         return {"path": current_path().name.lower(), "why_not": None}
     except CoreUnavailable as reason:
         return {"path": None, "why_not": str(reason)}
+
+
+def _compiled_libraries() -> dict[str, Any]:
+    folder, states = library_states()
+    return {"folder": folder, "libraries": [asdict(state) for state in states]}
 
 
 def _backends_on(device: torch.device) -> list[dict[str, Any]]:
@@ -122,6 +129,7 @@ def _print(document: dict[str, Any], output: Output) -> None:
         [
             ("system", found["system"]),
             ("cpu", f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} threads used by torch"),
+            *_standing_for(cpu["features_override"]),
             ("waiting threads", document["waiting_threads"]["what"]),
             ("has", " ".join(cpu["instruction_sets"]) or "none of the instruction sets looked for"),
             (
@@ -146,7 +154,16 @@ def _print(document: dict[str, Any], output: Output) -> None:
     output.heading("experts packed for the CPU, bf16 and int8")
     packed = document["packed_experts"]
     output.line(f"  {_PATHS[packed['path']]}" if packed["path"] else f"  none: {packed['why_not']}")
+    compiled = document["compiled_libraries"]
+    output.heading("compiled libraries")
+    output.facts([("folder", compiled["folder"]), *((each["name"], each["what"]) for each in compiled["libraries"])])
     _print_backends(document["backends"], output)
+
+
+def _standing_for(override: str | None) -> list[tuple[str, str]]:
+    if override is None:
+        return []
+    return [("stands for", f"a CPU with {override} at best: AMOEBA_CPU_FEATURES={override} hides what came after")]
 
 
 def _print_backends(rows: list[dict[str, Any]], output: Output) -> None:

@@ -1,36 +1,46 @@
-"""Compiles a C++ source on first use with the machine's own compiler for its own instruction set, and keeps the result.
+"""Compiles C++ sources on first use with the machine's own compiler for its own instruction set, and keeps the result.
 
-    path = compiled_core()              # csrc/core.cpp; raises CoreUnavailable with a reason and a remedy
-    path = compiled_library("packed")   # csrc/packed.cpp
+    library = with_library("packed", PackedLibrary)   # PackedLibrary(path of csrc/packed.cpp, compiled)
+    path = compiled_library("node")                   # csrc/node.cpp and the units node_*.cpp, compiled at the same time
 
-The library is cached under $AMOEBA_CACHE, else $XDG_CACHE_HOME/amoeba, else ~/.cache/amoeba, named by a hash of
-source, included headers, compiler, flags and CPU, and put there by an atomic rename: two processes that start together
-both end with a whole file.
-$CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off; AMOEBA_CPU_SANITIZE=1 builds it with AddressSanitizer
-and UndefinedBehaviorSanitizer, whose runtime must then be preloaded (see tests/test_sanitizers.py).
+Both raise CoreUnavailable with a reason and a remedy. What was compiled lies in the cache folder (library_cache.py),
+named by a hash of sources, headers, flags and CPU and one of the compiler: without a compiler, what another one made of
+the same sources serves. Where that folder cannot be used, a private one takes its place until this process ends, and a
+warning says so. $CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off; AMOEBA_CPU_SANITIZE=1 builds it with
+AddressSanitizer and UndefinedBehaviorSanitizer, whose runtime must then be preloaded (see tests/test_sanitizers.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from amoeba.cpu_features import cpu_flags
+from amoeba.cpu import library_cache
+from amoeba.cpu_features import compiler_flag, cpu_flags
+from amoeba.machine import usable_cores
 
 logger = logging.getLogger("amoeba")
+Loaded = TypeVar("Loaded")
+
+LIBRARIES = ("core", "packed", "node")
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
@@ -41,102 +51,240 @@ _SANITIZERS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=undefined",
 )
-# -march=native is what GCC and Clang understand on x86; on 64-bit ARM the portable spelling is -mcpu=native.
-_NATIVE = {"aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
+_OPENMP = "-fopenmp"
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _TIMEOUT_SECONDS = 300
+# What compiling takes on one core (Neoverse-N1 at 3 GHz, GCC 12, 2026-11-15), and from when on it is said aloud.
+_ONE_CORE_SECONDS = {"core": 4, "packed": 2, "node": 40}
+_SAID_ALOUD_SECONDS = 5
+# Of a compiler that ran out of disk: another folder may have more.
+_NO_ROOM = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)))
 
 
 class CoreUnavailable(RuntimeError):
     """The core cannot be had here; the message says why and what to do."""
 
 
-def compiled_core() -> Path:
-    return compiled_library("core")
+@dataclass(frozen=True)
+class _Recipe:
+    """Of one library: what is compiled, and how."""
+
+    name: str
+    sources: Path
+    flags: tuple[str, ...]
+    openmp: str | None
+
+    @functools.cached_property
+    def units(self) -> list[Path]:
+        return [self.sources / f"{self.name}.cpp", *sorted(self.sources.glob(f"{self.name}_*.cpp"))]
+
+    @functools.cached_property
+    def stem(self) -> str:
+        """Of every file that serves: whichever compiler made it."""
+        cpu = sorted(cpu_flags()) if any("native" in flag for flag in self.flags) else []
+        parts = *self._texts(), *self.flags, platform.machine(), *cpu, self.openmp or ""
+        return f"{self.name}-{_short_hash(*parts)}-"
+
+    def _texts(self) -> list[str]:
+        """Of the units and of all headers of ours that they include, directly or not."""
+        found: dict[Path, str] = {}
+        waiting = list(self.units)
+        while waiting:
+            file = waiting.pop()
+            if file not in found:
+                found[file] = file.read_text()
+                waiting += [self.sources / name for name in _INCLUDE.findall(found[file])]
+        return [found[file] for file in sorted(found)]
+
+    def seconds(self) -> float:
+        """About how long compiling takes with the cores that are here."""
+        return _ONE_CORE_SECONDS.get(self.name, 1) / min(usable_cores(), len(self.units))
 
 
-def compiled_library(name: str, architecture: str | None = None) -> Path:
-    """The shared library of csrc/<name>.cpp; `architecture` is the compiler's flag for another instruction set."""
+def with_library(name: str, make: Callable[[Path], Loaded], sources: Path = _SOURCES) -> Loaded:
+    """make(the compiled library); where it does not load or lacks a function, once more with one compiled anew."""
+    file = compiled_library(name, sources=sources)
+    try:
+        return make(file)
+    except CoreUnavailable as error:
+        logger.warning("%s; it is compiled again", error)
+        library_cache.forget(file)
+    # Under its old name the system would go on using the one that it has loaded.
+    return make(_compiled_in(library_cache.private_folder(), _recipe(name, sources=sources), _compiler()))
+
+
+def compiled_library(name: str, architecture: str | None = None, sources: Path = _SOURCES) -> Path:
+    """The shared library of sources/<name>.cpp; `architecture` is the compiler's flag for another instruction set."""
     if os.environ.get("AMOEBA_CPU_CORE") == "0":
         raise CoreUnavailable("the C++ core is switched off by AMOEBA_CPU_CORE=0")
     if platform.system() not in ("Linux", "Darwin"):
         raise CoreUnavailable(f"the C++ core is built on Linux and macOS, this is {platform.system()}")
-    compiler = _compiler()
-    source = _SOURCES / f"{name}.cpp"
-    target_flag = architecture or _NATIVE.get(platform.machine(), "-march=native")
-    key = hashlib.sha256(
-        "\n".join(
-            (
-                *_texts(source),
-                _version(compiler),
-                " ".join((*_FLAGS, *_sanitizers(), target_flag)),
-                *sorted(cpu_flags()),
-                openmp_runtime() or "",
-            )
-        ).encode()
-    ).hexdigest()[:16]
-    target = _cache_folder() / f"{name}-{key}.so"
-    if not target.exists():
-        _compile(compiler, source, target_flag, target)
-    return target
+    recipe = _recipe(name, architecture, sources)
+    troubles: list[str] = []
+    for folder in _folders(troubles):
+        try:
+            return _found_or_compiled(folder, recipe)
+        except OSError as error:
+            troubles.append(str(error))
+    raise CoreUnavailable(f"there is no folder for compiled libraries ({'; '.join(troubles)}); name one in AMOEBA_CACHE")
 
 
-def load(file: Path, signatures: Mapping[str, tuple]) -> ctypes.CDLL:
-    """The library, the results and arguments of its functions declared; CoreUnavailable where it does not load."""
+def _folders(troubles: list[str]) -> Iterator[Path]:
+    """The cache folder, then the private one, with a word on why."""
     try:
-        library = ctypes.CDLL(str(file))
+        yield library_cache.prepared(library_cache.default_folder())
     except OSError as error:
-        raise CoreUnavailable(
-            f"the compiled library does not load: {error}; delete the cache folder and try again"
-        ) from error
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        troubles.append(str(error))
+    library_cache.warn_once(
+        f"the cache folder cannot be used ({troubles[-1]}): what is compiled lasts until this process ends, and the next "
+        "one compiles again; name another folder in AMOEBA_CACHE"
+    )
+    try:
+        yield library_cache.private_folder()
+    except OSError as error:
+        troubles.append(str(error))
+
+
+def _found_or_compiled(folder: Path, recipe: _Recipe) -> Path:
+    """OSError where the folder is the trouble, CoreUnavailable where the compiler is."""
+    try:
+        compiler = _compiler()
+        wanted = recipe.stem + _short_hash(_version(compiler))
+    except CoreUnavailable:
+        if library := library_cache.find(folder, recipe.stem):
+            return library
+        raise
+    if library := library_cache.find(folder, wanted):
+        return library
+    try:
+        with library_cache.one_at_a_time(folder, recipe.name, _TIMEOUT_SECONDS):
+            return library_cache.find(folder, wanted) or _compiled_in(folder, recipe, compiler)
+    except CoreUnavailable as error:
+        if library := library_cache.find(folder, recipe.stem):
+            logger.warning("%s; what another compiler made serves", error)
+            return library
+        raise
+
+
+_failed: dict[str, str] = {}  # what a compiler said, by what it should have made
+
+
+def _compiled_in(folder: Path, recipe: _Recipe, compiler: tuple[str, ...]) -> Path:
+    stem = recipe.stem + _short_hash(_version(compiler))
+    if stem in _failed:
+        raise CoreUnavailable(_failed[stem])
+    _announce(recipe, compiler, folder)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+        try:
+            built = _compile(recipe, compiler, Path(scratch))
+        except CoreUnavailable as error:
+            _failed[stem] = str(error)
+            raise
+        library = library_cache.keep(built, folder, stem, _version(compiler).partition("\n")[0])
+    if not recipe.openmp:
+        logger.warning("no OpenMP runtime beside torch: the CPU core runs on one thread")
+    logger.info("compiled in %.1f s: %s", time.monotonic() - began, library)
     return library
 
 
-def _sanitizers() -> tuple[str, ...]:
-    return _SANITIZERS if os.environ.get("AMOEBA_CPU_SANITIZE") == "1" else ()
+def _compile(recipe: _Recipe, compiler: tuple[str, ...], folder: Path) -> Path:
+    def compile_unit(source: Path) -> Path:
+        unit = folder / f"{source.stem}.o"
+        _run([*compiler, *recipe.flags, "-c", str(source), "-o", str(unit)])
+        return unit
+
+    with ThreadPoolExecutor(min(usable_cores(), len(recipe.units))) as pool:
+        units = list(pool.map(compile_unit, recipe.units))
+    library = folder / f"{recipe.name}.so"
+    # The runtime by its file: -fopenmp would add the compiler's own.
+    flags, linked = [flag for flag in recipe.flags if flag != _OPENMP], [recipe.openmp] if recipe.openmp else []
+    _run([*compiler, "-shared", *flags, *map(str, units), "-o", str(library), *linked])
+    return library
 
 
-def _texts(source: Path) -> list[str]:
-    """Of a source and of all headers of ours that it includes, directly or not."""
-    found: dict[Path, str] = {}
-    waiting = [source]
-    while waiting:
-        file = waiting.pop()
-        if file not in found:
-            found[file] = file.read_text()
-            waiting += [_SOURCES / name for name in _INCLUDE.findall(found[file])]
-    return [found[file] for file in sorted(found)]
+def _announce(recipe: _Recipe, compiler: tuple[str, ...], folder: Path) -> None:
+    seconds, units = recipe.seconds(), len(recipe.units)
+    logger.log(
+        logging.WARNING if seconds >= _SAID_ALOUD_SECONDS else logging.INFO,
+        "compiling the C++ core for this CPU, part %s (%d %s), with %s: about %.0f s, once; kept in %s",
+        recipe.name,
+        units,
+        "unit" if units == 1 else f"units, {min(usable_cores(), units)} at a time",
+        " ".join(compiler),
+        seconds,
+        folder,
+    )
 
 
-def _compiler() -> str:
+def load(file: Path, signatures: Mapping[str, tuple]) -> ctypes.CDLL:
+    """The library, the results and arguments of its functions declared; CoreUnavailable where one is missing."""
+    try:
+        library = ctypes.CDLL(str(file))
+        for name, (result, arguments) in signatures.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise CoreUnavailable(f"the compiled library does not load: {error}") from error
+    return library
+
+
+@dataclass(frozen=True)
+class LibraryState:
+    """Of one library on disk."""
+
+    name: str
+    file: str | None
+    verified: bool
+    what: str
+
+
+def library_states() -> tuple[str, list[LibraryState]]:
+    """The cache folder, or why there is none, and what of ours lies there; nothing is compiled."""
+    try:
+        folder = library_cache.prepared(library_cache.default_folder())
+    except OSError as error:
+        return f"none that can be used: {error}", []
+    states = []
+    for name in LIBRARIES:
+        recipe = _recipe(name)
+        files = sorted(folder.glob(f"{recipe.stem}*.so"))
+        reasons = {file: library_cache.why_not_verified(file) for file in files}
+        good = [file for file in files if reasons[file] is None]
+        if good:
+            states.append(LibraryState(name, good[-1].name, True, "compiled and verified"))
+        elif files:
+            states.append(LibraryState(name, files[-1].name, False, f"{reasons[files[-1]]}; it will be compiled again"))
+        else:
+            states.append(LibraryState(name, None, False, f"not compiled yet: about {recipe.seconds():.0f} s"))
+    return str(folder), states
+
+
+def _recipe(name: str, architecture: str | None = None, sources: Path = _SOURCES) -> _Recipe:
+    openmp = openmp_runtime()
+    sanitizers = _SANITIZERS if os.environ.get("AMOEBA_CPU_SANITIZE") == "1" else ()
+    flags = *_FLAGS, *sanitizers, architecture or compiler_flag(), *([_OPENMP] if openmp else [])
+    return _Recipe(name, sources, flags, openmp)
+
+
+def _compiler() -> tuple[str, ...]:
+    """The command, which in CXX may have arguments of its own."""
     named = os.environ.get("CXX")
     for candidate in (named,) if named else ("g++", "c++", "clang++"):
-        found = shutil.which(candidate.split()[0]) if candidate else None
-        if found:
-            return found
+        command, *arguments = shlex.split(candidate)
+        if found := shutil.which(command):
+            return found, *arguments
     raise CoreUnavailable(
         f"no C++ compiler ({named or 'g++, c++ or clang++'}) was found; install g++ or name one in CXX"
     )
 
 
 @functools.cache
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-
-
-def _cache_folder() -> Path:
-    named = os.environ.get("AMOEBA_CACHE")
-    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amoeba"
+def _version(compiler: tuple[str, ...]) -> str:
     try:
-        base.mkdir(parents=True, exist_ok=True)
+        return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     except OSError as error:
-        raise CoreUnavailable(
-            f"cannot write the cache folder {base} ({error}); name another in AMOEBA_CACHE"
-        ) from error
-    return base
+        raise CoreUnavailable(f"the compiler did not run: {error}; set CXX to a working C++17 compiler") from error
 
 
 @functools.cache
@@ -149,29 +297,22 @@ def openmp_runtime() -> str | None:
     return None
 
 
-def _compile(compiler: str, source: Path, target_flag: str, target: Path) -> None:
-    logger.info("compiling the CPU core (%s) with %s for this machine (once, some seconds)", source.name, compiler)
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-        unit, library = Path(folder) / "core.o", Path(folder) / "core.so"
-        openmp = openmp_runtime()
-        threads = ["-fopenmp"] if openmp else []
-        _run([compiler, *_FLAGS, *_sanitizers(), target_flag, *threads, "-c", str(source), "-o", str(unit)])
-        linked = [str(unit), "-o", str(library), *([openmp] if openmp else [])]
-        _run([compiler, "-shared", "-pthread", *_sanitizers(), *linked])
-        os.replace(library, target)
-    if not openmp:
-        logger.warning("no OpenMP runtime beside torch: the CPU core runs on one thread")
-    logger.info("compiled in %.1f s: %s", time.monotonic() - began, target)
-
-
 def _run(command: list[str]) -> None:
+    environment = os.environ | {"LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False, env=environment
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CoreUnavailable(f"the compiler did not run: {error}; set CXX to a working C++17 compiler") from error
     if done.returncode:
+        if no_room := _NO_ROOM.search(done.stderr):
+            raise OSError(errno.ENOSPC, no_room[0])
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise CoreUnavailable(
             f"the core did not compile: {(lines or ['no message'])[0].strip()}; set CXX to GCC or Clang with C++17"
         )
+
+
+def _short_hash(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

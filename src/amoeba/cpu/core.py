@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
 from pathlib import Path
 from typing import get_args
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation, ActivationKind
-from amoeba.cpu.build import CoreUnavailable, compiled_core, load
+from amoeba.cpu.build import CoreUnavailable, load, with_library
 from amoeba.cpu.pointers import (
     CPU,
     address,
@@ -28,6 +30,8 @@ from amoeba.cpu.pointers import (
     optional_address,
 )
 from amoeba.errors import bad_value
+
+logger = logging.getLogger("amoeba")
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}  # the order of `enum Kind`
@@ -229,8 +233,10 @@ class Core:
 @functools.cache
 def _load() -> Core | CoreUnavailable:
     try:
-        return Core(compiled_core())
+        return with_library("core", Core)
     except CoreUnavailable as error:
+        if os.environ.get("AMOEBA_CPU_CORE") != "0":  # else it was asked for
+            logger.warning("experts on the CPU go to torch, which is slower: %s", error)
         return error
 
 

@@ -14,11 +14,10 @@ their layer themselves: caches are a stack, as activation checkpointing wants th
 
 from __future__ import annotations
 
-import queue
-import threading
+import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -226,29 +225,17 @@ def _arrived(staged: list[tuple[Tensor, torch.cuda.Event | None]]) -> list[Tenso
 
 
 class _Worker:
-    """One daemon thread that does jobs in the order they come; it ends with its engine."""
+    """One thread that does jobs in the order they come. It ends with its engine; a process that ends waits for its jobs:
+    killed amid one, the thread would take the process down."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._started = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._executor = ThreadPoolExecutor(1, "amoeba-engine")
 
     def submit(self, job: Callable[[], Any]) -> Future:
-        if not self._started:
-            threading.Thread(target=_work, args=(self._jobs,), name="amoeba-engine", daemon=True).start()
-            self._started = True
-        future: Future = Future()
-        self._jobs.put((future, job))
-        return future
-
-    def __del__(self) -> None:
-        self._jobs.put(None)
-
-
-def _work(jobs: queue.SimpleQueue) -> None:
-    while (item := jobs.get()) is not None:
-        future, job = item
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-        del item, future, job  # a thread that waits holds nothing
+        if self._process != os.getpid():  # a forked process does not have the thread
+            self._begin()
+        return self._executor.submit(job)

@@ -10,7 +10,7 @@ import functools
 from ctypes import Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path as FilePath
 
-from amoeba.cpu.build import compiled_library, load
+from amoeba.cpu.build import load, with_library
 
 # `enum Phase` in csrc/passes.h
 PHASES = (
@@ -127,4 +127,4 @@ class NodeLibrary:
 
 @functools.cache
 def load_node() -> NodeLibrary:
-    return NodeLibrary(compiled_library("node"))
+    return with_library("node", NodeLibrary)

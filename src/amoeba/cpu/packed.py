@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from amoeba.cpu.build import CoreUnavailable, compiled_library, load
+from amoeba.cpu.build import CoreUnavailable, load, with_library
 from amoeba.cpu.pointers import CPU, address, address_at_strides, optional_address, place_of
 from amoeba.errors import bad_value
 
@@ -76,7 +76,7 @@ class PackedLibrary:
 
 @functools.cache
 def load_packed() -> PackedLibrary:
-    return PackedLibrary(compiled_library("packed"))
+    return with_library("packed", PackedLibrary)
 
 
 def current_path() -> Path:

@@ -2,7 +2,7 @@
 #pragma once
 #include "words.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 enum ActivationKind { SILU, GELU, GELU_TANH, RELU, RELU2 };  // the order of ActivationKind in config.py
 
@@ -114,4 +114,4 @@ inline void with_kind(const Activation& a, const Call& call) {
   a.kind == SILU ? call(std::true_type{}) : call(std::false_type{});
 }
 
-}  // namespace
+}  // namespace amoeba

@@ -2,7 +2,7 @@
 #pragma once
 #include "node.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 // Rows that are written a panel at a time; where there are many, past the caches.
 template <class T>
@@ -39,6 +39,7 @@ struct Bias {
 
 // scaling . sums, with zeros up to whole panels
 struct FinishLow : TouchesNothing {
+  static constexpr bool OF_INT8_TOO = false;
   RowsOut out;
   float scaling;
 
@@ -52,6 +53,7 @@ struct FinishLow : TouchesNothing {
 // sums + bias
 template <class T>
 struct FinishRows : TouchesNothing {
+  static constexpr bool OF_INT8_TOO = true;
   RowsOf<T> out;
   const float* bias;
 
@@ -66,6 +68,7 @@ struct FinishRows : TouchesNothing {
 
 // h = sums + bias where it is asked for, and a = act(h), of the sums and not of what is left of them in bf16
 struct FinishUp : TouchesNothing {
+  static constexpr bool OF_INT8_TOO = true;
   const Node& node;
   RowsOut h, a;
 
@@ -122,6 +125,7 @@ struct FinishUp : TouchesNothing {
 
 // From dA', in which there is no routing weight yet: ds = <dA', a> of each panel, a, and dh with the weight.
 struct FinishDown {
+  static constexpr bool OF_INT8_TOO = true;
   const Node& node;
   const uint16_t* h;
   const float* weight;   // of each slot
@@ -198,4 +202,4 @@ struct FinishDown {
   }
 };
 
-}  // namespace
+}  // namespace amoeba

@@ -2,7 +2,7 @@
 #pragma once
 #include "words.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 struct SortedRows {
   const int32_t *first, *order, *token;
@@ -114,4 +114,4 @@ inline void turn_tile(const Line& line, uint32_t* out) {
 #endif
 }
 
-}  // namespace
+}  // namespace amoeba

@@ -3,6 +3,9 @@
 #include "factors.h"
 #include "passes.h"
 
+using namespace amoeba;
+
+#pragma GCC visibility push(default)  // also of those that take what is hidden
 extern "C" {
 
 void* amoeba_pool_new(int threads, const int32_t* cores) { return new Pool(threads, cores); }
@@ -89,3 +92,4 @@ int amoeba_factors_have(void* pool, int64_t factors, int64_t experts, const char
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

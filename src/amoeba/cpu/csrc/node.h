@@ -2,11 +2,10 @@
 // ctypes structures.
 #pragma once
 #include "activation.h"
-#include "pool.h"
 #include "product.h"
 #include "row_map.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 struct PackedMatrix {  // data is null where there is none
   const void* data;
@@ -96,4 +95,4 @@ class Pieces {
   size_t used_ = 0;
 };
 
-}  // namespace
+}  // namespace amoeba

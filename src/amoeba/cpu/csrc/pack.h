@@ -2,7 +2,7 @@
 #pragma once
 #include "words.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 template <class Kind>
 inline int64_t packed_elements(int64_t columns, int64_t depth) {
@@ -144,4 +144,4 @@ inline void turn_int8(int64_t columns, int64_t depth, const uint32_t* source, ui
     }
 }
 
-}  // namespace
+}  // namespace amoeba

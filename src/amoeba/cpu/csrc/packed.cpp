@@ -9,6 +9,8 @@
 #include <unistd.h>
 #endif
 
+using namespace amoeba;
+
 extern "C" {
 
 // The best path that was compiled in.

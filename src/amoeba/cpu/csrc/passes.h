@@ -7,11 +7,12 @@
 // Rows between the phases are bf16, sums fp32 until they are activated; every sum has one order, whatever the number of
 // threads.
 #pragma once
-#include "finish.h"
+#include "node_products.h"
+#include "pool.h"
 #include "thin_gradient.h"
 #include "weight_gradient.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 enum Phase {  // the names in node_library.py
   SORT, LOW_UP, UP, ACTIVATE, LOW_DOWN, DOWN, COMBINE,
@@ -67,14 +68,6 @@ size_t bytes_of(const Node& node, const Batch& batch) {
   return count.used();
 }
 
-inline auto rows_of(const uint16_t* rows, int64_t width) {
-  return [rows, width](int64_t r) { return rows + r * width; };
-}
-
-inline auto rows_by(const int32_t* token, const uint16_t* rows, int64_t stride) {
-  return [=](int64_t r) { return rows + int64_t(token[r]) * stride; };
-}
-
 class Run {
  public:
   Run(Pool& pool, const Node& node, const Batch& batch) : pool_(pool), node_(node), batch_(batch), clock_(pool) {}
@@ -83,8 +76,8 @@ class Run {
     const auto m = memory<ForwardMemory>();
     sort(m.map, m.token, true);
     up(m.sums, m.h, m.low, m.a);
-    low(LOW_DOWN, node_.down_a, rows_of(m.a, node_.intermediate), m.down_low);
-    multiply(product(node_.down, node_.down_b, m.down_low), rows_of(m.a, node_.intermediate),
+    low(LOW_DOWN, node_.down_a, Input{m.a, node_.intermediate}, m.down_low);
+    multiply(product(node_.down, node_.down_b, m.down_low), Input{m.a, node_.intermediate},
              FinishRows<uint16_t>{{}, {m.rows, node_.hidden, owned_, true}, node_.down_bias});
     clock_.end_of(DOWN);
     combine(m.rows, batch_.weight, y);
@@ -98,18 +91,18 @@ class Run {
     if (!batch_.h) {
       up(m.sums, m.h, m.low, m.a);
       // now, as in forward: from the next product on, a is that of h in bf16
-      if (!batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, rows_of(m.a, I), m.down_low);
+      if (!batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, Input{m.a, I}, m.down_low);
     } else if (!batch_.low && (g.gate_b || g.up_b)) {
-      low(LOW_UP, node_.up_a, rows_by(token_, batch_.x, batch_.x_stride), m.low);
+      low(LOW_UP, node_.up_a, Input{batch_.x, batch_.x_stride, token_}, m.low);
     }
-    const auto dy = rows_by(token_, g.dy, g.dy_stride);
+    const Input dy{g.dy, g.dy_stride, token_};
     low(BACK_LOW_DOWN, node_.down_b_transposed, dy, m.down_dlow);
     multiply(product(node_.down_transposed, node_.down_a_transposed, m.down_dlow), dy,
              FinishDown{node_, m.h, batch_.weight, map_.order, {m.a, I, owned_, false}, {m.dh, J, owned_, false}, m.ds,
                         batch_.slots()});
     clock_.end_of(BACK_DOWN);
-    if (batch_.h && !batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, rows_of(m.a, I), m.down_low);
-    low(BACK_LOW_UP, node_.up_b_transposed, rows_of(m.dh, J), m.dlow);
+    if (batch_.h && !batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, Input{m.a, I}, m.down_low);
+    low(BACK_LOW_UP, node_.up_b_transposed, Input{m.dh, J}, m.dlow);
 
     ThinProduct up_a, up_b, down_a, down_b;
     up_a.thin = m.dlow, up_b.thin = m.low, down_a.thin = m.down_dlow, down_b.thin = m.down_low;
@@ -158,28 +151,27 @@ class Run {
     return p;
   }
 
-  template <class Row, class Finish>
-  void multiply(const Product& p, const Row& row, const Finish& finish, int64_t most_rows = ROW_BLOCK) {
+  template <class Finish>
+  void multiply(const Product& p, const Input& input, const Finish& finish, int64_t most_rows = ROW_BLOCK) {
     const std::vector<Job> jobs = list_jobs(p, node_.experts, map_.first, pool_.threads(), most_rows);
-    pool_.run(int64_t(jobs.size()), [&](int64_t i) { run_job(p, jobs[i], row, finish); });
+    pool_.run(int64_t(jobs.size()), [&](int64_t i) { run_job(p, jobs[i], input, finish); });
   }
 
   // out = scaling . rows . factor
-  template <class Row>
-  void low(Phase phase, const PackedMatrix& factor, const Row& row, uint16_t* out) {
+  void low(Phase phase, const PackedMatrix& factor, const Input& input, uint16_t* out) {
     if (!factor.data) return;
     Product p;
     p.weights = factor.weights(false);
     p.path = Path(node_.path);
     p.units = p.weights.panels();
-    multiply(p, row, FinishLow{{}, {out, p.units * PANEL, owned_, false}, node_.scaling}, LOW_ROWS);
+    multiply(p, input, FinishLow{{}, {out, p.units * PANEL, owned_, false}, node_.scaling}, LOW_ROWS);
     clock_.end_of(phase);
   }
 
   // h where it is asked for, and a; `sums` where gate and up do not come at the same time.
   void up(float* sums, uint16_t* h, uint16_t* low_rows, uint16_t* a) {
     const int64_t I = node_.intermediate, J = node_.width;
-    const auto x = rows_by(token_, batch_.x, batch_.x_stride);
+    const Input x{batch_.x, batch_.x_stride, token_};
     low(LOW_UP, node_.up_a, x, low_rows);
     Product p = product(node_.gate_up, node_.up_b, low_rows);
     if (!node_.activates_later()) {
@@ -213,7 +205,7 @@ class Run {
     const FinishRows<uint16_t> finish{{}, {rows, node_.hidden, owned_, true}, nullptr};
     const int64_t large = int64_t(jobs.size());
     pool_.run(large + int64_t(thin_jobs.size()), [&](int64_t i) {
-      if (i < large) return run_job(p, jobs[i], rows_of(dh, node_.width), finish);
+      if (i < large) return run_job(p, jobs[i], Input{dh, node_.width}, finish);
       const ThinJob& job = thin_jobs[i - large];
       const ThinProduct& thin = products[job.product];
       with_way<Bf16>(Path(node_.path), thin.ranks, [&](auto way) { run_thin<decltype(way)>(thin, sorted, job); });
@@ -310,4 +302,4 @@ class Run {
   int64_t owned_ = 0;
 };
 
-}  // namespace
+}  // namespace amoeba

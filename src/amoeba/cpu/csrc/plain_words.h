@@ -13,7 +13,7 @@
 #pragma once
 #include "words.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 #if defined(__AVX512BW__)
 constexpr int LANES = 16;
@@ -212,4 +212,4 @@ template <>
 struct Arithmetic<int32_t> : WideningArithmetic {};
 #endif
 
-}  // namespace
+}  // namespace amoeba

@@ -18,7 +18,7 @@
 #include <sched.h>
 #endif
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -166,4 +166,4 @@ class PhaseClock {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-}  // namespace
+}  // namespace amoeba

@@ -1,17 +1,17 @@
 // A product of sorted rows with packed weights, cut into jobs; what becomes of the sums is the caller's.
 //
 //   Product p;                                                   // its weights, the update that joins them, the path
-//   for each job of list_jobs(p, ...): run_job(p, job, row, finish)
+//   for each job of list_jobs(p, ...): run_job(p, job, input, finish)
 //
-// row(r) -> const uint16_t*, the bf16 row r of the sorted rows, wherever it lies;
 // finish(job, unit, r, rows, first, second): first.at(i, half) and second.at(i, half) are the sums of row r + i;
-// finish.touch(unit, r, touches) names the lines that it will read or write then.
+// finish.touch(unit, r, touches) names the lines that it will read or write then;
+// Finish::OF_INT8_TOO is false where the weights are never int8.
 // A unit is one panel of columns, or two that belong together (gate and up).
 #pragma once
 #include "stored.h"
 #include "sums.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 // Of the L2 cache: packed rows and twice the panels of a unit, for a chunk of the depth; half of 2 MiB. With 16 threads,
 // 7168 x 4096 in bf16 and 64 rows per expert took 58 ms in chunks of half this size and 80 without; 2048 x 1536 with 128
@@ -56,6 +56,14 @@ struct Product {
   int64_t second = 0;  // panels from the first of a unit to its second; 0: it has none
 };
 
+// Rows in bf16, sorted by expert as they lie or by their tokens.
+struct Input {
+  const uint16_t* rows;
+  int64_t stride;
+  const int32_t* token = nullptr;
+  const uint16_t* row(int64_t r) const { return rows + (token ? token[r] : r) * stride; }
+};
+
 struct TouchesNothing {
   void touch(int64_t, int64_t, Touches&) const {}
 };
@@ -64,9 +72,9 @@ struct Job {
   int64_t expert, first_row, rows, first_unit, units;
 };
 
-thread_local Buffer<uint32_t> row_words, update_words, panel_words;
-thread_local Buffer<float> row_floats, row_scales;
-thread_local Buffer<uint32_t> partial_sums;
+inline thread_local Buffer<uint32_t> row_words, update_words, panel_words;
+inline thread_local Buffer<float> row_floats, row_scales;
+inline thread_local Buffer<uint32_t> partial_sums;
 
 // ------------------------------------------------------------------------------------------------------------- rows
 
@@ -266,17 +274,17 @@ inline void fetch_share(const Product& p, const Job& job, int64_t r) {
     fetch_lines(p.weights.panel(job.expert, job.first_unit + which * p.second) + from * TILE, to - from);
 }
 
-template <class Kind, class Row, class Finish>
-void run_job_of(const Product& p, const Job& job, const Row& row, const Finish& finish) {
+template <class Kind, class Finish>
+void run_job_of(const Product& p, const Job& job, const Input& input, const Finish& finish) {
   float* scales = row_scales.get(job.rows + PANEL);
   const Weights& w = p.weights;
   const float* depth_scale = w.depth_scale ? w.depth_scale + job.expert * w.depth : nullptr;
   const uint32_t* rows = pack_tiles(row_words, job.rows, w.tiles, [&](int64_t r, uint32_t* out) {
     if (p.path == AMX && job.rows > Kind::FEW_ROWS && w.data) fetch_share(p, job, r);
     if constexpr (std::is_same_v<Kind, Bf16>)
-      pack_row(row(job.first_row + r), w.depth, w.tiles, out);
+      pack_row(input.row(job.first_row + r), w.depth, w.tiles, out);
     else
-      pack_row_int8(row(job.first_row + r), w.depth, w.tiles, depth_scale, out, scales + r);
+      pack_row_int8(input.row(job.first_row + r), w.depth, w.tiles, depth_scale, out, scales + r);
   });
   const uint32_t* low = nullptr;
   if (p.update.weights.tiles) {
@@ -290,9 +298,13 @@ void run_job_of(const Product& p, const Job& job, const Row& row, const Finish& 
   });
 }
 
-template <class Row, class Finish>
-void run_job(const Product& p, const Job& job, const Row& row, const Finish& finish) {
-  p.int8 ? run_job_of<Int8>(p, job, row, finish) : run_job_of<Bf16>(p, job, row, finish);
+template <class Finish>
+void run_job(const Product& p, const Job& job, const Input& input, const Finish& finish) {
+  if constexpr (Finish::OF_INT8_TOO) {
+    p.int8 ? run_job_of<Int8>(p, job, input, finish) : run_job_of<Bf16>(p, job, input, finish);
+  } else {
+    run_job_of<Bf16>(p, job, input, finish);
+  }
   end_of_streaming();
 }
 
@@ -329,4 +341,4 @@ inline std::vector<Job> list_jobs(const Product& p, int64_t experts, const int32
   return jobs;
 }
 
-}  // namespace
+}  // namespace amoeba

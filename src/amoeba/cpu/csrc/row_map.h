@@ -2,7 +2,7 @@
 #pragma once
 #include "words.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 struct RowMap {
   int32_t* first = nullptr;     // (E + 1) the rows of expert e are first[e] .. first[e + 1]
@@ -29,4 +29,4 @@ struct RowMap {
   }
 };
 
-}  // namespace
+}  // namespace amoeba

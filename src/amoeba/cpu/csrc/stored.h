@@ -2,7 +2,7 @@
 #pragma once
 #include "interleave.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 struct Stored {  // (expert, column, k) in bf16; data is null where the weights are packed
   const uint16_t* data = nullptr;
@@ -59,4 +59,4 @@ class StoredPanels {
   int64_t column_, k_, panels_, width_, depth_;
 };
 
-}  // namespace
+}  // namespace amoeba

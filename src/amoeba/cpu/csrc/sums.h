@@ -7,7 +7,7 @@
 #pragma once
 #include "plain_words.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 // Packed rows against packed columns over some tiles of depth.
 struct Stretch {
@@ -292,4 +292,4 @@ void with_way(Path path, int64_t rows, const Call& call) {
   call(Plain{});
 }
 
-}  // namespace
+}  // namespace amoeba

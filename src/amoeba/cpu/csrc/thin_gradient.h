@@ -6,7 +6,7 @@
 #include "interleave.h"
 #include "sums.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 struct ThinProduct {
   const uint16_t* thin = nullptr;
@@ -37,8 +37,8 @@ struct ThinJob {
 constexpr int64_t GRADIENT_ROWS = 512;   // packed at a time
 constexpr int64_t GRADIENT_PANELS = 4;   // packed together: 256 bytes of every row
 constexpr int64_t WIDE_BYTES = GRADIENT_PANELS * GRADIENT_ROWS / PANEL * 2 * TILE_WORDS * int64_t(sizeof(uint32_t));
-thread_local Buffer<uint32_t> thin_words, wide_words;
-thread_local Buffer<float> thin_sums;
+inline thread_local Buffer<uint32_t> thin_words, wide_words;
+inline thread_local Buffer<float> thin_sums;
 
 inline uint32_t pair_of(float low, float high) {
   return uint32_t(round_to_bf16(low)) | uint32_t(round_to_bf16(high)) << 16;
@@ -141,4 +141,4 @@ inline std::vector<ThinJob> list_thin_jobs(const std::vector<ThinProduct>& produ
   return jobs;
 }
 
-}  // namespace
+}  // namespace amoeba

@@ -7,7 +7,7 @@
 #include "interleave.h"
 #include "sums.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 struct WeightGradient {
   WideRows left, right;
@@ -30,8 +30,8 @@ constexpr int64_t RIGHT_PANELS = 8;          // panels of right that are packed 
 constexpr int64_t LEFT_PANELS = 8;           // of a job at most
 constexpr int64_t LEFT_BYTES = 1 << 20;      // of the packed left side of a job
 constexpr int64_t GRADIENT_JOBS_PER_THREAD = 8;
-thread_local Buffer<uint32_t> left_pairs, left_words, right_words;
-thread_local Buffer<float> gradient_sums;
+inline thread_local Buffer<uint32_t> left_pairs, left_words, right_words;
+inline thread_local Buffer<float> gradient_sums;
 
 // [panel][16 columns][tile of rows][column][pair of rows]
 inline void pack_left(const WideRows& left, const SortedRows& s, int64_t start, int64_t rows, const GradientJob& job,
@@ -132,4 +132,4 @@ inline std::vector<GradientJob> list_gradient_jobs(const std::vector<WeightGradi
   return found;
 }
 
-}  // namespace
+}  // namespace amoeba

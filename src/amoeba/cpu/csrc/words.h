@@ -34,7 +34,7 @@
 #define AMOEBA_SDOT 1
 #endif
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 enum Path { GENERIC, AVX512, AMX };  // the order of `Path` in packed.py
 
@@ -142,13 +142,13 @@ inline void store(uint16_t* p, V v) {
 }
 inline float total(V v) { return _mm512_reduce_add_ps((__m512)v); }
 #else
-inline V load(const uint16_t* p) {
-  V v;
-  for (int i = 0; i < 16; ++i) v[i] = widen(p[i]);
-  return v;
-}
-inline void store(uint16_t* p, V v) {
-  for (int i = 0; i < 16; ++i) p[i] = round_to_bf16(v[i]);
+typedef uint32_t VW __attribute__((vector_size(64), aligned(64), may_alias));
+typedef uint16_t VHU __attribute__((vector_size(32), aligned(2), may_alias));
+inline V load(const uint16_t* p) { return (V)(__builtin_convertvector(*reinterpret_cast<const VHU*>(p), VW) << 16); }
+inline void store(uint16_t* p, V v) {  // as round_to_bf16
+  const VW bits = (VW)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const VW halves = (bits & 0x7fffffff) > 0x7f800000 ? VW{} + 0x7fc0 : rounded;
+  *reinterpret_cast<VHU*>(p) = __builtin_convertvector(halves, VHU);
 }
 inline float total(V v) {
   for (int step = 8; step; step /= 2)
@@ -157,21 +157,23 @@ inline float total(V v) {
 }
 #endif
 
-// The first `count` (up to 16) only; what is not loaded is 0.
+// The first `count` (up to 16) only; what is not loaded is 0. Of fewer than 16 there are few, so that is not inlined.
 template <class T>
-inline V load_some(const T* p, int64_t count) {
-  if (count >= TILE) return load(p);
+[[gnu::noinline]] V load_part(const T* p, int64_t count) {
   alignas(64) T values[TILE] = {};
   if (count > 0) std::memcpy(values, p, count * sizeof(T));
   return load(values);
 }
 template <class T>
-inline void store_some(T* p, V v, int64_t count) {
-  if (count >= TILE) return store(p, v);
+[[gnu::noinline]] void store_part(T* p, const V& v, int64_t count) {
   alignas(64) T values[TILE];
   store(values, v);
   if (count > 0) std::memcpy(p, values, count * sizeof(T));
 }
+template <class T>
+inline V load_some(const T* p, int64_t count) { return count >= TILE ? load(p) : load_part(p, count); }
+template <class T>
+inline void store_some(T* p, V v, int64_t count) { count >= TILE ? store(p, v) : store_part(p, v, count); }
 
 // A row of a panel; whole lines may be written past the caches, so that they are not read before.
 inline void store_panel(float* p, V left, V right, int64_t width, bool stream) {
@@ -203,4 +205,4 @@ inline void end_of_streaming() {
 #endif
 }
 
-}  // namespace
+}  // namespace amoeba

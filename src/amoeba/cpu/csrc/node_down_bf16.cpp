@@ -1,0 +1,5 @@
+#include "node_products.h"
+
+namespace amoeba {
+template AMOEBA_PRODUCT(Bf16, FinishDown);
+}  // namespace amoeba

@@ -1,0 +1,5 @@
+#include "node_products.h"
+
+namespace amoeba {
+template AMOEBA_PRODUCT(Int8, FinishDown);
+}  // namespace amoeba

@@ -1,0 +1,63 @@
+"""Runs the tests that depend on the CPU once more as each older kind of CPU for which this one can stand.
+
+    python tests/older_cpus.py              # what `make test` does after all tests
+
+AMOEBA_CPU_FEATURES hides from us what such a CPU does not have; torch and oneDNN have switches of their own. Where this
+CPU is itself one of the oldest, there is nothing to run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from amoeba.cpu_features import cpu_flags, levels_here
+
+# The kind of CPU: what makes this one newer, and torch's environment there. Not among them are the oldest x86, on which
+# nobody runs torch, and avx512_bf16: that is AMOEBA_CPU_PATH=avx512, which the tests of a CPU with AMX take anyway.
+OLDER = {
+    "avx2": ({"avx512f"}, {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}),
+    "avx512": (
+        {"avx512_bf16", "amx_bf16"},
+        {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    ),
+    "neon": ({"asimddp"}, {}),
+    "dotprod": ({"bf16", "svebf16"}, {}),
+}
+TESTS = (
+    "test_cpu_features.py",
+    "test_cpu_core.py",
+    "test_cpu_products.py",
+    "test_cpu_node.py",
+    "test_cpu_training.py",
+    "test_packed.py",
+    "test_operator.py::TestAutocast",
+    "test_bench_peers.py",
+    "test_conformance.py::test_bf16_agrees_with_and_without_instructions_for_it",
+    "test_finetune.py::test_packed_experts_without_a_compiler_are_refused_and_auto_keeps_them_resident",
+    "cpu/test_packed_experts.py",
+)
+# Those build for older instruction sets themselves, whatever is hidden.
+NOT_AGAIN = "not older_instruction and not other_instruction_sets"
+
+
+def main() -> int:
+    here, folder = {level.name for level in levels_here()}, Path(__file__).parent
+    failed = []
+    for name, (newer, environment) in OLDER.items():
+        if name not in here or not newer & cpu_flags():
+            continue
+        print(f"as a CPU with {name} at best (AMOEBA_CPU_FEATURES={name})", flush=True)
+        tests = [str(folder / test) for test in TESTS]
+        command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal", "-k", NOT_AGAIN, *tests]
+        if subprocess.run(command, env=os.environ | environment | {"AMOEBA_CPU_FEATURES": name}, check=False).returncode:
+            failed.append(name)
+    if failed:
+        print(f"tests fail as a CPU with {' and '.join(failed)} at best")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
