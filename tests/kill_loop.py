@@ -26,7 +26,10 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_
 
 import accelerate  # noqa: F401
 import peft  # noqa: F401
+import pydantic  # noqa: F401
+import rich.live  # noqa: F401
 import torch
+import torch.utils.tensorboard
 import transformers  # noqa: F401
 
 from amoeba.cli import app
@@ -77,12 +80,9 @@ def words(command: str, folder: Path, inputs: Path, save_every: int) -> list[str
     if command == "finetune":
         told |= {"r": 2, "targets": "experts,q_proj", "accumulation": 2}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in told.items() if name not in MORE]
-    model = inputs / "base"
-    return (
-        [command, str(model), "--train-router", *flags]
-        if command == "finetune"
-        else [command, f"--model={model}", *flags]
-    )
+    if command == "finetune":
+        return [command, str(inputs / "base"), "--train-router", *flags]
+    return [command, f"--model={inputs / 'base'}", *flags]
 
 
 MORE = {"warmup_steps": TOLD["warmup_steps"], "held_out": TOLD["held_out"]}  # what has no flag in both commands

@@ -1,4 +1,4 @@
-"""Killed and resumed runs end with the bits of undisturbed ones; `tests/kill_loop.py` does it for as long as one likes."""
+"""Killed and resumed runs end with the bits of undisturbed ones; tests/kill_loop.py goes on for longer."""
 
 from __future__ import annotations
 
