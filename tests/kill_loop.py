@@ -4,8 +4,9 @@ never disturbed.
     python tests/kill_loop.py --rounds 1 --kills 2         # of each command; what the tests run
     python tests/kill_loop.py --seconds 480 --kills 6      # by hand, until the time is up
 
-Each process is a fork of this one, which has imported everything: a run then begins at once, and most kills hit it at
-work. Half of the signals are SIGKILL, half SIGTERM; how often a run saves changes at every resume.
+Each process is a fork of this one, which has imported everything, so that a run begins at once. A kill comes at any
+time, while a checkpoint is being written, or a moment after a line of the log. Half of the signals are SIGKILL, half
+SIGTERM; how often a run saves changes at every resume.
 """
 
 from __future__ import annotations
@@ -60,16 +61,38 @@ def forked(work: Callable[[], None], said: Path) -> int:
         os._exit(code)
 
 
-def ended(child: int, within: float) -> int | None:
-    """Its exit code (minus the number of the signal that killed it), or None while it is at work."""
-    until = time.monotonic() + within
+def ended(child: int, until: Callable[[], bool]) -> int | None:
+    """Its exit code (minus the number of the signal that killed it), or None: the moment has come."""
+    deadline = time.monotonic() + SECONDS_AT_MOST
     while True:
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > until:
+        if until() or time.monotonic() > deadline:
             return None
-        time.sleep(0.002)
+        time.sleep(0.001)
+
+
+def never() -> bool:
+    return False
+
+
+def a_moment(folder: Path, usual: float, chance: random.Random) -> Callable[[], bool]:
+    """When to kill. usual: seconds that a whole run takes."""
+    began, log = time.monotonic(), folder / "metrics.jsonl"
+    kind, delay = chance.choice(("any time", "checkpoint", "line")), chance.uniform(0, 0.1)
+    within, before = chance.uniform(0, usual), log.stat().st_size if log.exists() else 0
+    came: list[float] = []
+
+    def until() -> bool:
+        if kind == "any time":
+            return time.monotonic() > began + within
+        here = (folder / "checkpoints" / "writing").exists() if kind == "checkpoint" else log.exists()
+        if here and not came and (kind == "checkpoint" or log.stat().st_size > before):
+            came.append(time.monotonic())
+        return bool(came) and time.monotonic() > came[0] + delay
+
+    return until
 
 
 def words(command: str, folder: Path, inputs: Path, save_every: int) -> list[str]:
@@ -97,11 +120,10 @@ def run_through(
         arguments = words(command, folder, inputs, chance.randint(1, 4))
         child = forked(lambda arguments=arguments: app(arguments), said)  # type: ignore[misc]
         number = chance.choice((signal.SIGKILL, signal.SIGTERM))
-        within = chance.uniform(0, usual) if kills else SECONDS_AT_MOST
-        code = ended(child, within)
+        code = ended(child, a_moment(folder, usual, chance) if kills else never)
         if code is None:
             os.kill(child, number if kills else signal.SIGKILL)
-            code = ended(child, SECONDS_AT_MOST)
+            code = ended(child, never)
             count[f"{number.name} ended with {code}"] += 1
         if code == 0:
             return
@@ -121,7 +143,7 @@ def main() -> None:
     chance, until = random.Random(asked.seed), time.monotonic() + asked.seconds
     with tempfile.TemporaryDirectory() as place:
         here = Path(place)
-        assert ended(forked(lambda: make_inputs(here) and None, here / "inputs.txt"), SECONDS_AT_MOST) == 0
+        assert ended(forked(lambda: make_inputs(here) and None, here / "inputs.txt"), never) == 0
         (here / "more.yaml").write_text(json.dumps(MORE))
         expected, usual, runs, count = {}, {}, Counter[str](), Counter[str]()
         for command in WEIGHTS:

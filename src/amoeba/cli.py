@@ -1,8 +1,8 @@
 """The command line: parses, calls a command, prints. `amoeba --help` lists what there is.
 
 Without typer and rich it is the same command line over argparse, in plain text.
-Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly, 130 interrupted (143 by
-SIGTERM).
+Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly, 130 interrupted, 143
+stopped by SIGTERM.
 """
 
 from __future__ import annotations

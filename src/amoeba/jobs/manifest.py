@@ -19,34 +19,48 @@ from amoeba.files import sync_folder, write_whole
 
 MANIFEST = "manifest.json"
 DIGEST = "digest"
-_BYTES_AT_ONCE = 1 << 22
+_PIECE_BYTES = 1 << 24
 _THREADS = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter's lock
 
 
 def seal(folder: Path) -> None:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     with ThreadPoolExecutor(_THREADS) as threads:
-        files = list(threads.map(_synced_entry, _files(folder)))
-    names = [str(path.relative_to(folder)) for path in _files(folder)]
-    content = with_digest({"files": dict(zip(names, files, strict=True))})
-    write_whole(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+        synced = threads.map(_sync, paths)
+        hashes = _hashes(paths, threads)
+        list(synced)
+    entries = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "hash": hashes[path]} for path in paths}
+    write_whole(folder / MANIFEST, json.dumps(with_digest({"files": entries}), indent=1) + "\n")
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync_folder(inner)
 
 
 def damages(folder: Path) -> list[str]:
-    """One phrase for each file that is not as `seal` found it. ValueError where there is no manifest."""
+    """One phrase for each file that is not as `seal` found it."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         entries: dict[str, dict[str, Any]] = content["files"]
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no {MANIFEST}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not digest_fits(content):
+            return [f"{MANIFEST} holds other text than was written"]
+        sizes = {name: _size(folder / name) for name in entries}
+        to_hash = [folder / name for name in entries if sizes[name] == entries[name]["bytes"]]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            hashes = _hashes(to_hash, threads)
+    except OSError as error:
+        return [f"a file cannot be read ({error})"]
+    except (ValueError, KeyError, TypeError) as error:
         return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
-    if not digest_fits(content):
-        return [f"{MANIFEST} holds other text than was written"]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda name: _damage(folder / name, entries[name]), entries)
-        return [f"{name} {what}" for name, what in zip(entries, found, strict=True) if what]
+    found = []
+    for name, entry in entries.items():
+        size = sizes[name]
+        if size is None:
+            found.append(f"{name} is missing")
+        elif size != entry["bytes"]:
+            wrong = f"has {size:,} bytes instead of {entry['bytes']:,}"
+            found.append(f"{name} {wrong if size else 'is empty'}")
+        elif hashes[folder / name] != entry["hash"]:
+            found.append(f"{name} holds other bytes than were written")
+    return found
 
 
 def with_digest(content: dict[str, Any]) -> dict[str, Any]:
@@ -64,32 +78,26 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
-def _synced_entry(path: Path) -> dict[str, Any]:
+def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "blake2b": _hash(path)}
 
 
-def _damage(path: Path, entry: dict[str, Any]) -> str | None:
-    if not path.is_file():
-        return "is missing"
-    try:
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            return "is empty" if size == 0 else f"has {size:,} bytes instead of {entry['bytes']:,}"
-        return None if _hash(path) == entry["blake2b"] else "holds other bytes than were written"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
-def _hash(path: Path) -> str:
-    found = hashlib.blake2b(digest_size=32)
-    buffer = bytearray(_BYTES_AT_ONCE)
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            found.update(memoryview(buffer)[:size])
-    return found.hexdigest()
+def _hashes(paths: list[Path], threads: ThreadPoolExecutor) -> dict[Path, str]:
+    """Of each file the hash of the hashes of its pieces, which many threads can take at once."""
+    pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, _PIECE_BYTES)]
+    found = {path: hashlib.blake2b(digest_size=32) for path in paths}
+    for (path, _), digest in zip(pieces, threads.map(_hash_of_piece, pieces), strict=True):
+        found[path].update(digest)
+    return {path: digest.hexdigest() for path, digest in found.items()}
+
+
+def _hash_of_piece(piece: tuple[Path, int]) -> bytes:
+    path, start = piece
+    with path.open("rb") as file:
+        file.seek(start)
+        return hashlib.blake2b(file.read(_PIECE_BYTES), digest_size=32).digest()
