@@ -291,40 +291,6 @@ def test_held_out_questions_may_be_a_file_and_epochs_count_the_rows(base: Path, 
 
 # --- interruptions
 
-KILLED = """
-import json, os, signal, sys
-from amoeba.jobs.finetune import finetune
-from amoeba.jobs.settings import FinetuneSettings
-
-class Killer:
-    def say(self, text): pass
-    def step(self, line, total):
-        if line["step"] == 9:  # one step after the checkpoint of step 8
-            os.kill(os.getpid(), signal.SIGKILL)
-
-finetune(FinetuneSettings(**json.loads(sys.argv[1])), Killer())
-"""
-
-
-def test_a_killed_run_resumes_with_the_same_losses(
-    finished: tuple[Path, Any, Quiet], base: Path, data: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "killed"
-    told = settings(folder, base, data, targets=("experts", "q_proj"), train_router=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-c", KILLED, json.dumps(told.as_dict())]
-    done = subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(step_losses(folder)) == 9
-    assert not (folder / "adapter").exists()
-    resumed = settings_of(FinetuneSettings, str(folder), None, {})
-    assert resumed == told
-    report = finetune(resumed, Quiet(), resume=True)
-    assert step_losses(folder)[-4:] == step_losses(finished[0])[-4:]
-    assert report.final_loss == finished[1].final_loss
-    adapters = [(path / "adapter" / "adapter_model.safetensors").read_bytes() for path in (folder, finished[0])]
-    assert adapters[0] == adapters[1]
-
 
 def test_checkpoints_hold_the_adapter_and_not_the_model(finished: tuple[Path, Any, Quiet]) -> None:
     folder, *_ = finished
@@ -357,9 +323,6 @@ def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(base: Path, data: s
     assert process.returncode == 130, said
     stopped = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").iterdir())
     assert f"stopped at step {stopped}; go on with: amoeba finetune --resume {folder}" in said
-    console = Quiet()
-    finetune(settings(folder, base, data, steps=stopped + 2), console, resume=True)
-    assert f"resuming from checkpoint-{stopped}" in console.said
 
 
 # --- what is refused

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -114,38 +113,6 @@ def test_the_same_seed_gives_the_same_losses(
     assert step_losses(tmp_path / "again") == step_losses(finished[0])
 
 
-KILLED = """
-import json, os, signal, sys
-from amoeba.jobs.settings import TrainSettings
-from amoeba.jobs.train import train
-
-class Killer:
-    def say(self, text): pass
-    def step(self, line, total):
-        if line["step"] == 9:  # one step after the checkpoint of step 8
-            os.kill(os.getpid(), signal.SIGKILL)
-
-train(TrainSettings(**json.loads(sys.argv[1])), Killer())
-"""
-
-
-def test_a_killed_run_resumes_with_the_same_losses(
-    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str
-) -> None:
-    folder = tmp_path / "killed"
-    told = settings(folder, corpus_file)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-c", KILLED, json.dumps(told.as_dict())]
-    done = subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(step_losses(folder)) == 9
-    report = train(told, Quiet(), resume=True)
-    assert report.steps == 12
-    # the lines of an interval that a checkpoint cuts in two are written again from the checkpoint on
-    assert step_losses(folder)[-4:] == step_losses(finished[0])[-4:]
-    assert report.final_loss == finished[1].final_loss
-
-
 def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str) -> None:
     folder = tmp_path / "stopped"
     flags = [
@@ -167,30 +134,6 @@ def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, cor
     assert process.returncode == 130, said
     stopped = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").iterdir())
     assert f"stopped at step {stopped}; go on with: amoeba train --resume {folder}" in said
-    console = Quiet()
-    train(settings(folder, corpus_file, steps=stopped + 2), console, resume=True)
-    assert f"resuming from checkpoint-{stopped}" in console.said
-
-
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_what_to_do(
-    tmp_path: Path, corpus_file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import Trainer
-
-    write = Trainer._save_checkpoint
-
-    def full_after_the_first(self: Any, *args: Any) -> None:
-        write(self, *args)
-        if self.state.global_step > 4:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Trainer, "_save_checkpoint", full_after_the_first)
-    folder = tmp_path / "full"
-    with pytest.raises(ValueError, match=r"checkpoint of step 8.*No space left.*--resume.*from step 4"):
-        train(settings(folder, corpus_file), Quiet())
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-4"]
-    monkeypatch.undo()
-    assert train(settings(folder, corpus_file), Quiet(), resume=True).steps == 12
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path, corpus_file: str) -> None:
@@ -204,30 +147,6 @@ def test_a_model_without_experts_is_refused(tmp_path: Path, corpus_file: str) ->
     load_or_train_tokenizer(None, load_corpus(corpus_file), 512).save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match=r"--model: expected a mixture-of-experts.*llama, which has no experts"):
         train(settings(tmp_path / "run", corpus_file, model=str(tmp_path / "llama")), Quiet())
-
-
-def test_a_checkpoint_of_another_architecture_is_refused(
-    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str
-) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(finished[0], folder)
-    with pytest.raises(ValueError, match="--resume: expected a checkpoint of olmoe; got qwen3_moe"):
-        train(settings(folder, corpus_file, model="olmoe", steps=20), Quiet(), resume=True)
-    with pytest.raises(ValueError, match="--resume: expected a checkpoint of the same sizes"):
-        train(settings(folder, corpus_file, vocab_size=600, steps=20), Quiet(), resume=True)
-
-
-def test_a_torn_checkpoint_is_never_taken_for_good(tmp_path: Path, corpus_file: str) -> None:
-    folder = tmp_path / "torn"
-    train(settings(folder, corpus_file, steps=4), Quiet())
-    torn = folder / "checkpoints" / "writing" / "checkpoint-8"
-    torn.mkdir(parents=True)
-    (torn / "model.safetensors").write_text("half")
-    console = Quiet()
-    report = train(settings(folder, corpus_file, steps=5), console, resume=True)
-    assert "resuming from checkpoint-4" in console.said
-    assert report.steps == 5
-    assert not torn.exists()
 
 
 def test_biases_of_deepseek_move_and_balance(tmp_path: Path, corpus_file: str) -> None:

@@ -1,7 +1,8 @@
 """The command line: parses, calls a command, prints. `amoeba --help` lists what there is.
 
 Without typer and rich it is the same command line over argparse, in plain text.
-Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly, 130 interrupted.
+Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly, 130 interrupted, 143
+stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from amoeba.commands import merge as merge_command
 from amoeba.commands import report as report_command
 from amoeba.commands import train as train_command
 from amoeba.commands import verify as verify_command
-from amoeba.commands.exits import INTERRUPTED, finish, usage
+from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
 from amoeba.commands.output import make_output, show_log
@@ -127,6 +128,9 @@ def train(
     config: Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")] = None,
     out: Annotated[str | None, typer.Option("--out", help="Run folder; default runs/MODEL.")] = None,
     resume: Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
+    start_from: Annotated[
+        str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")
+    ] = None,
     steps: Annotated[int | None, typer.Option("--steps")] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per step and device.")] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
@@ -156,10 +160,10 @@ def train(
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(TrainSettings, resume, config, given)
-        document = train_command.run(settings, resume is not None, output)
+        document = train_command.run(settings, resume is not None, start_from, output)
     finish(output, document, True, json)
-    if document["interrupted"]:
-        raise typer.Exit(INTERRUPTED)
+    if document["exit_code"]:
+        raise typer.Exit(document["exit_code"])
 
 
 app.command()(finetune_command.finetune)

@@ -1,13 +1,15 @@
-"""Files that appear whole or not at all, and numbers that JSON can hold.
+"""Files and folders that appear whole or not at all, and numbers that JSON can hold.
 
-write_whole(path, text)     # over what was there
-write_new(path, text)       # FileExistsError where something is there
+write_whole(path, text)         # over what was there
+write_new(path, text)           # FileExistsError where something is there
+replace_folder(staged, target)  # over what was there
 """
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,10 +35,45 @@ def _staged(path: Path, text: str) -> Iterator[str]:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a rename may reach the disk before the text does
         os.chmod(staged, 0o644)  # mkstemp makes files for the owner alone
         yield staged
     finally:
         Path(staged).unlink(missing_ok=True)
+
+
+def replace_folder(staged: Path, target: Path) -> None:
+    """Renames `staged` to `target`. What was there is moved aside first and removed last, so that at every moment one
+    of the two is whole; `put_back` undoes a replacement that was killed half-way."""
+    earlier = _aside(target)
+    if target.exists():
+        shutil.rmtree(earlier, ignore_errors=True)
+        os.replace(target, earlier)
+    os.replace(staged, target)
+    sync_folder(target.parent)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def put_back(target: Path) -> None:
+    """The folder as it was, where `replace_folder` was killed before the new one had its name."""
+    earlier = _aside(target)
+    if earlier.exists() and not target.exists():
+        os.replace(earlier, target)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.earlier")
+
+
+def sync_folder(folder: Path) -> None:
+    """Names are on the disk when this returns, not the contents of the files."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def finite(value: Any, instead: Callable[[float], Any]) -> Any:

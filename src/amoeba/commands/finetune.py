@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from amoeba.commands.exits import INTERRUPTED, finish, need, usage
+from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.output import Output, make_output
 from amoeba.commands.run_console import RunConsole
@@ -22,6 +22,9 @@ def finetune(
     out: Annotated[str | None, typer.Option("--out", help="Run folder; the adapter is in OUT/adapter.")] = None,
     config: Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")] = None,
     resume: Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
+    start_from: Annotated[
+        str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")
+    ] = None,
     r: Annotated[int | None, typer.Option("--r", help="Rank of the factors; default 16.")] = None,
     alpha: Annotated[float | None, typer.Option("--alpha", help="Scaling is alpha / r; default 32.")] = None,
     targets: Annotated[
@@ -64,19 +67,19 @@ def finetune(
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(FinetuneSettings, resume, config, given)
-        document = run(settings, resume is not None, output)
+        document = run(settings, resume is not None, start_from, output)
     finish(output, document, True, json)
-    if document["interrupted"]:
-        raise typer.Exit(INTERRUPTED)
+    if document["exit_code"]:
+        raise typer.Exit(document["exit_code"])
 
 
-def run(settings: FinetuneSettings, resume: bool, output: Output) -> dict[str, Any]:
+def run(settings: FinetuneSettings, resume: bool, start_from: str | None, output: Output) -> dict[str, Any]:
     need("tokenizers", "safetensors", "transformers", "accelerate")
     from amoeba.jobs.finetune import finetune as finetune_model
 
     console = RunConsole(output)
     try:
-        report = finetune_model(settings, console, resume=resume)
+        report = finetune_model(settings, console, resume=resume, start_from=start_from)
     finally:
         console.close()
     output.heading("fine-tuned" if not report.interrupted else "stopped")

@@ -11,13 +11,13 @@ from amoeba.commands.run_console import RunConsole
 from amoeba.jobs.settings import TrainSettings
 
 
-def run(settings: TrainSettings, resume: bool, output: Output) -> dict[str, Any]:
+def run(settings: TrainSettings, resume: bool, start_from: str | None, output: Output) -> dict[str, Any]:
     need("tokenizers", "safetensors", "transformers", "accelerate")
     from amoeba.jobs.train import train
 
     console = RunConsole(output)
     try:
-        report = train(settings, console, resume=resume)
+        report = train(settings, console, resume=resume, start_from=start_from)
     finally:
         console.close()
     output.heading("trained" if not report.interrupted else "stopped")

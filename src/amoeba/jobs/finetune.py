@@ -25,10 +25,13 @@ from amoeba.jobs.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_r
 from amoeba.jobs.data import Corpus, load_corpus
 from amoeba.jobs.documents import Conversation
 from amoeba.jobs.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
-from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
+from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on, weights_of
+from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
 from amoeba.observe.router_watch import RouterWatch
+
+COMMAND = "amoeba finetune"
 
 
 @dataclass(frozen=True)
@@ -52,17 +55,43 @@ class AdapterKept:
         lora.load(model, folder)
 
 
-def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = False) -> FinetuneReport:
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # the run has one of its own
+def finetune(
+    settings: FinetuneSettings, console: Console, *, resume: bool = False, start_from: str | None = None
+) -> FinetuneReport:
+    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`."""
     if settings.data is None:
         raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
     check_placement(settings.experts)
     name = check_model(settings.model)
     tokenizer, model_config = load_tokenizer_and_config(name)
     _check_tokenizer(tokenizer)
-    folder = prepare_folder(settings.out, resume)
+    with run_folder(settings.out, resume, console.say) as folder:
+        return _finetune(settings, console, folder, name, tokenizer, model_config, resume, start_from)
+
+
+def _finetune(
+    settings: FinetuneSettings,
+    console: Console,
+    folder: Path,
+    name: str,
+    tokenizer: Any,
+    model_config: Any,
+    resume: bool,
+    start_from: str | None,
+) -> FinetuneReport:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # the run has one of its own
+    kept = AdapterKept()
+    if resume and not start_from:
+        names = {"adapter": str(folder / kept.name)}
+        ended = finished_run(folder, settings, kept.name, COMMAND, FinetuneReport, names)
+        if ended is not None:
+            console.say(f"already finished after {ended.steps} steps; more steps are a new run, with another --out")
+            return ended
+    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from)
+    if earlier and earlier.checkpoint:
+        tokenizer, _ = load_tokenizer_and_config(name, earlier.checkpoint)
     torch.manual_seed(settings.seed)
 
     has_template = bool(tokenizer.chat_template)
@@ -70,6 +99,9 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
         tokenizer.chat_template = PLAIN_TEMPLATE  # goes with the adapter's tokenizer, so that generate --chat has it
     corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed, check=check_answers(tokenizer))
     console.say(f"data: {corpus.description}")
+    content = began_with(corpus, weights_of(name))
+    if earlier:
+        check_data(earlier, content)
     chat = any(isinstance(document, Conversation) for document in corpus.train)
     if chat and not has_template:
         console.say('the tokenizer has no chat template: turns are written "role: content", one a line')
@@ -106,14 +138,14 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
         f"training {trainable / 1e6:.2f}M numbers in factors of rank {settings.r} on {', '.join(settings.targets)}"
         f"{' and the routers' if settings.train_router else ''}; {steps} steps"
     )
-    describe_run(folder, settings.as_dict(), model.config.to_dict())
+    if earlier:
+        check_model_config(earlier, model.config)
+    describe_run(folder, settings.as_dict(), model.config.to_dict(), earlier.began_with if earlier else content)
 
-    trainer = make_trainer(
-        model, tokenizer, rows, settings, steps, folder, console, model.dtype, AdapterKept(), "amoeba finetune"
-    )
-    ended, kept_in = run_to_end(trainer, folder, resume)
+    trainer = make_trainer(model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND)
+    outcome, kept_in = run_to_end(trainer, folder, earlier)
     report = FinetuneReport(
-        **asdict(ended),
+        **asdict(outcome),
         base_model=settings.model,
         adapter=kept_in,
         chat=chat,

@@ -1,19 +1,31 @@
-"""The folder of a run, which `amoeba report` and `--resume` read.
+"""The folder of a run, which `amoeba report` and `--resume` read, and one run at a time writes.
+
+    with run_folder("runs/mine", resume=False, say=print) as folder:
+        ...
 
 RUN/config.json environment.json metrics.jsonl tensorboard/ checkpoints/ and model/ or adapter/
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from amoeba.errors import bad_value
-from amoeba.files import write_whole
+from amoeba.files import put_back, write_whole
+from amoeba.jobs.manifest import with_digest
+
+_UNFINISHED = "writing"  # the checkpoint that is being written
+_SET_ASIDE = "set-aside-"
 
 
 class Console(Protocol):
@@ -37,17 +49,15 @@ class RunReport:
     tokens_per_second: float
     seconds: float
     interrupted: bool
+    exit_code: int  # of the command: 0, or 128 and the number of the signal that interrupted it
 
 
-def prepare_folder(out: str, resume: bool) -> Path:
-    """The folder, which can be written and holds a run if, and only if, it is to go on."""
+@contextmanager
+def run_folder(out: str, resume: bool, say: Callable[[str], None]) -> Iterator[Path]:
+    """The folder, which can be written, holds a run if and only if it is to go on, and is this process's alone."""
     folder = Path(out)
     if resume and not (folder / "config.json").is_file():
         raise bad_value("--resume", "a folder of an earlier run", str(folder), "check the path, or train anew")
-    if not resume and (folder / "metrics.jsonl").exists():
-        raise bad_value(
-            "--out", "a folder that holds no run yet", str(folder), f"use --resume {folder}, or another --out"
-        )
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -55,11 +65,41 @@ def prepare_folder(out: str, resume: bool) -> Path:
         probe.unlink()
     except OSError as error:
         raise bad_value("--out", "a folder that can be written", f"{folder} ({error})", "choose another") from error
-    return folder
+    with _locked(folder, "--resume" if resume else "--out", say):
+        if not resume and (folder / "metrics.jsonl").exists():
+            raise bad_value(
+                "--out", "a folder that holds no run yet", str(folder), f"use --resume {folder}, or another --out"
+            )
+        yield folder
 
 
-def describe_run(folder: Path, settings: dict[str, Any], model_config: dict[str, Any]) -> None:
-    """What was asked for, and on which machine."""
+@contextmanager
+def _locked(folder: Path, option: str, say: Callable[[str], None]) -> Iterator[None]:
+    """The kernel lets go of the lock when the process ends, however it ends; the file stays, and says nothing then."""
+    if os.environ.get("RANK", "0") != "0":  # the first of the processes of a run has it for all
+        yield
+        return
+    with (folder / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            got = f"{folder}, in which {file.read().strip() or 'another process'} is at work"
+            raise bad_value(
+                option, "a folder that no other run writes to", got, "wait until it ends, or use another --out"
+            ) from None
+        except OSError as error:
+            say(f"{folder} cannot be locked ({error.strerror}): see to it that no other run writes to it")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def describe_run(
+    folder: Path, settings: dict[str, Any], model_config: dict[str, Any], began_with: dict[str, Any] | None
+) -> None:
+    """What is used, and on which machine. began_with: see `amoeba.jobs.resume`; None where an older run has none."""
     from amoeba.machine import commit, machine, versions
 
     environment = {
@@ -68,16 +108,43 @@ def describe_run(folder: Path, settings: dict[str, Any], model_config: dict[str,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": commit(),
     }
-    for name, content in {"config": settings | {"model_config": model_config}, "environment": environment}.items():
+    config = settings | {"model_config": model_config}
+    if began_with is not None:
+        config = with_digest(config | {"began_with": began_with})
+    for name, content in {"config": config, "environment": environment}.items():
         write_whole(folder / f"{name}.json", json.dumps(content, indent=1, default=str) + "\n")
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint. One that was being written has another name."""
-    found = [path for path in (folder / "checkpoints").glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
-    return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def remove_unfinished(folder: Path) -> None:
-    """What a killed run left half-written."""
-    shutil.rmtree(folder / "checkpoints" / "writing", ignore_errors=True)
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints that were written to their end, oldest first. One that is being written has another name."""
+    found = (folder / "checkpoints").glob("checkpoint-*")
+    return sorted((path for path in found if path.name.removeprefix("checkpoint-").isdigit()), key=step_of)
+
+
+def set_aside(checkpoint: Path) -> None:
+    target = checkpoint.with_name(_SET_ASIDE + checkpoint.name)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(checkpoint, target)
+
+
+def unfinished_checkpoint(folder: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return folder / "checkpoints" / _UNFINISHED
+
+
+def staged_result(target: Path) -> Path:
+    """Where what a run keeps is written before it gets its name."""
+    return target.with_name(f".{target.name}.{_UNFINISHED}")
+
+
+def remove_unfinished(folder: Path, kept: str) -> None:
+    """What a killed run left half-written, or half-replaced."""
+    shutil.rmtree(unfinished_checkpoint(folder), ignore_errors=True)
+    shutil.rmtree(staged_result(folder / kept), ignore_errors=True)
+    put_back(folder / kept)
+    for aside in (folder / "checkpoints").glob(".checkpoint-*.earlier"):
+        put_back(aside.with_name(aside.name.removeprefix(".").removesuffix(".earlier")))

@@ -24,22 +24,32 @@ from amoeba.observe.router_watch import RouterWatch
 from amoeba.routing import update_selection_bias_
 
 
+class NotFinite(ArithmeticError):
+    """A loss or a gradient is NaN or infinite: what follows would be worthless."""
+
+
 class RunLog(TrainerCallback):
-    """Writes metrics.jsonl and TensorBoard events, tells the console, shifts selection biases, stops when asked."""
+    """Writes metrics.jsonl and TensorBoard events, tells the console, shifts selection biases, stops when asked, and
+    stops with NotFinite when numbers are not: on a GPU they are looked at where they are read anyway, at a line, an
+    evaluation and a checkpoint."""
 
     def __init__(self, folder: Path, settings: RunSettings, console: Any, model: Any, tokens_per_row: float) -> None:
         self.settings, self.console, self.path = settings, console, folder / "metrics.jsonl"
         self.watch = RouterWatch(model)
-        self.stop_asked = False
+        self.stopped_by: int | None = None  # the signal that asks for an end
+        self.trained = False  # a step was done
         self.dead_experts, self.tokens_per_second = 0, 0.0
         self.losses: list[Tensor] = []  # of the passes of this step
         self.tokens: list[Tensor] = []  # in the passes since the last line
+        self.gradient_norm = torch.zeros(())  # before it was clipped
         self._step_losses: list[Tensor] = []  # of the steps since the last line
+        self._step_norms: list[Tensor] = []
         self._tokens_before = 0
         self.learning_rate = 0.0
         self.last_evaluation: tuple[int, float] | None = None  # step, held-out loss
         self._began = self._since = time.monotonic()
         self._loads: list[Tensor] | None = None
+        self.trained_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = next(model.parameters()).device
         self._flops_per_token = training_flops_per_token(model, tokens_per_row)
         self._ceiling = measured_ceiling(self._device)
@@ -51,34 +61,76 @@ class RunLog(TrainerCallback):
 
     def forget_after(self, step: int) -> None:
         """Drops what an interrupted run logged after the checkpoint that it goes on from."""
-        kept = []
-        for text in self.path.read_text().splitlines() if self.path.exists() else []:
+        kept, torn = [], 0
+        if not self.path.exists():
+            self.console.say(f"{self.path} is not there: what was logged before is lost, the training is not")
+        for text in self.path.read_text(errors="replace").splitlines() if self.path.exists() else []:
             try:
                 line = json.loads(text)
-            except ValueError:
-                continue  # torn by a kill
-            if line.get("step", 0) <= step and line.get("kind") not in ("final", "coactivation"):
-                kept.append(text + "\n")
+                if line["step"] > step or line["kind"] == "final":
+                    continue
+            except (ValueError, TypeError, KeyError):
+                torn += 1
+                continue
+            kept.append(text + "\n")
+            if line["kind"] == "train":
                 self._tokens_before = line.get("tokens", self._tokens_before)
+                self.dead_experts = line.get("dead_experts", 0)
+                self.tokens_per_second = line.get("tokens_per_second") or 0.0
+        if torn:
+            self.console.say(f"{self.path}: {torn} torn line{'s' if torn > 1 else ''} left out")
         write_whole(self.path, "".join(kept))
+
+    def first_evaluation(self) -> float | None:
+        """The held-out loss that is in the log before all others."""
+        for text in self.path.read_text().splitlines() if self.path.exists() else []:
+            line = json.loads(text)
+            if line["kind"] == "eval" and line["step"] == 0:
+                return line["loss"]
+        return None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since = time.monotonic()
+        # a resumed run has these from its checkpoint, and they may have been changed since
+        state.eval_steps, state.save_steps = args.eval_steps, args.save_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trained = True
         self._step_losses.append(torch.stack(self.losses).sum())
+        self._step_norms.append(self.gradient_norm)
         self.losses.clear()
         if self.settings.balance == "bias":
             self._shift_biases()
         if state.global_step % self.settings.log_every == 0 or state.global_step == state.max_steps:
             self._log(state)
-        if self.stop_asked:
+        if state.global_step == state.max_steps:
+            control.should_evaluate = True  # before the last checkpoint, which is not written where it is not finite
+        if self.stopped_by is not None:
             control.should_save = control.should_training_stop = True
 
+    def check_finite(self, step: int) -> None:
+        """NotFinite for the first of the steps since the last line, of which `step` is the last, that is not finite."""
+        self._check_finite(step, *self._losses_and_norms())
+
+    def _losses_and_norms(self) -> tuple[list[float], list[float]]:
+        """Of the steps since the last line; one read for all, which waits for the device."""
+        if not self._step_losses:
+            return [], []
+        numbers = [number.to(self._device).float() for number in (*self._step_losses, *self._step_norms)]
+        read = torch.stack(numbers).tolist()
+        return read[: len(self._step_losses)], read[len(self._step_losses) :]
+
+    def _check_finite(self, step: int, losses: list[float], norms: list[float]) -> None:
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step - len(losses) + 1):
+            for name, value in (("loss", loss), ("norm of the gradient", norm)):
+                if not math.isfinite(value):
+                    raise NotFinite(f"the {name} of step {number} is {value}")
+
     def _log(self, state: Any) -> None:
-        losses = torch.stack(self._step_losses).tolist()
+        losses, norms = self._losses_and_norms()
         tokens = int(torch.stack(self.tokens).sum())
         self._step_losses.clear()
+        self._step_norms.clear()
         self.tokens.clear()
         now = time.monotonic()
         self.tokens_per_second = tokens / max(now - self._since, 1e-9)
@@ -106,6 +158,7 @@ class RunLog(TrainerCallback):
         self.write({"kind": "router", "step": state.global_step, "layers": layers})
         self._events(line, layers)
         self.console.step(line, state.max_steps)
+        self._check_finite(state.global_step, losses, norms)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         loss = metrics["eval_loss"]
@@ -121,11 +174,14 @@ class RunLog(TrainerCallback):
         self.console.say(f"step {state.global_step}: held-out loss {loss:.3f}")
         if self._writer:
             self._writer.add_scalar("held_out/loss", loss, state.global_step)
+        if not math.isfinite(loss):
+            raise NotFinite(f"the held-out loss of step {state.global_step} is {loss}")
         self._since = time.monotonic()
 
     def finish(self, report: Any) -> None:
         step = report.steps
-        self.write({"kind": "coactivation", "step": step, "layers": self.watch.take_coactivation()})
+        if self.trained:  # otherwise what was counted before is in the log already
+            self.write({"kind": "coactivation", "step": step, "layers": self.watch.take_coactivation()})
         self.write({"kind": "final", "step": step, "loss": report.final_loss, **asdict(report)})
         self.watch.close()
         if self._writer:

@@ -5,7 +5,6 @@ settings = load_settings("run.yaml", {"steps": 500})
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +15,43 @@ from amoeba.lora.attaching import check_rank_and_alpha
 
 Balance = Literal["aux", "bias", "none"]
 Settings = TypeVar("Settings", bound="RunSettings")
+
+# What a setting may do when a run is resumed. Of each:
+#   fixed        the numbers of the run depend on it: another value is refused
+#   changeable   it says when something is told or written, or what memory is spent: applied and recorded
+#   by content   a file or folder may have moved: what it holds is compared with what the run began with
+#   place        the folder of the run, which --resume names
+AtResume = Literal["fixed", "changeable", "by content", "place"]
+AT_RESUME: dict[str, AtResume] = {
+    "model": "by content",
+    "data": "by content",
+    "held_out": "by content",
+    "out": "place",
+    "log_every": "changeable",
+    "eval_every": "changeable",
+    "save_every": "changeable",
+    "gradient_checkpointing": "changeable",
+    "batch_size": "fixed",
+    "accumulation": "fixed",
+    "sequence_length": "fixed",
+    "steps": "fixed",  # the learning rate falls towards the last one
+    "epochs": "fixed",
+    "learning_rate": "fixed",
+    "warmup_steps": "fixed",
+    "weight_decay": "fixed",
+    "balance": "fixed",
+    "aux_loss_coefficient": "fixed",
+    "z_loss_coefficient": "fixed",
+    "bias_rate": "fixed",
+    "seed": "fixed",
+    "dtype": "fixed",
+    "vocab_size": "fixed",
+    "r": "fixed",
+    "alpha": "fixed",
+    "targets": "fixed",
+    "train_router": "fixed",
+    "experts": "fixed",  # packed ones are rounded
+}
 
 
 @dataclass(frozen=True)
@@ -127,19 +163,23 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def settings_of(kind: type[Settings], resume: str | None, config: str | None, given: dict[str, Any]) -> Settings:
-    """Of a new run, or of the one in the folder `resume` (what is given then changes it)."""
+    """Of a new run, or of the one in the folder `resume`: then what is neither given nor in the file `config` is the
+    run's own, and whether the rest may be another is seen when it goes on (`amoeba.jobs.resume`)."""
+    from amoeba.jobs.resume import settings_of_run
+
     if resume is None:
         return load_settings(config, given, kind)
-    path = Path(resume) / "config.json"
-    if not path.is_file():
+    if not (Path(resume) / "config.json").is_file():
         raise bad_value("--resume", "the folder of an earlier run", resume, "check the path, or leave --resume out")
-    earlier = json.loads(path.read_text())
-    earlier.pop("model_config", None)
+    earlier = settings_of_run(Path(resume))
     unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
     if unknown:
         other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
         raise bad_value("--resume", "a run of this command", f"one with {', '.join(unknown)}", f"use {other} --resume")
-    return kind(**(earlier | given | {"out": resume}))
+    told = (_read(config, kind) if config else {}) | given
+    if "out" in told and Path(told["out"]).resolve() != Path(resume).resolve():
+        raise bad_value("--out", f"the folder of --resume ({resume}), or nothing", told["out"], "leave --out out")
+    return kind(**(earlier | told | {"out": resume}))
 
 
 def load_settings(

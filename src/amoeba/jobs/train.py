@@ -11,6 +11,7 @@ the same losses as a run that was never interrupted.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from amoeba.errors import bad_value
 from amoeba.jobs.data import load_corpus
 from amoeba.jobs.packing import PackedDataset, stack
 from amoeba.jobs.presets import PRESETS, find_preset
-from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
+from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on
+from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.tokenizer import load_or_train_tokenizer
 from amoeba.observe.router_watch import RouterWatch
+
+COMMAND = "amoeba train"
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,19 @@ class TrainReport(RunReport):
     model: str
 
 
-def train(settings: TrainSettings, console: Console, *, resume: bool = False) -> TrainReport:
+def train(
+    settings: TrainSettings, console: Console, *, resume: bool = False, start_from: str | None = None
+) -> TrainReport:
+    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`."""
+    if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
+        find_preset(settings.model)  # says which there are
+    with run_folder(settings.out, resume, console.say) as folder:
+        return _train(settings, console, folder, resume, start_from)
+
+
+def _train(
+    settings: TrainSettings, console: Console, folder: Path, resume: bool, start_from: str | None
+) -> TrainReport:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -41,14 +57,23 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
 
     amoeba.register()
     transformers_logging.disable_progress_bar()  # the run has one of its own
-    if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
-        find_preset(settings.model)  # says which there are
-    folder = prepare_folder(settings.out, resume)
+    kept = WholeModel()
+    if resume and not start_from:
+        names = {"model": str(folder / kept.name)}
+        ended = finished_run(folder, settings, kept.name, COMMAND, TrainReport, names)
+        if ended is not None:
+            console.say(f"already finished after {ended.steps} steps; to train on: {COMMAND} {_on(ended.model)}")
+            return ended
+    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from)
     torch.manual_seed(settings.seed)
 
     corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed)
     console.say(f"data: {corpus.description}")
+    content = began_with(corpus)
     checkpoint_model = None if settings.model in PRESETS else settings.model
+    if earlier:
+        check_data(earlier, content)
+        checkpoint_model = str(earlier.checkpoint) if earlier.checkpoint else checkpoint_model
     tokenizer = load_or_train_tokenizer(checkpoint_model, corpus, settings.vocab_size)
     train_rows = PackedDataset(corpus.train, tokenizer, settings.sequence_length)
     held_out_rows = PackedDataset(corpus.held_out, tokenizer, settings.sequence_length, keep_last=True)
@@ -61,7 +86,6 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
     console.say(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; {device}, {dtype}, experts by amoeba"
     )
-    describe_run(folder, settings.as_dict(), model.config.to_dict())
     if not RouterWatch.finds_experts(model):
         raise bad_value(
             "--model",
@@ -69,14 +93,19 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
             f"{model.config.model_type}, which has no experts",
             f"choose another, or a preset: {', '.join(PRESETS)}",
         )
+    if earlier:
+        check_model_config(earlier, model.config)
+    describe_run(folder, settings.as_dict(), model.config.to_dict(), earlier.began_with if earlier else content)
     rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length)
-    trainer = make_trainer(
-        model, tokenizer, rows, settings, settings.steps, folder, console, dtype, WholeModel(), "amoeba train"
-    )
-    ended, kept_in = run_to_end(trainer, folder, resume)
-    report = TrainReport(**asdict(ended), model=kept_in)
+    trainer = make_trainer(model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND)
+    outcome, kept_in = run_to_end(trainer, folder, earlier)
+    report = TrainReport(**asdict(outcome), model=kept_in)
     trainer.run_log.finish(report)
     return report
+
+
+def _on(model: str) -> str:
+    return f"--model {shlex.quote(model)} --data ... --out ANOTHER"
 
 
 def _build_model(settings: TrainSettings, tokenizer: Any, auto: Any) -> Any:

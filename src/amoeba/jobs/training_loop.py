@@ -1,34 +1,43 @@
 """transformers.Trainer with a run log, watched routers, and checkpoints that appear whole or not at all.
 
     trainer = make_trainer(model, tokenizer, rows, settings, steps, ...)
-    report, kept_in = run_to_end(trainer, folder, resume=False)
+    report, kept_in = run_to_end(trainer, folder, earlier=None)
 
 What a checkpoint holds of the model is passed in: all of it (`WholeModel`), or an adapter.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import math
-import os
+import shlex
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from amoeba.errors import bad_value
+from amoeba.files import replace_folder
+from amoeba.jobs.manifest import seal
 from amoeba.jobs.packing import NO_LABEL
-from amoeba.jobs.run_folder import RunReport, last_checkpoint, remove_unfinished
-from amoeba.jobs.run_log import RunLog
+from amoeba.jobs.resume import Earlier
+from amoeba.jobs.run_folder import (
+    RunReport,
+    checkpoints,
+    set_aside,
+    staged_result,
+    step_of,
+    unfinished_checkpoint,
+)
+from amoeba.jobs.run_log import NotFinite, RunLog
 from amoeba.jobs.settings import RunSettings
+from amoeba.jobs.signals import stop_at_signals
 
 CHECKPOINTS_KEPT = 2
 
@@ -61,18 +70,7 @@ class WholeModel:
 
         (Trainer's own way reads the file as it is, finds no stacked experts and leaves them as initialised.)
         """
-        found = json.loads((folder / "config.json").read_text()).get("model_type")
-        if found != model.config.model_type:
-            raise bad_value(
-                "--resume", f"a checkpoint of {model.config.model_type}", found, "leave --model as the run began with"
-            )
-        stored = type(model).from_pretrained(folder, dtype=torch.float32)
-        try:
-            model.load_state_dict(stored.state_dict())
-        except RuntimeError as error:
-            first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
-            remedy = "leave the model, the data and the vocabulary as the run began with"
-            raise bad_value("--resume", "a checkpoint of the same sizes", first, remedy) from error
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
 
 
 class WatchedTrainer(Trainer):
@@ -81,6 +79,7 @@ class WatchedTrainer(Trainer):
     run_log: RunLog
     kept: Kept
     command: str  # that goes on with this run
+    folder: Path  # of the run
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -130,49 +129,60 @@ class WatchedTrainer(Trainer):
         self.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(str(self.args.output_dir))
-        staging = folder / "writing"
+        self._check_finite()
+        staging = unfinished_checkpoint(self.folder)
+        output_dir = self.args.output_dir
         shutil.rmtree(staging, ignore_errors=True)
         self.args.output_dir = str(staging)
+        name = f"checkpoint-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
+            seal(staging / name)
+            replace_folder(staging / name, self.folder / "checkpoints" / name)
         except Exception as error:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise self._not_written(error, folder) from error
+            raise self._not_written(f"the checkpoint of step {self.state.global_step}", error) from error
         finally:
-            self.args.output_dir = str(folder)
-        name = f"checkpoint-{self.state.global_step}"
-        for path in (staging / name).rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        shutil.rmtree(folder / name, ignore_errors=True)
-        os.replace(staging / name, folder / name)
-        shutil.rmtree(staging, ignore_errors=True)
-        whole = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        for old in whole[:-CHECKPOINTS_KEPT]:
+            self.args.output_dir = output_dir
+            shutil.rmtree(staging, ignore_errors=True)
+        for old in checkpoints(self.folder)[:-CHECKPOINTS_KEPT]:
             shutil.rmtree(old)
 
-    def held_out_loss_at_start(self, resume: bool) -> float:
-        if resume:
-            for text in self.run_log.path.read_text().splitlines():
-                line = json.loads(text)
-                if line.get("kind") == "eval":
-                    return line["loss"]
-        return self.evaluate()["eval_loss"]
+    def _check_finite(self) -> None:
+        """Before what is kept is replaced. The largest number shows a NaN or an infinity among them all."""
+        self.run_log.check_finite(self.state.global_step)
+        trained = [parameter.detach() for parameter in self.run_log.trained_parameters]
+        largest = float(torch.nn.utils.get_total_norm(trained, math.inf))
+        if not math.isfinite(largest):
+            raise NotFinite(f"a parameter is {largest} after step {self.state.global_step}")
 
-    def _not_written(self, error: Exception, folder: Path) -> Exception:
+    def held_out_loss_at_start(self) -> float:
+        logged = self.run_log.first_evaluation()
+        return self.evaluate()["eval_loss"] if logged is None else logged
+
+    def _not_written(self, what: str, error: Exception) -> Exception:
         """A full disk, in words; any other exception as it is."""
         if not isinstance(error, OSError) and "No space left" not in str(error):
             return error
-        whole = sorted((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), reverse=True)
+        whole = checkpoints(self.folder)
         return bad_value(
-            f"the checkpoint of step {self.state.global_step}",
-            f"room for it in {folder}",
+            what,
+            f"room for it in {self.folder}",
             str(error),
-            f"free some space, then: {self.command} --resume {folder.parent} "
-            + (f"(goes on from step {whole[0]})" if whole else "(starts anew, no checkpoint was finished)"),
+            f"free some space, then: {self.command} --resume {shlex.quote(str(self.folder))} "
+            + (f"(goes on from step {step_of(whole[-1])})" if whole else "(starts anew, no checkpoint was finished)"),
         )
+
+    def _diverged(self, error: NotFinite) -> ValueError:
+        whole = checkpoints(self.folder)
+        kept = ", ".join(path.name for path in whole)
+        remedy = f"lower --learning-rate (it is {self.args.learning_rate:g}) in a run with another --out"
+        if self.state.global_step == 0:
+            remedy = "look at the model and its dtype: nothing has been trained yet"
+        elif whole and self.command == "amoeba train":
+            remedy += f"; it may begin with --model {shlex.quote(str(whole[-1]))}"
+        expected = f"finite numbers (stopped at step {self.state.global_step}; "
+        expected += f"kept from before: {kept})" if whole else "there was no checkpoint yet)"
+        return bad_value("training", expected, str(error), remedy)
 
     def final_held_out_loss(self) -> float:
         last = self.run_log.last_evaluation
@@ -182,13 +192,23 @@ class WatchedTrainer(Trainer):
 
     def save_final(self) -> Path:
         """What is kept, and the tokenizer, in a folder that is renamed into place."""
-        target = Path(str(self.args.output_dir)).parent / self.kept.name
-        staging = target.with_name(f".{self.kept.name}.writing")
+        target = self.folder / self.kept.name
+        staging = staged_result(target)
         shutil.rmtree(staging, ignore_errors=True)
-        self._save(str(staging))
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(staging, target)
+        try:
+            self._save(str(staging))
+            seal(staging)
+            replace_folder(staging, target)
+        except Exception as error:
+            raise self._not_written(str(target), error) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
         return target
+
+    def take_up(self, checkpoint: Path) -> None:
+        """The end of a run of which nothing but the end is missing."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
 
 
 def make_trainer(
@@ -222,6 +242,7 @@ def make_trainer(
         save_strategy="steps",
         save_steps=settings.save_every,
         logging_strategy="no",
+        logging_nan_inf_filter=False,  # it waits for the device in every pass, to hide a NaN
         report_to=[],
         disable_tqdm=True,
         seed=settings.seed,
@@ -240,53 +261,56 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=rows.collate,
     )
-    trainer.kept, trainer.command = kept, command
-    trainer.run_log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row)
+    trainer.kept, trainer.command, trainer.folder = kept, command, folder
+    trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row)
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def clip_and_note(*arguments: Any, **options: Any) -> Any:  # every version of Trainer clips through this one
+        log.gradient_norm = clip(*arguments, **options)
+        return log.gradient_norm
+
+    trainer.accelerator.clip_grad_norm_ = clip_and_note
     trainer.add_callback(trainer.run_log)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-@contextmanager
-def interrupted_flag(trainer: WatchedTrainer) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C asks for a checkpoint and a stop, the second stops at once."""
-
-    def ask(number: int, frame: Any) -> None:
-        if trainer.run_log.stop_asked:
-            raise KeyboardInterrupt
-        trainer.run_log.stop_asked = True
-        trainer.run_log.console.say("stopping after this step; once more to stop at once")
-
-    try:
-        before = signal.signal(signal.SIGINT, ask)
-    except ValueError:  # not the main thread
-        before = None
-    try:
-        yield lambda: trainer.run_log.stop_asked
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
-
-
-def run_to_end(trainer: WatchedTrainer, folder: Path, resume: bool) -> tuple[RunReport, str]:
-    """Trains, or goes on from the last whole checkpoint, and saves what is kept; a Ctrl-C ends it earlier.
+def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -> tuple[RunReport, str]:
+    """Trains, or goes on from a whole checkpoint, and saves what is kept; a signal ends it earlier.
 
     The report, and the folder of what was kept, or the last checkpoint where the run was interrupted.
     """
+    try:
+        return _run_to_end(trainer, folder, earlier)
+    except NotFinite as error:
+        raise trainer._diverged(error) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise trainer._not_written(f"the log of step {trainer.state.global_step}", error) from error
+
+
+def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -> tuple[RunReport, str]:
     log, say = trainer.run_log, trainer.run_log.console.say
     began = time.monotonic()
-    last = last_checkpoint(folder) if resume else None
-    if resume:
-        remove_unfinished(folder)
-        log.forget_after(int(last.name.split("-")[1]) if last else -1)
+    last = earlier.checkpoint if earlier else None
+    if earlier is not None:
+        for later in [path for path in checkpoints(folder) if last is not None and step_of(path) > step_of(last)]:
+            set_aside(later)
+            say(f"{later.name} was set aside in {later.parent}")
+        log.forget_after(step_of(last) if last else -1)
         say(f"resuming from {last.name}" if last else "no checkpoint was finished: starting anew")
-    start_loss = trainer.held_out_loss_at_start(resume and last is not None)
-    with interrupted_flag(trainer) as interrupted:
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
-    if interrupted():
-        say(f"stopped at step {trainer.state.global_step}; go on with: {trainer.command} --resume {folder}")
+    start_loss = trainer.held_out_loss_at_start()
+    if last is not None and step_of(last) >= trainer.args.max_steps:
+        trainer.take_up(last)
+    else:
+        with stop_at_signals(log):
+            trainer.train(resume_from_checkpoint=str(last) if last else None)
+    if log.stopped_by is not None:
+        again = f"{trainer.command} --resume {shlex.quote(str(folder))}"
+        say(f"stopped at step {trainer.state.global_step}; go on with: {again}")
         final = log.last_evaluation[1] if log.last_evaluation else start_loss
-        result = last_checkpoint(folder)
+        result = checkpoints(folder)[-1]
     else:
         final = trainer.final_held_out_loss()
         result = trainer.save_final()
@@ -299,6 +323,7 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, resume: bool) -> tuple[Run
         dead_experts=log.dead_experts,
         tokens_per_second=log.tokens_per_second,
         seconds=time.monotonic() - began,
-        interrupted=interrupted(),
+        interrupted=log.stopped_by is not None,
+        exit_code=0 if log.stopped_by is None else 128 + log.stopped_by,
     )
     return report, str(result)
