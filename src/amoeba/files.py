@@ -28,15 +28,21 @@ def write_new(path: Path, text: str) -> None:
 @contextmanager
 def _staged(path: Path, text: str) -> Iterator[str]:
     """A file with the text beside its place, gone at the end unless it was renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, staged = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(staged, 0o644)  # mkstemp makes files for the owner alone
-        yield staged
-    finally:
-        Path(staged).unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, staged = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(staged, 0o644)  # mkstemp makes files for the owner alone
+            yield staged
+        finally:
+            Path(staged).unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # a full disk names no file, and nobody knows the staged one
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def finite(value: Any, instead: Callable[[float], Any]) -> Any:

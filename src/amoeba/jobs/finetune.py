@@ -25,8 +25,10 @@ from amoeba.jobs.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_r
 from amoeba.jobs.data import Corpus, load_corpus
 from amoeba.jobs.documents import Conversation
 from amoeba.jobs.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
+from amoeba.jobs.model_limits import check_ids, positions
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
 from amoeba.jobs.settings import FinetuneSettings
+from amoeba.jobs.tokenizer import check_understands
 from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
 from amoeba.observe.router_watch import RouterWatch
 
@@ -52,7 +54,9 @@ class AdapterKept:
         lora.load(model, folder)
 
 
-def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = False) -> FinetuneReport:
+def finetune(
+    settings: FinetuneSettings, console: Console, *, resume: bool = False, trust_remote_code: bool = False
+) -> FinetuneReport:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # the run has one of its own
@@ -60,7 +64,7 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
         raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
     check_placement(settings.experts)
     name = check_model(settings.model)
-    tokenizer, model_config = load_tokenizer_and_config(name)
+    tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
     _check_tokenizer(tokenizer)
     folder = prepare_folder(settings.out, resume)
     torch.manual_seed(settings.seed)
@@ -73,10 +77,11 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
     chat = any(isinstance(document, Conversation) for document in corpus.train)
     if chat and not has_template:
         console.say('the tokenizer has no chat template: turns are written "role: content", one a line')
-    rows = _rows(corpus, tokenizer, settings, console)
+    check_understands(tokenizer, corpus.train)
+    rows = _rows(corpus, tokenizer, model_config, settings, console)
 
     dtype = _dtype(settings.dtype, model_config)
-    model = load_model(name, dtype)
+    model = load_model(name, dtype, trust_remote_code=trust_remote_code)
     if not RouterWatch.finds_experts(model):
         raise bad_value(
             "MODEL",
@@ -124,10 +129,14 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
     return report
 
 
-def _rows(corpus: Corpus, tokenizer: Any, settings: FinetuneSettings, console: Console) -> Rows:
-    train, held_out = (
-        AnswerRows(documents, tokenizer, settings.sequence_length) for documents in (corpus.train, corpus.held_out)
-    )
+def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneSettings, console: Console) -> Rows:
+    most = min(settings.sequence_length, positions(model_config) or settings.sequence_length)
+    if most < settings.sequence_length:
+        console.say(
+            f"rows have {most} tokens at most and not {settings.sequence_length}: the model's positions end there"
+        )
+    train, held_out = (AnswerRows(documents, tokenizer, most) for documents in (corpus.train, corpus.held_out))
+    check_ids(model_config, max(train.largest_id(), held_out.largest_id()))
     console.say(f"to train on: {train.description}")
     console.say(f"held out: {held_out.description}")
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from amoeba.errors import bad_value
 from amoeba.files import write_whole
+from amoeba.shell import shell_words
 
 
 class Console(Protocol):
@@ -46,7 +47,10 @@ def prepare_folder(out: str, resume: bool) -> Path:
         raise bad_value("--resume", "a folder of an earlier run", str(folder), "check the path, or train anew")
     if not resume and (folder / "metrics.jsonl").exists():
         raise bad_value(
-            "--out", "a folder that holds no run yet", str(folder), f"use --resume {folder}, or another --out"
+            "--out",
+            "a folder that holds no run yet",
+            str(folder),
+            f"use {shell_words('--resume', folder)}, or another --out",
         )
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,8 @@ import torch
 
 from amoeba.errors import bad_value
 from amoeba.jobs.data import load_corpus
+from amoeba.jobs.model_folder import has_weights, load_config, load_model
+from amoeba.jobs.model_limits import check_ids, check_sequence_length
 from amoeba.jobs.packing import PackedDataset, stack
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
@@ -32,7 +34,9 @@ class TrainReport(RunReport):
     model: str
 
 
-def train(settings: TrainSettings, console: Console, *, resume: bool = False) -> TrainReport:
+def train(
+    settings: TrainSettings, console: Console, *, resume: bool = False, trust_remote_code: bool = False
+) -> TrainReport:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -43,18 +47,29 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
     transformers_logging.disable_progress_bar()  # the run has one of its own
     if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
         find_preset(settings.model)  # says which there are
+    checkpoint_model = None if settings.model in PRESETS else settings.model
+    config = None
+    if checkpoint_model is not None:
+        config = load_config(checkpoint_model, trust_remote_code=trust_remote_code)
+        check_sequence_length(config, settings.sequence_length)
     folder = prepare_folder(settings.out, resume)
     torch.manual_seed(settings.seed)
 
     corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed)
     console.say(f"data: {corpus.description}")
-    checkpoint_model = None if settings.model in PRESETS else settings.model
-    tokenizer = load_or_train_tokenizer(checkpoint_model, corpus, settings.vocab_size)
+    tokenizer = load_or_train_tokenizer(
+        checkpoint_model, corpus, settings.vocab_size, trust_remote_code=trust_remote_code
+    )
     train_rows = PackedDataset(corpus.train, tokenizer, settings.sequence_length)
     held_out_rows = PackedDataset(corpus.held_out, tokenizer, settings.sequence_length, keep_last=True)
-    console.say(f"{len(train_rows)} rows of {settings.sequence_length} tokens, {len(held_out_rows)} held out")
+    if config is not None:
+        check_ids(config, max(train_rows.largest_id(), held_out_rows.largest_id()))
+    console.say(
+        f"{len(train_rows)} rows of {settings.sequence_length} tokens, {len(held_out_rows)} held out; "
+        f"a tokenizer of {len(tokenizer)} tokens"
+    )
 
-    model = _build_model(settings, tokenizer, AutoModelForCausalLM)
+    model = _build_model(settings, tokenizer, config, AutoModelForCausalLM, trust_remote_code)
     dtype = _compute_dtype(settings.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parameters = sum(p.numel() for p in model.parameters())
@@ -79,21 +94,19 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
     return report
 
 
-def _build_model(settings: TrainSettings, tokenizer: Any, auto: Any) -> Any:
-    if settings.model in PRESETS:
+def _build_model(settings: TrainSettings, tokenizer: Any, config: Any, auto: Any, trust_remote_code: bool) -> Any:
+    """config: of the folder that settings.model is; None for a preset."""
+    if config is None:
         config = find_preset(settings.model).build(len(tokenizer), settings.sequence_length)
-    else:
-        folder = Path(settings.model)
-        if any(folder.glob("*.safetensors")):
-            return auto.from_pretrained(folder, experts_implementation="amoeba", dtype=torch.float32)
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(folder)
+    elif has_weights(Path(settings.model)):
+        return load_model(settings.model, torch.float32, trust_remote_code=trust_remote_code)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False  # our own balance loss, layer by layer, takes its place
-    return auto.from_config(config, experts_implementation="amoeba", dtype=torch.float32)
+    return auto.from_config(
+        config, experts_implementation="amoeba", dtype=torch.float32, trust_remote_code=trust_remote_code
+    )
 
 
 def _compute_dtype(name: str) -> torch.dtype:

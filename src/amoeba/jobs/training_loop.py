@@ -29,6 +29,7 @@ from amoeba.jobs.packing import NO_LABEL
 from amoeba.jobs.run_folder import RunReport, last_checkpoint, remove_unfinished
 from amoeba.jobs.run_log import RunLog
 from amoeba.jobs.settings import RunSettings
+from amoeba.shell import shell_command
 
 CHECKPOINTS_KEPT = 2
 
@@ -66,7 +67,7 @@ class WholeModel:
             raise bad_value(
                 "--resume", f"a checkpoint of {model.config.model_type}", found, "leave --model as the run began with"
             )
-        stored = type(model).from_pretrained(folder, dtype=torch.float32)
+        stored = type(model).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         try:
             model.load_state_dict(stored.state_dict())
         except RuntimeError as error:
@@ -168,7 +169,7 @@ class WatchedTrainer(Trainer):
             f"the checkpoint of step {self.state.global_step}",
             f"room for it in {folder}",
             str(error),
-            f"free some space, then: {self.command} --resume {folder.parent} "
+            f"free some space, then: {shell_command(self.command, '--resume', folder.parent)} "
             + (f"(goes on from step {whole[0]})" if whole else "(starts anew, no checkpoint was finished)"),
         )
 
@@ -282,7 +283,8 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, resume: bool) -> tuple[Run
     with interrupted_flag(trainer) as interrupted:
         trainer.train(resume_from_checkpoint=str(last) if last else None)
     if interrupted():
-        say(f"stopped at step {trainer.state.global_step}; go on with: {trainer.command} --resume {folder}")
+        go_on = shell_command(trainer.command, "--resume", folder)
+        say(f"stopped at step {trainer.state.global_step}; go on with: {go_on}")
         final = log.last_evaluation[1] if log.last_evaluation else start_loss
         result = last_checkpoint(folder)
     else:
