@@ -107,7 +107,7 @@ def bench(
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
         shapes = bench_command.choose_shapes(shape or [], suite, place)
-        bench_command.choose_passes(passes)
+        bench_command.check_shapes_fit(shapes, place, dtypes, passes)
         peers = bench_command.choose_peers(peer or [])
         chosen = bench_command.choose_ours(ours or [])
         path = bench_command.free_path(out)

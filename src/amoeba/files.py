@@ -25,6 +25,12 @@ def write_new(path: Path, text: str) -> None:
         os.link(staged, path)  # unlike a rename, fails where the name is taken
 
 
+def check_can_write(path: Path) -> None:
+    """OSError where `write_new` would raise one for the folder's sake."""
+    with _staged(path, ""):
+        pass
+
+
 @contextmanager
 def _staged(path: Path, text: str) -> Iterator[str]:
     """A file with the text beside its place, gone at the end unless it was renamed."""
