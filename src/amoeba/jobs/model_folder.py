@@ -54,6 +54,7 @@ def check_model(name: str) -> str:
     remedy = "give the folder that save_pretrained wrote"
     if not (path / "config.json").is_file():
         raise bad_value("MODEL", "a folder with a config.json", f"{name!r}, which has none", remedy)
+    check_json(path / "config.json")
     if not has_tokenizer(path):
         raise bad_value(
             "MODEL",
@@ -68,9 +69,9 @@ def load_tokenizer_and_config(
     name: str, adapter: Path | None = None, *, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
     """The tokenizer is the adapter's where it has one: it may have a chat template that the model's has not."""
+    config = load_config(name, trust_remote_code=trust_remote_code)
     of_tokenizer = name if adapter is None or not has_tokenizer(adapter) else str(adapter)
-    tokenizer = load_tokenizer(of_tokenizer, trust_remote_code=trust_remote_code)
-    return tokenizer, load_config(name, trust_remote_code=trust_remote_code)
+    return load_tokenizer(of_tokenizer, trust_remote_code=trust_remote_code), config
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -83,7 +84,6 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
-    check_json(Path(name) / "config.json")
     with _reading(name, "config.json"):
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 

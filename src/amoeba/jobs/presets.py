@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from amoeba.errors import bad_value
-from amoeba.jobs.model_folder import check_json
+from amoeba.jobs.model_folder import check_json, has_tokenizer
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,12 @@ def training_defaults(model: str) -> dict[str, Any]:
     if model in PRESETS:
         return PRESETS[model].training
     path = Path(model) / "config.json"
+    if not path.is_file() or has_tokenizer(Path(model)):
+        return {}
     check_json(path)
-    size = json.loads(path.read_bytes()).get("vocab_size") if path.is_file() else None
-    return {"vocab_size": size} if isinstance(size, int) else {}
+    size = json.loads(path.read_bytes()).get("vocab_size")
+    # TrainSettings takes none below 300; the tokenizer is never larger than the model's vocabulary
+    return {"vocab_size": size} if isinstance(size, int) and size >= 300 else {}
 
 
 def find_preset(name: str) -> Preset:

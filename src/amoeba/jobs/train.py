@@ -19,7 +19,7 @@ import torch
 
 from amoeba.errors import bad_value
 from amoeba.jobs.data import load_corpus
-from amoeba.jobs.model_folder import has_weights, load_config, load_model
+from amoeba.jobs.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.jobs.model_limits import check_ids, check_sequence_length
 from amoeba.jobs.packing import PackedDataset, stack
 from amoeba.jobs.presets import PRESETS, find_preset
@@ -50,6 +50,7 @@ def train(
     checkpoint_model = None if settings.model in PRESETS else settings.model
     config = None
     if checkpoint_model is not None:
+        check_json(Path(checkpoint_model) / "config.json")
         config = load_config(checkpoint_model, trust_remote_code=trust_remote_code)
         check_sequence_length(config, settings.sequence_length)
     folder = prepare_folder(settings.out, resume)

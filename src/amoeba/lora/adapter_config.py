@@ -49,7 +49,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "target_parameters": (list,),
     "modules_to_save": (list,),
 }
-_IN_WORDS = {dict: "an object", list: "a list of names", str: "a string"}
+_IN_WORDS: dict[type, str] = {dict: "an object", list: "a list of names", str: "a string"}
 
 
 def read_config(path: Path) -> dict[str, Any]:
