@@ -194,7 +194,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not path.is_file():
         remedy = "check that the folder was copied whole"
         if path.with_suffix(".bin").is_file():
-            remedy = "the adapter_model.bin beside it is a pickle and not read; save the adapter again with safe_serialization=True"
+            remedy = "the adapter_model.bin there is a pickle and not read; save it again with safe_serialization=True"
         raise not_found(str(path), "the tensors of a PEFT adapter", "no such file", remedy)
     try:
         with safe_open(path, framework="pt") as file:
