@@ -191,7 +191,7 @@ def test_base_weights_are_bit_identical_in_the_trained_model(
     from amoeba.jobs import finetune as job
 
     real = job.load_model
-    monkeypatch.setattr(job, "load_model", lambda *arguments: kept.append(real(*arguments)) or kept[0])
+    monkeypatch.setattr(job, "load_model", lambda *given, **named: kept.append(real(*given, **named)) or kept[0])
     finetune(settings(tmp_path / "run", base, data, targets=("all-linear",)), Quiet())
     lora.detach(kept[0])
     expected = base_model(base).state_dict()

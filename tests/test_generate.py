@@ -446,7 +446,7 @@ def test_ctrl_c_ends_with_the_report_and_130(folder, monkeypatch):
 
 
 def test_ctrl_c_while_loading_is_130_too(folder, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("amoeba.jobs.generate.load_model", interrupted)

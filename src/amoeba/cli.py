@@ -1,8 +1,8 @@
 """The command line: parses, calls a command, prints. `amoeba --help` lists what there is.
 
 Without typer and rich it is the same command line over argparse, in plain text.
-Exit codes: 0 all is well, 1 a check failed, 2 the command was used wrongly, 130 interrupted, 143
-stopped by SIGTERM.
+Exit codes: 0 all is well, 1 a check failed or the reader of stdout went away, 2 the command was used wrongly,
+70 a bug, 130 interrupted, 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated
 from amoeba._version import __version__
 from amoeba.commands import bench as bench_command
 from amoeba.commands import doctor as doctor_command
+from amoeba.commands import exits
 from amoeba.commands import finetune as finetune_command
 from amoeba.commands import generate as generate_command
 from amoeba.commands import merge as merge_command
@@ -21,7 +22,7 @@ from amoeba.commands import train as train_command
 from amoeba.commands import verify as verify_command
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
+from amoeba.commands.options import DTYPES, TrustRemoteCode, parse_device, parse_dtypes
 from amoeba.commands.output import make_output, show_log
 from amoeba.jobs.settings import TrainSettings, settings_of
 
@@ -108,7 +109,7 @@ def bench(
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
         shapes = bench_command.choose_shapes(shape or [], suite, place)
-        bench_command.choose_passes(passes)
+        bench_command.check_shapes_fit(shapes, place, dtypes, passes)
         peers = bench_command.choose_peers(peer or [])
         chosen = bench_command.choose_ours(ours or [])
         path = bench_command.free_path(out)
@@ -146,6 +147,7 @@ def train(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Train a mixture-of-experts language model, watch its experts, keep it as a Hugging Face folder."""
@@ -160,7 +162,7 @@ def train(
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(TrainSettings, resume, config, given)
-        document = train_command.run(settings, resume is not None, start_from, output)
+        document = train_command.run(settings, resume is not None, start_from, output, trust_remote_code)
     finish(output, document, True, json)
     if document["exit_code"]:
         raise typer.Exit(document["exit_code"])
@@ -185,4 +187,4 @@ def report(
 
 
 def main() -> None:
-    app(prog_name="amoeba")
+    exits.run(app)

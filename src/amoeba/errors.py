@@ -6,3 +6,15 @@ raise bad_value("top_k", "1 <= top_k <= num_experts (8)", 9, "lower top_k or add
 
 def bad_value(name: str, expected: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"{name}: expected {expected}; got {got}. {remedy[0].upper()}{remedy[1:]}.")
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception of another package says, in one line, without a full stop; its kind where it says nothing."""
+    return " ".join(str(error).split()).rstrip(" .:") or type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python found no memory; torch has a class of its own for GPUs only."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)

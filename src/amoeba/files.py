@@ -27,20 +27,32 @@ def write_new(path: Path, text: str) -> None:
         os.link(staged, path)  # unlike a rename, fails where the name is taken
 
 
+def check_can_write(path: Path) -> None:
+    """OSError where `write_new` would raise one for the folder's sake."""
+    with _staged(path, ""):
+        pass
+
+
 @contextmanager
 def _staged(path: Path, text: str) -> Iterator[str]:
     """A file with the text beside its place, gone at the end unless it was renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, staged = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # or a rename may reach the disk before the text does
-        os.chmod(staged, 0o644)  # mkstemp makes files for the owner alone
-        yield staged
-    finally:
-        Path(staged).unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, staged = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # or a rename may reach the disk before the text does
+            os.chmod(staged, 0o644)  # mkstemp makes files for the owner alone
+            yield staged
+        finally:
+            Path(staged).unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # a full disk names no file, and nobody knows the staged one
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def replace_folder(staged: Path, target: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from amoeba import files
 from amoeba.bench.ceilings import Ceilings
 from amoeba.bench.suite import Report
+from amoeba.errors import bad_value
 from amoeba.machine import commit, machine, machine_kind, versions
 
 FORMAT = 1
@@ -57,11 +58,15 @@ def _plain(report: Report) -> dict[str, Any]:
 
 
 def result_path(directory: Path) -> Path:
-    """The file of a result of today, on this kind of machine, at this commit."""
+    """The file of a result of today, on this kind of machine, at this commit. Whether it can be written is tried now,
+    and not after minutes of measuring."""
+    if directory.exists() and not directory.is_dir():
+        raise bad_value("--out", "a folder", f"the file {str(directory)!r}", "name the folder for the document")
     name = f"{datetime.now(UTC).date()}_{machine_kind()}_{commit() or 'unknown-commit'}.json"
     path = directory / name
     if path.exists():
         raise FileExistsError(f"{path} holds an earlier result; it is not overwritten. Move it, or give another --out.")
+    files.check_can_write(path)
     return path
 
 

@@ -8,11 +8,13 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · R 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from amoeba.errors import bad_value
+from amoeba.machine import available_memory
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ class Shape:
     @property
     def rows(self) -> int:
         return self.tokens * self.top_k
+
+    def least_bytes(self, device: torch.device, dtype: torch.dtype, training: bool) -> int:
+        """What the inputs, the reference and one pass take together at the very least."""
+        weights, wide = 3 * self.experts * self.hidden * self.intermediate, 8 if device.type == "cpu" else 4
+        of_reference = (
+            weights + weights * 2 // 3 if training and not self.rank else 0
+        )  # the larger stack is joined last
+        of_tokens = self.tokens * self.hidden * (2 * dtype.itemsize + 2 * wide) + self.tokens * self.experts * 16
+        of_rows = self.rows * (self.hidden + 2 * self.intermediate) * dtype.itemsize
+        return weights * dtype.itemsize + of_reference * wide + of_tokens + of_rows
 
 
 #            name             T      H      I    E   K
@@ -103,6 +115,25 @@ SUITES: dict[str, tuple[str, ...]] = {
         "qwen3_decode",
     ),
 }
+
+
+def check_memory(problems: Iterable[tuple[torch.dtype, Shape]], device: torch.device, training: bool) -> None:
+    """Before anything is allocated: a shape that cannot fit would take minutes to fail, or the machine with it."""
+    free = available_memory(device)
+    for dtype, shape in problems:
+        needed = shape.least_bytes(device, dtype, training and not shape.forward_only)
+        if free is not None and needed > free:
+            raise bad_value(
+                "--shape",
+                f"one that fits into the {free / 2**30:.1f} GiB that are free on {device.type}",
+                f"{shape.name}, which takes {_gib(needed)} at least",
+                "lower T, H, I or E" + (", or measure --pass forward alone" if training else ""),
+            )
+
+
+def _gib(size: int) -> str:
+    gib = size / 2**30
+    return f"{gib:,.1f} GiB" if gib < 1e6 else f"{gib:.1e} GiB"
 
 
 def default_suite(device: torch.device) -> str:

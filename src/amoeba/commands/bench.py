@@ -12,7 +12,7 @@ import torch
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_again, write_new
 from amoeba.bench.implementations import PEERS, names_of_ours
-from amoeba.bench.shapes import Shape, default_suite, parse_shape, parse_suite
+from amoeba.bench.shapes import Shape, check_memory, default_suite, parse_shape, parse_suite
 from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output, strict_json
@@ -62,6 +62,10 @@ def choose_passes(name: str) -> list[Pass]:
 
 def default_dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.bfloat16 if device.type == "cuda" else torch.float32]
+
+
+def check_shapes_fit(shapes: Sequence[Shape], device: torch.device, dtypes: Sequence[torch.dtype], passes: str) -> None:
+    check_memory(problems(shapes, dtypes), device, "training" in choose_passes(passes))
 
 
 def free_path(directory: Path | None) -> Path | None:

@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
+from amoeba.commands.options import TrustRemoteCode
 from amoeba.commands.output import Output, make_output
 from amoeba.commands.run_console import RunConsole
 from amoeba.jobs.settings import FinetuneSettings, settings_of
+from amoeba.shell import shell_command
 
 
 def finetune(
@@ -51,6 +53,7 @@ def finetune(
     eval_every: Annotated[int | None, typer.Option("--eval-every", help="Steps between held-out losses.")] = None,
     save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints.")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
+    trust_remote_code: TrustRemoteCode = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
 ) -> None:
     """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
@@ -67,31 +70,35 @@ def finetune(
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(FinetuneSettings, resume, config, given)
-        document = run(settings, resume is not None, start_from, output)
+        document = run(settings, resume is not None, start_from, output, trust_remote_code)
     finish(output, document, True, json)
     if document["exit_code"]:
         raise typer.Exit(document["exit_code"])
 
 
-def run(settings: FinetuneSettings, resume: bool, start_from: str | None, output: Output) -> dict[str, Any]:
+def run(
+    settings: FinetuneSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
+) -> dict[str, Any]:
     need("tokenizers", "safetensors", "transformers", "accelerate")
     from amoeba.jobs.finetune import finetune as finetune_model
 
     console = RunConsole(output)
     try:
-        report = finetune_model(settings, console, resume=resume, start_from=start_from)
+        report = finetune_model(
+            settings, console, resume=resume, start_from=start_from, trust_remote_code=trust_remote_code
+        )
     finally:
         console.close()
     output.heading("fine-tuned" if not report.interrupted else "stopped")
-    chat = " --chat" if report.chat else ""
+    chat = ["--chat"] if report.chat else []
     output.facts(
         [
             ("held-out loss", f"{report.start_loss:.3f} -> {report.final_loss:.3f}, of the answers"),
             ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
             ("trained", f"{report.trainable_parameters / 1e6:.2f}M numbers; the base model is as it was"),
             ("adapter", report.adapter),
-            ("try", f'amoeba generate {report.base_model} "..." --adapter {report.adapter}{chat}'),
-            ("run", f"{report.folder}    look: amoeba report {report.folder}"),
+            ("try", shell_command("generate", report.base_model, "...", "--adapter", report.adapter, *chat)),
+            ("run", f"{report.folder}    look: {shell_command('report', report.folder)}"),
         ]
     )
     return asdict(report)

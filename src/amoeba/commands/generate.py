@@ -10,7 +10,7 @@ import torch
 
 from amoeba.commands.exits import INTERRUPTED, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
+from amoeba.commands.options import DTYPES, TrustRemoteCode, parse_device, parse_dtypes
 from amoeba.commands.output import make_output
 from amoeba.errors import bad_value
 from amoeba.jobs.generate import GenerationOptions, GenerationReport
@@ -41,6 +41,7 @@ def generate(
     experts: Annotated[
         str, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
     ] = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
 ) -> None:
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
@@ -58,6 +59,7 @@ def generate(
             device=None if device == "auto" else parse_device(device),
             dtype=parse_dtype(dtype),
             experts=experts,
+            trust_remote_code=trust_remote_code,
         )
         try:
             report = generate_text(model, read_prompt(prompt), options, _write, adapter)
@@ -87,7 +89,13 @@ def parse_dtype(name: str) -> torch.dtype | None:
 
 def read_prompt(prompt: str) -> str:
     """The line end that a shell puts after the prompt is no part of it."""
-    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        got = f"the byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        raise bad_value("stdin", "text in UTF-8", got, "convert it, for example `iconv -f latin1 -t utf-8`") from error
 
 
 def summary(report: GenerationReport) -> str:

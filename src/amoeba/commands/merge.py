@@ -8,9 +8,10 @@ from typing import Annotated
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.generate import parse_dtype
-from amoeba.commands.options import DTYPES
+from amoeba.commands.options import DTYPES, TrustRemoteCode
 from amoeba.commands.output import make_output
 from amoeba.errors import bad_value
+from amoeba.shell import shell_command
 
 
 def merge(
@@ -20,6 +21,7 @@ def merge(
     ] = None,
     out: Annotated[str | None, typer.Option("--out", help="The folder to write; it must not be there yet.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
 ) -> None:
     """Write a model with its adapter added into the weights: a folder that plain transformers loads."""
@@ -31,8 +33,8 @@ def merge(
         if adapter is None or out is None:
             missing = "--adapter" if adapter is None else "--out"
             raise bad_value(missing, "a folder", "none", "write it as amoeba merge MODEL --adapter FOLDER --out FOLDER")
-        report = merge_folders(model, adapter, out, parse_dtype(dtype))
+        report = merge_folders(model, adapter, out, parse_dtype(dtype), trust_remote_code=trust_remote_code)
     layers = f"{report.experts_layers} layers of experts and {report.linear_layers} linear layers"
     output.line(f"written to {report.model} ({report.dtype}): {layers} changed")
-    output.line(f'try: amoeba generate {report.model} "..."')
+    output.line(f"try: {shell_command('generate', report.model, '...')}")
     finish(output, {"document": "amoeba merge", **asdict(report)}, True, json)

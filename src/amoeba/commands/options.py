@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 
+from amoeba.commands.front import typer
 from amoeba.conformance import TOLERANCE
 from amoeba.errors import bad_value
 
+# For every command that loads a model. On the command line alone: neither a YAML file nor a run's folder may set it.
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code that the model's folder or hub page brings.")
+]
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

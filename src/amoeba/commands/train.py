@@ -9,15 +9,18 @@ from amoeba.commands.exits import need
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.jobs.settings import TrainSettings
+from amoeba.shell import shell_command
 
 
-def run(settings: TrainSettings, resume: bool, start_from: str | None, output: Output) -> dict[str, Any]:
+def run(
+    settings: TrainSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
+) -> dict[str, Any]:
     need("tokenizers", "safetensors", "transformers", "accelerate")
     from amoeba.jobs.train import train
 
     console = RunConsole(output)
     try:
-        report = train(settings, console, resume=resume, start_from=start_from)
+        report = train(settings, console, resume=resume, start_from=start_from, trust_remote_code=trust_remote_code)
     finally:
         console.close()
     output.heading("trained" if not report.interrupted else "stopped")
@@ -29,8 +32,8 @@ def run(settings: TrainSettings, resume: bool, start_from: str | None, output: O
             ),
             ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
             ("dead experts", str(report.dead_experts)),
-            ("model", f'{report.model}    try: amoeba generate {report.model} "The with statement"'),
-            ("run", f"{report.folder}    look: amoeba report {report.folder}"),
+            ("model", f"{report.model}    try: {shell_command('generate', report.model, 'The with statement')}"),
+            ("run", f"{report.folder}    look: {shell_command('report', report.folder)}"),
         ]
     )
     return asdict(report)

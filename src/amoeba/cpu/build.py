@@ -126,7 +126,9 @@ def compiled_library(name: str, architecture: str | None = None, sources: Path =
             return _found_or_compiled(folder, recipe)
         except OSError as error:
             troubles.append(str(error))
-    raise CoreUnavailable(f"there is no folder for compiled libraries ({'; '.join(troubles)}); name one in AMOEBA_CACHE")
+    raise CoreUnavailable(
+        f"there is no folder for compiled libraries ({'; '.join(troubles)}); name one in AMOEBA_CACHE"
+    )
 
 
 def _folders(troubles: list[str]) -> Iterator[Path]:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from amoeba.errors import bad_value
-from amoeba.jobs.documents import Completion, Conversation, Document, Text, by_template
+from amoeba.jobs.chat_template import by_template
+from amoeba.jobs.documents import Completion, Conversation, Document, Text
 from amoeba.jobs.packing import NO_LABEL, begin_tokens
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ class AnswerRows(Dataset[dict[str, Tensor]]):
             self.description += f"; {shortened} are cut at {most_tokens} tokens"
         if len(self.rows) < len(rows):
             self.description += f"; left out: {len(rows) - len(self.rows)} whose answer begins after the cut"
+
+    def largest_id(self) -> int:
+        return max(max(row.ids) for row in self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from dataclasses import asdict, dataclass
 from amoeba.errors import bad_value
 from amoeba.jobs.documents import Document, Text, characters, is_blank
 from amoeba.jobs.sources import cut_before, read_source
+
+# Times the asked share of the characters, or one of so many, from which on the description says so.
+FAR_FROM_ASKED = 3
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ def load_corpus(
     seed: int = 0,
     check: Callable[[Document, str], None] = lambda document, place: None,
 ) -> Corpus:
-    """The documents of `source`, of which about `held_out` of the characters are kept for evaluation.
+    """The documents of `source`, of which at most about `held_out` are kept for evaluation: of the documents, and of
+    the characters. Where all are of a length both are met, else one of them.
 
     source: None, a file (.jsonl, .json, .parquet, anything else is UTF-8 text), a folder of such files, or the name
     of a dataset of the Hugging Face hub (`name` or `name:configuration`), whose split "train" is read.
@@ -53,6 +58,10 @@ def load_corpus(
         train, held = _split(documents, held_out, seed, name)
     description = f"{name}: {len(train)} documents to train on ({characters(train):,} characters), "
     description += f"{len(held)} held out ({characters(held):,} characters)"
+    if not isinstance(held_out, str):
+        share = characters(held) / (characters(train) + characters(held))
+        if not held_out / FAR_FROM_ASKED < share < held_out * FAR_FROM_ASKED:
+            description += f", {share:.1%} of them and not {held_out:.1%}: the documents are of very different lengths"
     for kind, count in left_out.items():
         description += f"; left out: {count} {kind}"
     return Corpus(train, held, description)
@@ -75,23 +84,28 @@ def _documents(
 
 
 def _split(documents: list[Document], held_out: float, seed: int, name: str) -> tuple[list[Document], list[Document]]:
-    """By content, so that neither the order of the files nor a second copy of a document moves the border."""
+    """By content, so that neither the order of the files nor a second copy of a document moves the border.
+
+    There is room for a share of the documents and for the same share of the characters: one long document among many
+    short ones must not send all of these to one side.
+    """
     keys = [_key(document, seed) for document in documents]
     # copies of a document go to the same side, so what counts is how much one content weighs with all its copies
-    weight: Counter[str] = Counter()
+    copies, weight = Counter(keys), Counter[str]()
     for key, document in zip(keys, documents, strict=True):
         weight[key] += characters([document])
     if len(weight) == 1:
         head, tail = _cut_in_two(documents[0], held_out, name)
         return [head] * len(documents), [tail] * len(documents)
-    room = held_out * weight.total()
+    places, room = math.ceil(held_out * len(documents)), held_out * weight.total()
     held_keys = set()
     for key in sorted(weight):
-        if weight[key] <= room:
+        if copies[key] <= places and weight[key] <= room:
             held_keys.add(key)
+            places -= copies[key]
             room -= weight[key]
-    if not held_keys:
-        held_keys.add(min(weight, key=lambda key: (weight[key], key)))
+    if not held_keys:  # no content fits: the one that takes least away from either
+        held_keys.add(min(weight, key=lambda key: (max(copies[key] / len(keys), weight[key] / weight.total()), key)))
     train = [document for key, document in zip(keys, documents, strict=True) if key not in held_keys]
     held = [document for key, document in zip(keys, documents, strict=True) if key in held_keys]
     return train, held

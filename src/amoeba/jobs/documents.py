@@ -57,24 +57,9 @@ def render(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> str
         case Conversation(messages=messages):
             if tokenizer is None or not tokenizer.chat_template:
                 return "\n".join(f"{role}: {content}" for role, content in messages)
+            from amoeba.jobs.chat_template import by_template
+
             return by_template(messages, tokenizer)
-
-
-def by_template(
-    messages: tuple[Message, ...], tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False
-) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        turns = [message._asdict() for message in messages]
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except TemplateError as error:
-        raise bad_value(
-            "messages",
-            "a conversation that the tokenizer's chat template accepts",
-            f"the roles {', '.join(message.role for message in messages)}: {error}",
-            "change the messages, or use a tokenizer with another template",
-        ) from error
 
 
 def is_blank(document: Document) -> bool:

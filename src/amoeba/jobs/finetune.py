@@ -25,9 +25,11 @@ from amoeba.jobs.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_r
 from amoeba.jobs.data import Corpus, load_corpus
 from amoeba.jobs.documents import Conversation
 from amoeba.jobs.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
+from amoeba.jobs.model_limits import check_ids, positions
 from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on, weights_of
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import FinetuneSettings
+from amoeba.jobs.tokenizer import check_understands
 from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
 from amoeba.observe.router_watch import RouterWatch
 
@@ -56,17 +58,24 @@ class AdapterKept:
 
 
 def finetune(
-    settings: FinetuneSettings, console: Console, *, resume: bool = False, start_from: str | None = None
+    settings: FinetuneSettings,
+    console: Console,
+    *,
+    resume: bool = False,
+    start_from: str | None = None,
+    trust_remote_code: bool = False,
 ) -> FinetuneReport:
     """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`."""
     if settings.data is None:
         raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
     check_placement(settings.experts)
     name = check_model(settings.model)
-    tokenizer, model_config = load_tokenizer_and_config(name)
+    tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
     _check_tokenizer(tokenizer)
     with run_folder(settings.out, resume, console.say) as folder:
-        return _finetune(settings, console, folder, name, tokenizer, model_config, resume, start_from)
+        return _finetune(
+            settings, console, folder, name, tokenizer, model_config, resume, start_from, trust_remote_code
+        )
 
 
 def _finetune(
@@ -78,6 +87,7 @@ def _finetune(
     model_config: Any,
     resume: bool,
     start_from: str | None,
+    trust_remote_code: bool,
 ) -> FinetuneReport:
     from transformers.utils import logging as transformers_logging
 
@@ -91,7 +101,7 @@ def _finetune(
             return ended
     earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from)
     if earlier and earlier.checkpoint:
-        tokenizer, _ = load_tokenizer_and_config(name, earlier.checkpoint)
+        tokenizer, _ = load_tokenizer_and_config(name, earlier.checkpoint, trust_remote_code=trust_remote_code)
     torch.manual_seed(settings.seed)
 
     has_template = bool(tokenizer.chat_template)
@@ -105,10 +115,11 @@ def _finetune(
     chat = any(isinstance(document, Conversation) for document in corpus.train)
     if chat and not has_template:
         console.say('the tokenizer has no chat template: turns are written "role: content", one a line')
-    rows = _rows(corpus, tokenizer, settings, console)
+    check_understands(tokenizer, corpus.train)
+    rows = _rows(corpus, tokenizer, model_config, settings, console)
 
     dtype = _dtype(settings.dtype, model_config)
-    model = load_model(name, dtype)
+    model = load_model(name, dtype, trust_remote_code=trust_remote_code)
     if not RouterWatch.finds_experts(model):
         raise bad_value(
             "MODEL",
@@ -156,10 +167,14 @@ def _finetune(
     return report
 
 
-def _rows(corpus: Corpus, tokenizer: Any, settings: FinetuneSettings, console: Console) -> Rows:
-    train, held_out = (
-        AnswerRows(documents, tokenizer, settings.sequence_length) for documents in (corpus.train, corpus.held_out)
-    )
+def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneSettings, console: Console) -> Rows:
+    most = min(settings.sequence_length, positions(model_config) or settings.sequence_length)
+    if most < settings.sequence_length:
+        console.say(
+            f"rows have {most} tokens at most and not {settings.sequence_length}: the model's positions end there"
+        )
+    train, held_out = (AnswerRows(documents, tokenizer, most) for documents in (corpus.train, corpus.held_out))
+    check_ids(model_config, max(train.largest_id(), held_out.largest_id()))
     console.say(f"to train on: {train.description}")
     console.say(f"held out: {held_out.description}")
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

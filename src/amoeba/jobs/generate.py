@@ -25,7 +25,12 @@ import torch
 from amoeba import lora
 from amoeba.backends.registry import Request, backends_for
 from amoeba.errors import bad_value
+from amoeba.jobs.chat_template import by_template
+from amoeba.jobs.documents import Message, shown
+from amoeba.jobs.merged_adapters import check_not_merged
 from amoeba.jobs.model_folder import check_model, find_adapter, load_model, load_tokenizer_and_config
+from amoeba.jobs.model_limits import check_ids, positions
+from amoeba.jobs.packing import begin_tokens
 from amoeba.jobs.token_stream import TokenStream
 from amoeba.machine import peak_memory
 from amoeba.routing import Routing
@@ -50,6 +55,7 @@ class GenerationOptions:
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     experts: str = "auto"  # where they are kept, as placement.PLACEMENTS names it
+    trust_remote_code: bool = False  # whether Python code in the model's folder may run
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -107,7 +113,10 @@ def generate(
     check_placement(options.experts)
     name = check_model(str(model_folder))
     adapter = None if adapter is None else find_adapter(adapter)
-    tokenizer, config = load_tokenizer_and_config(name, adapter)
+    if adapter is not None:
+        check_not_merged(name, adapter)
+    trust = options.trust_remote_code
+    tokenizer, config = load_tokenizer_and_config(name, adapter, trust_remote_code=trust)
     prompt_ids = _tokenise(tokenizer, prompt, options.chat)
     most = _most_new_tokens(config, prompt_ids, options.max_new_tokens)
 
@@ -115,7 +124,7 @@ def generate(
     started = time.perf_counter()
     # The caller's random numbers go on where they were: transformers may draw some when it makes a model
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model = load_model(name, options.dtype)
+        model = load_model(name, options.dtype, trust_remote_code=trust)
         placed = place_experts(model, options.experts, trains=False, device=device)
         logger.info("experts %s: %s", placed.placement, placed.reason)
         if adapter is not None:
@@ -174,38 +183,52 @@ def _tokenise(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
             "one without",
             "leave --chat out, or take the chat model of the family (its name often ends in Instruct)",
         )
+    _check_unicode(prompt)
     if chat:
-        turns = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        text = by_template([Message("user", prompt)], tokenizer, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(prompt)["input_ids"]
     if not ids:
-        raise bad_value("prompt", "at least one token", f"none from {prompt!r}", "write something to go on from")
+        raise bad_value("prompt", "at least one token", f"none from {shown(prompt)}", "write something to go on from")
+    if tokenizer.unk_token_id is not None and set(ids) <= {tokenizer.unk_token_id, *begin_tokens(tokenizer)}:
+        raise bad_value(
+            "prompt",
+            "words that the tokenizer knows",
+            f"none in {shown(prompt)}",
+            "use the tokenizer that the model was trained with",
+        )
     return ids
 
 
-def _most_new_tokens(config: Any, prompt_ids: list[int], asked: int) -> int:
-    text_config = config.get_text_config()
-    vocabulary, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
-    if max(prompt_ids) >= vocabulary:
-        raise bad_value(
-            "tokenizer",
-            f"ids below the model's vocab_size, {vocabulary}",
-            max(prompt_ids),
-            "use the tokenizer that the model was trained with",
-        )
-    if positions is None:
-        return asked
-    if len(prompt_ids) > positions:
+def _check_unicode(prompt: str) -> None:
+    """Bytes of an argument that are no UTF-8 come from Python as halves of surrogate pairs."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
         raise bad_value(
             "prompt",
-            f"at most {positions} tokens, the model's max_position_embeddings",
+            "text in UTF-8",
+            f"{prompt[error.start : error.start + 1]!a} at character {error.start}",
+            "set the terminal to UTF-8, or convert the text, for example with iconv",
+        ) from error
+
+
+def _most_new_tokens(config: Any, prompt_ids: list[int], asked: int) -> int:
+    check_ids(config, max(prompt_ids))
+    room = positions(config)
+    if room is None:
+        return asked
+    if len(prompt_ids) > room:
+        raise bad_value(
+            "prompt",
+            f"at most {room} tokens, the model's max_position_embeddings",
             f"{len(prompt_ids)} tokens",
             "shorten it, or take a model with a longer context",
         )
-    most = min(asked, positions - len(prompt_ids) + 1)  # the last token takes no position: it is not read again
+    most = min(asked, room - len(prompt_ids) + 1)  # the last token takes no position: it is not read again
     if most < asked:
-        logger.info("at most %d new tokens and not %d: the model has %d positions", most, asked, positions)
+        logger.info("at most %d new tokens and not %d: the model has %d positions", most, asked, room)
     return most
 
 

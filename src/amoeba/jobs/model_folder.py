@@ -4,22 +4,29 @@ name = check_model(folder)                             # ValueError that says wh
 tokenizer, config = load_tokenizer_and_config(name)
 model = load_model(name, dtype=None)                   # its experts computed by aMoEba
 adapter = find_adapter("runs/mine")                    # the adapter's folder, here or in a run of `amoeba finetune`
+
+A folder is somebody else's: Python code in it (auto_map) runs only where `trust_remote_code` was asked for on the
+command line, weights are read as safetensors and never unpickled, and what is damaged or missing is named.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from amoeba.errors import bad_value
+from amoeba.errors import bad_value, is_out_of_memory, one_line
 from amoeba.lora.adapter_config import CONFIG_NAME
 
 logger = logging.getLogger("amoeba")
 
+TRUST_FLAG = "--trust-remote-code"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -31,6 +38,8 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_PICKLES = ("pytorch_model*.bin", "model*.bin", "model*.pt", "consolidated*", "*.pth", "*.ckpt")
+MOST_QUOTED = 400  # characters of what another package says
 ADAPTER_FOLDER = "adapter"  # in the folder of a run
 
 
@@ -45,6 +54,7 @@ def check_model(name: str) -> str:
     remedy = "give the folder that save_pretrained wrote"
     if not (path / "config.json").is_file():
         raise bad_value("MODEL", "a folder with a config.json", f"{name!r}, which has none", remedy)
+    check_json(path / "config.json")
     if not has_tokenizer(path):
         raise bad_value(
             "MODEL",
@@ -55,37 +65,79 @@ def check_model(name: str) -> str:
     return str(path)
 
 
-def load_tokenizer_and_config(name: str, adapter: Path | None = None) -> tuple[Any, Any]:
+def load_tokenizer_and_config(
+    name: str, adapter: Path | None = None, *, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
     """The tokenizer is the adapter's where it has one: it may have a chat template that the model's has not."""
-    from transformers import AutoConfig, AutoTokenizer
-
+    config = load_config(name, trust_remote_code=trust_remote_code)
     of_tokenizer = name if adapter is None or not has_tokenizer(adapter) else str(adapter)
-    try:
-        return AutoTokenizer.from_pretrained(of_tokenizer), AutoConfig.from_pretrained(name)
-    except OSError as error:
-        raise _unreadable(name, error) from error
+    return load_tokenizer(of_tokenizer, trust_remote_code=trust_remote_code), config
 
 
-def _unreadable(name: str, error: OSError) -> ValueError:
-    said = str(error).strip().splitlines() or [type(error).__name__]
-    here = "a folder" if Path(name).exists() else "no folder here"
-    return bad_value(
-        "MODEL", "a folder or a hub name that loads", f"{name!r} ({here}): {said[0].rstrip('.')}", "mend the name"
-    )
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    from transformers import AutoTokenizer
+
+    with _reading(name, "tokenizer"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
-def load_model(name: str, dtype: torch.dtype | None) -> Any:
+def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    from transformers import AutoConfig
+
+    with _reading(name, "config.json"):
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
     """dtype: None for the checkpoint's own."""
     from transformers import AutoModelForCausalLM
 
     import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"
 
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", experts_implementation="amoeba")
-    except OSError as error:
-        raise _unreadable(name, error) from error
+    if Path(name).is_dir():
+        has_weights(Path(name))
+    with _reading(name, "model"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype or "auto",
+            experts_implementation="amoeba",
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    model, found = loaded
+    missing = sorted(map(str, found["missing_keys"]))
+    if missing:  # transformers would leave them as they were drawn, at random
+        named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise bad_value(
+            "MODEL", "weights for all of the model", f"none for {named} in {name!r}", "copy or download it again"
+        )
     logger.info("dtype %s: %s", model.dtype, "the checkpoint's own" if dtype is None else "as asked")
     return model.eval()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are weights to load, all files of them whole. Pickles are refused: reading one may run code."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise bad_value(
+                str(path), "a whole safetensors file", one_line(error), "copy or download it again"
+            ) from error
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles and not files:
+        raise bad_value(
+            "MODEL",
+            "weights as model.safetensors",
+            f"{pickles[0]} in {str(folder)!r}, a pickle, which is not read since it may run code",
+            "convert it where you trust it: from_pretrained(...).save_pretrained(...) writes safetensors",
+        )
+    return bool(files)
 
 
 def find_adapter(folder: str | Path) -> Path:
@@ -104,3 +156,48 @@ def find_adapter(folder: str | Path) -> Path:
 
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in _TOKENIZER_FILES)
+
+
+def check_json(path: Path) -> None:
+    """Where there is such a file, it holds a JSON object: transformers' own words for another do not name it."""
+    if not path.is_file():
+        return
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise bad_value(str(path), "a JSON object", f"what is not JSON ({one_line(error)})", "mend the file") from error
+    if not isinstance(found, dict):
+        raise bad_value(str(path), "a JSON object", f"a {type(found).__name__}", "mend the file")
+
+
+@contextmanager
+def _reading(name: str, part: str) -> Iterator[None]:
+    """Files of others, read by packages of others: whatever comes out, what is in the folder is the reason."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise _unreadable(name, part, error) from error
+
+
+def _unreadable(name: str, part: str, error: Exception) -> ValueError:
+    if "trust_remote_code" in str(error):
+        return bad_value(
+            "MODEL",
+            f"a {part} that needs no Python code of its own",
+            f"{name!r}, whose auto_map names some",
+            f"add {TRUST_FLAG} to run that code, if you have read it and trust it",
+        )
+    # transformers' OSErrors say it in their first line and then talk of the hub
+    said = str(error).strip().splitlines()[:1] if isinstance(error, OSError) else []
+    words = " ".join(said or [f"{type(error).__name__}: {one_line(error)}"]).rstrip(" .:")
+    here = "a folder" if Path(name).exists() else "no folder here"
+    return bad_value(
+        "MODEL",
+        f"a folder or a hub name whose {part} loads",
+        f"{name!r} ({here}): {words[:MOST_QUOTED]}",
+        "mend the name or the folder",
+    )

@@ -65,6 +65,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return self.rows
 
+    def largest_id(self) -> int:
+        return int(self.tokens.max())
+
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} of {self.rows}")

@@ -5,10 +5,13 @@ preset = find_preset("demo");  config = preset.build(vocab_size=4096)
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from amoeba.errors import bad_value
+from amoeba.jobs.model_folder import check_json, has_tokenizer
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,19 @@ PRESETS = {
         },
     ),
 }
+
+
+def training_defaults(model: str) -> dict[str, Any]:
+    """What a preset, or the config.json of a folder, changes in the defaults of TrainSettings."""
+    if model in PRESETS:
+        return PRESETS[model].training
+    path = Path(model) / "config.json"
+    if not path.is_file() or has_tokenizer(Path(model)):
+        return {}
+    check_json(path)
+    size = json.loads(path.read_bytes()).get("vocab_size")
+    # TrainSettings takes none below 300; the tokenizer is never larger than the model's vocabulary
+    return {"vocab_size": size} if isinstance(size, int) and size >= 300 else {}
 
 
 def find_preset(name: str) -> Preset:

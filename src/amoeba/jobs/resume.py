@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from amoeba.jobs.manifest import DIGEST, MANIFEST, damages, digest_fits
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
 from amoeba.jobs.settings import AT_RESUME, RunSettings
+from amoeba.shell import shell_command, shell_words
 
 Report = TypeVar("Report", bound=RunReport)
 
@@ -55,7 +55,7 @@ class Earlier:
         """The remedy where this run cannot go on: a new one, from what was learnt where the command can."""
         start = " MODEL" if self.command == "amoeba finetune" else ""
         if not start and self.checkpoint is not None:
-            start = f" --model {shlex.quote(str(self.checkpoint))}"
+            start = " " + shell_words("--model", self.checkpoint)
         return f"start a new run: {self.command}{start} --data ... --out ANOTHER"
 
 
@@ -114,7 +114,7 @@ def _check_settings(settings: RunSettings, record: dict[str, Any], folder: Path,
         moved = isinstance(now, str) and isinstance(record[name], str) and Path(now).expanduser().exists()
         if AT_RESUME[name] == "by content" and moved and "began_with" in record and record[name] not in PRESETS:
             continue
-        more = f"{command} --model {shlex.quote(str(folder / kept))} --steps ... --out ANOTHER"
+        more = f"{shell_command(command, '--model', folder / kept)} --steps ... --out ANOTHER"
         remedy = f"leave it out, or, once the run has ended, train on with {more}" if name == "steps" else ""
         raise bad_value(
             f"--{name.replace('_', '-')}",
@@ -211,7 +211,7 @@ def _check_whole(checkpoint: Path, found: list[Path], sealed: bool, folder: Path
         return
     others = [path for path in reversed(found) if step_of(path) < step_of(checkpoint) and not _trouble(path, sealed)]
     if others:
-        remedy = f"go on from the one before: {command} --resume {shlex.quote(str(folder))} --from {others[0].name}"
+        remedy = f"go on from the one before: {shell_command(command, '--resume', folder, '--from', others[0].name)}"
     else:
         remedy = "no earlier checkpoint is whole: put the file back from a copy, or start a new run with another --out"
     raise bad_value(str(checkpoint), "a whole checkpoint", "; ".join(trouble), remedy)

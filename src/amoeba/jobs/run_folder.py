@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from amoeba.errors import bad_value
 from amoeba.files import put_back, write_whole
 from amoeba.jobs.manifest import with_digest
+from amoeba.shell import shell_words
 
 _UNFINISHED = "writing"  # the checkpoint that is being written
 _SET_ASIDE = "set-aside-"
@@ -68,7 +69,10 @@ def run_folder(out: str, resume: bool, say: Callable[[str], None]) -> Iterator[P
     with _locked(folder, "--resume" if resume else "--out", say):
         if not resume and (folder / "metrics.jsonl").exists():
             raise bad_value(
-                "--out", "a folder that holds no run yet", str(folder), f"use --resume {folder}, or another --out"
+                "--out",
+                "a folder that holds no run yet",
+                str(folder),
+                f"use {shell_words('--resume', folder)}, or another --out",
             )
         yield folder
 

@@ -188,12 +188,12 @@ def load_settings(
     kind: type[Settings] = TrainSettings,  # type: ignore[assignment]
 ) -> Settings:
     """Defaults, then the preset's own, then the file, then what was given."""
-    from amoeba.jobs.presets import PRESETS
+    from amoeba.jobs.presets import training_defaults
 
     told = (_read(yaml_file, kind) if yaml_file else {}) | given
     if kind is TrainSettings:
         model = told.setdefault("model", TrainSettings.model)
-        told = (PRESETS[model].training if model in PRESETS else {}) | {"out": f"runs/{Path(model).name}"} | told
+        told = training_defaults(model) | {"out": f"runs/{Path(model).name}"} | told
     elif not told.get("model"):
         raise bad_value("MODEL", "a folder with a model, or a name on the hub", "none", "name the model to fine-tune")
     else:

@@ -9,6 +9,7 @@ What cannot be read raises; what is left out on purpose (in a folder hidden and 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -39,6 +40,8 @@ def read_source(source: str | None, left_out: Counter[str]) -> Iterable[Placed]:
     path = Path(source).expanduser()
     if path.is_dir():
         return _read_folder(path, left_out)
+    if path.is_char_device() or path.is_block_device():
+        raise bad_value(source, "a file or a folder", "a device, which has no end", "name a file with text")
     if path.exists():
         return read_file(path)
     if path.is_absolute() or source.startswith((".", "~")) or path.suffix.lower() in KNOWN_SUFFIXES:
@@ -80,11 +83,11 @@ def _language_reference() -> Iterator[Placed]:
 
 def _read_folder(folder: Path, left_out: Counter[str]) -> Iterator[Placed]:
     files = []
-    for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
-        if path.is_dir():
-            continue
+    for path in sorted(_all_files(folder, left_out), key=lambda path: path.relative_to(folder).as_posix()):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             left_out["hidden files"] += 1
+        elif path.exists() and not path.is_file():
+            left_out["pipes, sockets and devices"] += 1
         elif path.suffix.lower() not in KNOWN_SUFFIXES and _is_binary(path):
             left_out["binary files"] += 1
         else:
@@ -95,6 +98,19 @@ def _read_folder(folder: Path, left_out: Counter[str]) -> Iterator[Placed]:
             str(folder), "a folder with text, JSON or parquet files", found, "name the folder that holds the text"
         )
     return chain.from_iterable(map(read_file, files))
+
+
+def _all_files(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
+    """Of the folder and those in it. PermissionError where one cannot be read, which Path.rglob passes over."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        for name in folders:
+            if Path(parent, name).is_symlink():  # may lead back to where we are
+                left_out["links to folders"] += 1
+        yield from (Path(parent, name) for name in names)
 
 
 def _is_binary(path: Path) -> bool:

@@ -11,7 +11,6 @@ the same losses as a run that was never interrupted.
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ import torch
 
 from amoeba.errors import bad_value
 from amoeba.jobs.data import load_corpus
+from amoeba.jobs.model_folder import check_json, has_weights, load_config, load_model
+from amoeba.jobs.model_limits import check_ids, check_sequence_length
 from amoeba.jobs.packing import PackedDataset, stack
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on
@@ -27,6 +28,7 @@ from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.tokenizer import load_or_train_tokenizer
 from amoeba.observe.router_watch import RouterWatch
+from amoeba.shell import shell_words
 
 COMMAND = "amoeba train"
 
@@ -37,17 +39,33 @@ class TrainReport(RunReport):
 
 
 def train(
-    settings: TrainSettings, console: Console, *, resume: bool = False, start_from: str | None = None
+    settings: TrainSettings,
+    console: Console,
+    *,
+    resume: bool = False,
+    start_from: str | None = None,
+    trust_remote_code: bool = False,
 ) -> TrainReport:
     """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`."""
     if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
         find_preset(settings.model)  # says which there are
+    config = None
+    if settings.model not in PRESETS:
+        check_json(Path(settings.model) / "config.json")
+        config = load_config(settings.model, trust_remote_code=trust_remote_code)
+        check_sequence_length(config, settings.sequence_length)
     with run_folder(settings.out, resume, console.say) as folder:
-        return _train(settings, console, folder, resume, start_from)
+        return _train(settings, console, folder, config, resume, start_from, trust_remote_code)
 
 
 def _train(
-    settings: TrainSettings, console: Console, folder: Path, resume: bool, start_from: str | None
+    settings: TrainSettings,
+    console: Console,
+    folder: Path,
+    config: Any,
+    resume: bool,
+    start_from: str | None,
+    trust_remote_code: bool,
 ) -> TrainReport:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -74,12 +92,19 @@ def _train(
     if earlier:
         check_data(earlier, content)
         checkpoint_model = str(earlier.checkpoint) if earlier.checkpoint else checkpoint_model
-    tokenizer = load_or_train_tokenizer(checkpoint_model, corpus, settings.vocab_size)
+    tokenizer = load_or_train_tokenizer(
+        checkpoint_model, corpus, settings.vocab_size, trust_remote_code=trust_remote_code
+    )
     train_rows = PackedDataset(corpus.train, tokenizer, settings.sequence_length)
     held_out_rows = PackedDataset(corpus.held_out, tokenizer, settings.sequence_length, keep_last=True)
-    console.say(f"{len(train_rows)} rows of {settings.sequence_length} tokens, {len(held_out_rows)} held out")
+    if config is not None:
+        check_ids(config, max(train_rows.largest_id(), held_out_rows.largest_id()))
+    console.say(
+        f"{len(train_rows)} rows of {settings.sequence_length} tokens, {len(held_out_rows)} held out; "
+        f"a tokenizer of {len(tokenizer)} tokens"
+    )
 
-    model = _build_model(settings, tokenizer, AutoModelForCausalLM)
+    model = _build_model(settings, tokenizer, config, AutoModelForCausalLM, trust_remote_code)
     dtype = _compute_dtype(settings.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parameters = sum(p.numel() for p in model.parameters())
@@ -105,24 +130,22 @@ def _train(
 
 
 def _on(model: str) -> str:
-    return f"--model {shlex.quote(model)} --data ... --out ANOTHER"
+    return f"{shell_words('--model', model)} --data ... --out ANOTHER"
 
 
-def _build_model(settings: TrainSettings, tokenizer: Any, auto: Any) -> Any:
-    if settings.model in PRESETS:
+def _build_model(settings: TrainSettings, tokenizer: Any, config: Any, auto: Any, trust_remote_code: bool) -> Any:
+    """config: of the folder that settings.model is; None for a preset."""
+    if config is None:
         config = find_preset(settings.model).build(len(tokenizer), settings.sequence_length)
-    else:
-        folder = Path(settings.model)
-        if any(folder.glob("*.safetensors")):
-            return auto.from_pretrained(folder, experts_implementation="amoeba", dtype=torch.float32)
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(folder)
+    elif has_weights(Path(settings.model)):
+        return load_model(settings.model, torch.float32, trust_remote_code=trust_remote_code)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False  # our own balance loss, layer by layer, takes its place
-    return auto.from_config(config, experts_implementation="amoeba", dtype=torch.float32)
+    return auto.from_config(
+        config, experts_implementation="amoeba", dtype=torch.float32, trust_remote_code=trust_remote_code
+    )
 
 
 def _compute_dtype(name: str) -> torch.dtype:

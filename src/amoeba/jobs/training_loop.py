@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import math
-import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from amoeba.jobs.run_folder import (
 from amoeba.jobs.run_log import NotFinite, RunLog
 from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.signals import stop_at_signals
+from amoeba.shell import shell_command, shell_words
 
 CHECKPOINTS_KEPT = 2
 
@@ -70,7 +70,8 @@ class WholeModel:
 
         (Trainer's own way reads the file as it is, finds no stacked experts and leaves them as initialised.)
         """
-        model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
+        stored = type(model).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        model.load_state_dict(stored.state_dict())
 
 
 class WatchedTrainer(Trainer):
@@ -168,7 +169,7 @@ class WatchedTrainer(Trainer):
             what,
             f"room for it in {self.folder}",
             str(error),
-            f"free some space, then: {self.command} --resume {shlex.quote(str(self.folder))} "
+            f"free some space, then: {shell_command(self.command, '--resume', self.folder)} "
             + (f"(goes on from step {step_of(whole[-1])})" if whole else "(starts anew, no checkpoint was finished)"),
         )
 
@@ -179,7 +180,7 @@ class WatchedTrainer(Trainer):
         if self.state.global_step == 0:
             remedy = "look at the model and its dtype: nothing has been trained yet"
         elif whole and self.command == "amoeba train":
-            remedy += f"; it may begin with --model {shlex.quote(str(whole[-1]))}"
+            remedy += f"; it may begin with {shell_words('--model', whole[-1])}"
         expected = f"finite numbers (stopped at step {self.state.global_step}; "
         expected += f"kept from before: {kept})" if whole else "there was no checkpoint yet)"
         return bad_value("training", expected, str(error), remedy)
@@ -307,7 +308,7 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
         with stop_at_signals(log):
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     if log.stopped_by is not None:
-        again = f"{trainer.command} --resume {shlex.quote(str(folder))}"
+        again = shell_command(trainer.command, "--resume", folder)
         say(f"stopped at step {trainer.state.global_step}; go on with: {again}")
         final = log.last_evaluation[1] if log.last_evaluation else start_loss
         result = checkpoints(folder)[-1]

@@ -40,18 +40,37 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
+# The kinds of the fields that are used here; the entries of a list are names.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "rank_pattern": (dict,),
+    "alpha_pattern": (dict,),
+    "auto_mapping": (dict,),
+    "target_modules": (list, str),
+    "target_parameters": (list,),
+    "modules_to_save": (list,),
+}
+_IN_WORDS: dict[type, str] = {dict: "an object", list: "a list of names", str: "a string"}
+
+
 def read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise not_found(str(path), "the config of a PEFT adapter", "no such file", "check the path of the folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad_value(str(path), "JSON", error, "copy the adapter again, or save it again with PEFT") from error
     kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
     if kind != "LORA":
         raise bad_value(
             f"{path}: peft_type", "LORA", repr(kind), "only LoRA adapters can be read here; merge with PEFT"
         )
+    for name, kinds in _KINDS.items():
+        value = config.get(name)
+        names = value if isinstance(value, list) else ()
+        if not (value is None or isinstance(value, kinds)) or not all(isinstance(entry, str) for entry in names):
+            expected = " or ".join(_IN_WORDS[kind] for kind in kinds)
+            raise bad_value(f"{path}: {name}", expected, repr(value)[:60], "save the adapter again with PEFT")
+    _check_patterns(path, config)
     for name, plain in _PLAIN.items():
         if name in config and not any(config[name] is value or config[name] == value for value in plain):
             raise bad_value(
@@ -61,6 +80,20 @@ def read_config(path: Path) -> dict[str, Any]:
                 "train the adapter without it, or merge it into the model with PEFT (merge_and_unload)",
             )
     return config
+
+
+def _check_patterns(path: Path, config: dict[str, Any]) -> None:
+    """Regular expressions, which are used later on."""
+    target = config.get("target_modules")
+    for pattern in [
+        *(config.get("rank_pattern") or ()),
+        *(config.get("alpha_pattern") or ()),
+        *([target] if isinstance(target, str) else []),
+    ]:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise bad_value(f"{path}: {pattern!r}", "a regular expression", error, "correct it") from error
 
 
 def not_found(name: str, expected: str, got: str, remedy: str) -> FileNotFoundError:

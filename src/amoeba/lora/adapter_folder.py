@@ -29,9 +29,11 @@ from amoeba.lora.attaching import (
     start,
     whole_tensors,
 )
+from amoeba.lora.base_model import base_of, check_base
 from amoeba.lora.experts_lora import stored_tensors
 from amoeba.lora.factors import layouts_of
 from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
+from amoeba.lora.targets import routers_of
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -45,6 +47,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
         config=state.config,
         gated=all(layout.gated for layout in layouts),
         interleaved=any(layout.interleaved for layout in layouts),
+        base=base_of(model),
     )
     write_adapter(folder, adapter)
 
@@ -56,6 +59,7 @@ def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> At
     if state is None:
         prepare(model)
         names, whole = _others(model, adapter, folder)
+        check_base(model, adapter, folder)
         state = start(model, dict(adapter.config))
         for name, factors in adapter.experts.items():
             add_experts(model, state, name, factors)
@@ -108,7 +112,7 @@ def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[lis
     """Names of the linear layers with factors, and of the tensors that are there whole."""
     names, whole = [], []
     remedy = f"the adapter is for another model: its base model is {adapter.config.get('base_model_name_or_path')!r}"
-    modules = dict(model.named_modules())
+    modules, routers = dict(model.named_modules()), set(routers_of(model, layouts_of(model)))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for key, tensor in adapter.others.items():
         name = key.removeprefix(linears.PREFIX)
@@ -119,13 +123,20 @@ def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[lis
             whole.append(name)
             continue
         layer: Any = modules.get(module)
-        if not isinstance(layer, nn.Linear) or factor not in ("A.weight", "B.weight"):
-            got = "no such module" if layer is None else type(layer).__name__
-            raise bad_value(key, "factors of a linear layer of this model", got, remedy)
-        side = tensor.shape[1] if factor == "A.weight" else tensor.shape[0]
-        expected = layer.in_features if factor == "A.weight" else layer.out_features
-        if side != expected:
-            shape = f"(R, {expected})" if factor == "A.weight" else f"({expected}, R)"
+        if layer is None:
+            raise bad_value(key, "factors of a linear layer of this model", "no such module", remedy)
+        served = isinstance(layer, nn.Linear) or (module in routers and getattr(layer, "weight", None) is not None)
+        if not served or factor not in ("A.weight", "B.weight"):
+            raise bad_value(
+                key,
+                "factors of a linear layer, of experts or of a router",
+                type(layer).__name__,
+                "merge the adapter into the model with PEFT (merge_and_unload), or train it on other targets",
+            )
+        out_features, in_features = layer.weight.shape
+        wanted = ("R", in_features) if factor == "A.weight" else (out_features, "R")
+        if tensor.dim() != 2 or any(size not in ("R", found) for size, found in zip(wanted, tensor.shape, strict=True)):
+            shape = f"({wanted[0]}, {wanted[1]})"
             raise bad_value(key, f"shape {shape}", tuple(tensor.shape), remedy)
         if module not in names:
             names.append(module)

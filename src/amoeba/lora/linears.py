@@ -1,4 +1,4 @@
-"""LoRA on linear layers outside the experts: PEFT's own layers, put in and taken out.
+"""LoRA on layers outside the experts, linear ones and routers: PEFT's own layers, put in and taken out.
 
 R LoRA rank
 
@@ -24,7 +24,10 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def inject(model: nn.Module, ranks: dict[str, tuple[int, float]]) -> dict[str, Any]:
-    """Puts PEFT's layers in the places of the nn.Linear of these names, each with its rank and scaling."""
+    """Puts PEFT's layers in the places of the modules of these names, each with its rank and scaling.
+
+    A router has a weight, but its forward is its own: there the factors are added to the weight before it is called.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -37,8 +40,13 @@ def inject(model: nn.Module, ranks: dict[str, tuple[int, float]]) -> dict[str, A
     layers: dict[str, Any] = {}
     for name, (rank, scaling) in ranks.items():
         # Alone in a list, since in a model PEFT 0.21 takes every up_proj for an expert's
-        holder = nn.ModuleList([model.get_submodule(name)])
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=["0"]), holder, ADAPTER)
+        module = model.get_submodule(name)
+        holder = nn.ModuleList([module])
+        is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        target: dict[str, Any] = (
+            {"target_modules": ["0"]} if is_plain else {"target_modules": [], "target_parameters": ["0.weight"]}
+        )
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, **target), holder, ADAPTER)
         layer: Any = holder[0]
         layers[name] = layer
         layer.scaling[ADAPTER] = scaling

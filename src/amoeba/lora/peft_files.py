@@ -59,13 +59,14 @@ TENSORS_NAME = "adapter_model.safetensors"
 SWAPPED_BEFORE = (0, 19)
 # In the safetensors header, which PEFT ignores: {module: gate_rank} of the layers whose gate and up are apart.
 GATE_RANKS = "amoeba_gate_ranks"
+BASE = "amoeba_base_model"  # there too: what `base_of` says of the model
 
 _PREFIX = "base_model.model."
 _LORA_KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)(?P<nesting>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight"
 )
 _ONE_EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)")
-_PROJECTIONS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+PROJECTIONS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,7 @@ class Adapter:
     config: dict[str, Any] = field(default_factory=dict)
     gated: bool = True
     interleaved: bool = False
+    base: dict[str, Any] = field(default_factory=dict)  # of the model it was trained on; empty in PEFT's own files
 
 
 def read_adapter(folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None = None) -> Adapter:
@@ -91,7 +93,7 @@ def read_adapter(folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None
     folder = Path(folder)
     config = read_config(folder / CONFIG_NAME)
     tensors, metadata = _read_tensors(folder / TENSORS_NAME)
-    gate_ranks = json.loads(metadata.get(GATE_RANKS, "{}"))
+    gate_ranks, base = (_read_metadata(metadata, key, folder / TENSORS_NAME) for key in (GATE_RANKS, BASE))
 
     stacked: dict[str, dict[int, dict[str, Tensor]]] = {}  # module -> nesting -> "A", "B"
     single: dict[str, dict[tuple[str, int, str], Tensor]] = {}  # module -> projection, expert, "A" or "B"
@@ -100,7 +102,7 @@ def read_adapter(folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None
         match = _LORA_KEY.fullmatch(key)
         name = "" if match is None else match["module"]
         one = _ONE_EXPERT.fullmatch(name)
-        if match is not None and one is not None and one["projection"] in _PROJECTIONS:
+        if match is not None and one is not None and one["projection"] in PROJECTIONS:
             single.setdefault(one["module"], {})[one["projection"], int(one["expert"]), match["factor"]] = tensor
         elif match is not None and (name in layouts if layouts is not None else name.endswith(".experts")):
             nesting = match["nesting"].count(".base_layer")
@@ -141,6 +143,7 @@ def read_adapter(folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None
         config,
         gated=not ungated and all(layout.gated for layout in used),
         interleaved=any(layout.interleaved for layout in used),
+        base=base,
     )
 
 
@@ -175,8 +178,8 @@ def write_adapter(folder: str | Path, adapter: Adapter) -> None:
     os.close(handle)
     try:
         on_cpu = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-        metadata = {"format": "pt"} | ({GATE_RANKS: json.dumps(gate_ranks)} if gate_ranks else {})
-        save_file(on_cpu, staged, metadata=metadata)
+        noted = {key: json.dumps(found) for key, found in ((GATE_RANKS, gate_ranks), (BASE, adapter.base)) if found}
+        save_file(on_cpu, staged, metadata={"format": "pt"} | noted)
         os.chmod(staged, 0o644)
         (folder / CONFIG_NAME).unlink(missing_ok=True)
         os.replace(staged, folder / TENSORS_NAME)
@@ -191,13 +194,23 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not path.is_file():
         remedy = "check that the folder was copied whole"
         if path.with_suffix(".bin").is_file():
-            remedy = "adapter_model.bin is a pickle and not read; save the adapter again with safe_serialization=True"
+            remedy = "the adapter_model.bin there is a pickle and not read; save it again with safe_serialization=True"
         raise not_found(str(path), "the tensors of a PEFT adapter", "no such file", remedy)
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
         raise bad_value(str(path), "a whole safetensors file", error, "copy the adapter again") from error
+
+
+def _read_metadata(metadata: dict[str, str], key: str, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(metadata.get(key, "{}"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise bad_value(f"{path}: {key}", "a JSON object", metadata[key][:60], "copy the adapter again")
+    return found
 
 
 def _read_stacked(
@@ -309,8 +322,8 @@ def _read_single(module: str, tensors: dict[tuple[str, int, str], Tensor], confi
             low.append(a)
             high.append(rescaled(b, own_scaling / scaling))
         factors |= {
-            f"{_PROJECTIONS[projection]}_lora_a": torch.stack(low),
-            f"{_PROJECTIONS[projection]}_lora_b": torch.stack(high),
+            f"{PROJECTIONS[projection]}_lora_a": torch.stack(low),
+            f"{PROJECTIONS[projection]}_lora_b": torch.stack(high),
         }
     assert scaling is not None
     return LoraFactors(**factors, scaling=scaling)

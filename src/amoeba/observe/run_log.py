@@ -23,6 +23,7 @@ from typing import Any
 
 from amoeba.errors import bad_value
 
+RUN_FIELD = "model_config"  # of a run's config.json
 KINDS = ("train", "eval", "router", "coactivation", "final")
 Record = dict[str, Any]
 
@@ -61,7 +62,8 @@ def read_run(folder: str | Path) -> Run:
         got = "a file" if folder.exists() else "nothing there"
         raise bad_value(str(folder), "the folder of a training run", got, "give the folder that `amoeba train` wrote")
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file() and not (folder / "config.json").is_file():
+    config = _read_object(folder / "config.json")
+    if not metrics.is_file() and RUN_FIELD not in (config or {}):  # a model's folder has a config.json too
         raise bad_value(
             str(folder),
             "a training run (metrics.jsonl, config.json)",
@@ -74,7 +76,7 @@ def read_run(folder: str | Path) -> Run:
         final = None  # training went on after it
     return Run(
         folder=folder,
-        config=_read_object(folder / "config.json"),
+        config=config,
         environment=_read_object(folder / "environment.json"),
         train=tuple(by_kind["train"]),
         eval=tuple(by_kind["eval"]),

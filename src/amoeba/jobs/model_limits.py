@@ -1,0 +1,37 @@
+"""What a model's configuration can take: ids below its vocabulary, rows no longer than its positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amoeba.errors import bad_value
+
+
+def vocabulary(config: Any) -> int:
+    return config.get_text_config().vocab_size
+
+
+def positions(config: Any) -> int | None:
+    """None where the architecture has no limit of its own."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_sequence_length(config: Any, length: int) -> None:
+    most = positions(config)
+    if most is not None and length > most:
+        raise bad_value(
+            "--sequence-length",
+            f"at most {most}, the model's max_position_embeddings",
+            length,
+            f"take --sequence-length {most}, or raise max_position_embeddings in config.json",
+        )
+
+
+def check_ids(config: Any, largest: int) -> None:
+    if largest >= vocabulary(config):
+        raise bad_value(
+            "tokenizer",
+            f"ids below the model's vocab_size, {vocabulary(config)}",
+            largest,
+            "use the tokenizer that the model was trained with",
+        )
