@@ -82,7 +82,7 @@ def _packed_experts() -> dict[str, str | None]:
 def _backends_on(device: torch.device) -> list[dict[str, Any]]:
     """One row per backend: for each dtype, None if it runs, or the reason why it does not."""
     rows: list[dict[str, Any]] = []
-    requests = {name: _request(device, dtype) for name, dtype in DTYPES.items()}
+    requests = {name: _request(device, getattr(torch, name)) for name in DTYPES}
     for backend in backends_for(device):
         refusals = {name: backend.why_not(request) for name, request in requests.items()}
         rows.append(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from amoeba.commands.exits import INTERRUPTED, finish, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.output import Output, make_output
+from amoeba.commands.options import Json, Verbose
+from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
-from amoeba.jobs.settings import FinetuneSettings, settings_of
+from amoeba.commands.start import start
+
+if TYPE_CHECKING:
+    from amoeba.jobs.settings import FinetuneSettings
 
 
 def finetune(
@@ -48,7 +52,8 @@ def finetune(
     eval_every: Annotated[int | None, typer.Option("--eval-every", help="Steps between held-out losses.")] = None,
     save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints.")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
+    json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
     flags: dict[str, Any] = {
@@ -60,7 +65,9 @@ def finetune(
         "targets": None if targets is None else tuple(targets.replace(",", " ").split()),
         "held_out": None if held_out is None else _share_or_file(held_out),
     }  # fmt: skip
-    output = make_output()
+    output = start(verbose)
+    from amoeba.jobs.settings import FinetuneSettings, settings_of
+
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(FinetuneSettings, resume, config, given)

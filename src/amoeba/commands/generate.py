@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Annotated
-
-import torch
+from typing import TYPE_CHECKING, Annotated
 
 from amoeba.commands.exits import INTERRUPTED, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import DTYPES, parse_device, parse_dtypes
-from amoeba.commands.output import make_output
+from amoeba.commands.options import DTYPES, Json, Verbose, parse_device, parse_dtypes
+from amoeba.commands.start import start
 from amoeba.errors import bad_value
-from amoeba.jobs.generate import GenerationOptions, GenerationReport
-from amoeba.jobs.generate import generate as generate_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from amoeba.jobs.generate import GenerationReport
 
 
 def generate(
@@ -41,12 +42,16 @@ def generate(
     experts: Annotated[
         str, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
     ] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
+    json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
-    output = make_output()
+    output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers")
+        from amoeba.jobs.generate import GenerationOptions
+        from amoeba.jobs.generate import generate as generate_text
+
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,
             temperature=temperature,

@@ -8,8 +8,8 @@ from typing import Annotated
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.generate import parse_dtype
-from amoeba.commands.options import DTYPES
-from amoeba.commands.output import make_output
+from amoeba.commands.options import DTYPES, Json, Verbose
+from amoeba.commands.start import start
 from amoeba.errors import bad_value
 
 
@@ -20,10 +20,11 @@ def merge(
     ] = None,
     out: Annotated[str | None, typer.Option("--out", help="The folder to write; it must not be there yet.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
+    json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Write a model with its adapter added into the weights: a folder that plain transformers loads."""
-    output = make_output()
+    output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers")
         from amoeba.jobs.merge import merge as merge_folders

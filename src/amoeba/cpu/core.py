@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amoeba.config import Activation, ActivationKind
 from amoeba.cpu.build import CoreUnavailable, compiled_core, load
+from amoeba.tracing import constant_when_traced
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}  # the order of `enum Kind`
@@ -210,7 +211,7 @@ def load_core() -> Core:
     return loaded
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def why_no_core() -> str | None:
     """None where the core runs; it is compiled by the first call."""
     loaded = _load()
