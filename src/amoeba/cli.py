@@ -53,11 +53,11 @@ def verify(
     backend: Annotated[
         list[str] | None, typer.Option("--backend", help="Check this one only; may be repeated.")
     ] = None,
-    thorough: Annotated[bool, typer.Option("--thorough", help="The whole cross product of cases; minutes.")] = False,
+    thorough: Annotated[bool, typer.Option("--thorough", help="Every case there is, without a time limit.")] = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Prove every backend of this machine: output and each gradient against the fp64 reference."""
+    """Prove every backend of this machine within a minute: output and each gradient against the fp64 reference."""
     output = start(verbose)
     from amoeba.commands import verify as verify_command
 
