@@ -74,14 +74,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        activation = self.activation
         words = [
-            activation.kind,
-            "gated" if activation.gated else "plain",
-            "clamped" if math.isfinite(activation.limit) else "",
-            "interleaved" if activation.interleaved else "",
-            f"alpha={activation.alpha}" if activation.alpha != 1.0 else "",
-            f"up_shift={activation.up_shift}" if activation.up_shift else "",
+            str(self.activation),
             "bias" if self.bias else "",
             f"T={self.num_tokens} K={self.top_k} E={self.num_experts} H={self.hidden} I={self.intermediate}",
             self.pattern,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from amoeba.commands.exits import INTERRUPTED, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, Json, Verbose, parse_device, parse_dtypes
-from amoeba.commands.start import start
+from amoeba.commands.start import hide_loading_bars, start
 from amoeba.errors import bad_value
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def generate(
         from amoeba.jobs.generate import GenerationOptions
         from amoeba.jobs.generate import generate as generate_text
 
+        hide_loading_bars(model, output)
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -64,8 +65,12 @@ def generate(
             dtype=parse_dtype(dtype),
             experts=experts,
         )
+        def say(text: str) -> None:
+            output.progress(f"amoeba: {text}")
+
+        say(f"loading {model}")
         try:
-            report = generate_text(model, read_prompt(prompt), options, _write, adapter)
+            report = generate_text(model, read_prompt(prompt), options, _write, adapter, say=say)
         except KeyboardInterrupt:
             typer.echo("amoeba: interrupted before the first token", err=True)
             raise typer.Exit(INTERRUPTED) from None

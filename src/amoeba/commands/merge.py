@@ -9,7 +9,7 @@ from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.generate import parse_dtype
 from amoeba.commands.options import DTYPES, Json, Verbose
-from amoeba.commands.start import start
+from amoeba.commands.start import hide_loading_bars, start
 from amoeba.errors import bad_value
 
 
@@ -29,6 +29,7 @@ def merge(
         need("tokenizers", "safetensors", "transformers")
         from amoeba.jobs.merge import merge as merge_folders
 
+        hide_loading_bars(model, output)
         if adapter is None or out is None:
             missing = "--adapter" if adapter is None else "--out"
             raise bad_value(missing, "a folder", "none", "write it as amoeba merge MODEL --adapter FOLDER --out FOLDER")

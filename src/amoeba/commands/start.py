@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
 
 from amoeba.commands.output import Output, make_output
 
@@ -36,6 +37,14 @@ def start(verbose: bool, *, passive_waiting: bool = True) -> Output:
     return make_output(verbose)
 
 
+def hide_loading_bars(model: str, output: Output) -> None:
+    """transformers' bars, of a model that is here already; a download of gigabytes keeps them."""
+    if not output.verbose and Path(model).exists():
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+
+
 def _show_log(verbose: bool) -> None:
     """The library's warnings on stderr, and with -v its decisions too."""
     logger = logging.getLogger("amoeba")
@@ -47,6 +56,7 @@ def _show_log(verbose: bool) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     logger.propagate = False
+    logging.getLogger("amoeba.cpu.build").setLevel(logging.INFO)
 
 
 class _Line(logging.Formatter):

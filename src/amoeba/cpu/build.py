@@ -29,7 +29,7 @@ import torch
 
 from amoeba.cpu_features import cpu_flags
 
-logger = logging.getLogger("amoeba")
+logger = logging.getLogger("amoeba.cpu.build")  # a command shows it always: a minute without a word looks broken
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")

@@ -10,6 +10,7 @@ checkpoint holds the adapter and the optimizer, not the frozen model.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_fol
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
 from amoeba.observe.router_watch import RouterWatch
+
+logger = logging.getLogger("amoeba")
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,11 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
     trainable = sum(parameter.numel() for parameter in trained)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.say(
-        f"model: {model.config.model_type}, {device}, {model.dtype}; experts {placed.placement} ({placed.reason})"
+        f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}; "
+        f"experts {placed.placement} ({placed.reason})"
     )
     for memory in placed.plans:
-        console.say(str(memory))
+        logger.info("%s", memory)
     console.say(
         f"training {trainable / 1e6:.2f}M numbers in factors of rank {settings.r} on {', '.join(settings.targets)}"
         f"{' and the routers' if settings.train_router else ''}; {steps} steps"
@@ -128,8 +132,7 @@ def _rows(corpus: Corpus, tokenizer: Any, settings: FinetuneSettings, console: C
     train, held_out = (
         AnswerRows(documents, tokenizer, settings.sequence_length) for documents in (corpus.train, corpus.held_out)
     )
-    console.say(f"to train on: {train.description}")
-    console.say(f"held out: {held_out.description}")
+    console.say(f"to train on: {train.description}; held out: {held_out.description}")
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return Rows(train, held_out, functools.partial(pad_rows, padding=padding), train.tokens_per_row)
 
