@@ -158,8 +158,8 @@ def _left_out(document: dict[str, Any]) -> str:
     done, left_out = document["cases"], document["cases_left_out"]
     everything = f"amoeba verify --thorough has {len(cases(thorough=True))} and no limit"
     if left_out:
-        return f"{done} of {done + left_out} cases in {document['seconds']:.0f} s, the rest was left out; {everything}"
-    return f"all {done} cases of the short form in {document['seconds']:.0f} s; {everything}"
+        return f"{done} of {done + left_out} cases within {SECONDS} s, the rest was left out; {everything}"
+    return f"all {done} cases of the short form; {everything}"
 
 
 def _worst_errors(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
