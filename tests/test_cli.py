@@ -125,7 +125,9 @@ def test_verify_says_which_cases_the_time_was_too_short_for(monkeypatch):
     document = last_line(result)
     assert (document["cases"], document["cases_left_out"]) == (1, 2)
     assert {row["dtype"] for row in document["backends"] if row["cases_checked"] == 1} == {"float32", "float64"}
-    assert "1 of 3 cases within 0 s, the rest was left out; amoeba verify --thorough has 3 and no limit" in result.stdout
+    assert (
+        "1 of 3 cases within 0 s, the rest was left out; amoeba verify --thorough has 3 and no limit" in result.stdout
+    )
     assert "1 of 6 done, now eager in float64: " in result.stderr, "a pipe sees how far it is"
     document = last_line(invoke(*words, "--thorough"))
     assert (document["cases"], document["cases_left_out"]) == (3, 0)
@@ -146,7 +148,12 @@ def test_what_torch_and_transformers_warn_about_is_shown_with_verbose_alone(monk
             set_verbosity_error = staticmethod(lambda: Package.levels.append("error"))
 
     monkeypatch.setitem(sys.modules, "transformers", Package)
-    for words, shown in ((("doctor",), False), (("doctor", "-v"), True), (("-v", "doctor"), True), (("doctor",), False)):
+    for words, shown in (
+        (("doctor",), False),
+        (("doctor", "-v"), True),
+        (("-v", "doctor"), True),
+        (("doctor",), False),
+    ):
         Package.levels.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 
 import amoeba
 from amoeba.cli import app
 from amoeba.tracing import constant_when_traced
-from typer.main import get_command
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 

@@ -44,7 +44,9 @@ def test_in_a_pipe_it_has_80_columns():
     assert len(describe(line(99_999, loss=float("nan")), 100_000, 1e6)) <= 80
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.4, "0 s"), (89, "89 s"), (200, "3 min"), (7_400, "2 h 3 min"), (5e5, "5.8 days")])
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (89, "89 s"), (200, "3 min"), (7_400, "2 h 3 min"), (5e5, "5.8 days")]
+)
 def test_durations_are_words(seconds, said):
     assert duration(seconds) == said
 

@@ -27,7 +27,17 @@ from torch import Tensor
 
 from amoeba.backends.composed import experts_composed
 from amoeba.backends.registry import Request, backends_for
-from amoeba.conformance_cases import FREEZABLE, Case, Example, cases, example, lora_of, most_telling_first, weight_dtype, weights_of
+from amoeba.conformance_cases import (
+    FREEZABLE,
+    Case,
+    Example,
+    cases,
+    example,
+    lora_of,
+    most_telling_first,
+    weight_dtype,
+    weights_of,
+)
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed import PackedKind, load_packed
 from amoeba.cpu.packed_experts import pack_experts

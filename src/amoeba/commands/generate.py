@@ -65,6 +65,7 @@ def generate(
             dtype=parse_dtype(dtype),
             experts=experts,
         )
+
         def say(text: str) -> None:
             output.progress(f"amoeba: {text}")
 
