@@ -69,7 +69,8 @@ def generate(
         def say(text: str) -> None:
             output.progress(f"amoeba: {text}")
 
-        say(f"loading {model}")
+        if output.on_terminal:
+            say(f"loading {model}")
         try:
             report = generate_text(model, read_prompt(prompt), options, _write, adapter, say=say)
         except KeyboardInterrupt:
