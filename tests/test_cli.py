@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.bench.shapes import Shape
 from amoeba.cli import app
 from amoeba.commands import bench as bench_command
+from amoeba.commands.options import DTYPES
 from amoeba.commands.output import Output, strict_json
 from amoeba.commands.rich_output import RichOutput
 from amoeba.conformance_cases import Case
@@ -32,6 +36,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 TINY = "37,32,16,6,2"
 FEW = [Case(0, 2), Case(1, 2), Case(63, 2, bias=True, pattern="sentinels")]
 SMALL = ceilings.Size(64, 1 << 20, 1)
+FOR_EVER = 10_000  # seconds
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +44,7 @@ def few_cases(monkeypatch):
     """The suite itself is run by test_conformance.py."""
     monkeypatch.setattr(conformance, "cases", lambda thorough=False: FEW)
     monkeypatch.setattr("amoeba.commands.verify.cases", lambda thorough=False: FEW)
+    monkeypatch.setattr("amoeba.commands.verify.SECONDS", FOR_EVER)
     monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
     monkeypatch.setitem(ceilings.SIZES, "cpu", SMALL)
 
@@ -102,10 +108,72 @@ def test_verify_says_who_refuses_and_that_nothing_checked_is_no_success(monkeypa
     plant(monkeypatch, "absent", eager.operator, why_not=lambda request: "needs hardware that is not here")
     result = invoke("verify", "--device", "cpu", "--dtype", "fp32")
     assert result.exit_code == 0
-    assert "absent (cases: 3 in float32): needs hardware that is not here" in result.stdout
+    assert "not served (-v tells why)" in result.stdout and "\n  absent: float32\n" in result.stdout
+    why = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "absent", "-v")
+    assert "absent (cases: 3 in float32): needs hardware that is not here" in why.stdout
     alone = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "absent")
     assert alone.exit_code == 1
     assert "nothing was checked" in alone.stdout
+
+
+def test_verify_says_which_cases_the_time_was_too_short_for(monkeypatch):
+    monkeypatch.setattr("amoeba.commands.verify.SECONDS", 0)
+    monkeypatch.setattr("amoeba.commands.verify._SECONDS_BETWEEN_LINES", 0.0)
+    words = ("verify", "--device", "cpu", "--dtype", "fp32", "--dtype", "fp64", "--backend", "eager", "--json")
+    result = invoke(*words)
+    assert result.exit_code == 0
+    document = last_line(result)
+    assert (document["cases"], document["cases_left_out"]) == (1, 2)
+    assert {row["dtype"] for row in document["backends"] if row["cases_checked"] == 1} == {"float32", "float64"}
+    assert (
+        "1 of 3 cases within 0 s, the rest was left out; amoeba verify --thorough has 3 and no limit" in result.stdout
+    )
+    assert "1 of 6 done, now eager in float64: " in result.stderr, "a pipe sees how far it is"
+    document = last_line(invoke(*words, "--thorough"))
+    assert (document["cases"], document["cases_left_out"]) == (3, 0)
+
+
+def test_a_pipe_hears_of_a_long_verify_every_few_seconds(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("amoeba.commands.verify.time.monotonic", lambda: now.append(now[-1] + 1) or now[-1])
+    result = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "cpu")
+    assert len([line for line in result.stderr.splitlines() if " of 6 done, now " in line]) in (1, 2)
+
+
+def test_what_torch_and_transformers_warn_about_is_shown_with_verbose_alone(monkeypatch):
+    class Package:
+        levels: ClassVar[list[str]] = []
+
+        class logging:
+            set_verbosity_error = staticmethod(lambda: Package.levels.append("error"))
+
+    monkeypatch.setitem(sys.modules, "transformers", Package)
+    for words, shown in (
+        (("doctor",), False),
+        (("doctor", "-v"), True),
+        (("-v", "doctor"), True),
+        (("doctor",), False),
+    ):
+        Package.levels.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert invoke(*words).exit_code == 0
+            warnings.warn_explicit("of torch's", UserWarning, "file", 1, module="torch.nn")
+            warnings.warn_explicit("of ours", UserWarning, "file", 2, module="amoeba.cpu.build")
+            logging.getLogger("amoeba").warning("something to know")
+        assert [str(warning.message) for warning in caught] == (["of torch's", "of ours"] if shown else ["of ours"])
+        assert Package.levels == ([] if shown else ["error"])
+        assert logging.getLogger("amoeba").isEnabledFor(logging.INFO) == shown
+        assert logging.getLogger("amoeba.cpu.build").isEnabledFor(logging.INFO), "a build takes long, it is always said"
+
+
+def test_every_command_has_the_flag_of_verbose():
+    for name, command in get_command(app).commands.items():
+        assert any("-v" in parameter.opts for parameter in command.params), name
+
+
+def test_dtypes_of_the_options_are_those_of_the_proof():
+    assert tuple(map(str, conformance.TOLERANCE)) == tuple(f"torch.{name}" for name in DTYPES)
 
 
 def test_verify_prints_plain_lines_in_a_pipe():
@@ -254,7 +322,7 @@ def run_python(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
-    done = run_python("-m", "amoeba", "bench", "--shape", TINY, "--pass", "forward", "--repeats", "1", "--json")
+    done = run_python("-m", "amoeba", "bench", "--shape", TINY, "--pass", "forward", "--repeats", "1", "--json", "-v")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["document"] == "amoeba bench"
     assert "amoeba: experts of torch.float32 on cpu: backend" in done.stderr
@@ -274,9 +342,11 @@ WITHOUT = """
     sys.meta_path.insert(0, Absent())
     from amoeba import conformance
     from amoeba.bench import ceilings, timing
+    from amoeba.commands import verify
 
-    few, small, commands = pickle.load(sys.stdin.buffer)
-    conformance.cases = lambda thorough=False: few
+    few, small, for_ever, commands = pickle.load(sys.stdin.buffer)
+    conformance.cases = verify.cases = lambda thorough=False: few
+    verify.SECONDS = for_ever
     timing.LEAST_SECONDS = 0.0
     ceilings.SIZES["cpu"] = small
     done = []
@@ -298,7 +368,7 @@ def run_without(absent: Sequence[str], commands: Sequence[Sequence[str]]) -> lis
     """Exit code, stdout and stderr of each command."""
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WITHOUT), *absent],
-        input=pickle.dumps((FEW, SMALL, commands)),
+        input=pickle.dumps((FEW, SMALL, FOR_EVER, commands)),
         capture_output=True,
         env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
         check=False,

@@ -15,7 +15,17 @@ from torch.nn import functional
 from amoeba import Activation, conformance, cpu_features
 from amoeba.backends import registry
 from amoeba.config import ActivationKind
-from amoeba.conformance import COMPOSED, PACKED, backend_names, poisoned_memory, tolerance, verify, verify_case, worst
+from amoeba.conformance import (
+    COMPOSED,
+    PACKED,
+    backend_names,
+    check,
+    poisoned_memory,
+    tolerance,
+    verify,
+    verify_case,
+    worst,
+)
 from amoeba.conformance_cases import (
     ACTIVATIONS,
     CLAMPED_SWIGLU,
@@ -26,6 +36,7 @@ from amoeba.conformance_cases import (
     Pattern,
     cases,
     example,
+    most_telling_first,
 )
 from amoeba.weights import LORA_NAMES
 
@@ -383,3 +394,15 @@ class TestVerify:
 def verify_cases(monkeypatch, backend):
     monkeypatch.setattr(conformance, "cases", lambda thorough: [Case(3, 2)])
     return verify(CPU, [torch.float32], backends=[backend])
+
+
+def test_the_order_of_the_short_form_loses_no_case_and_shows_much_at_once():
+    chosen = cases()
+    ordered = most_telling_first(chosen)
+    assert sorted(map(str, ordered)) == sorted(map(str, chosen))
+    early = ordered[:16]
+    for name in ("activation", "bias", "pattern", "storage", "recompute", "narrow", "lora", "frozen"):
+        values = {getattr(case, name) for case in chosen}
+        few = {getattr(case, name) for case in early}
+        assert len(few) >= min(3, len(values)), name
+    assert set(check(ordered[0], "eager", CPU, torch.float32)) >= {*LORA_NAMES, "down_bias", "weight"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -462,10 +463,16 @@ def test_memory_that_will_not_do_is_foreseen_before_anything_is_packed(
 
 
 @needs_engine
-def test_the_plan_of_packed_experts_is_said(base: Path, data: str, tmp_path: Path) -> None:
+def test_the_plan_of_packed_experts_is_in_the_log(
+    base: Path, data: str, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("amoeba"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="amoeba")
     console = Quiet()
     finetune(settings(tmp_path / "run", base, data, experts="cpu-bf16", steps=1), console)
-    assert any("packed W " in said and "total" in said for said in console.said)
+    assert any("packed W " in said and "total" in said for said in caplog.messages)
+    assert len([said for said in console.said if not said.startswith("step ")]) <= 5
+    assert not any("\n" in said or "torch." in said for said in console.said)
 
 
 @needs_engine

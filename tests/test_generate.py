@@ -422,6 +422,18 @@ def test_without_json_stdout_is_the_text_alone(folder):
     assert result.stdout.removesuffix("\n") == run(folder).text.removesuffix("\n")
 
 
+def test_stderr_has_one_line_of_decisions_and_one_of_results_and_with_verbose_the_reasons(folder):
+    words = (folder, "Once", "--max-new-tokens", 3, "--temperature", 0)
+    quiet = invoke(*words).stderr.splitlines()
+    assert len(quiet) == 2, quiet
+    assert quiet[0] == f"amoeba: qwen3_moe on cpu in float32; experts resident, backend {run(folder).backend}"
+    assert "3 generated" in quiet[1]
+    said = invoke(*words, "-v").stderr
+    assert "amoeba: device cpu: " in said and "the checkpoint's own" in said and "greedy" in said
+    assert quiet[0] in said
+    assert "Activation(" not in said, "no dataclass as Python writes it"
+
+
 def test_the_prompt_may_come_from_stdin(folder):
     result = invoke(folder, "-", "--max-new-tokens", 17, "--temperature", 0, "--json", input="Once\n")
     document = json.loads(result.stdout.splitlines()[-1])

@@ -406,6 +406,57 @@ def test_a_narrower_window_is_drawn_again(chromium, whole_run):
     assert chromium.evaluate("document.documentElement.scrollWidth") == 600
 
 
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_load_map_is_grey_at_an_even_share_blue_below_and_orange_above(chromium, tmp_path, scheme):
+    layers = [{"layer": 0, "load": [0, 100, 300, 50, 50]}]
+    folder = write_run(tmp_path / "run", [train_line(1), {"kind": "router", "step": 1, "layers": layers}])
+    chromium.open(write_report(folder).as_uri(), 1200, scheme=scheme)
+    colors = chromium.evaluate(
+        "[0, 1, 2, 3].map(at => { const canvas = document.getElementById('load'), left = 37;"
+        "const x = left + (at + 0.2) * (canvas.width - left) / 5;"
+        "return [...canvas.getContext('2d').getImageData(x, 14, 1, 1).data].slice(0, 3); })"
+    )
+    none, even, much, half = colors
+    assert max(even) - min(even) < 25, "grey"
+    assert none[2] > none[0] + 60 and half[2] > half[0] + 25, "blue"
+    assert much[0] > much[2] + 60, "orange"
+    assert sum(abs(one - other) for one, other in zip(none, even, strict=True)) > sum(
+        abs(one - other) for one, other in zip(half, even, strict=True)
+    ), "further from even, further from grey"
+    assert "Grey is an even share (1), blue is less, orange is more" in text_of(chromium)
+    assert chromium.evaluate("document.getElementById('scale').innerText").split() == ["0", "1", "(even)", "3", "×"]
+
+
+@needs_chromium
+def test_what_is_of_the_last_steps_alone_says_so(chromium, whole_run):
+    chromium.open(write_report(whole_run).as_uri(), 1200)
+    text = text_of(chromium)
+    for name in ("train loss", "MaxVio", "dead experts"):
+        assert f"{name}, last 5 steps" in text
+    assert "latest" not in text
+
+
+@needs_chromium
+def test_a_fine_tuning_page_speaks_of_the_answers(chromium, whole_run, tmp_path):
+    folder = write_run(tmp_path / "mine")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"r": 16, "targets": ["experts"]}))
+    chromium.open(write_report(folder).as_uri(), 1200)
+    text = text_of(chromium)
+    for words in ("Loss of the answers", "final held-out loss of the answers", "The prompts do not count"):
+        assert words in text
+    assert chromium.evaluate("document.title") == "mine · aMoEba fine-tuning run"
+    chromium.open(write_report(whole_run).as_uri(), 1200)
+    assert "answers" not in text_of(chromium)
+
+
+def test_the_last_line_is_about_the_steps_since_the_one_before(tmp_path):
+    for steps, expected in (([], 0), ([7], 7), ([10, 20, 25], 5)):
+        run = read_run(write_run(tmp_path / str(expected), [train_line(step) for step in steps]))
+        assert report.page_data(run)["last_line_steps"] == expected
+
+
 AWKWARD: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "empty": ([], ["No training step is recorded yet", "still in progress, or was stopped"]),
     "one step": (
@@ -428,7 +479,7 @@ AWKWARD: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "interrupted": (
         [train_line(1, share_of_peak=0.25), {"kind": "final", "step": 1, "loss": 4.0, "interrupted": True}],
-        ["interrupted", "Share of peak", "latest train loss"],
+        ["interrupted", "Share of peak", "train loss, last step"],
     ),
     "no two together": (
         [train_line(1), {"kind": "coactivation", "step": 1, "layers": [{"layer": 7, "counts": [[5, 0], [0, 0]]}]}],

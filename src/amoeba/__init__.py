@@ -1,24 +1,57 @@
-"""aMoEba: one mixture-of-experts engine for PyTorch that takes the shape of the hardware it finds."""
+"""aMoEba: one mixture-of-experts engine for PyTorch that takes the shape of the hardware it finds.
+
+Names are imported when they are first used, so that `import amoeba` itself costs nothing, not even torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from amoeba._version import __version__
-from amoeba.config import Activation, MoEConfig, RouterConfig
-from amoeba.experts import experts
-from amoeba.layer import MoE
-from amoeba.routing import Routing, route
-from amoeba.weights import ExpertWeights
 
+if TYPE_CHECKING:
+    from amoeba import lora
+    from amoeba.config import Activation, MoEConfig, RouterConfig
+    from amoeba.cpu.packed_experts import pack_experts
+    from amoeba.experts import experts
+    from amoeba.integrations.placement import place_experts as place_experts
+    from amoeba.layer import MoE
+    from amoeba.routing import Routing, route
+    from amoeba.weights import ExpertWeights, LoraFactors
+
+# place_experts is not among them: it needs transformers, and `from amoeba import *` should need torch alone.
 __all__ = [
     "Activation",
     "ExpertWeights",
+    "LoraFactors",
     "MoE",
     "MoEConfig",
     "RouterConfig",
     "Routing",
     "__version__",
     "experts",
+    "lora",
+    "pack_experts",
     "register",
     "route",
 ]
+
+_HOME = {
+    "Activation": "amoeba.config",
+    "ExpertWeights": "amoeba.weights",
+    "LoraFactors": "amoeba.weights",
+    "MoE": "amoeba.layer",
+    "MoEConfig": "amoeba.config",
+    "RouterConfig": "amoeba.config",
+    "Routing": "amoeba.routing",
+    "experts": "amoeba.experts",
+    "pack_experts": "amoeba.cpu.packed_experts",
+    "place_experts": "amoeba.integrations.placement",
+    "route": "amoeba.routing",
+}
 
 
 def register() -> None:
@@ -26,3 +59,28 @@ def register() -> None:
     from amoeba.integrations.transformers import register as register_with_transformers
 
     register_with_transformers()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "lora":
+        return importlib.import_module("amoeba.lora")
+    if name not in _HOME:
+        raise AttributeError(f"module 'amoeba' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, "lora"})
+
+
+class _Package(ModuleType):
+    """Keeps `amoeba.experts` the function: whoever imports the module of that name would put it in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -11,20 +11,14 @@ from pathlib import Path
 from typing import Annotated
 
 from amoeba._version import __version__
-from amoeba.commands import bench as bench_command
-from amoeba.commands import doctor as doctor_command
 from amoeba.commands import exits
-from amoeba.commands import finetune as finetune_command
-from amoeba.commands import generate as generate_command
-from amoeba.commands import merge as merge_command
-from amoeba.commands import report as report_command
-from amoeba.commands import train as train_command
-from amoeba.commands import verify as verify_command
 from amoeba.commands.exits import finish, usage
+from amoeba.commands.finetune import finetune
 from amoeba.commands.front import typer
-from amoeba.commands.options import DTYPES, TrustRemoteCode, parse_device, parse_dtypes
-from amoeba.commands.output import make_output, show_log
-from amoeba.jobs.settings import TrainSettings, settings_of
+from amoeba.commands.generate import generate
+from amoeba.commands.merge import merge
+from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, all_dtypes, parse_device, parse_dtypes
+from amoeba.commands.start import speak_up, start
 
 app = typer.Typer(
     name="amoeba",
@@ -36,7 +30,6 @@ app = typer.Typer(
 
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; may be repeated.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -50,8 +43,9 @@ def _every_command(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    say_more: Verbose = False,
 ) -> None:
-    show_log()
+    speak_up(say_more)
 
 
 @app.command()
@@ -61,24 +55,29 @@ def verify(
     backend: Annotated[
         list[str] | None, typer.Option("--backend", help="Check this one only; may be repeated.")
     ] = None,
-    thorough: Annotated[bool, typer.Option("--thorough", help="The whole cross product of cases; minutes.")] = False,
+    thorough: Annotated[bool, typer.Option("--thorough", help="Every case there is, without a time limit.")] = False,
     json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Prove every backend of this machine: output and each gradient against the fp64 reference."""
+    """Prove every backend of this machine within a minute: output and each gradient against the fp64 reference."""
+    output = start(verbose)
+    from amoeba.commands import verify as verify_command
+
     with usage():
         place = parse_device(device)
-        dtypes = parse_dtypes(dtype or [], list(DTYPES.values()))
+        dtypes = parse_dtypes(dtype or [], all_dtypes())
         backends = verify_command.check_backends(backend or [], place)
-    output = make_output()
     document, ok = verify_command.run(place, dtypes, backends, thorough, output)
     finish(output, document, ok, json)
 
 
 @app.command()
-def doctor(json: Json = False) -> None:
+def doctor(json: Json = False, verbose: Verbose = False) -> None:
     """Show the machine, the versions, and which backend runs on what (and why not)."""
-    output = make_output()
+    output = start(verbose, passive_waiting=False)  # it tells what the environment is
     with usage():
+        from amoeba.commands import doctor as doctor_command
+
         document = doctor_command.run(output)
     finish(output, document, True, json)
 
@@ -103,8 +102,12 @@ def bench(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")] = None,
     json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Check each implementation on the very problem, then time those that are right, in turns."""
+    """Check each implementation on the problem itself, then time those that are right, in turns."""
+    output = start(verbose, passive_waiting=False)  # measured as the environment is, which the document holds
+    from amoeba.commands import bench as bench_command
+
     with usage():
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
@@ -113,7 +116,6 @@ def bench(
         peers = bench_command.choose_peers(peer or [])
         chosen = bench_command.choose_ours(ours or [])
         path = bench_command.free_path(out)
-    output = make_output()
     document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen)
     finish(output, document, ok, json)
 
@@ -149,6 +151,7 @@ def train(
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train a mixture-of-experts language model, watch its experts, keep it as a Hugging Face folder."""
     flags = {
@@ -158,7 +161,10 @@ def train(
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
         "gradient_checkpointing": gradient_checkpointing or None,
     }  # fmt: skip
-    output = make_output()
+    output = start(verbose)
+    from amoeba.commands import train as train_command
+    from amoeba.jobs.settings import TrainSettings, settings_of
+
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(TrainSettings, resume, config, given)
@@ -168,9 +174,9 @@ def train(
         raise typer.Exit(document["exit_code"])
 
 
-app.command()(finetune_command.finetune)
-app.command()(generate_command.generate)
-app.command()(merge_command.merge)
+app.command()(finetune)
+app.command()(generate)
+app.command()(merge)
 
 
 @app.command()
@@ -178,9 +184,12 @@ def report(
     run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
     out: Annotated[Path | None, typer.Option("--out", help="Where to write the page; default RUN/report.html.")] = None,
     json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Write a training run as one HTML page: losses, expert heatmap, entropy, co-activation; no network needed."""
-    output = make_output()
+    output = start(verbose)
+    from amoeba.commands import report as report_command
+
     with usage():
         document = report_command.run(run, out, output)
     finish(output, document, True, json)

@@ -56,6 +56,17 @@ class Activation:
                 "an ungated expert has no up half: leave both at their defaults",
             )
 
+    def __str__(self) -> str:
+        words = [
+            self.kind,
+            "gated" if self.gated else "plain",
+            "clamped" if math.isfinite(self.limit) else "",
+            "interleaved" if self.interleaved else "",
+            f"alpha={self.alpha}" if self.alpha != 1.0 else "",
+            f"up_shift={self.up_shift}" if self.up_shift else "",
+        ]
+        return " ".join(word for word in words if word)
+
     def width(self, intermediate: int) -> int:
         """J, the number of rows of gate_up for this I."""
         return 2 * intermediate if self.gated else intermediate

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,17 @@ from torch import Tensor
 
 from amoeba.backends.composed import experts_composed
 from amoeba.backends.registry import Request, backends_for
-from amoeba.conformance_cases import FREEZABLE, Case, Example, cases, example, lora_of, weight_dtype, weights_of
+from amoeba.conformance_cases import (
+    FREEZABLE,
+    Case,
+    Example,
+    cases,
+    example,
+    lora_of,
+    most_telling_first,
+    weight_dtype,
+    weights_of,
+)
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed import PackedKind, load_packed
 from amoeba.cpu.packed_experts import pack_experts
@@ -208,21 +219,38 @@ class Result:
         return self.failure is None and not self.out_of_tolerance
 
 
+class Check(NamedTuple):
+    """What is about to be checked, and how far that is."""
+
+    done: int  # before this one
+    total: int
+    backend: str
+    dtype: torch.dtype
+    case: Case
+
+
 def verify(
     device: torch.device,
     dtypes: Sequence[torch.dtype],
     backends: Sequence[str] | None = None,
     thorough: bool = False,
-    progress: Callable[[Result], None] | None = None,
+    progress: Callable[[Check], None] | None = None,
+    seconds: float | None = None,
 ) -> list[Result]:
-    """Every case on every backend (or those named) in every dtype; `progress` is called with each result."""
-    results = []
-    for dtype, case in itertools.product(dtypes, cases(thorough)):
-        for name in backends or backend_names(device):
-            result = verify_case(case, name, device, dtype)
-            results.append(result)
-            if progress is not None:
-                progress(result)
+    """Every case on every backend (or those named) in every dtype; `progress` is called before each of them.
+
+    seconds: what is not begun by then is left out, but for the first case, which every backend meets in every dtype.
+    """
+    ends = math.inf if seconds is None else time.monotonic() + seconds
+    chosen = cases(thorough) if seconds is None else most_telling_first(cases(thorough))
+    checks = list(itertools.product(chosen, dtypes, backends or backend_names(device)))
+    results: list[Result] = []
+    for case, dtype, name in checks:
+        if case is not chosen[0] and time.monotonic() >= ends:
+            break
+        if progress is not None:
+            progress(Check(len(results), len(checks), name, dtype, case))
+        results.append(verify_case(case, name, device, dtype))
     return results
 
 

@@ -8,6 +8,7 @@ write_new(path, document)
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -43,6 +44,7 @@ def make_document(
         "finished": finished,
         "machine": machine(),
         "load_before": load_before,
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # passive: torch's threads do not spin while they wait
         "versions": versions(),
         "ceilings": None if ceilings is None else asdict(ceilings),
         "results": [_plain(report) for report in reports],

@@ -56,6 +56,7 @@ def _waiting_threads() -> dict[str, str | None]:
         what = "torch has one thread here"
     elif policy is None:
         what = "OMP_WAIT_POLICY is not set: they spin; where others compute too, set it to passive before Python starts"
+        what += " (every command but bench and doctor does so itself)"
     else:
         what = f"OMP_WAIT_POLICY={policy}"
     return {"omp_wait_policy": policy, "what": what}
@@ -89,7 +90,7 @@ def _compiled_libraries() -> dict[str, Any]:
 def _backends_on(device: torch.device) -> list[dict[str, Any]]:
     """One row per backend: for each dtype, None if it runs, or the reason why it does not."""
     rows: list[dict[str, Any]] = []
-    requests = {name: _request(device, dtype) for name, dtype in DTYPES.items()}
+    requests = {name: _request(device, getattr(torch, name)) for name in DTYPES}
     for backend in backends_for(device):
         refusals = {name: backend.why_not(request) for name, request in requests.items()}
         rows.append(

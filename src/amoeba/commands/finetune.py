@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import TrustRemoteCode
-from amoeba.commands.output import Output, make_output
+from amoeba.commands.options import Json, TrustRemoteCode, Verbose
+from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
-from amoeba.jobs.settings import FinetuneSettings, settings_of
+from amoeba.commands.start import start
 from amoeba.shell import shell_command
+
+if TYPE_CHECKING:
+    from amoeba.jobs.settings import FinetuneSettings
 
 
 def finetune(
@@ -54,7 +57,8 @@ def finetune(
     save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints.")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     trust_remote_code: TrustRemoteCode = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
+    json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
     flags: dict[str, Any] = {
@@ -66,7 +70,9 @@ def finetune(
         "targets": None if targets is None else tuple(targets.replace(",", " ").split()),
         "held_out": None if held_out is None else _share_or_file(held_out),
     }  # fmt: skip
-    output = make_output()
+    output = start(verbose)
+    from amoeba.jobs.settings import FinetuneSettings, settings_of
+
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(FinetuneSettings, resume, config, given)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Annotated
-
-import torch
+from typing import TYPE_CHECKING, Annotated
 
 from amoeba.commands.exits import INTERRUPTED, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import DTYPES, TrustRemoteCode, parse_device, parse_dtypes
-from amoeba.commands.output import make_output
+from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, parse_device, parse_dtypes
+from amoeba.commands.start import hide_loading_bars, start
 from amoeba.errors import bad_value
-from amoeba.jobs.generate import GenerationOptions, GenerationReport
-from amoeba.jobs.generate import generate as generate_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from amoeba.jobs.generate import GenerationReport
 
 
 def generate(
@@ -42,12 +43,17 @@ def generate(
         str, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
     ] = "auto",
     trust_remote_code: TrustRemoteCode = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
+    json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
-    output = make_output()
+    output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers")
+        from amoeba.jobs.generate import GenerationOptions
+        from amoeba.jobs.generate import generate as generate_text
+
+        hide_loading_bars(model, output)
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -61,8 +67,14 @@ def generate(
             experts=experts,
             trust_remote_code=trust_remote_code,
         )
+
+        def say(text: str) -> None:
+            output.progress(f"amoeba: {text}")
+
+        if output.on_terminal:
+            say(f"loading {model}")
         try:
-            report = generate_text(model, read_prompt(prompt), options, _write, adapter)
+            report = generate_text(model, read_prompt(prompt), options, _write, adapter, say=say)
         except KeyboardInterrupt:
             typer.echo("amoeba: interrupted before the first token", err=True)
             raise typer.Exit(INTERRUPTED) from None

@@ -8,8 +8,8 @@ from typing import Annotated
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.generate import parse_dtype
-from amoeba.commands.options import DTYPES, TrustRemoteCode
-from amoeba.commands.output import make_output
+from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose
+from amoeba.commands.start import hide_loading_bars, start
 from amoeba.errors import bad_value
 from amoeba.shell import shell_command
 
@@ -22,14 +22,16 @@ def merge(
     out: Annotated[str | None, typer.Option("--out", help="The folder to write; it must not be there yet.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")] = False,
+    json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Write a model with its adapter added into the weights: a folder that plain transformers loads."""
-    output = make_output()
+    output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers")
         from amoeba.jobs.merge import merge as merge_folders
 
+        hide_loading_bars(model, output)
         if adapter is None or out is None:
             missing = "--adapter" if adapter is None else "--out"
             raise bad_value(missing, "a folder", "none", "write it as amoeba merge MODEL --adapter FOLDER --out FOLDER")

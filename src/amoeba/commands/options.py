@@ -1,26 +1,37 @@
-"""What a user may write after --device and --dtype. A bad value raises ValueError with what would have been right."""
+"""What a user may write after --device and --dtype, and the options that every command has.
+
+A bad value raises ValueError with what would have been right. Nothing here loads torch before it is needed: help comes
+at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
-
-import torch
+from typing import TYPE_CHECKING, Annotated
 
 from amoeba.commands.front import typer
-from amoeba.conformance import TOLERANCE
 from amoeba.errors import bad_value
+
+if TYPE_CHECKING:
+    import torch
 
 # For every command that loads a model. On the command line alone: neither a YAML file nor a run's folder may set it.
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code that the model's folder or hub page brings.")
 ]
 DEVICES = ("auto", "cpu", "cuda")
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Say every decision with its reason, and show other packages' warnings.")
+]
 
 
 def parse_device(name: str) -> torch.device:
+    import torch
+
     if name not in DEVICES:
         raise bad_value(
             "--device", f"one of {', '.join(DEVICES)}", repr(name), "leave it out for the best that is here"
@@ -38,13 +49,19 @@ def parse_device(name: str) -> torch.device:
 
 
 def parse_dtypes(names: Sequence[str], default: Sequence[torch.dtype]) -> list[torch.dtype]:
+    import torch
+
     found = []
     for name in names:
         full = _SHORT.get(name, name)
         if full not in DTYPES:
             raise bad_value("--dtype", f"one of {', '.join((*DTYPES, *_SHORT))}", repr(name), "repeat it for several")
-        found.append(DTYPES[full])
+        found.append(getattr(torch, full))
     return list(dict.fromkeys(found)) or list(default)
+
+
+def all_dtypes() -> list[torch.dtype]:
+    return parse_dtypes(DTYPES, [])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,7 +8,6 @@ output.document({"ok": True})      # the last line of stdout, for --json
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ class Output:
     """Plain lines."""
 
     progress_console: Any = None  # rich's, where somebody watches the progress
+    verbose = False
 
     @property
     def on_terminal(self) -> bool:
@@ -66,6 +66,11 @@ class Output:
     def progress(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    def detail(self, text: str) -> None:
+        """What only -v shows."""
+        if self.verbose:
+            self.progress(text)
+
     def warning(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
@@ -75,27 +80,17 @@ class Output:
         print(json.dumps(strict_json(document), allow_nan=False), flush=True)
 
 
-def make_output() -> Output:
+def make_output(verbose: bool = False) -> Output:
     try:
         from amoeba.commands.rich_output import RichOutput
     except ImportError:
-        return Output()
-    return RichOutput()
+        output = Output()
+    else:
+        output = RichOutput()
+    output.verbose = verbose
+    return output
 
 
 def strict_json(value: Any) -> Any:
     """The same value with infinities and NaN, which JSON does not have, as strings."""
     return finite(value, str)
-
-
-def show_log() -> None:
-    """Makes the library's decisions (which backend, and why) visible on stderr."""
-    logger = logging.getLogger("amoeba")
-    for handler in [handler for handler in logger.handlers if handler.get_name() == "command"]:
-        logger.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.set_name("command")
-    handler.setFormatter(logging.Formatter("amoeba: %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

@@ -1,13 +1,24 @@
-"""The voice of a run that trains: a progress bar on a terminal, plain lines in a pipe."""
+"""The voice of a run that trains: a progress bar on a terminal, plain lines in a pipe.
+
+    step 120/400  loss 4.632  dead experts 3  4 min left  2,390 tok/s  MaxVio 3.59
+
+A line holds as much of this as the terminal is wide (80 columns in a pipe), the most important first.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from amoeba.commands.output import Output
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+WIDTH = 80  # of a pipe
+_BAR = 16
+# In a pipe: this long between lines while a run is young, then ever longer, so that a log of days can be read.
+_SECONDS_BETWEEN_LINES, _LONGEST, _SHARE_OF_THE_RUN = 2.0, 60.0, 0.05
 
 
 class RunConsole:
@@ -17,23 +28,31 @@ class RunConsole:
         self._output = output
         self._bar: Progress | None = None
         self._task: Any = None
+        self._first: tuple[int, float] | None = None  # step and time of the first line
+        self._shown = 0.0
         if output.on_terminal:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=output.progress_console)
+            columns = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=_BAR)]
+            self._bar = Progress(*(columns if self._has_bar() else columns[:1]), console=output.progress_console)
 
     def say(self, text: str) -> None:
         if self._bar is not None and self._bar.live.is_started:
-            self._bar.console.print(text)
+            self._bar.console.print(text, soft_wrap=True)
         else:
             self._output.progress(text)
 
     def step(self, line: dict[str, Any], total: int) -> None:
-        text = describe(line, total)
+        now = time.monotonic()
+        self._first = self._first or (line["step"], now)
+        left = self._seconds_left(line["step"], total, now)
         if self._bar is None:
-            self._output.progress(text)
+            if self._output.verbose or self._due(line["step"], total, now):
+                self._shown = now
+                self._output.progress(describe(line, total, left))
             return
+        room = self._output.progress_console.width - 1 - (_BAR + 1 if self._has_bar() else 0)
+        text = describe(line, total, left, room)
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task(text, total=total)
@@ -43,11 +62,44 @@ class RunConsole:
         if self._bar is not None and self._bar.live.is_started:
             self._bar.stop()
 
+    def _has_bar(self) -> bool:
+        return self._output.progress_console.width >= WIDTH
 
-def describe(line: dict[str, Any], total: int) -> str:
-    """One line of numbers: step, loss, lr, tok/s, share of peak, memory, MaxVio, dead experts."""
-    return (
-        f"step {line['step']}/{total}  loss {line['loss']:.3f}  lr {line['lr']:.1e}  "
-        f"{line['tokens_per_second']:,.0f} tok/s  {line['share_of_peak']:.0%} of peak  "
-        f"{line['memory_bytes'] / 2**30:.1f} GiB  MaxVio {line['max_violation']:.2f}  dead {line['dead_experts']}"
-    )
+    def _seconds_left(self, step: int, total: int, now: float) -> float | None:
+        assert self._first is not None
+        first, began = self._first
+        return None if step == first else (now - began) / (step - first) * (total - step)
+
+    def _due(self, step: int, total: int, now: float) -> bool:
+        assert self._first is not None
+        first, began = self._first
+        pause = min(_LONGEST, max(_SECONDS_BETWEEN_LINES, (now - began) * _SHARE_OF_THE_RUN))
+        return step in (first, total) or now - self._shown >= pause
+
+
+def describe(line: dict[str, Any], total: int, seconds_left: float | None, width: int = WIDTH) -> str:
+    """How the run goes, in at most so many columns. Where there is no room for all, the last are left out."""
+    parts = [
+        *([] if seconds_left is None else [f"{duration(seconds_left)} left"]),
+        f"{line['tokens_per_second']:,.0f} tok/s",
+        f"MaxVio {line['max_violation']:.2f}",
+        *([] if line["memory_bytes"] is None else [f"{line['memory_bytes'] / 2**30:.1f} GiB"]),
+        f"lr {line['lr']:.1e}",
+    ]
+    text = f"step {line['step']}/{total}  loss {line['loss']:.3f}  "
+    dead = f"dead experts {line['dead_experts']}"
+    text += dead if len(text) + len(dead) <= width else dead.replace(" experts", "")
+    for part in parts:
+        if len(text) + 2 + len(part) > width:
+            break
+        text += f"  {part}"
+    return text
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes / 1440:.1f} days"

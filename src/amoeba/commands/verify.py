@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
-from amoeba.conformance import Result, backend_names, cases, tolerance, verify, worst
+from amoeba.conformance import Check, Result, backend_names, cases, tolerance, verify, worst
 from amoeba.errors import bad_value
 from amoeba.machine import commit, machine, versions
 from amoeba.weights import LORA_NAMES
@@ -18,6 +19,9 @@ from amoeba.weights import LORA_NAMES
 # Columns of the table, in the order in which a token and its gradient meet them.
 _NAMES = ("inference", "output", "x", "weight", "gate_up", "down", "gate_up_bias", "down_bias", *LORA_NAMES)
 _FAILURES_SHOWN = 10
+# Of the short form. With torch's own start and the last case's kernels still to be compiled, it ends within a minute.
+SECONDS = 40
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 def check_backends(names: Sequence[str], device: torch.device) -> list[str]:
@@ -33,27 +37,38 @@ def run(
     device: torch.device, dtypes: Sequence[torch.dtype], backends: Sequence[str], thorough: bool, output: Output
 ) -> tuple[dict[str, Any], bool]:
     """Prints the table; returns the document and whether all that was checked is right."""
-    total = len(cases(thorough)) * len(dtypes) * len(backends)
+    seconds = None if thorough else SECONDS
     output.progress(
-        f"verifying {', '.join(backends)} on {device.type}: {len(cases(thorough))} cases in "
-        f"{', '.join(map(dtype_name, dtypes))}, output and every gradient against the fp64 reference"
+        f"checking {', '.join(backends)} on {device.type} in {', '.join(map(dtype_name, dtypes))}, "
+        + ("every case there is, without a limit" if thorough else f"the most telling cases first, for {SECONDS} s")
     )
+    began = time.monotonic()
     with output.working():
-        results = verify(device, dtypes, backends, thorough, _counting(output, total) if output.on_terminal else None)
-    document = _document(results, device, thorough)
+        results = verify(device, dtypes, backends, thorough, _telling(output), seconds)
+    finished = len(results) // (len(dtypes) * len(backends))
+    document = _document(results, device, thorough) | {
+        "seconds": time.monotonic() - began,
+        "cases": finished,
+        "cases_left_out": len(cases(thorough)) - finished,
+    }
     _print(document, output)
     return document, document["ok"]
 
 
-def _counting(output: Output, total: int) -> Callable[[Result], None]:
-    done = 0
+def _telling(output: Output) -> Callable[[Check], None]:
+    """In place on a terminal; in a pipe a line every few seconds."""
+    last = time.monotonic()
 
-    def count(result: Result) -> None:
-        nonlocal done
-        done += 1
-        output.progress(f"{done}/{total} {result.backend} {dtype_name(result.dtype)}")
+    def tell(check: Check) -> None:
+        nonlocal last
+        if not output.on_terminal and time.monotonic() - last < _SECONDS_BETWEEN_LINES:
+            return
+        last = time.monotonic()
+        output.progress(
+            f"{check.done} of {check.total} done, now {check.backend} in {dtype_name(check.dtype)}: {check.case.name}"
+        )
 
-    return count
+    return tell
 
 
 def _document(results: Sequence[Result], device: torch.device, thorough: bool) -> dict[str, Any]:
@@ -108,40 +123,80 @@ def _refusals(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 def _print(document: dict[str, Any], output: Output) -> None:
     rows = [row for row in document["backends"] if row["cases_checked"]]
-    names = [name for name in _NAMES if any(name in row["worst"] for row in rows)]
-    columns = [
-        "backend",
-        "dtype",
-        "cases",
-        *(name.replace("_bias", " bias").replace("_lora_", " ") for name in names),
-        "tolerance",
-        "",
-    ]
-    lines = [
-        [
-            row["backend"],
-            row["dtype"],
-            str(row["cases_checked"]),
-            *(f"{row['worst'][name]:.1e}" if name in row["worst"] else "-" for name in names),
-            ", ".join(dict.fromkeys(f"{limit:.0e}" for limit in row["tolerance"].values())),
-            "ok" if row["ok"] else "FAIL",
-        ]
-        for row in rows
-    ]
-    output.table(f"worst relative error on {document['device']}", columns, lines, text=("backend", "dtype"))
-    if document["refusals"]:
-        output.heading("not served, and why")
-        for refusal in document["refusals"]:
-            cases_of = ", ".join(f"{count} in {dtype}" for dtype, count in refusal["cases"].items())
-            output.line(f"  {refusal['backend']} (cases: {cases_of}): {refusal['reason']}")
+    columns, lines = _every_error(rows) if output.verbose else _worst_errors(rows)
+    output.table(f"worst relative error on {document['device']}", columns, lines, text=("backend", "dtype", "of"))
+    _print_refusals(document, output)
     _print_failures(document["failures"], output)
     output.line()
+    if not document["thorough"]:
+        output.line(_left_out(document))
     if not rows:
         output.line("FAIL: nothing was checked, every case was refused", style="bold red")
     elif document["ok"]:
         output.line(f"ok: {sum(row['cases_checked'] for row in rows)} checks, every gradient within tolerance")
     else:
         output.line(f"FAIL: {len(document['failures'])} cases out of tolerance or in error", style="bold red")
+
+
+def _print_refusals(document: dict[str, Any], output: Output) -> None:
+    if output.verbose and document["refusals"]:
+        output.heading("not served, and why")
+        for refusal in document["refusals"]:
+            cases_of = ", ".join(f"{count} in {dtype}" for dtype, count in refusal["cases"].items())
+            output.line(f"  {refusal['backend']} (cases: {cases_of}): {refusal['reason']}")
+    elif document["refusals"]:
+        output.heading("not served (-v tells why)")
+        refused = [row for row in document["backends"] if row["cases_refused"]]
+        for backend in dict.fromkeys(row["backend"] for row in refused):
+            mine = [row for row in refused if row["backend"] == backend]
+            whole = [row["dtype"] for row in mine if not row["cases_checked"]]
+            some = [f"{row['cases_refused']} of the cases in {row['dtype']}" for row in mine if row["cases_checked"]]
+            output.line(f"  {backend}: {', '.join((*whole, *some))}")
+
+
+def _left_out(document: dict[str, Any]) -> str:
+    done, left_out = document["cases"], document["cases_left_out"]
+    everything = f"amoeba verify --thorough has {len(cases(thorough=True))} and no limit"
+    if left_out:
+        return f"{done} of {done + left_out} cases within {SECONDS} s, the rest was left out; {everything}"
+    return f"all {done} cases of the short form; {everything}"
+
+
+def _worst_errors(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    lines = []
+    for row in rows:
+        errors = dict(row["worst"])
+        output = max(errors.pop("inference", 0.0), errors.pop("output", 0.0))
+        name = max(errors, key=lambda one: errors[one], default=None)
+        gradient = ["-", ""] if name is None else [f"{errors[name]:.1e}", _spoken(name)]
+        lines.append([*_named(row), f"{output:.1e}", *gradient, *_judged(row)])
+    return ["backend", "dtype", "cases", "output", "gradients", "of", "tolerance", ""], lines
+
+
+def _every_error(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    names = [name for name in _NAMES if any(name in row["worst"] for row in rows)]
+    lines = [
+        [
+            *_named(row),
+            *(f"{row['worst'][name]:.1e}" if name in row["worst"] else "-" for name in names),
+            *_judged(row),
+        ]
+        for row in rows
+    ]
+    return ["backend", "dtype", "cases", *map(_spoken, names), "tolerance", ""], lines
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_bias", " bias").replace("_lora_", " ")
+
+
+def _named(row: dict[str, Any]) -> list[str]:
+    return [row["backend"], row["dtype"], str(row["cases_checked"])]
+
+
+def _judged(row: dict[str, Any]) -> list[str]:
+    limits = ", ".join(dict.fromkeys(f"{limit:.0e}" for limit in row["tolerance"].values()))
+    return [limits, "ok" if row["ok"] else "FAIL"]
 
 
 def _print_failures(failures: Sequence[dict[str, Any]], output: Output) -> None:

@@ -1,7 +1,7 @@
 """Compiles C++ sources on first use with the machine's own compiler for its own instruction set, and keeps the result.
 
     library = with_library("packed", PackedLibrary)   # PackedLibrary(path of csrc/packed.cpp, compiled)
-    path = compiled_library("node")                   # csrc/node.cpp and the units node_*.cpp, compiled at the same time
+    path = compiled_library("node")                   # csrc/node.cpp and its units node_*.cpp, compiled together
 
 Both raise CoreUnavailable with a reason and a remedy. What was compiled lies in the cache folder (library_cache.py),
 named by a hash of sources, headers, flags and CPU and one of the compiler: without a compiler, what another one made of
@@ -37,7 +37,7 @@ from amoeba.cpu import library_cache
 from amoeba.cpu_features import compiler_flag, cpu_flags
 from amoeba.machine import usable_cores
 
-logger = logging.getLogger("amoeba")
+logger = logging.getLogger("amoeba.cpu.build")  # a command shows it always: a minute without a word looks broken
 Loaded = TypeVar("Loaded")
 
 LIBRARIES = ("core", "packed", "node")
@@ -138,8 +138,8 @@ def _folders(troubles: list[str]) -> Iterator[Path]:
     except OSError as error:
         troubles.append(str(error))
     library_cache.warn_once(
-        f"the cache folder cannot be used ({troubles[-1]}): what is compiled lasts until this process ends, and the next "
-        "one compiles again; name another folder in AMOEBA_CACHE"
+        f"the cache folder cannot be used ({troubles[-1]}): what is compiled lasts until this process ends, and the "
+        "next one compiles again; name another folder in AMOEBA_CACHE"
     )
     try:
         yield library_cache.private_folder()

@@ -30,6 +30,7 @@ from amoeba.cpu.pointers import (
     optional_address,
 )
 from amoeba.errors import bad_value
+from amoeba.tracing import constant_when_traced
 
 logger = logging.getLogger("amoeba")
 
@@ -247,7 +248,7 @@ def load_core() -> Core:
     return loaded
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def why_no_core() -> str | None:
     """None where the core runs; it is compiled by the first call."""
     loaded = _load()

@@ -27,6 +27,7 @@ from transformers import activations
 
 from amoeba.config import Activation, ActivationKind
 from amoeba.reference.experts import activate, activate_backward, join_gate_up, split_gate_up
+from amoeba.tracing import constant_when_traced
 
 logger = logging.getLogger("amoeba")
 
@@ -94,7 +95,7 @@ def recognise_by_class(module: Any, has_gate: bool) -> Activation | None:
     return None if found is None else Activation(*found)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _recognise_class(
     module_class: Any, has_gate: bool, act_class: type | None, numbers: tuple[tuple[str, float], ...]
 ) -> tuple | None:

@@ -205,7 +205,7 @@ def _announce(class_name: str, activation: Activation | None) -> None:
     if activation is None:
         logger.info("%s: calling the module's own activation (and norm), which is slower", class_name)
     else:
-        logger.info("%s: %s", class_name, activation)
+        logger.info("%s: activation %s, fused", class_name, activation)
 
 
 def _refuse_fp8(*_: Any, **__: Any) -> Tensor:

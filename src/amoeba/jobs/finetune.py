@@ -10,6 +10,7 @@ checkpoint holds the adapter and the optimizer, not the frozen model.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
 from amoeba.observe.router_watch import RouterWatch
 
 COMMAND = "amoeba finetune"
+logger = logging.getLogger("amoeba")
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,11 @@ def _finetune(
     trainable = sum(parameter.numel() for parameter in trained)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.say(
-        f"model: {model.config.model_type}, {device}, {model.dtype}; experts {placed.placement} ({placed.reason})"
+        f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}; "
+        f"experts {placed.placement} ({placed.reason})"
     )
     for memory in placed.plans:
-        console.say(str(memory))
+        logger.info("%s", memory)
     console.say(
         f"training {trainable / 1e6:.2f}M numbers in factors of rank {settings.r} on {', '.join(settings.targets)}"
         f"{' and the routers' if settings.train_router else ''}; {steps} steps"
@@ -175,8 +178,7 @@ def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneS
         )
     train, held_out = (AnswerRows(documents, tokenizer, most) for documents in (corpus.train, corpus.held_out))
     check_ids(model_config, max(train.largest_id(), held_out.largest_id()))
-    console.say(f"to train on: {train.description}")
-    console.say(f"held out: {held_out.description}")
+    console.say(f"to train on: {train.description}; held out: {held_out.description}")
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return Rows(train, held_out, functools.partial(pad_rows, padding=padding), train.tokens_per_row)
 

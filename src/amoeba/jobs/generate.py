@@ -102,11 +102,13 @@ def generate(
     options: GenerationOptions,
     write: Callable[[str], object],
     adapter: str | Path | None = None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> GenerationReport:
     """Calls write(piece) for every piece of text; a KeyboardInterrupt while generating ends it with a report.
 
     model_folder: as save_pretrained writes it, or the name of a model on the hub.
     adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used.
+    say: is told in one line, before the first token, what computes; the log has the reasons.
     """
     from amoeba.integrations.placement import check_placement, place_experts
 
@@ -134,6 +136,8 @@ def generate(
         backend, reason = _warm_up(model, prompt_ids[0])
     load_seconds = time.perf_counter() - started
     logger.info("backend %s: %s", backend or "of transformers", reason)
+    experts = f"experts {placed.placement}, backend {backend}" if backend else reason
+    say(f"{model.config.model_type} on {device} in {_name(model.dtype)}; {experts}")
 
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     sampling = _sampling(options, model.generation_config)
@@ -165,7 +169,7 @@ def generate(
         generation_tokens_per_second=(count - 1) / (stream.last_at - stream.first_at) if count > 1 else None,
         peak_memory_bytes=peak_memory(device),
         device=str(device),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=_name(model.dtype),
         experts="transformers" if backend is None else "amoeba",
         placement=placed.placement,
         backend=backend,
@@ -296,6 +300,10 @@ def _sampling(options: GenerationOptions, own: Any) -> dict[str, Any]:
         "top_p": _first(options.top_p, own.top_p, 1.0),
         "repetition_penalty": penalty,
     }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _first(*values: Any) -> Any:

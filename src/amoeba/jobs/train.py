@@ -109,7 +109,8 @@ def _train(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parameters = sum(p.numel() for p in model.parameters())
     console.say(
-        f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; {device}, {dtype}, experts by amoeba"
+        f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "
+        f"{str(dtype).removeprefix('torch.')}, experts by amoeba"
     )
     if not RouterWatch.finds_experts(model):
         raise bad_value(

@@ -58,6 +58,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "finished": run.finished,
         "last_step": run.last_step,
+        "last_line_steps": _steps_of_last_line(run.train),
         "last_written": _moment(run.last_written),
         "notes": [*_notes(run), *_thinned("train", run.train, train), *_thinned("router", run.router, router)],
         "config": run.config,
@@ -72,6 +73,12 @@ def page_data(run: Run) -> dict[str, Any]:
 
 def _spoken(record: Record) -> Record:
     return {name: "not finite" if value is None and name in _NEVER_NULL else value for name, value in record.items()}
+
+
+def _steps_of_last_line(train: Sequence[Record]) -> int:
+    """A line is about the steps since the one before it."""
+    steps = [0, *(record["step"] for record in train)]
+    return steps[-1] - steps[-2] if train else 0
 
 
 def _notes(run: Run) -> list[str]:

@@ -1,0 +1,145 @@
+"""What an import costs: `import amoeba` and the help of a command load no torch, and nothing loads its compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from typer.main import get_command
+
+import amoeba
+from amoeba.cli import app
+from amoeba.tracing import constant_when_traced
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+
+def run_python(script: str, *words: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+HELPS = """
+    import contextlib, io, json, sys
+    from amoeba.cli import main
+
+    for words in json.loads(sys.argv[1]):
+        sys.argv = ["amoeba", *words]
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            try:
+                main()
+            except SystemExit as left:
+                assert not left.code, left.code
+        assert "amoeba" in said.getvalue()
+        heavy = {"torch", "transformers", "numpy"} & sys.modules.keys()
+        assert not heavy, (words, heavy)
+"""
+
+
+def test_version_and_every_help_come_without_torch():
+    commands = get_command(app).commands
+    assert {"train", "finetune", "generate", "merge", "report", "verify", "bench", "doctor"} <= set(commands)
+    run_python(HELPS, json.dumps([["--version"], ["--help"], *([name, "--help"] for name in commands)]))
+
+
+def test_torch_is_loaded_with_the_first_name_that_needs_it_and_its_compiler_never():
+    run_python("""
+        import sys
+        import amoeba
+        assert "torch" not in sys.modules
+        assert amoeba.experts and amoeba.MoE and amoeba.lora and amoeba.pack_experts
+        import amoeba.backends.registry, amoeba.cpu.core, amoeba.conformance
+        assert "torch" in sys.modules
+        assert "torch._dynamo" not in sys.modules, "as slow to import as torch itself"
+    """)
+
+
+def test_experts_is_the_function_whichever_way_its_module_was_imported():
+    run_python("""
+        import amoeba.experts as through_the_package
+        from amoeba.experts import experts
+        import amoeba
+        assert amoeba.experts is through_the_package is experts
+        assert callable(experts)
+    """)
+
+
+def test_public_names_are_listed_and_there():
+    for name in (*amoeba.__all__, "place_experts"):
+        assert getattr(amoeba, name) is not None
+        assert name in dir(amoeba)
+    from amoeba.cpu.packed_experts import pack_experts
+    from amoeba.integrations.placement import place_experts
+    from amoeba.weights import LoraFactors
+
+    assert (amoeba.pack_experts, amoeba.place_experts, amoeba.LoraFactors) == (pack_experts, place_experts, LoraFactors)
+    assert amoeba.lora.attach
+    with pytest.raises(AttributeError, match="no attribute 'expert'"):
+        _ = amoeba.expert
+
+
+def test_the_mark_of_a_constant_is_the_one_that_torch_sets():
+    def marked(mark):
+        @mark
+        def function() -> int:
+            return 1
+
+        return vars(function)
+
+    assert marked(constant_when_traced) == marked(torch.compiler.assume_constant_result)
+
+
+WAITING = """
+    import os, sys
+    os.environ.pop("OMP_WAIT_POLICY", None)
+    os.environ |= dict(word.split("=") for word in sys.argv[2:])
+    from amoeba.commands import exits
+    from amoeba.cli import main
+
+    class Seen(BaseException):
+        pass
+
+    class Watch:
+        def find_spec(self, name, path=None, target=None):
+            if name == "torch":
+                raise Seen
+
+    sys.meta_path.insert(0, Watch())
+    sys.argv = ["amoeba", *sys.argv[1].split()]
+    try:
+        main()
+    except Seen:
+        print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "expected"),
+    [
+        ("verify", (), "passive"),
+        ("train", (), "passive"),
+        ("finetune model --data x", (), "passive"),
+        ("merge a --adapter b --out c", (), "passive"),
+        ("verify", ("OMP_WAIT_POLICY=active",), "active"),
+        ("bench", (), "None"),
+        ("-v bench", (), "None"),
+        ("doctor", (), "None"),
+    ],
+)
+def test_threads_wait_passively_before_torch_is_loaded_but_for_bench_and_doctor(words, given, expected):
+    assert run_python(WAITING, words, *given).split() == [expected]
