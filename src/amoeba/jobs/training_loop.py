@@ -98,9 +98,11 @@ class WatchedTrainer(Trainer):
                 inputs["attention_mask"].sum() if "attention_mask" in inputs else torch.tensor(ids.numel())
             )
             log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
-            if log.settings.balance == "aux" and balance is not None:
+            if log.settings.balance == "aux":
+                balance = log.watch.must_have(balance)
                 loss = loss + log.settings.aux_loss_coefficient / log.settings.accumulation * balance
-            if log.settings.z_loss_coefficient and z_loss is not None:
+            if log.settings.z_loss_coefficient:
+                z_loss = log.watch.must_have(z_loss)
                 loss = loss + log.settings.z_loss_coefficient / log.settings.accumulation * z_loss
         else:
             predicted = int((inputs["labels"][:, 1:] != NO_LABEL).sum())
@@ -240,6 +242,7 @@ def make_trainer(
     )
     trainer.kept, trainer.command = kept, command
     trainer.run_log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row)
+    trainer.run_log.watch.check(settings.balance, settings.z_loss_coefficient)
     trainer.add_callback(trainer.run_log)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amoeba.errors import bad_value
 from amoeba.lora.targets import ROUTER_NAMES
 from amoeba.routing import Routing, RoutingStatistics, load_balance_loss, z_loss
 
@@ -33,19 +34,15 @@ class RouterWatch:
         self._routed: list[tuple[Tensor, Tensor, Tensor]] = []  # logits, experts, weights
         self._z_logits: list[Tensor] = []
         self._handles: list[Any] = []
+        self._routers = 0
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         for name, module in model.named_modules():
             if _is_experts(module):
                 self._watch(name, module, parents.get(module))
 
-    @staticmethod
-    def finds_experts(model: nn.Module) -> bool:
-        return any(_is_experts(module) for module in model.modules())
-
     def _watch(self, name: str, experts: Any, parent: nn.Module | None) -> None:
         layer, count = len(self.names), int(experts.num_experts)
-        beside = [getattr(parent, child, None) for child in ROUTER_NAMES]
-        routers = [router for router in beside if isinstance(router, nn.Module)]
+        routers = _routers_in(parent)
         # experts that were placed elsewhere leave a shape behind; their router is where x is
         device = next((p.device for router in routers for p in router.parameters()), experts.down_proj.device)
         self.names.append(name)
@@ -77,9 +74,36 @@ class RouterWatch:
 
         self._handles.append(experts.register_forward_pre_hook(record, with_kwargs=True))
         self.selection_biases.append(None)
+        self._routers += len(routers)
         for router in routers:
             self._handles.append(router.register_forward_hook(keep_logits))
             self.selection_biases[layer] = getattr(router, "e_score_correction_bias", None)
+
+    def check(self, balance: str, z_loss_coefficient: float) -> None:
+        """ValueError where a router has nothing that would be balanced so."""
+        if balance == "bias" and all(bias is None for bias in self.selection_biases):
+            raise bad_value(
+                "balance",
+                "aux or none, since the routers of this model have no selection bias (e_score_correction_bias)",
+                "'bias'",
+                "use --balance aux, or an architecture that has one, such as deepseek_v3 or glm4_moe",
+            )
+        if (balance == "aux" or z_loss_coefficient) and not self._routers:
+            raise self._no_logits()
+
+    def must_have(self, loss: Tensor | None) -> Tensor:
+        """A loss that was asked for; ValueError where no router gave the logits that it is made of."""
+        if loss is None:
+            raise self._no_logits()
+        return loss
+
+    def _no_logits(self) -> ValueError:
+        return bad_value(
+            "balance",
+            f"routers beside the experts ({' or '.join(ROUTER_NAMES)}) with logits, one for each expert, to train",
+            f"none at {', '.join(self.names[:2])}{' and others' if len(self.names) > 2 else ''}",
+            "use balance none and a z-loss coefficient of 0, train the routers, or take another architecture",
+        )
 
     def take_balance_loss(self) -> Tensor | None:
         """The Switch loss of the last pass, averaged over the layers; None where no router was seen.
@@ -133,5 +157,10 @@ def _in_backward() -> bool:
 
 
 def _is_experts(module: Any) -> bool:
-    weight = getattr(module, "down_proj", None)
-    return hasattr(module, "num_experts") and isinstance(weight, Tensor) and weight.dim() == 3
+    """Those that transformers hands over: they are called with the experts and weights that the router chose."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "num_experts")
+
+
+def _routers_in(block: nn.Module | None) -> list[nn.Module]:
+    beside = [getattr(block, child, None) for child in ROUTER_NAMES]
+    return [router for router in beside if isinstance(router, nn.Module)]
