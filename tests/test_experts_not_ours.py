@@ -18,7 +18,7 @@ from amoeba.jobs.run_folder import Console
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.tokenizer import load_or_train_tokenizer
 from amoeba.jobs.train import train
-from amoeba.observe.router_watch import RouterWatch
+from amoeba.observe.router_watch import RouterWatch, check_balance
 from tiny_models import build, experts_classes, experts_of, modeling_module, tiny_config, token_ids
 
 _TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -160,6 +160,7 @@ def test_amoeba_train_refuses_llama4_and_names_its_experts(tmp_path):
 def test_amoeba_train_refuses_a_bias_balance_where_no_router_has_a_bias(tmp_path):
     with pytest.raises(ValueError, match=r"balance: expected aux or none.*no selection bias.*Use --balance aux"):
         train(settings(tmp_path, "mixtral", balance="bias"), Quiet())
+    assert not (tmp_path / "run" / "config.json").exists()  # so that the folder is free for the next try
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -174,9 +175,9 @@ def test_a_balance_loss_that_no_router_answers_to_is_refused():
 
 
 def test_a_bias_balance_is_taken_where_routers_have_one():
-    watch = RouterWatch(build("deepseek_v3"))
-    watch.check("bias", 0.0)
-    watch.check("aux", 0.001)
+    model = build("deepseek_v3")
+    check_balance(model, "bias", 0.0)
+    check_balance(model, "aux", 0.001)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -29,6 +29,7 @@ from amoeba.jobs.model_folder import ADAPTER_FOLDER, check_model, load_model, lo
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
+from amoeba.observe.router_watch import check_balance
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
         f"training {trainable / 1e6:.2f}M numbers in factors of rank {settings.r} on {', '.join(settings.targets)}"
         f"{' and the routers' if settings.train_router else ''}; {steps} steps"
     )
+    check_balance(model, settings.balance, settings.z_loss_coefficient)
     describe_run(folder, settings.as_dict(), model.config.to_dict())
 
     trainer = make_trainer(

@@ -23,6 +23,7 @@ from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.tokenizer import load_or_train_tokenizer
+from amoeba.observe.router_watch import check_balance
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
     console.say(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; {device}, {dtype}, experts by {covered}"
     )
+    check_balance(model, settings.balance, settings.z_loss_coefficient)
     describe_run(folder, settings.as_dict(), model.config.to_dict())
     rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length)
     trainer = make_trainer(

@@ -242,7 +242,6 @@ def make_trainer(
     )
     trainer.kept, trainer.command = kept, command
     trainer.run_log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row)
-    trainer.run_log.watch.check(settings.balance, settings.z_loss_coefficient)
     trainer.add_callback(trainer.run_log)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -34,7 +34,6 @@ class RouterWatch:
         self._routed: list[tuple[Tensor, Tensor, Tensor]] = []  # logits, experts, weights
         self._z_logits: list[Tensor] = []
         self._handles: list[Any] = []
-        self._routers = 0
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         for name, module in model.named_modules():
             if _is_experts(module):
@@ -74,31 +73,19 @@ class RouterWatch:
 
         self._handles.append(experts.register_forward_pre_hook(record, with_kwargs=True))
         self.selection_biases.append(None)
-        self._routers += len(routers)
         for router in routers:
             self._handles.append(router.register_forward_hook(keep_logits))
             self.selection_biases[layer] = getattr(router, "e_score_correction_bias", None)
 
-    def check(self, balance: str, z_loss_coefficient: float) -> None:
-        """ValueError where a router has nothing that would be balanced so."""
-        if balance == "bias" and all(bias is None for bias in self.selection_biases):
-            raise bad_value(
-                "balance",
-                "aux or none, since the routers of this model have no selection bias (e_score_correction_bias)",
-                "'bias'",
-                "use --balance aux, or an architecture that has one, such as deepseek_v3 or glm4_moe",
-            )
-        if (balance == "aux" or z_loss_coefficient) and not self._routers:
-            raise self._no_logits()
+    @property
+    def has_routers(self) -> bool:
+        return len(self._handles) > len(self.names)  # one of each layer's experts, and those of the routers
 
     def must_have(self, loss: Tensor | None) -> Tensor:
         """A loss that was asked for; ValueError where no router gave the logits that it is made of."""
-        if loss is None:
-            raise self._no_logits()
-        return loss
-
-    def _no_logits(self) -> ValueError:
-        return bad_value(
+        if loss is not None:
+            return loss
+        raise bad_value(
             "balance",
             f"routers beside the experts ({' or '.join(ROUTER_NAMES)}) with logits, one for each expert, to train",
             f"none at {', '.join(self.names[:2])}{' and others' if len(self.names) > 2 else ''}",
@@ -149,6 +136,21 @@ class RouterWatch:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def check_balance(model: nn.Module, balance: str, z_loss_coefficient: float) -> None:
+    """ValueError where nothing in the model would be balanced so. What a router returns is seen when it is called."""
+    watch = RouterWatch(model)
+    watch.close()
+    if balance == "bias" and all(bias is None for bias in watch.selection_biases):
+        raise bad_value(
+            "balance",
+            "aux or none, since the routers of this model have no selection bias (e_score_correction_bias)",
+            "'bias'",
+            "use --balance aux, or an architecture that has one, such as deepseek_v3 or glm4_moe",
+        )
+    if (balance == "aux" or z_loss_coefficient) and not watch.has_routers:
+        watch.must_have(None)
 
 
 def _in_backward() -> bool:
