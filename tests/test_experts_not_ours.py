@@ -14,6 +14,7 @@ from amoeba import lora
 from amoeba.integrations.coverage import coverage
 from amoeba.integrations.placement import place_experts
 from amoeba.jobs.data import load_corpus
+from amoeba.jobs.generate import _warm_up
 from amoeba.jobs.run_folder import Console
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.tokenizer import load_or_train_tokenizer
@@ -144,6 +145,13 @@ def settings(folder, model, **changes):
     text.write_text("the cat sat on the mat and looked at the dog. " * 60)
     small = {"steps": 2, "batch_size": 2, "sequence_length": 16, "vocab_size": 300, "save_every": 100}
     return TrainSettings(model=model, data=str(text), out=str(folder / "run"), **{**small, **changes})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_amoeba_generate_says_who_computes_the_experts_of_llama4():
+    backend, reason = _warm_up(model_of("llama4", experts_implementation="amoeba").eval(), 3)
+    assert backend is None
+    assert reason.startswith("Llama4ForCausalLM has its experts computed by Llama4TextExperts of transformers")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -57,8 +57,9 @@ def check_coverage(model: Any, argument: str, remedy: str) -> Coverage:
     found = coverage(model)
     if found.ours:
         return found
-    got = f"whose experts are computed by {found}" if found.others else "which has no experts"
-    expected = "a mixture-of-experts model of transformers whose experts go through its experts interface"
+    got, expected = "which has no experts", "a mixture-of-experts model of transformers"
+    if found.others:
+        got, expected = f"whose experts are computed by {found}", expected + " that hands its experts over"
     raise bad_value(argument, expected, f"{model.config.model_type}, {got}", remedy)
 
 
