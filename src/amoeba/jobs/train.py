@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from amoeba.errors import bad_value
 from amoeba.jobs.data import load_corpus
 from amoeba.jobs.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.jobs.model_limits import check_ids, check_sequence_length
@@ -27,7 +26,7 @@ from amoeba.jobs.resume import began_with, check_data, check_model_config, finis
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.tokenizer import load_or_train_tokenizer
-from amoeba.observe.router_watch import RouterWatch
+from amoeba.observe.router_watch import check_balance
 from amoeba.shell import shell_words
 
 COMMAND = "amoeba train"
@@ -71,6 +70,7 @@ def _train(
     from transformers.utils import logging as transformers_logging
 
     import amoeba
+    from amoeba.integrations.coverage import check_coverage
     from amoeba.jobs.training_loop import Rows, WholeModel, make_trainer, run_to_end
 
     amoeba.register()
@@ -108,17 +108,12 @@ def _train(
     dtype = _compute_dtype(settings.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parameters = sum(p.numel() for p in model.parameters())
+    covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
     console.say(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "
-        f"{str(dtype).removeprefix('torch.')}, experts by amoeba"
+        f"{str(dtype).removeprefix('torch.')}, experts by {covered}"
     )
-    if not RouterWatch.finds_experts(model):
-        raise bad_value(
-            "--model",
-            "a mixture-of-experts architecture of transformers",
-            f"{model.config.model_type}, which has no experts",
-            f"choose another, or a preset: {', '.join(PRESETS)}",
-        )
+    check_balance(model, settings.balance, settings.z_loss_coefficient)
     if earlier:
         check_model_config(earlier, model.config)
     describe_run(folder, settings.as_dict(), model.config.to_dict(), earlier.began_with if earlier else content)
