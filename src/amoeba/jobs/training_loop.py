@@ -146,8 +146,8 @@ class WatchedTrainer(Trainer):
             shutil.rmtree(old)
 
     def _check_finite(self) -> None:
-        """Before a checkpoint pushes an older one out. Its own step may have led astray without a NaN yet: then the next
-        one is refused, and the one before it is still there, since two are kept."""
+        """Before a checkpoint pushes an older one out. Its own step may have gone astray without a NaN yet: then the
+        next one is refused, and the one before it is still there, since two are kept."""
         self.run_log.check_finite(self.state.global_step)
         trained = [parameter.detach() for parameter in self.run_log.trained_parameters]
         # the largest number is a NaN or an infinity if any is
