@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,16 @@ def test_the_same_seed_gives_the_same_losses(
 ) -> None:
     train(settings(tmp_path / "again", corpus_file), Quiet())
     assert step_losses(tmp_path / "again") == step_losses(finished[0])
+
+
+def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
+    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(finished[0], tmp_path / "copy")
+    monkeypatch.setattr("amoeba.jobs.tokenizer.train_tokenizer", lambda *_: pytest.fail("trained once more"))
+    report = train(settings(folder, corpus_file), Quiet(), resume=True, start_from="checkpoint-8")
+    assert report.final_loss == finished[1].final_loss
+    assert step_losses(folder)[-4:] == step_losses(finished[0])[-4:]
 
 
 def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str) -> None:

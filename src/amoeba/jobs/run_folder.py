@@ -15,7 +15,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,9 +94,10 @@ def _locked(folder: Path, option: str, say: Callable[[str], None]) -> Iterator[N
             ) from None
         except OSError as error:
             say(f"{folder} cannot be locked ({error.strerror}): see to it that no other run writes to it")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} of {socket.gethostname()}")
-        file.flush()
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {socket.gethostname()}")
+            file.flush()
         yield
 
 

@@ -151,9 +151,11 @@ class WatchedTrainer(Trainer):
             shutil.rmtree(old)
 
     def _check_finite(self) -> None:
-        """Before what is kept is replaced. The largest number shows a NaN or an infinity among them all."""
+        """Before a checkpoint pushes an older one out. Its own step may have gone astray without a NaN yet: then the
+        next one is refused, and the one before it is still there, since two are kept."""
         self.run_log.check_finite(self.state.global_step)
         trained = [parameter.detach() for parameter in self.run_log.trained_parameters]
+        # the largest number is a NaN or an infinity if any is
         largest = float(torch.nn.utils.get_total_norm(trained, math.inf))
         if not math.isfinite(largest):
             raise NotFinite(f"a parameter is {largest} after step {self.state.global_step}")
@@ -181,8 +183,8 @@ class WatchedTrainer(Trainer):
         remedy = f"lower --learning-rate (it is {self.args.learning_rate:g}) in a run with another --out"
         if self.state.global_step == 0:
             remedy = "look at the model and its dtype: nothing has been trained yet"
-        elif whole and self.command == "amoeba train":
-            remedy += f"; it may begin with {shell_words('--model', whole[-1])}"
+        elif whole and self.command == "amoeba train":  # the older: the last may be of the very step that went astray
+            remedy += f"; it may begin with {shell_words('--model', whole[0])}"
         expected = f"finite numbers (stopped at step {self.state.global_step}; "
         expected += f"kept from before: {kept})" if whole else "there was no checkpoint yet)"
         return bad_value("training", expected, str(error), remedy)
