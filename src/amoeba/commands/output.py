@@ -20,7 +20,7 @@ class Output:
     """Plain lines."""
 
     progress_console: Any = None  # rich's, where somebody watches the progress
-    verbose = False
+    verbose = False  # -v: reasons beside decisions
 
     @property
     def on_terminal(self) -> bool:
@@ -65,11 +65,6 @@ class Output:
 
     def progress(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-
-    def detail(self, text: str) -> None:
-        """What only -v shows."""
-        if self.verbose:
-            self.progress(text)
 
     def warning(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -57,7 +57,8 @@ class RichOutput(Output):
 
     def progress(self, text: str) -> None:
         if self._status is not None:
-            self._status.update(Text(text))
+            room = self.progress_console.width - 3  # beside the spinner, on one line
+            self._status.update(Text(text if len(text) <= room else f"{text[: room - 1]}…"))
         else:
             self.progress_console.print(text, soft_wrap=True)
 
