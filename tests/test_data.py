@@ -118,6 +118,32 @@ def test_the_split_does_not_depend_on_the_order_of_the_documents():
     assert set(data._split(many, 0.1, 0, "")[1]) == set(data._split(many[::-1], 0.1, 0, "")[1])
 
 
+def test_one_long_row_among_a_thousand_short_ones_leaves_rows_to_train_on(tmp_path):
+    rows = [{"text": "long " * 20_000}, *({"text": f"short {number}"} for number in range(1000))]
+    corpus = load_corpus(str(written(tmp_path, "a.jsonl", lines(*rows))))
+    assert 40 <= len(corpus.held_out) <= 51
+    assert len(corpus.train) + len(corpus.held_out) == 1001
+    assert f"{len(corpus.train)} documents to train on" in corpus.description
+    assert f"{len(corpus.held_out)} held out" in corpus.description
+    assert "% of them and not 5.0%: the documents are of very different lengths" in corpus.description
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 7, 60, 5000]), st.integers(1, 3)), min_size=20, max_size=60),
+    st.sampled_from([0.05, 0.1, 0.3]),
+    st.integers(0, 9),
+)
+def test_neither_most_documents_nor_most_characters_are_held_out(shapes, held_out, seed):
+    """Whatever their lengths and however many copies: at most the share, or one content where none fits."""
+    both = [Text(f"{number} " + "x" * length) for number, (length, copies) in enumerate(shapes)
+            for _ in range(copies)]  # fmt: skip
+    train, held = data._split(both, held_out, seed, "texts")
+    if len(set(held)) > 1:
+        assert len(held) <= held_out * len(both) + 1
+        assert characters(held) <= held_out * characters(both)
+    assert not set(train) & set(held)
+
+
 def test_about_the_asked_share_of_characters_is_held_out(tmp_path):
     path = written(tmp_path, "page.txt", PAGE)
     for share in (0.05, 0.3, 0.9):

@@ -376,6 +376,21 @@ def test_missing_things_are_named(base: Path, data: str, tmp_path: Path) -> None
     assert "--resume: expected the folder of an earlier run" in refused("--resume", str(tmp_path))
 
 
+def test_rows_longer_than_the_models_positions_are_cut_there_and_it_is_said(
+    base: Path, data: str, tmp_path: Path
+) -> None:
+    from hostile_folders import change_json
+
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "short")
+    base_model(base).save_pretrained(tmp_path / "short")
+    change_json(tmp_path / "short" / "config.json", max_position_embeddings=40)
+    console = Quiet()
+    finetune(settings(tmp_path / "run", tmp_path / "short", data, steps=1), console)
+    said = "\n".join(console.said)
+    assert "rows have 40 tokens at most and not 1024" in said
+    assert "are cut at 40 tokens" in said
+
+
 def test_a_model_without_experts_is_refused(base: Path, data: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -364,7 +364,7 @@ def test_a_hub_name_goes_to_transformers_as_it_is(monkeypatch):
     def not_there(name, **_):
         raise OSError(f"asked for {name}\nand more")
 
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", not_there)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", not_there)
     line = refusal("somebody/some-Model.1b", "Once")
     assert "'somebody/some-Model.1b' (no folder here): asked for somebody/some-Model.1b. " in line
 

@@ -246,6 +246,13 @@ def test_hostile_input_ends_in_one_sentence(name, place, amoeba, monkeypatch):
     assert not (place.folder / "again").exists()
 
 
+def test_a_prompt_on_stdin_that_is_no_utf8_is_a_sentence(place, amoeba, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    ended = amoeba("generate", place.model, "-")
+    assert ended.code == exits.BAD_USAGE
+    assert "stdin: expected text in UTF-8; got the byte 0xe9 at offset 3" in ended.sentence
+
+
 # --- Python code in a folder
 
 

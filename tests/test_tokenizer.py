@@ -9,9 +9,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
+from tokenizers import Tokenizer, models, normalizers
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
 from amoeba.jobs.data import Corpus
 from amoeba.jobs.documents import Conversation, Message, Text, render
-from amoeba.jobs.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, load_or_train_tokenizer, train_tokenizer
+from amoeba.jobs.tokenizer import (
+    END_OF_TEXT,
+    SMALLEST_VOCABULARY,
+    check_understands,
+    load_or_train_tokenizer,
+    train_tokenizer,
+)
 
 TEXTS = [
     f"line {number}: the quick brown fox {number * number}\n    naïve café, 漢字 {number % 7}" for number in range(199)
@@ -92,6 +101,50 @@ def test_a_checkpoint_without_end_of_text_is_explained(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"end-of-text token.*; got one without eos_token\. Set eos_token"):
         load_or_train_tokenizer(str(tmp_path), CORPUS, 400)
+
+
+@pytest.mark.parametrize(("model_type", "vocabulary", "asked", "size"), [
+    ("qwen3_moe", 380, 380, 380), ("olmoe", 380, 4096, 380), ("mixtral", 2000, 400, 400),
+])  # fmt: skip
+def test_a_folder_with_a_config_alone_gets_a_tokenizer_trained_on_the_data(
+    model_type, vocabulary, asked, size, tmp_path
+):
+    """transformers makes an empty one for qwen3_moe and olmoe, which turns 354 kB into 3 rows."""
+    AutoConfig.for_model(model_type, vocab_size=vocabulary).save_pretrained(tmp_path)
+    found = load_or_train_tokenizer(str(tmp_path), CORPUS, asked)
+    assert len(found) == size
+    assert found.decode(found(TEXTS[7])["input_ids"]) == TEXTS[7]
+    assert max(found.get_vocab().values()) < vocabulary
+
+
+def test_a_vocabulary_without_room_for_a_tokenizer_names_the_config(tmp_path):
+    AutoConfig.for_model("qwen3_moe", vocab_size=200).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"vocab_size: expected at least 257 .* got 200\. Raise it in config.json"):
+        load_or_train_tokenizer(str(tmp_path), CORPUS, 400)
+
+
+def empty_tokenizer():
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="<end>")
+
+
+def latin_tokenizer():
+    letters = {letter: number for number, letter in enumerate(["<unk>", *"abcdefghijklmnopqrstuvwxyz "])}
+    tokenizer = Tokenizer(models.BPE(letters, [], unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(("make", "text"), [(empty_tokenizer, "plain words"), (latin_tokenizer, "細胞 γράμματα буквы")])
+def test_a_tokenizer_that_loses_most_of_the_text_is_refused(make, text, tmp_path):
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer: expected one that understands the text; got .* 100% are lost"):
+        load_or_train_tokenizer(str(tmp_path), Corpus([Text(text)] * 9, [], ""), 400)
+
+
+def test_a_tokenizer_that_changes_case_and_spaces_is_not_refused():
+    check_understands(latin_tokenizer(), [Text("plain words é")])
+    tokenizer = latin_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    check_understands(tokenizer, [Text("PLAIN  WORDS\n\n")])
 
 
 def test_messages_are_rendered_by_the_chat_template():

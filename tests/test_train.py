@@ -208,6 +208,33 @@ def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str)
     assert report.final_loss < report.start_loss
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe"])
+def test_a_folder_with_a_config_alone_is_trained_with_a_tokenizer_of_the_data(
+    model_type: str, tmp_path: Path, corpus_file: str
+) -> None:
+    """An empty tokenizer gave 3 rows and a loss that stayed at ln V, with exit code 0."""
+    from transformers import AutoTokenizer
+
+    from amoeba.jobs.presets import find_preset
+
+    preset = {"qwen3_moe": "demo", "olmoe": "olmoe"}[model_type]
+    find_preset(preset).build(vocab_size=600, sequence_length=64).save_pretrained(tmp_path / "model")
+    console = Quiet()
+    told = {name: value for name, value in TINY.items() if name != "vocab_size"}
+    told |= {"model": str(tmp_path / "model"), "data": corpus_file, "out": str(tmp_path / "run"), "steps": 4}
+    given = load_settings(None, told)
+    assert given.vocab_size == 600
+    report = train(given, console)
+    assert report.final_loss < report.start_loss
+    assert "a tokenizer of 600 tokens" in " ".join(console.said)
+    config = json.loads((Path(report.model) / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(report.model)
+    assert len(tokenizer) == config["vocab_size"] == 600
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert config[name] == getattr(tokenizer, name) == 0
+    assert tokenizer.decode(tokenizer("a , b\n")["input_ids"]) == "a , b\n"
+
+
 def test_a_folder_with_a_run_is_not_overwritten(finished: tuple[Path, Any, Quiet], corpus_file: str) -> None:
     with pytest.raises(ValueError, match=r"holds no run yet.*--resume"):
         train(settings(finished[0], corpus_file), Quiet())
