@@ -44,11 +44,12 @@ LIBRARIES = ("core", "packed", "node")
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
+# Without the checks of every pointer that AddressSanitizer makes anyway, which take the compiler minutes.
 _SANITIZERS = (
     "-O1",
-    "-g1",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
+    "-fno-sanitize=null,pointer-overflow,object-size,vptr",
     "-fno-sanitize-recover=undefined",
 )
 _OPENMP = "-fopenmp"
