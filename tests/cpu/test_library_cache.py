@@ -317,9 +317,7 @@ def test_a_cache_that_can_only_be_read_serves_what_it_has(
     assert compiled(sources) == library and not caplog.records
 
 
-def test_without_any_folder_the_reason_is_given(
-    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_any_folder_the_reason_is_given(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(**_: object) -> str:
         raise FileNotFoundError(errno.ENOENT, "no usable temporary directory")
 
@@ -332,9 +330,7 @@ def test_without_any_folder_the_reason_is_given(
 # ------------------------------------------------------------------------------------------------------- compilers
 
 
-def test_a_warm_cache_serves_without_a_compiler(
-    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_cache_serves_without_a_compiler(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = compiled(sources)
     without_compiler(monkeypatch)
     assert compiled(sources) == library

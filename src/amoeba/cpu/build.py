@@ -1,7 +1,7 @@
 """Compiles C++ sources on first use with the machine's own compiler for its own instruction set, and keeps the result.
 
     library = with_library("packed", PackedLibrary)   # PackedLibrary(path of csrc/packed.cpp, compiled)
-    path = compiled_library("node")                   # csrc/node.cpp and the units node_*.cpp, compiled at the same time
+    path = compiled_library("node")                   # csrc/node.cpp and node_*.cpp, compiled at the same time
 
 Both raise CoreUnavailable with a reason and a remedy. What was compiled lies in the cache folder (library_cache.py),
 named by a hash of sources, headers, flags and CPU and one of the compiler: without a compiler, what another one made of
@@ -118,7 +118,9 @@ def compiled_library(name: str, architecture: str | None = None, sources: Path =
             return _found_or_compiled(folder, recipe)
         except OSError as error:
             troubles.append(str(error))
-    raise CoreUnavailable(f"there is no folder for compiled libraries ({'; '.join(troubles)}); name one in AMOEBA_CACHE")
+    raise CoreUnavailable(
+        f"there is no folder for compiled libraries ({'; '.join(troubles)}); name one in AMOEBA_CACHE"
+    )
 
 
 def _folders(troubles: list[str]) -> Iterator[Path]:
@@ -128,8 +130,8 @@ def _folders(troubles: list[str]) -> Iterator[Path]:
     except OSError as error:
         troubles.append(str(error))
     library_cache.warn_once(
-        f"the cache folder cannot be used ({troubles[-1]}): what is compiled lasts until this process ends, and the next "
-        "one compiles again; name another folder in AMOEBA_CACHE"
+        f"the cache folder cannot be used ({troubles[-1]}): what is compiled lasts until this process ends, and the "
+        "next one compiles again; name another folder in AMOEBA_CACHE"
     )
     try:
         yield library_cache.private_folder()
