@@ -52,9 +52,8 @@ def main() -> int:
         print(f"as a CPU with {name} at best (AMOEBA_CPU_FEATURES={name})", flush=True)
         tests = [str(folder / test) for test in TESTS]
         command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal", "-k", NOT_AGAIN, *tests]
-        if subprocess.run(
-            command, env=os.environ | environment | {"AMOEBA_CPU_FEATURES": name}, check=False
-        ).returncode:
+        hidden = os.environ | environment | {"AMOEBA_CPU_FEATURES": name}
+        if subprocess.run(command, env=hidden, check=False).returncode:
             failed.append(name)
     if failed:
         print(f"tests fail as a CPU with {' and '.join(failed)} at best")

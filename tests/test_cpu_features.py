@@ -17,32 +17,11 @@ from amoeba.cli import app
 from amoeba.cpu import build
 from amoeba.cpu.packed import Path, load_packed
 
-XEON = frozenset(
-    [
-        "sse2",
-        "abm",
-        "avx",
-        "avx2",
-        "bmi1",
-        "bmi2",
-        "f16c",
-        "fma",
-        "movbe",
-        "avx512f",
-        "avx512bw",
-        "avx512cd",
-        "avx512dq",
-        "avx512vl",
-        "avx512_vnni",
-        "avx512_bf16",
-        "avx512_fp16",
-        "amx_tile",
-        "amx_bf16",
-        "amx_int8",
-    ]
-)
-XEON_WITHOUT_BF16 = XEON - {"avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"}
-GRAVITON = frozenset(["asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "svebf16"])
+_AVX2 = {"sse2", "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+XEON_WITHOUT_BF16 = frozenset(_AVX2 | _AVX512)
+XEON = XEON_WITHOUT_BF16 | {"avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"}
+GRAVITON = frozenset({"asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "svebf16"})
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 Stand = Callable[[str, frozenset[str], str | None], None]
@@ -75,14 +54,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     ("architecture", "flags", "level", "has", "has_not", "compiler_flag"),
     [
         ("x86_64", XEON, None, "amx_bf16 avx512_bf16", "", "-march=native"),
-        (
-            "x86_64",
-            XEON,
-            "avx512_bf16",
-            "avx512_bf16 avx512_vnni",
-            "amx_bf16 amx_tile avx512_fp16",
-            "-march=cooperlake",
-        ),
+        ("x86_64", XEON, "avx512_bf16", "avx512_bf16 avx512_vnni", "amx_bf16 avx512_fp16", "-march=cooperlake"),
         ("x86_64", XEON, "avx512", "avx512f avx512_vnni", "avx512_bf16 amx_bf16", "-march=cascadelake"),
         ("x86_64", XEON, "avx2", "avx2 fma", "avx512f avx512_vnni avx512_bf16 amx_bf16", "-march=haswell"),
         ("x86_64", XEON, "generic", "sse2", "avx2 avx512f amx_bf16", "-march=x86-64"),

@@ -38,10 +38,10 @@ class Level(NamedTuple):
 # Oldest first.
 _X86 = (
     Level("generic", frozenset({"sse2"}), "-march=x86-64"),
-    Level("avx2", frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"]), "-march=haswell"),
+    Level("avx2", frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}), "-march=haswell"),
     Level(
         "avx512",
-        frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"]),
+        frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}),
         "-march=cascadelake",
     ),
     Level("avx512_bf16", frozenset({"avx512_bf16"}), "-march=cooperlake"),

@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_kind() -> str:
-    """Letters, digits and dashes: the GPU where there is one, else the CPU and its cores; as what it stands for."""
+    """Letters, digits and dashes: the GPU where there is one, otherwise the CPU and its cores; what it stands for."""
     found, override = gpus(), features_override()
     name = found[0]["name"] if found else f"{_NOT_IN_A_NAME.sub('', cpu_model())} {usable_cores()} cores"
     name += "" if override is None else f" as {override.name}"

@@ -1,7 +1,7 @@
 """Compiles C++ sources on first use with the machine's own compiler for its own instruction set, and keeps the result.
 
     library = with_library("packed", PackedLibrary)   # PackedLibrary(path of csrc/packed.cpp, compiled)
-    path = compiled_library("node")                   # csrc/node.cpp and its units node_*.cpp, compiled together
+    path = compiled_library("node")                   # csrc/node.cpp and node_*.cpp, compiled at the same time
 
 Both raise CoreUnavailable with a reason and a remedy. What was compiled lies in the cache folder (library_cache.py),
 named by a hash of sources, headers, flags and CPU and one of the compiler: without a compiler, what another one made of

@@ -225,8 +225,10 @@ def _arrived(staged: list[tuple[Tensor, torch.cuda.Event | None]]) -> list[Tenso
 
 
 class _Worker:
-    """One thread that does jobs in the order they come. It ends with its engine; a process that ends waits for its
-    jobs: killed amid one, the thread would take the process down."""
+    """One thread that does jobs in the order they come, and ends with its engine.
+
+    A process that ends waits for the jobs: a thread that is killed amid one takes the process down with SIGABRT.
+    """
 
     def __init__(self) -> None:
         self._begin()
