@@ -119,3 +119,24 @@ def test_weights_that_cannot_be_packed_are_refused(weight: Tensor) -> None:
 
 def test_the_source_is_packaged() -> None:
     assert (FilePath(packed.__file__).parent / "csrc" / "packed.cpp").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [(0, 0, 0), (2, 62, 198), (1, 31, 15), (1, 31, 192)], ids=str)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_int8_refuses_what_it_cannot_hold(
+    value: float, place: tuple[int, int, int], dtype: torch.dtype, swapped: bool
+) -> None:
+    weight_EOI = weights_of(63, 199).to(dtype)
+    weight_EOI[place] = value
+    stored = weight_EOI.mT.contiguous().mT if swapped else weight_EOI
+    with pytest.raises(ValueError, match=rf"NaN or an infinity in expert {place[0]}, output channel {place[1]}"):
+        PackedWeights.pack(stored, "int8")
+    kept = unpacked(PackedWeights.pack(stored, "bf16").forward)
+    assert torch.equal(kept.isnan(), weight_EOI.isnan()) and torch.equal(kept.isinf(), weight_EOI.isinf())
+
+
+def test_int8_takes_the_largest_finite_numbers() -> None:
+    weight_EOI = torch.full((1, 2, 33), torch.finfo(torch.float32).max)
+    assert PackedWeights.pack(weight_EOI, "int8").forward.column_scale_EC.isfinite().all()

@@ -6,7 +6,8 @@
 The library is cached under $AMOEBA_CACHE, else $XDG_CACHE_HOME/amoeba, else ~/.cache/amoeba, named by a hash of
 source, included headers, compiler, flags and CPU, and put there by an atomic rename: two processes that start together
 both end with a whole file.
-$CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off.
+$CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off; AMOEBA_CPU_SANITIZE=1 builds it with AddressSanitizer
+and UndefinedBehaviorSanitizer, whose runtime must then be preloaded (see tests/test_sanitizers.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ logger = logging.getLogger("amoeba")
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
+_SANITIZERS = (
+    "-O1",
+    "-g1",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+)
 # -march=native is what GCC and Clang understand on x86; on 64-bit ARM the portable spelling is -mcpu=native.
 _NATIVE = {"aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -61,7 +69,7 @@ def compiled_library(name: str, architecture: str | None = None) -> Path:
             (
                 *_texts(source),
                 _version(compiler),
-                " ".join((*_FLAGS, target_flag)),
+                " ".join((*_FLAGS, *_sanitizers(), target_flag)),
                 *sorted(cpu_flags()),
                 openmp_runtime() or "",
             )
@@ -85,6 +93,10 @@ def load(file: Path, signatures: Mapping[str, tuple]) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def _sanitizers() -> tuple[str, ...]:
+    return _SANITIZERS if os.environ.get("AMOEBA_CPU_SANITIZE") == "1" else ()
 
 
 def _texts(source: Path) -> list[str]:
@@ -144,8 +156,9 @@ def _compile(compiler: str, source: Path, target_flag: str, target: Path) -> Non
         unit, library = Path(folder) / "core.o", Path(folder) / "core.so"
         openmp = openmp_runtime()
         threads = ["-fopenmp"] if openmp else []
-        _run([compiler, *_FLAGS, target_flag, *threads, "-c", str(source), "-o", str(unit)])
-        _run([compiler, "-shared", "-pthread", str(unit), "-o", str(library), *([openmp] if openmp else [])])
+        _run([compiler, *_FLAGS, *_sanitizers(), target_flag, *threads, "-c", str(source), "-o", str(unit)])
+        linked = [str(unit), "-o", str(library), *([openmp] if openmp else [])]
+        _run([compiler, "-shared", "-pthread", *_sanitizers(), *linked])
         os.replace(library, target)
     if not openmp:
         logger.warning("no OpenMP runtime beside torch: the CPU core runs on one thread")
