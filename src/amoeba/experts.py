@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.registry import Request, choose
+from amoeba.backends.transforms import transformed
 from amoeba.errors import bad_value
 from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, LoraFactors
@@ -84,5 +85,6 @@ def _check(x_TH: Tensor, routing: Routing, weights: AnyExperts) -> None:
             "move them to one device",
         )
     # Reading values means waiting for the device, so a GPU's are checked by routing.check_values() on request only.
-    if not routing.trusted and x_TH.device.type == "cpu" and not torch.compiler.is_compiling():
+    readable = x_TH.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
+    if readable and not routing.trusted:
         routing.check_values()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from amoeba.backends.transforms import reverse_only, transformed
 from amoeba.config import MoEConfig, RouterConfig
 from amoeba.errors import bad_value
 from amoeba.experts import experts
@@ -151,7 +152,9 @@ class Router(nn.Module):
             nn.init.zeros_(self.e_score_correction_bias)
 
     def forward(self, x_TH: Tensor) -> Routing:
-        logits_TE = _WideLinear.apply(x_TH, self.weight)
+        # torch.compile takes no function that says anything about forward mode
+        linear = _Refusing if transformed() else _WideLinear
+        logits_TE = linear.apply(x_TH, self.weight)
         return route(logits_TE, self.config, bias_E=self.e_score_correction_bias, training=self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -278,6 +281,10 @@ class _WideLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 dweight_EH = (dlogits_TE.t() @ x_TH.to(wide)).to(weight_EH.dtype)
         return dx_TH, dweight_EH
+
+
+class _Refusing(reverse_only("amoeba.MoE"), _WideLinear):  # type: ignore[misc]
+    """The same under a transform of torch.func."""
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -21,6 +21,7 @@ from amoeba.backends.allocate import empty_rows
 from amoeba.backends.grouped import bias_of_row, sum_per_expert, weight_gradient
 from amoeba.backends.rowwise import sum_rows
 from amoeba.backends.sorted_rows import Groups
+from amoeba.backends.transforms import differentiable, once
 from amoeba.layout import build_layout
 from amoeba.routing import Routing
 from amoeba.weights import LoraFactors
@@ -49,8 +50,8 @@ def experts_composed(
     """
     layout = build_layout(routing.expert_TK, gate_up_EJH.shape[0])
     offs_E, slot_row_TK = layout.offs_E, layout.slot_row_N.view_as(routing.expert_TK)
-    x_NH = torch.ops.amoeba.expand_rows(x_TH, layout.token_N, slot_row_TK)
-    h_NJ = torch.ops.amoeba.row_linear(x_NH, gate_up_EJH, gate_up_bias_EJ, offs_E)
+    x_NH = _expand_rows(x_TH, layout.token_N, slot_row_TK)
+    h_NJ = _row_linear(x_NH, gate_up_EJH, gate_up_bias_EJ, offs_E)
     if lora is not None:
         up = _low_rank(x_NH, lora.up_lora_a, lora.up_lora_b, lora.scaling, offs_E)
         if gate_up_EJH.shape[1] == 2 * down_EHI.shape[2]:
@@ -59,21 +60,21 @@ def experts_composed(
         elif up is not None:
             h_NJ = h_NJ + up
     a_NI = gate(h_NJ)
-    y_NH = torch.ops.amoeba.row_linear(a_NI, down_EHI, down_bias_EH, offs_E)
+    y_NH = _row_linear(a_NI, down_EHI, down_bias_EH, offs_E)
     if lora is not None and lora.down_lora_a is not None:
         y_NH = y_NH + _low_rank(a_NI, lora.down_lora_a, lora.down_lora_b, lora.scaling, offs_E)
     if finish is not None:
         # rows of nobody's are zeros, which `finish` may shift or divide by: they must not reach a gradient
         y_NH = finish(y_NH).masked_fill(_tail(y_NH.shape[0], offs_E), 0)
     weighted_NH = y_NH * routing.weight_TK.reshape(-1)[layout.order_N][:, None]
-    return torch.ops.amoeba.combine_rows(weighted_NH, layout.token_N, slot_row_TK).to(x_TH.dtype)
+    return _combine_rows(weighted_NH, layout.token_N, slot_row_TK).to(x_TH.dtype)
 
 
 def _low_rank(rows_NI: Tensor, a: Tensor | None, b: Tensor | None, scaling: float, offs_E: Tensor) -> Tensor | None:
     if a is None or b is None:
         return None
-    low_NR = torch.ops.amoeba.row_linear(rows_NI, a, None, offs_E) * scaling
-    return torch.ops.amoeba.row_linear(low_NR, b, None, offs_E)
+    low_NR = _row_linear(rows_NI, a, None, offs_E) * scaling
+    return _row_linear(low_NR, b, None, offs_E)
 
 
 def _join(gate: Tensor | None, up: Tensor | None, interleaved: bool) -> Tensor | float:
@@ -85,7 +86,7 @@ def _join(gate: Tensor | None, up: Tensor | None, interleaved: bool) -> Tensor |
     return torch.stack((gate, up), dim=-1).flatten(1) if interleaved else torch.cat((gate, up), dim=1)
 
 
-def _row_linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:
+def _compute_row_linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:
     """x Wᵀ + b with each row's own expert. Rows past offs_E[-1] come out as zeros."""
     if _grouped_on_gpu(x_NI, weight_EOI):
         out_NO = F.grouped_mm(x_NI.contiguous(), weight_EOI.transpose(1, 2), offs=offs_E)
@@ -99,7 +100,7 @@ def _row_linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E
     return out_NO
 
 
-def _row_linear_backward(
+def _compute_row_linear_backward(
     dout_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, offs_E: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout_NO = dout_NO.contiguous()
@@ -133,11 +134,11 @@ def _tail(rows: int, offs_E: Tensor) -> Tensor:
     return (torch.arange(rows, dtype=torch.int64, device=offs_E.device) >= offs_E[-1])[:, None]
 
 
-def _expand_rows(x_TH: Tensor, token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
+def _compute_expand_rows(x_TH: Tensor, token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
     return x_TH.index_select(0, token_N)
 
 
-def _combine_rows(rows_NH: Tensor, token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
+def _compute_combine_rows(rows_NH: Tensor, token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
     spare = rows_NH.new_zeros(1, rows_NH.shape[1])
     return sum_rows(torch.cat((rows_NH, spare)), slot_row_TK)
 
@@ -151,12 +152,12 @@ def _define(schema: str, implementation: Callable, fake: Callable) -> None:
 
 _define(
     "row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor offs) -> Tensor",
-    _row_linear,
+    _compute_row_linear,
     lambda x, weight, bias, offs: x.new_empty(x.shape[0], weight.shape[1]),
 )
 _define(
     "row_linear_backward(Tensor dout, Tensor x, Tensor weight, Tensor offs, bool[3] needs) -> (Tensor, Tensor, Tensor)",
-    _row_linear_backward,
+    _compute_row_linear_backward,
     lambda dout, x, weight, offs, needs: (
         torch.empty_like(x) if needs[0] else x.new_empty(0),
         torch.empty_like(weight) if needs[1] else x.new_empty(0),
@@ -167,39 +168,41 @@ _define(
 # to nobody gets no row in combine_rows; its row in expand_rows lies past offs_E[-1], where row_linear gives zeros.
 _define(
     "expand_rows(Tensor x, Tensor token, Tensor slot_row) -> Tensor",
-    _expand_rows,
+    _compute_expand_rows,
     lambda x, token, slot_row: x.new_empty(token.shape[0], x.shape[1]),
 )
 _define(
     "combine_rows(Tensor rows, Tensor token, Tensor slot_row) -> Tensor",
-    _combine_rows,
+    _compute_combine_rows,
     lambda rows, token, slot_row: rows.new_empty(slot_row.shape[0], rows.shape[1]),
 )
 
 
-def _register_autograd() -> None:
-    def keep_linear(ctx, inputs, output):
-        x, weight, _bias, offs = inputs
-        ctx.save_for_backward(x, weight, offs)
-
-    def linear_backward(ctx, dout):
-        needs = [*ctx.needs_input_grad[:3]]
-        found = torch.ops.amoeba.row_linear_backward(dout, *ctx.saved_tensors, needs)
-        return (*(g if need else None for g, need in zip(found, needs, strict=True)), None)
-
-    def keep_maps(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[1:])
-
-    def expand_backward(ctx, drows):
-        return torch.ops.amoeba.combine_rows(drows.contiguous(), *ctx.saved_tensors), None, None
-
-    def combine_backward(ctx, dy):
-        return torch.ops.amoeba.expand_rows(dy.contiguous(), *ctx.saved_tensors), None, None
-
-    register = torch.library.register_autograd
-    register("amoeba::row_linear", linear_backward, setup_context=keep_linear, lib=_library)
-    register("amoeba::expand_rows", expand_backward, setup_context=keep_maps, lib=_library)
-    register("amoeba::combine_rows", combine_backward, setup_context=keep_maps, lib=_library)
+def _keep_linear(ctx, inputs, output):
+    x, weight, _bias, offs = inputs
+    ctx.save_for_backward(x, weight, offs)
 
 
-_register_autograd()
+def _linear_backward(ctx, dout):
+    needs = [*ctx.needs_input_grad[:3]]
+    found = _row_linear_backward(dout, *ctx.saved_tensors, needs)
+    return (*(g if need else None for g, need in zip(found, needs, strict=True)), None)
+
+
+def _keep_maps(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _expand_backward(ctx, drows):
+    return _combine_rows(drows.contiguous(), *ctx.saved_tensors), None, None
+
+
+def _combine_backward(ctx, dy):
+    return _expand_rows(dy.contiguous(), *ctx.saved_tensors), None, None
+
+
+_operators = torch.ops.amoeba
+_row_linear_backward = once("row_linear", _operators.row_linear_backward.default, _library)
+_row_linear = differentiable("row_linear", _operators.row_linear.default, _keep_linear, _linear_backward, _library)
+_expand_rows = differentiable("expand_rows", _operators.expand_rows.default, _keep_maps, _expand_backward, _library)
+_combine_rows = differentiable("combine_rows", _operators.combine_rows.default, _keep_maps, _combine_backward, _library)

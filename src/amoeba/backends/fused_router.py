@@ -16,6 +16,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from amoeba.backends.transforms import differentiable, once
 from amoeba.config import RouterConfig
 
 # of amoeba.kernels.router, which may not be imported here
@@ -53,7 +54,7 @@ def why_not_shape(dtype: torch.dtype, config: RouterConfig) -> str | None:
 def fused_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32): `route` without noise and capacity."""
     bias_E = None if bias_E is None else bias_E.detach()
-    weight_TK, scores_TE, expert_TK = torch.ops.amoeba.fused_router.default(logits_TE, bias_E, *_flat(config))
+    weight_TK, scores_TE, expert_TK = _fused_router(logits_TE, bias_E, *_flat(config))
     return expert_TK, weight_TK, scores_TE
 
 
@@ -146,7 +147,7 @@ def _backward(
     if dweight_TK is None and dscores_TE is None:
         return (None, *nothing)
     expert_TK, weight_TK, scores_TE, logits_TE = ctx.saved_tensors  # type: ignore[attr-defined]
-    dlogits_TE = torch.ops.amoeba.fused_router_backward.default(
+    dlogits_TE = _fused_router_backward(
         expert_TK,
         weight_TK,
         scores_TE,
@@ -159,16 +160,16 @@ def _backward(
     return (dlogits_TE, *nothing)
 
 
-def _twice(ctx: object, *_: object) -> tuple:
-    raise NotImplementedError(
-        "amoeba::fused_router: second derivatives are not implemented; got a backward through a backward. "
-        "Route fp64 logits where you need them, or use the functions of amoeba.reference under autograd."
-    )
-
-
 _library.impl("fused_router", _forward_impl, "CompositeExplicitAutograd")
 _library.impl("fused_router_backward", _backward_impl, "CompositeExplicitAutograd")
 torch.library.register_fake("amoeba::fused_router", _fake_forward, lib=_library)
 torch.library.register_fake("amoeba::fused_router_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("amoeba::fused_router", _backward, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd("amoeba::fused_router_backward", _twice, lib=_library)
+_fused_router_backward = once(
+    "fused_router",
+    torch.ops.amoeba.fused_router_backward.default,
+    _library,
+    "Route fp64 logits where you need them, or use the functions of amoeba.reference under autograd.",
+)
+_fused_router = differentiable(
+    "fused_router", torch.ops.amoeba.fused_router.default, _setup_context, _backward, _library
+)

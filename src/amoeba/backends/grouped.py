@@ -154,15 +154,21 @@ def weight_gradient(grad_NO: Tensor, rows_NI: Tensor, offs_E: Tensor, weight_EOI
 
 
 def sum_per_expert(rows_NW: Tensor, offs_E: Tensor, scale_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Sums the rows of each expert without atomics: one product with the one-hot matrix of the layout."""
+    """Sums the rows of each expert without atomics: one product with the one-hot matrix of the layout.
+
+    In that product 0 · NaN would reach every expert: what is not finite is left out, and a second product tells whose
+    sums it belongs to. Rows past the last expert's are uninitialised.
+    """
     wide = torch.promote_types(rows_NW.dtype, torch.float32)
     experts = torch.arange(offs_E.shape[0], dtype=torch.int64, device=rows_NW.device)
-    expert_N = expert_of_row(rows_NW.shape[0], offs_E)
-    share_EN = (experts[:, None] == expert_N).to(wide)
+    own_EN = experts[:, None] == expert_of_row(rows_NW.shape[0], offs_E)
+    share_EN = own_EN.to(wide)
     if scale_N is not None:
-        share_EN *= scale_N.to(wide)
-    tail_N1 = (expert_N >= offs_E.shape[0])[:, None]  # uninitialised rows: 0 · NaN must not reach the sum
-    return (share_EN @ rows_NW.to(wide).masked_fill(tail_N1, 0)).to(dtype)
+        share_EN = torch.where(own_EN, scale_N.to(wide), share_EN)
+    strange_NW = ~rows_NW.isfinite()
+    total_EW = share_EN @ rows_NW.to(wide).masked_fill(strange_NW, 0)
+    met_EW = own_EN.to(wide) @ strange_NW.to(wide)
+    return total_EW.masked_fill_(met_EW > 0, float("nan")).to(dtype)
 
 
 def expert_of_row(rows: int, offs_E: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from amoeba.backends.transforms import differentiable, once, refuse_batched, transformed
 from amoeba.config import Activation
 from amoeba.layout import Layout, build_layout
 from amoeba.weights import LORA_NAMES, LoraFactors
@@ -167,7 +168,7 @@ class Operator:
 
 
 def nobody_watches(*tensors: Tensor | None) -> bool:
-    """True where dispatch would change nothing: no tracing, no mode, no tensor subclass.
+    """True where dispatch would change nothing: no tracing, no mode, no transform, no tensor subclass.
 
     Decoding one token on a CPU takes 0.2 ms; the dispatcher's way through Python is 0.03 ms of it. With gradients, its
     way through torch.library is 0.2 ms on the host, twice.
@@ -176,7 +177,7 @@ def nobody_watches(*tensors: Tensor | None) -> bool:
         not torch.compiler.is_compiling()
         and all(tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta) for tensor in tensors)
         and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not transformed()
     )
 
 
@@ -204,7 +205,8 @@ class _Direct(torch.autograd.Function):
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[others:]
         tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
         needs = Needs(wanted[0], *wanted[2:])  # expert ids have no gradient
-        if torch.is_grad_enabled():  # someone wants second derivatives: the dispatched operator says why not
+        refuse_batched(f"amoeba::{ctx.operator.name}", dy)
+        if torch.is_grad_enabled() or transformed():  # second derivatives, or a transform: it says why not
             numbers = (*_flat(ctx.activation), ctx.scaling)
             found: tuple = ctx.operator.dispatched_backward(*tensors, *numbers, *kept, dy, list(needs))
         else:
@@ -245,11 +247,8 @@ def define_operator(
     fake = functools.partial(_fake_forward, map_dtype=map_dtype, keeps_maps=keeps_maps)
     torch.library.register_fake(f"amoeba::{name}", fake, lib=_library)
     torch.library.register_fake(f"amoeba::{name}_backward", _fake_backward, lib=_library)
-    namespace = torch.ops.amoeba
-    forward_op = getattr(namespace, name).default
-    backward_op = getattr(namespace, f"{name}_backward").default
-    _register_autograd(name, backward_op)
-    return Operator(name, forward_op, backward_op, forward, backward)
+    backward_op = once(name, getattr(torch.ops.amoeba, f"{name}_backward").default, _library)
+    return Operator(name, _differentiable(name, backward_op), backward_op, forward, backward)
 
 
 def _without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -266,8 +265,8 @@ def _without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-def _register_autograd(name: str, backward_op: Callable[..., tuple[Tensor, ...]]) -> None:
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _differentiable(name: str, backward_op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    def keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
         _, h, order, slot_row, offs = output
         ctx.save_for_backward(*inputs[:_NUM_TENSORS], h, order, slot_row, offs)
         ctx.mark_non_differentiable(h, order, slot_row, offs)
@@ -278,6 +277,7 @@ def _register_autograd(name: str, backward_op: Callable[..., tuple[Tensor, ...]]
         inputs = _NUM_TENSORS + _NUM_NUMBERS + 1
         if dy is None:
             return (None,) * inputs
+        refuse_batched(f"amoeba::{name}", dy)
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
         wanted = ctx.needs_input_grad  # type: ignore[attr-defined]
         needs = [wanted[0], *wanted[2:_NUM_TENSORS]]  # expert ids have no gradient
@@ -285,18 +285,7 @@ def _register_autograd(name: str, backward_op: Callable[..., tuple[Tensor, ...]]
         x, *others = (g if need else None for g, need in zip(found, needs, strict=True))
         return (x, None, *others) + (None,) * (_NUM_NUMBERS + 1)
 
-    def twice(ctx: object, *_: object) -> tuple:
-        raise no_second_derivative(name)
-
-    torch.library.register_autograd(f"amoeba::{name}", backward, setup_context=setup_context, lib=_library)
-    torch.library.register_autograd(f"amoeba::{name}_backward", twice, lib=_library)
-
-
-def no_second_derivative(name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"amoeba::{name}: second derivatives are not implemented; got a backward through a backward. "
-        "Use the functions of amoeba.reference under autograd where you need them."
-    )
+    return differentiable(name, getattr(torch.ops.amoeba, name).default, keep, backward, _library)
 
 
 def _fake_forward(*args: object, map_dtype: torch.dtype, keeps_maps: Callable[[Problem], bool]) -> tuple[Tensor, ...]:

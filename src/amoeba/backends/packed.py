@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.backends.operator import no_second_derivative, nobody_watches
+from amoeba.backends.operator import nobody_watches
+from amoeba.backends.transforms import differentiable, once, refuse_batched, transformed
 from amoeba.cpu import passes
 from amoeba.cpu.node import PassNeeds
 from amoeba.cpu.packed_experts import PackedExperts
@@ -41,7 +42,7 @@ def run(packed: PackedExperts, x_TH: Tensor, routing: Routing, lora: LoraFactors
     lora = lora or LoraFactors()
     tensors = x_TH, routing.expert_TK, routing.weight_TK, *lora.six()
     if not nobody_watches(*tensors):
-        return torch.ops.amoeba.packed(*tensors, lora.scaling, packed.handle)
+        return _dispatched(*tensors, lora.scaling, packed.handle)
     gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if gradient:
         return _Direct.apply(packed, "x" if recompute else "h", lora.scaling, *tensors)
@@ -72,9 +73,10 @@ class _Direct(torch.autograd.Function):
         tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
         wanted = ctx.needs_input_grad[others:]
         needs = [wanted[0], *wanted[2:]]  # expert ids have no gradient
-        if torch.is_grad_enabled():  # someone wants second derivatives: the operator says why not
+        refuse_batched("amoeba::packed", dy_TH)
+        if torch.is_grad_enabled() or transformed():  # second derivatives, or a transform: it says why not
             handle = ctx.packed.handle
-            found: tuple = torch.ops.amoeba.packed_backward(*tensors, ctx.scaling, handle, dy_TH, needs)
+            found: tuple = _dispatched_backward(*tensors, ctx.scaling, handle, dy_TH, needs)
         else:
             left = passes.Left(tuple(_with_tensors(cache, kept) for cache in ctx.caches), ctx.factors)
             found = _backward(ctx.packed, left, tensors, ctx.scaling, dy_TH, PassNeeds(*needs))
@@ -152,21 +154,17 @@ def _differentiate(ctx: Any, dy_TH: Tensor | None) -> tuple:
     *tensors, handle = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     needs = [wanted[0], *wanted[2:_NUM_TENSORS]]
-    found = torch.ops.amoeba.packed_backward(*tensors, ctx.scaling, handle, dy_TH, needs)
+    found = _dispatched_backward(*tensors, ctx.scaling, handle, dy_TH, needs)
     x, *rest = (gradient if need else None for gradient, need in zip(found, needs, strict=True))
     return (x, None, *rest, None, None)
-
-
-def _differentiate_twice(ctx: Any, *_: Tensor) -> tuple:
-    raise no_second_derivative("packed")
 
 
 _library.impl("packed", _operator, "CompositeExplicitAutograd")
 _library.impl("packed_backward", _operator_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("amoeba::packed", lambda x, *_: x.new_empty(x.shape), lib=_library)
 torch.library.register_fake("amoeba::packed_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("amoeba::packed", _differentiate, setup_context=_keep, lib=_library)
-torch.library.register_autograd("amoeba::packed_backward", _differentiate_twice, lib=_library)
+_dispatched_backward = once("packed", torch.ops.amoeba.packed_backward.default, _library)
+_dispatched = differentiable("packed", torch.ops.amoeba.packed.default, _keep, _differentiate, _library)
 
 
 @dataclasses.dataclass(frozen=True)

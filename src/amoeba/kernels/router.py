@@ -10,8 +10,9 @@ What is computed is `amoeba.routing.route` without noise and capacity, in fp32 f
 whole rows of logits in registers and takes the best expert K times over.
 
 Among equals the lowest id comes first, for groups too. NaN counts as the largest number, as in torch.topk, so that K
-different experts are chosen whatever comes in; where it wins the first place, the token's weights are NaN. Where neither a bias nor groups take part, experts are ranked by their
-logits, of which every score is a rising function: this also tells experts apart whose scores round to the same number.
+different experts are chosen whatever comes in; where it wins the first place, the token's weights are NaN. Where
+neither a bias nor groups take part, experts are ranked by their logits, of which every score is a rising function: this
+also tells experts apart whose scores round to the same number.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def act(z: Tensor, activation: Activation) -> Tensor:
     if kind == "gelu_tanh":
         return 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
     if kind == "relu":
-        return z * (z > 0)
-    return z * z * (z > 0)
+        return z.clamp(min=0)
+    return z.clamp(min=0) ** 2
 
 
 def act_slope(z: Tensor, activation: Activation) -> Tensor:
@@ -50,7 +50,7 @@ def act_slope(z: Tensor, activation: Activation) -> Tensor:
         return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh * tanh) * inner_slope
     if kind == "relu":
         return (z > 0).to(z.dtype)
-    return 2 * z * (z > 0)
+    return 2 * z.clamp(min=0)
 
 
 def split_gate_up(h: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
@@ -78,12 +78,17 @@ def activate_backward(da: Tensor, h: Tensor, activation: Activation) -> Tensor:
     """dh from da; a clamped value passes no gradient (at the limit itself it does, as torch.clamp has it)."""
     limit = activation.limit
     if not activation.gated:
-        return da * act_slope(h.clamp(max=limit), activation) * (h <= limit)
+        return _unless(h > limit, da * act_slope(h.clamp(max=limit), activation))
     gate, up = split_gate_up(h, activation)
     gate_in, up_in = gate.clamp(max=limit), up.clamp(-limit, limit)
-    dgate = da * (up_in + activation.up_shift) * act_slope(gate_in, activation) * (gate <= limit)
-    dup = da * act(gate_in, activation) * (up.abs() <= limit)
+    dgate = _unless(gate > limit, da * (up_in + activation.up_shift) * act_slope(gate_in, activation))
+    dup = _unless(up.abs() > limit, da * act(gate_in, activation))
     return join_gate_up(dgate, dup, activation)
+
+
+def _unless(clamped: Tensor, gradient: Tensor) -> Tensor:
+    """0 where clamped, also for a gradient of NaN; NaN itself is not clamped."""
+    return torch.where(clamped, torch.zeros_like(gradient), gradient)
 
 
 def experts_forward(

@@ -93,9 +93,10 @@ inline void pack_row_int8(const uint16_t* row, int64_t depth, int64_t tiles, con
     for (int64_t k = 0; k < depth; ++k) values[k] = widen(row[k]);
   for (int64_t k = 0; k < depth; ++k) largest = std::max(largest, bits_of(values[k]) & 0x7fffffff);
   std::fill(values + depth, values + tiles * STEP, 0.0f);
-  const bool nothing = largest < bits_of(1e-30f);
-  const float inverse = nothing ? 0 : 127 / float_of(largest);
-  *scale = nothing ? 0 : float_of(largest) / 127;
+  const bool nothing = largest < bits_of(1e-30f), strange = largest >= 0x7f800000;
+  if (strange) std::fill(values, values + depth, 0.0f);  // no int8 says NaN or infinity: the scale does, for all of them
+  const float inverse = nothing || strange ? 0 : 127 / float_of(largest);
+  *scale = nothing ? 0 : strange ? float_of(0x7fc00000) : float_of(largest) / 127;
   for (int64_t t = 0; t < tiles; ++t) {
     uint8_t q[STEP];
     for (int64_t k = 0; k < STEP; ++k) q[k] = uint8_t(int(values[t * STEP + k] * inverse + 128.5f) - 128 + ROW_OFFSET);
