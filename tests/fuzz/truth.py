@@ -38,7 +38,7 @@ def rounding_noise(case: Case, made: Made) -> dict[str, float]:
     for number in range(NOISE_DRAWS):
         found = _loop(case, made, *_noises(case, number))
         for name, tensor in found.items():
-            moved[name] = max(moved.get(name, 0.0), float((tensor - exact[name]).norm()))
+            moved[name] = max(moved.get(name, 0.0), float((tensor - exact[name]).nan_to_num(0.0).norm()))
     return moved
 
 
