@@ -184,5 +184,5 @@ def _distinct_leaves(made: Made) -> dict[str, Tensor]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    one, other = one.detach().contiguous(), other.detach().contiguous()
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8)) if one.numel() else one.shape == other.shape
+    one, other = one.detach().reshape(-1), other.detach().reshape(-1)
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))

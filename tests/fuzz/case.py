@@ -118,7 +118,8 @@ def draw(seed: int, device: str = "cpu") -> Case:
     rng = random.Random(seed)
     fields: dict[str, Any] = {"seed": seed, "device": device}
     fields |= _where(rng, device)
-    fields |= _sizes(rng, small=fields["backend"] == "triton" and device == "cpu")
+    slow = fields["backend"] == "triton" and device == "cpu"
+    fields |= _sizes(rng, small=slow, whole=fields["backend"] == "grouped")
     fields |= _expert(rng, fields)
     fields |= _routing(rng, fields)
     fields |= _lora(rng, fields)
@@ -149,6 +150,8 @@ def _where(rng: random.Random, device: str) -> dict[str, Any]:
         dtype = rng.choices(("float32", "bfloat16", "float16", "float64"), (50, 30, 10, 10))[0]
         if backend in ("cpu", "grouped") and dtype in ("float16", "float64"):
             dtype = "float32"
+        if backend == "grouped" and rng.random() < 0.7:
+            dtype = "float32"
         if backend == "triton":
             dtype = rng.choice(("float32", "float16"))
     else:
@@ -166,7 +169,9 @@ def _where(rng: random.Random, device: str) -> dict[str, Any]:
     }
 
 
-def _sizes(rng: random.Random, small: bool) -> dict[str, Any]:
+def _sizes(rng: random.Random, small: bool, whole: bool) -> dict[str, Any]:
+    """small: for Triton's interpreter, which is slow. whole: mostly widths that torch's grouped product takes."""
+
     def width() -> int:
         kind = rng.random()
         if kind < 0.15:
@@ -179,6 +184,8 @@ def _sizes(rng: random.Random, small: bool) -> dict[str, Any]:
     if rng.random() < 0.03:
         tokens = rng.choice((760, 1500, 4096))
     hidden, intermediate = width(), width()
+    if whole and rng.random() < 0.8:
+        hidden, intermediate = (-(-size // 8) * 8 for size in (hidden, intermediate))
     experts = rng.choice((1, 2, 3, 4, 5, 8, 8, 8, 16, 32))
     if rng.random() < 0.03:
         experts = rng.choice((64, 129, 700))
