@@ -40,6 +40,7 @@ def decode(problem: Problem) -> Tensor:
         added_NJ = torch.zeros((slots, width), dtype=torch.float32, device=CPU)
         low_rank.add_to_h(problem, products, x_TH.repeat_interleave(expert_TK.shape[1], 0), added_NJ)
         y_TH, a_NI = load_core().decode(x_TH, expert_TK, weight_TK, *weights, added_NJ)
+        assert a_NI is not None  # as something was added
         y_NH = torch.zeros((slots, y_TH.shape[1]), dtype=torch.float32, device=CPU)
         low_rank.add_to_y(problem, products, a_NI, y_NH)
         share_TKH = y_NH.view(*expert_TK.shape, -1) * weight_TK[..., None]

@@ -189,16 +189,17 @@ class Core:
         down_bias_EH: Tensor | None,
         activation: Activation,
         added_NJ: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The whole layer for a few tokens in one call, in fp32: y (T, H), and the activations of the slots (N, I).
+    ) -> tuple[Tensor, Tensor | None]:
+        """The whole layer for a few tokens in one call, in fp32: y (T, H).
 
-        Weights are fp32 or bf16, contiguous along the last dimension. Activations of nobody's slots hold anything.
-        added_NJ: what each slot's h gets on top.
+        Weights are fp32 or bf16, contiguous along the last dimension.
+        added_NJ: what each slot's h gets on top; then the activations of the slots (N, I) come beside y, where those of
+        nobody's slots hold anything.
         """
         tokens, hidden = x_TH.shape
         top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]
-        if width != activation.width(intermediate):
-            raise bad_value("gate_up_EJH", f"J = {activation.width(intermediate)}", width, "check activation.gated")
+        if width != intermediate and width != 2 * intermediate:
+            raise bad_value("gate_up_EJH", f"J = I or 2I with I = {intermediate}", width, "check activation.gated")
         slots, weight_dtype = tokens * top_k, down_EHI.dtype
         run = self._decode.get(weight_dtype)
         if run is None:
@@ -206,23 +207,26 @@ class Core:
         # h, a and a list of slots in 8-byte integers
         scratch = torch.empty(slots * (width + intermediate + 2), dtype=torch.float32, device=CPU)
         y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
+        (gate_up_e, gate_up_row, _), (down_e, down_row, _) = gate_up_EJH.stride(), down_EHI.stride()
         order = address("scratch", scratch, torch.float32, (slots * (width + intermediate + 2),))
         run(
             tokens, top_k, experts, hidden, intermediate, width,
-            address_of_lines("x_TH", x_TH, torch.float32, (tokens, hidden)), x_TH.stride(0),
+            address_of_lines("x_TH", x_TH, torch.float32, (tokens, hidden)), x_TH.stride()[0],
             address("expert_TK", expert_TK, torch.int64, (tokens, top_k)),
             address("weight_TK", weight_TK, torch.float32, (tokens, top_k)),
             address_of_lines("gate_up_EJH", gate_up_EJH, weight_dtype, (experts, width, hidden)),
-            gate_up_EJH.stride(0), gate_up_EJH.stride(1),
+            gate_up_e, gate_up_row,
             optional_address("gate_up_bias_EJ", gate_up_bias_EJ, torch.float32, (experts, width)),
             optional_address("added_NJ", added_NJ, torch.float32, (slots, width)),
             address_of_lines("down_EHI", down_EHI, weight_dtype, (experts, hidden, intermediate)),
-            down_EHI.stride(0), down_EHI.stride(1),
+            down_e, down_row,
             optional_address("down_bias_EH", down_bias_EH, torch.float32, (experts, hidden)),
             _KINDS[activation.kind], activation.interleaved, activation.alpha, activation.limit, activation.up_shift,
             order + 8 * slots, order + 4 * slots * (width + 2), order,
             address("y_TH", y_TH, torch.float32, (tokens, hidden)), torch.get_num_threads(),
         )  # fmt: skip
+        if added_NJ is None:
+            return y_TH, None
         return y_TH, scratch[slots * (width + 2) :].view(slots, intermediate)
 
 
