@@ -870,3 +870,26 @@ def assert_close(ours: Outcome, expected: Outcome, tolerance: float) -> None:
         assert (found is None) == (gradient is None), name
         if found is not None and gradient is not None:
             assert relative(found, gradient) < tolerance, name
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_nan_in_a_router_reaches_the_logits(model_type: str) -> None:
+    model = build(model_type)
+    model.set_experts_implementation("amoeba")
+    router = next(module for name, module in model.named_modules() if name.endswith((".gate", ".router")))
+    with torch.no_grad():
+        router.weight[1, 3] = float("nan")
+        assert model(input_ids=token_ids(), use_cache=False).logits.isnan().all()
+
+
+def test_a_routing_weight_of_nan_reaches_its_token_alone() -> None:
+    module = build_experts("qwen3_moe", "Qwen3MoeExperts")
+    module.config._experts_implementation = "amoeba"
+    hidden_states, index, weights = experts_inputs(tokens=5, top_k=2)
+    clean = module(hidden_states, index, weights)
+    weights[3, 1] = float("nan")
+    found = module(hidden_states, index, weights)
+    others = [0, 1, 2, 4]
+    assert found[3].isnan().all() and torch.equal(found[others], clean[others])
+    index[3, 1] = module.num_experts  # a slot of nobody's: its weight may be anything
+    assert module(hidden_states, index, weights).isfinite().all()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,13 @@ from amoeba.backends.composed import experts_composed
 from amoeba.config import Activation
 from amoeba.errors import bad_value
 from amoeba.experts import experts
+from amoeba.integrations.coverage import coverage
 from amoeba.lora.experts_lora import CHILD as LORA
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights, LoraFactors
 
 try:
+    from transformers import PreTrainedModel
     from transformers.integrations import finegrained_fp8
     from transformers.integrations.moe import ExpertsInterface
 
@@ -224,6 +227,36 @@ def register() -> None:
     # FP8 experts are dispatched over a registry of their own, which would fail with a KeyError in the first forward.
     finegrained_fp8.FP8ExpertsInterface.register(NAME, _refuse_fp8)
     _refuse_fp8_at_load()
+    _tell_of_others()
+
+
+def _tell_of_others() -> None:
+    """Has a model say which of its experts it does not hand over, when it is made and when it is asked to."""
+    made, asked = PreTrainedModel.post_init, PreTrainedModel.set_experts_implementation
+    if hasattr(made, "_tells_of_others"):
+        return
+
+    @functools.wraps(made)
+    def post_init(self: Any) -> None:
+        made(self)
+        if getattr(self.config, "_experts_implementation", None) == NAME:
+            _warn_of_others(self)
+
+    @functools.wraps(asked)
+    def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
+        asked(self, experts_implementation)
+        if experts_implementation == NAME:
+            _warn_of_others(self)
+
+    post_init._tells_of_others = True  # type: ignore[attr-defined]
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+    PreTrainedModel.set_experts_implementation = set_experts_implementation  # type: ignore[method-assign]
+
+
+def _warn_of_others(model: Any) -> None:
+    found = coverage(model)
+    if found.others:
+        warnings.warn(f'{type(model).__name__}, experts_implementation="{NAME}": experts by {found}', stacklevel=3)
 
 
 def _refuse_fp8_at_load() -> None:

@@ -20,6 +20,7 @@ import torch
 from amoeba import lora
 from amoeba.cpu_features import has_bf16_instructions
 from amoeba.errors import bad_value
+from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.placement import Load, check_placement, place_experts
 from amoeba.jobs.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
 from amoeba.jobs.data import Corpus, load_corpus
@@ -28,7 +29,7 @@ from amoeba.jobs.model_folder import ADAPTER_FOLDER, check_model, load_model, lo
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
-from amoeba.observe.router_watch import RouterWatch
+from amoeba.observe.router_watch import check_balance
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,9 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
 
     dtype = _dtype(settings.dtype, model_config)
     model = load_model(name, dtype)
-    if not RouterWatch.finds_experts(model):
-        raise bad_value(
-            "MODEL",
-            "a mixture-of-experts model of transformers",
-            f"{model.config.model_type}, which has no experts",
-            "use PEFT itself for dense models",
-        )
+    covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
+    if covered.others:
+        console.say(f"experts by {covered}; only those of amoeba get factors")
     tokens = settings.batch_size * settings.sequence_length
     load = Load(tokens, settings.r, recompute=settings.gradient_checkpointing)
     placed = place_experts(model, settings.experts, load)
@@ -106,6 +103,7 @@ def finetune(settings: FinetuneSettings, console: Console, *, resume: bool = Fal
         f"training {trainable / 1e6:.2f}M numbers in factors of rank {settings.r} on {', '.join(settings.targets)}"
         f"{' and the routers' if settings.train_router else ''}; {steps} steps"
     )
+    check_balance(model, settings.balance, settings.z_loss_coefficient)
     describe_run(folder, settings.as_dict(), model.config.to_dict())
 
     trainer = make_trainer(

@@ -225,6 +225,7 @@ def _choose_device(asked: torch.device | None) -> torch.device:
 
 def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
     """Runs one token; returns the backends that served the experts, or None, and why these."""
+    from amoeba.integrations.coverage import coverage
     from amoeba.integrations.transformers import PACKED, PLAN
 
     with torch.no_grad():
@@ -232,9 +233,13 @@ def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
         model(input_ids=ids, use_cache=False)
     served = [module for module in model.modules() if PLAN in module.__dict__ or PACKED in module.__dict__]
     if not served:
-        return None, f"{type(model).__name__} has no experts that transformers lets another implementation compute"
+        others = coverage(model).others
+        how = f"has its experts computed by {coverage(model)}" if others else "has no experts"
+        return None, f"{type(model).__name__} {how}"
     found = list(dict.fromkeys(_backend_of(module) for module in served))
     reasons = dict.fromkeys(reason for _, reason in found)
+    if (covered := coverage(model)).others:
+        reasons[f"experts by {covered}"] = None
     return " and ".join(dict.fromkeys(name for name, _ in found)), "; ".join(reasons)
 
 

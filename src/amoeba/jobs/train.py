@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
-from amoeba.errors import bad_value
 from amoeba.jobs.data import load_corpus
 from amoeba.jobs.packing import PackedDataset, stack
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, prepare_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.tokenizer import load_or_train_tokenizer
-from amoeba.observe.router_watch import RouterWatch
+from amoeba.observe.router_watch import check_balance
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
     from transformers.utils import logging as transformers_logging
 
     import amoeba
+    from amoeba.integrations.coverage import check_coverage
     from amoeba.jobs.training_loop import Rows, WholeModel, make_trainer, run_to_end
 
     amoeba.register()
@@ -58,17 +58,12 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
     dtype = _compute_dtype(settings.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parameters = sum(p.numel() for p in model.parameters())
+    covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
     console.say(
-        f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; {device}, {dtype}, experts by amoeba"
+        f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; {device}, {dtype}, experts by {covered}"
     )
+    check_balance(model, settings.balance, settings.z_loss_coefficient)
     describe_run(folder, settings.as_dict(), model.config.to_dict())
-    if not RouterWatch.finds_experts(model):
-        raise bad_value(
-            "--model",
-            "a mixture-of-experts architecture of transformers",
-            f"{model.config.model_type}, which has no experts",
-            f"choose another, or a preset: {', '.join(PRESETS)}",
-        )
     rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length)
     trainer = make_trainer(
         model, tokenizer, rows, settings, settings.steps, folder, console, dtype, WholeModel(), "amoeba train"

@@ -100,9 +100,11 @@ class WatchedTrainer(Trainer):
                 else torch.tensor(ids.numel(), dtype=torch.int64, device="cpu")
             )
             log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
-            if log.settings.balance == "aux" and balance is not None:
+            if log.settings.balance == "aux":
+                balance = log.watch.must_have(balance)
                 loss = loss + log.settings.aux_loss_coefficient / log.settings.accumulation * balance
-            if log.settings.z_loss_coefficient and z_loss is not None:
+            if log.settings.z_loss_coefficient:
+                z_loss = log.watch.must_have(z_loss)
                 loss = loss + log.settings.z_loss_coefficient / log.settings.accumulation * z_loss
         else:
             predicted = int((inputs["labels"][:, 1:] != NO_LABEL).sum())

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
+from amoeba.integrations.coverage import coverage
 from amoeba.lora import linears
 from amoeba.lora.experts_lora import CHILD, ExpertsLora, fresh_factors
 from amoeba.lora.factors import ExpertsLayout, layouts_of
@@ -122,11 +123,12 @@ def prepare(model: nn.Module) -> None:
             "start from the base model: amoeba.lora.load reads the adapter that PEFT saved",
         )
     if not layouts_of(model):
+        others = coverage(model).other_classes
         raise bad_value(
             "model",
             "a mixture-of-experts model of transformers, with stacked experts",
-            f"{type(model).__name__}, which has none",
-            "use PEFT itself for dense models",
+            f"{type(model).__name__}, " + (f"whose {others} compute for themselves" if others else "which has none"),
+            "use PEFT itself for such models",
         )
     import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amoeba.errors import bad_value
 from amoeba.lora.targets import ROUTER_NAMES
 from amoeba.routing import Routing, RoutingStatistics, load_balance_loss, z_loss
 
@@ -38,14 +39,9 @@ class RouterWatch:
             if _is_experts(module):
                 self._watch(name, module, parents.get(module))
 
-    @staticmethod
-    def finds_experts(model: nn.Module) -> bool:
-        return any(_is_experts(module) for module in model.modules())
-
     def _watch(self, name: str, experts: Any, parent: nn.Module | None) -> None:
         layer, count = len(self.names), int(experts.num_experts)
-        beside = [getattr(parent, child, None) for child in ROUTER_NAMES]
-        routers = [router for router in beside if isinstance(router, nn.Module)]
+        routers = _routers_in(parent)
         # experts that were placed elsewhere leave a shape behind; their router is where x is
         device = next((p.device for router in routers for p in router.parameters()), experts.down_proj.device)
         self.names.append(name)
@@ -80,6 +76,21 @@ class RouterWatch:
         for router in routers:
             self._handles.append(router.register_forward_hook(keep_logits))
             self.selection_biases[layer] = getattr(router, "e_score_correction_bias", None)
+
+    @property
+    def has_routers(self) -> bool:
+        return len(self._handles) > len(self.names)  # one of each layer's experts, and those of the routers
+
+    def must_have(self, loss: Tensor | None) -> Tensor:
+        """A loss that was asked for; ValueError where no router gave the logits that it is made of."""
+        if loss is not None:
+            return loss
+        raise bad_value(
+            "balance",
+            f"routers beside the experts ({' or '.join(ROUTER_NAMES)}) with logits, one for each expert, to train",
+            f"none at {', '.join(self.names[:2])}{' and others' if len(self.names) > 2 else ''}",
+            "use balance none and a z-loss coefficient of 0, train the routers, or take another architecture",
+        )
 
     def take_balance_loss(self) -> Tensor | None:
         """The Switch loss of the last pass, averaged over the layers; None where no router was seen.
@@ -127,11 +138,31 @@ class RouterWatch:
             handle.remove()
 
 
+def check_balance(model: nn.Module, balance: str, z_loss_coefficient: float) -> None:
+    """ValueError where nothing in the model would be balanced so. What a router returns is seen when it is called."""
+    watch = RouterWatch(model)
+    watch.close()
+    if balance == "bias" and all(bias is None for bias in watch.selection_biases):
+        raise bad_value(
+            "balance",
+            "aux or none, since the routers of this model have no selection bias (e_score_correction_bias)",
+            "'bias'",
+            "use --balance aux, or an architecture that has one, such as deepseek_v3 or glm4_moe",
+        )
+    if (balance == "aux" or z_loss_coefficient) and not watch.has_routers:
+        watch.must_have(None)
+
+
 def _in_backward() -> bool:
     """In what activation checkpointing computes again."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _is_experts(module: Any) -> bool:
-    weight = getattr(module, "down_proj", None)
-    return hasattr(module, "num_experts") and isinstance(weight, Tensor) and weight.dim() == 3
+    """Those that transformers hands over: they are called with the experts and weights that the router chose."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "num_experts")
+
+
+def _routers_in(block: nn.Module | None) -> list[nn.Module]:
+    beside = [getattr(block, child, None) for child in ROUTER_NAMES]
+    return [router for router in beside if isinstance(router, nn.Module)]
