@@ -35,12 +35,12 @@ TESTS = (
     "test_packed.py",
     "test_operator.py::TestAutocast",
     "test_bench_peers.py",
-    "test_conformance.py::test_bf16_agrees_with_and_without_instructions_for_it",
+    "test_conformance.py::test_bf16_agrees_with_and_without_instructions_for_it[cpu-False]",
     "test_finetune.py::test_packed_experts_without_a_compiler_are_refused_and_auto_keeps_them_resident",
     "cpu/test_packed_experts.py",
 )
-# Those build for older instruction sets themselves, whatever is hidden.
-NOT_AGAIN = "not older_instruction and not other_instruction_sets"
+# Those build for older instruction sets themselves, or take long and are the same on every CPU.
+NOT_AGAIN = "not older_instruction and not other_instruction_sets and not InsideTorch and not memory_as_was_predicted"
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from amoeba.weights import LoraFactors
 
 from .case import Case
 from .compare import faults
-from .tensors import Made, make
+from .tensors import Made, bits, make
 
 OUR_FORM = re.compile(r".+: expected .+; got .+\. [A-Z`].*\.", re.DOTALL)
 
@@ -184,5 +184,4 @@ def _distinct_leaves(made: Made) -> dict[str, Tensor]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    one, other = one.detach().reshape(-1), other.detach().reshape(-1)
-    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return one.shape == other.shape and torch.equal(bits(one), bits(other))

@@ -33,7 +33,7 @@ class Made:
     _memory: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # what a tensor lies in, and a copy of it
 
     def touched(self) -> list[str]:
-        return [name for name, (now, before) in self._memory.items() if not torch.equal(_bytes(now), before)]
+        return [name for name, (now, before) in self._memory.items() if not torch.equal(bits(now), before)]
 
 
 def make(case: Case) -> Made:
@@ -47,7 +47,7 @@ def make(case: Case) -> Made:
     for name, value in values.items():
         on_cpu = case.packed and name not in ("x", "weight", "expert", "dy")
         whole, tensor = _laid_out(value, case.layouts.get(name, "plain"), generator, "cpu" if on_cpu else case.device)
-        memory[name] = whole, _bytes(whole).clone()
+        memory[name] = whole, bits(whole)
         tensors[name] = tensor
     expert_TK, dy_TH = tensors.pop("expert"), tensors.pop("dy")
     fixed = ("gate_up", "down", "gate_up_bias", "down_bias") if case.packed else ()
@@ -186,5 +186,7 @@ def _laid_out(value: Tensor, layout: str, generator: torch.Generator, device: st
     return whole, tensor
 
 
-def _bytes(whole: Tensor) -> Tensor:
-    return whole.detach().contiguous().view(-1).view(torch.uint8)
+def bits(tensor: Tensor) -> Tensor:
+    """A copy of what it holds, byte by byte; also of a NaN, and of one number with the stride 0."""
+    plain = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return plain.copy_(tensor.detach().reshape(-1)).view(torch.uint8)

@@ -130,7 +130,8 @@ def _with_whole_ranks(problem: Problem) -> Problem:
         if missing:
             factors[name] = F.pad(factor, (0, 0, 0, missing) if name.endswith("a") else (0, missing))
         else:
-            whole = factor.stride(2) == 1 and factor.stride(1) % unit == 0 and place_of(factor) % 16 == 0
+            apart = factor.stride(2) == 1 and factor.stride(1) >= factor.shape[2]
+            whole = apart and factor.stride(1) % unit == 0 and place_of(factor) % 16 == 0
             factors[name] = factor if whole else factor.clone(memory_format=torch.contiguous_format)
     return problem._replace(lora=LoraFactors(**factors, scaling=problem.lora.scaling))
 
