@@ -44,7 +44,9 @@ def test_any_layout_in_memory(way: str, layout, size: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "size"), [(first_dimension_last, "H=1"), (every_other, "T=1"), (expanded, "T=1")], ids=str
+    ("layout", "size"),
+    [(first_dimension_last, "H=1"), (every_other, "T=1"), (expanded, "T=1")],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_any_layout_in_memory_for_the_kernels(layout, size: str) -> None:
     laid = Laid(layout, torch.float32, SIZES[size] | {"tokens": 1, "rank": 0})  # slow in Triton's interpreter

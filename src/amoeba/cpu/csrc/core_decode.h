@@ -85,11 +85,7 @@ inline float act(float z, int kind, float alpha) {
     case SILU: return z / (1.0f + std::exp(-alpha * z));
     case GELU: return 0.5f * z * (1.0f + std::erf(z * 0.70710678118654752f));
     case GELU_TANH: return 0.5f * z * (1.0f + std::tanh(0.79788456080286536f * (z + 0.044715f * z * z * z)));
-<<<<<<< .merge_file_wSwTVf
     case RELU: return z <= 0 ? 0 : z;  // in this order a NaN stays one
-=======
-    case RELU: return z <= 0 ? 0 : z;  // so asked, a NaN stays one
->>>>>>> .merge_file_JtslgH
     default: return z <= 0 ? 0 : z * z;
   }
 }
