@@ -41,7 +41,7 @@ class RunLog(TrainerCallback):
         self.dead_experts, self.tokens_per_second = 0, 0.0
         self.losses: list[Tensor] = []  # of the passes of this step
         self.tokens: list[Tensor] = []  # in the passes since the last line
-        self.gradient_norm = torch.zeros(())  # before it was clipped
+        self.gradient_norm = torch.zeros((), dtype=torch.float32, device="cpu")  # before it was clipped
         self._step_losses: list[Tensor] = []  # of the steps since the last line
         self._step_norms: list[Tensor] = []
         self._tokens_before = 0

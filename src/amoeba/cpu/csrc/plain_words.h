@@ -22,10 +22,13 @@ constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
 #endif
-typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int32_t Integers __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int16_t Shorts __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Anywhere __attribute__((vector_size(LANES * 4), aligned(4), may_alias));  // in memory, not as a value
+
+inline Words load_words(const uint32_t* p) { return *reinterpret_cast<const Anywhere*>(p); }
 
 template <class Sum>
 struct Arithmetic;
@@ -55,7 +58,7 @@ struct FloatArithmetic {
     Floats first, second;
     Columns() = default;
     explicit Columns(const uint32_t* p) {
-      const Words words = *reinterpret_cast<const Words*>(p);
+      const Words words = load_words(p);
       first = (Floats)(words << 16), second = (Floats)(words & 0xffff0000u);
     }
   };
@@ -77,7 +80,7 @@ struct ShortArithmetic {
     Shorts first, second;
     Columns() = default;
     explicit Columns(const uint32_t* p) {
-      const Shorts words = *reinterpret_cast<const Shorts*>(p);
+      const Shorts words = (Shorts)load_words(p);
       first = words << 8 >> 8, second = words >> 8;
     }
   };
@@ -118,7 +121,7 @@ struct WideningArithmetic {
     Integers byte[4];
     Columns() = default;
     explicit Columns(const uint32_t* p) {
-      const Words words = *reinterpret_cast<const Words*>(p);
+      const Words words = load_words(p);
 #pragma GCC unroll 4
       for (int q = 0; q < 4; ++q) byte[q] = (Integers)(words << (24 - 8 * q)) >> 24;
     }
@@ -140,7 +143,7 @@ struct VnniArithmetic {
   struct Columns {
     Words words;
     Columns() = default;
-    explicit Columns(const uint32_t* p) : words(*reinterpret_cast<const Words*>(p)) {}
+    explicit Columns(const uint32_t* p) : words(load_words(p)) {}
   };
   template <int W, int R>
   static Integers add(Integers sum, const Rows<R>& rows, int r, int w, const Columns& columns) {
