@@ -231,7 +231,7 @@ def define_operator(
     forward, backward = _without_autocast(forward), _without_autocast(backward)
 
     def forward_impl(*args: object) -> tuple[Tensor, ...]:
-        return tuple(forward(_problem(args), args[-1]))  # type: ignore[arg-type]
+        return tuple(forward(_problem(args), args[-1]))
 
     def backward_impl(*args: object) -> tuple[Tensor, ...]:
         problem = _problem(args)
