@@ -6,8 +6,11 @@ where a result is wrong. Run by tests/test_strides.py under `python -O`, by test
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
+import guarded_memory
 from amoeba import Activation
 from amoeba.cpu.core import load_core
 from amoeba.cpu.node import NodeExperts, NodeFactors, forward
@@ -105,6 +108,8 @@ def refuse() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
+    if sys.argv[1:] == ["guarded"]:
+        guarded_memory.guard_all_calls()
     count = compute()
     refuse()
     print(f"{count} cases: all right, {'with' if __debug__ else 'without'} asserts")
