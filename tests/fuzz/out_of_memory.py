@@ -23,8 +23,8 @@ from . import attempt as attempts
 from .case import Case, describe
 from .tensors import make
 
-# So much more than what is there when the step begins.
-ROOM = tuple(megabytes * 2**20 for megabytes in (0, 1, 2, 4, 7, 12, 24))
+# Megabytes more than what is there when the step begins. A GPU's memory is given out by 20 of them at a time.
+ROOM = {"cpu": (0, 1, 2, 4, 7, 12, 24), "cuda": (0, 20, 40, 80, 120, 200, 400)}
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -45,10 +45,10 @@ def cases(device: str) -> Iterator[Case]:
             backend=backend,
             dtype=dtype,
             placement=placement,
-            threads=2,
-            tokens=512,
-            hidden=256,
-            intermediate=512,
+            threads=2 if device == "cpu" else 8,
+            tokens=512 if device == "cpu" else 4096,
+            hidden=256 if device == "cpu" else 1024,
+            intermediate=512 if device == "cpu" else 1024,
             experts=4,
             top_k=2,
             wanted=("x", "weight", "gate_up", "down", "down_lora_a", "down_lora_b"),
@@ -71,7 +71,7 @@ def attack(case: Case) -> list[str]:
     before = step()
     left = _allocated(case)
     limit = _limited_on_cuda if case.device == "cuda" else _limited_address_space
-    for room in ROOM:
+    for room in (megabytes * 2**20 for megabytes in ROOM[case.device]):
         failed += _fails(step, limit, room)
         gc.collect()
         if case.device == "cuda" and _allocated(case) > left:

@@ -134,18 +134,19 @@ def _faults(
     lines = []
     expert_TK = routing.chosen_TK if routing.chosen_TK is not None else routing.expert_TK
     expert_TK, weight_TK = expert_TK.cpu(), routing.weight_TK.detach().cpu().double()
-    dropped_TK = _dropped(case, expert_TK)
+    rows = logits_TE.detach().cpu().double()
+    dropped_TK = _dropped(case, expert_TK, [_meaningless(case, row) for row in rows])
     kept_TK = torch.where(dropped_TK, torch.tensor(case.experts), expert_TK)
     if not torch.equal(routing.expert_TK.cpu(), kept_TK):
         lines.append("experts: not those that capacity leaves")
     bias = [0.0] * case.experts if bias_E is None else bias_E.detach().cpu().double().tolist()
-    for t, row in enumerate(logits_TE.detach().cpu().double()):
+    for t, row in enumerate(rows):
         chosen = expert_TK[t].tolist()
         if len(set(chosen)) != case.top_k or not all(0 <= e < case.experts for e in chosen):
             lines.append(f"token {t}: experts {chosen}")
             continue
-        if row.isnan().any() or (row == math.inf).any() or (row == -math.inf).all():
-            if not _shows(case, row, weight_TK[t], dropped_TK[t]):
+        if _meaningless(case, row):
+            if weight_TK[t].isfinite().all():
                 lines.append(f"token {t}: finite weights {weight_TK[t].tolist()} for logits {_strange(row)}")
             continue
         leaf = row.clone().requires_grad_()
@@ -166,12 +167,10 @@ def _faults(
     return lines[:4]
 
 
-def _shows(case: RouterCase, row: Tensor, weight_K: Tensor, dropped_K: Tensor) -> bool:
-    """Whether weights of a token without finite scores say so; those that were dropped are 0 in any case."""
-    if case.score == "sigmoid" and not row.isnan().any():
-        return True  # sigmoid(inf) is 1, and of -inf 0
-    kept_K = weight_K[~dropped_K]
-    return not len(kept_K) or not bool(kept_K.isfinite().all())
+def _meaningless(case: RouterCase, row: Tensor) -> bool:
+    """Whether a token has no scores; sigmoid(inf) is 1, and of -inf 0."""
+    infinite = bool((row == math.inf).any() or (row == -math.inf).all())
+    return bool(row.isnan().any()) or (case.score != "sigmoid" and infinite)
 
 
 def _strange(row: Tensor) -> str:
@@ -230,8 +229,9 @@ def _weights(case: RouterCase, row: Tensor, chosen: list[int]) -> Tensor:
     return weights * case.scaling_factor
 
 
-def _dropped(case: RouterCase, expert_TK: Tensor) -> Tensor:
-    """First choices are served before second ones, and among equals the earlier token."""
+def _dropped(case: RouterCase, expert_TK: Tensor, meaningless: list[bool]) -> Tensor:
+    """First choices are served before second ones, and among equals the earlier token. A NaN is not dropped: it takes
+    its place, and where there is none it stays beyond it, for y to show it."""
     dropped_TK = torch.zeros_like(expert_TK, dtype=torch.bool)
     if case.capacity_factor is None:
         return dropped_TK
@@ -240,7 +240,7 @@ def _dropped(case: RouterCase, expert_TK: Tensor) -> Tensor:
     for k in range(case.top_k):
         for t in range(case.tokens):
             e = int(expert_TK[t, k])
-            dropped_TK[t, k] = taken.get(e, 0) >= room
+            dropped_TK[t, k] = taken.get(e, 0) >= room and not meaningless[t]
             taken[e] = taken.get(e, 0) + 1
     return dropped_TK
 

@@ -33,8 +33,8 @@ def shrink(case: Any, attempt: Callable[[Any], Outcome]) -> tuple[Any, Outcome]:
 
 
 def apart(case: Any, attempt: Callable[[Any], Outcome]) -> Outcome:
-    """In a process of its own. It is forked, so nothing may have been computed in this one before."""
-    context = multiprocessing.get_context("fork")
+    """In a process of its own. Where it is forked, nothing may have been computed in this one before."""
+    context = multiprocessing.get_context("spawn" if case.device == "cuda" else "fork")  # CUDA cannot be forked
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_report, args=(sender, case, attempt))
     child.start()

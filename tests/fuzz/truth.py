@@ -26,7 +26,7 @@ Noise = Callable[[Tensor], Tensor]
 
 
 def truth(case: Case, made: Made) -> dict[str, Tensor]:
-    return _loop(case, made, _none, _none)
+    return _loop(case, made, _none, _none, None)
 
 
 def rounding_noise(case: Case, made: Made) -> dict[str, float]:
@@ -42,8 +42,8 @@ def rounding_noise(case: Case, made: Made) -> dict[str, float]:
     return moved
 
 
-def _noises(case: Case, number: int) -> tuple[Noise, Noise]:
-    """(of inputs, of what is between)."""
+def _noises(case: Case, number: int) -> tuple[Noise, Noise, Noise]:
+    """(of inputs, of what is between, by how much a slope of the activation is off)."""
 
     def uniform(tensor: Tensor) -> Tensor:
         """In [-1, 1], the same for equal numbers, as rounding is: the errors of equal rows do not cancel."""
@@ -57,12 +57,18 @@ def _noises(case: Case, number: int) -> tuple[Noise, Noise]:
         largest = tensor.abs().amax(-1, keepdim=True) if tensor.shape[-1] else tensor
         return tensor + largest / 254 * uniform(tensor)
 
+    wide = ROUNDING[torch.promote_types(case.computes_in, torch.float32)]
+
+    def of_slope(h: Tensor) -> Tensor:
+        """Far from 0, 1 + erf(h) and its like are what is left of two numbers next to each other."""
+        return wide * uniform(h)
+
     if case.placement == "packed-int8":
-        return (relative(ROUNDING[torch.bfloat16]) if case.has_kink else of_rows), of_rows
+        return (relative(ROUNDING[torch.bfloat16]) if case.has_kink else of_rows), of_rows, of_slope
     # sums are in fp32 at least, and a sum of n is off by some √n roundings
-    summed = ROUNDING[torch.promote_types(case.computes_in, torch.float32)]
-    summed *= math.sqrt(max(case.hidden, case.intermediate))
-    return (_none if case.has_kink else relative(summed)), relative(max(ROUNDING[case.computes_in], summed))
+    summed = wide * math.sqrt(max(case.hidden, case.intermediate))
+    between = relative(max(ROUNDING[case.computes_in], summed))
+    return (_none if case.has_kink else relative(summed)), between, of_slope
 
 
 def _none(tensor: Tensor) -> Tensor:
@@ -82,7 +88,7 @@ class _Disturbed(torch.autograd.Function):
         return ctx.noise(gradient), None, None
 
 
-def _loop(case: Case, made: Made, input_noise: Noise, noise: Noise) -> dict[str, Tensor]:
+def _loop(case: Case, made: Made, input_noise: Noise, noise: Noise, slope_noise: Noise | None) -> dict[str, Tensor]:
     wide: dict[str, Tensor] = {}
     for name, tensor in made.tensors.items():
         value = tensor.detach().cpu()
@@ -101,6 +107,9 @@ def _loop(case: Case, made: Made, input_noise: Noise, noise: Noise) -> dict[str,
         """h of an activation with a kink is exact, its gradient is not."""
         return _Disturbed.apply(tensor, _none if case.has_kink else noise, noise)
 
+    def act(h: Tensor) -> Tensor:
+        return _act(case, h) if slope_noise is None else _act(case, h) + slope_noise(h.detach()) * h
+
     by_expert = {name: tensor.unbind(0) for name, tensor in wide.items() if name not in ("x", "weight")}
 
     def low_rank(projection: str, e: int, rows: Tensor) -> Tensor | float:
@@ -116,7 +125,7 @@ def _loop(case: Case, made: Made, input_noise: Noise, noise: Noise) -> dict[str,
         if "gate_up_bias" in by_expert:
             h = h + by_expert["gate_up_bias"][e]
         if not case.gated:
-            a = _act(case, _clamp_above(case, rounded_back(h + low_rank("up", e, rows))))
+            a = act(_clamp_above(case, rounded_back(h + low_rank("up", e, rows))))
         else:
             if case.interleaved:
                 gate, up = h[:, 0::2], h[:, 1::2]
@@ -126,7 +135,7 @@ def _loop(case: Case, made: Made, input_noise: Noise, noise: Noise) -> dict[str,
             up = rounded_back(up + low_rank("up", e, rows))
             if case.limit:
                 up = up.clamp(-case.activation.limit, case.activation.limit)
-            a = _act(case, gate) * (up + case.up_shift)
+            a = act(gate) * (up + case.up_shift)
         a = rounded(a)
         y = a @ by_expert["down"][e].T + low_rank("down", e, a)
         return rounded(y + by_expert["down_bias"][e] if "down_bias" in by_expert else y)
