@@ -11,7 +11,7 @@ BENCH ?=
 DEMO := runs/demo
 AMOEBA := $(YIELDING) $(BIN)/amoeba
 
-.PHONY: demo test test-older-cpus lint bench clean
+.PHONY: demo test test-older-cpus test-thorough lint bench clean
 
 # Trains a small model on Python's own manual, shows what its experts do, lets it speak, teaches it to answer questions
 # with LoRA, and asks it one. Minutes on two cores.
@@ -32,6 +32,10 @@ test: lint
 # What depends on the CPU once more, with its newer features hidden.
 test-older-cpus: $(INSTALLED)
 	$(YIELDING) $(BIN)/python tests/older_cpus.py
+
+# The whole cross products, of which `test` takes a selection.
+test-thorough: $(INSTALLED)
+	$(YIELDING) $(BIN)/python -m pytest -n auto --dist worksteal -m "thorough and not gpu"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

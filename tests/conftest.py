@@ -2,6 +2,7 @@
 
 import os
 import platform
+import time
 
 import pytest
 import torch
@@ -35,6 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+_BEGAN = time.monotonic()
+_SECONDS = float(os.environ.get("AMOEBA_THOROUGH_SECONDS", "inf"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("thorough") is not None and time.monotonic() - _BEGAN > _SECONDS:
+        pytest.skip(f"AMOEBA_THOROUGH_SECONDS={_SECONDS:g} are over")
 
 
 @pytest.fixture(params=[backend.name for backend in backends_for(torch.device("cpu"))])

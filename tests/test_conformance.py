@@ -67,6 +67,8 @@ def parameters(device, dtypes, thorough):
 
 def assert_proven(lot, backend, device, dtype, expected_refusals):
     """Fails with every case and every gradient that is out, next to those that are not."""
+    if not lot:
+        pytest.skip("no case of this lot is quick enough without instructions for bf16")
     results = [verify_case(case, backend, device, dtype) for case in lot]
     wrong = [
         f"{result.case}: {result.failure or ', '.join(f'{n}={e:.1e}' for n, e in result.errors.items())}"
@@ -93,11 +95,28 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float32, torch.bfloat16), True))
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float32, torch.bfloat16), False))
 def test_backend_agrees_with_the_reference(lot, backend, dtype, monkeypatch):
+    prove_on_this_cpu(lot, backend, dtype, monkeypatch)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float32, torch.bfloat16), True))
+def test_backend_agrees_with_the_reference_in_every_case(lot, backend, dtype, monkeypatch):
+    prove_on_this_cpu(lot, backend, dtype, monkeypatch)
+
+
+def prove_on_this_cpu(lot, backend, dtype, monkeypatch):
     # grouped leaves bf16 to eager on CPUs that only emulate it; it is proven all the same
+    if backend == "grouped" and dtype == torch.bfloat16:
+        lot = in_emulated_bf16(lot)
     monkeypatch.setattr(registry, "has_bf16_instructions", lambda: True)
     assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])
+
+
+def in_emulated_bf16(lot):
+    """The cases of few tokens, where torch emulates bf16: it takes a hundred times as long there."""
+    return lot if cpu_features.has_bf16_instructions() else [case for case in lot if case.num_tokens <= 1]
 
 
 @pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float64, torch.float16), False))
@@ -108,8 +127,9 @@ def test_backend_agrees_in_the_rarer_dtypes(lot, backend, dtype):
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("backend", ["cpu", "eager", COMPOSED])
 def test_bf16_agrees_with_and_without_instructions_for_it(backend, native, monkeypatch):
+    lot = in_emulated_bf16(cases()) if native else cases()
     monkeypatch.setattr(cpu_features, "has_bf16_instructions", lambda: native)
-    assert_proven(cases(), backend, CPU, torch.bfloat16, REFUSALS[backend])
+    assert_proven(lot, backend, CPU, torch.bfloat16, REFUSALS[backend])
 
 
 # What Triton's interpreter computes of `triton`: each of the suite's subjects once, where the GPU computes them all.
