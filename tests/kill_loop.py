@@ -27,7 +27,6 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_
 
 import accelerate  # noqa: F401
 import peft  # noqa: F401
-import pydantic  # noqa: F401
 import rich.live  # noqa: F401
 import torch
 import torch.utils.tensorboard
