@@ -84,7 +84,7 @@ class Laid:
         dtype: torch.dtype,
         sizes: dict[str, int],
         narrow_ids: bool = False,
-        device: torch.device = torch.device("cpu"),
+        device: torch.device | str = "cpu",
     ) -> None:
         self.layer, self.dtype = Layer(**({"rank": 2} | sizes)).to(device), dtype
         self.named = {

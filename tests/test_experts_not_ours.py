@@ -24,8 +24,8 @@ from tiny_models import build, experts_classes, experts_of, modeling_module, tin
 
 _TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 _T5 = {"d_model": 32, "d_ff": 48, "num_heads": 4, "vocab_size": 64, "num_experts": 4}
-# Types with experts but without transformers' decorator, in one version of it or another -> (class of the model, config,
-# class of the experts).
+# Types with experts but without transformers' decorator, in one version of it or another
+# -> (class of the model, config, class of the experts).
 NOT_HANDED_OVER = {
     "llama4": (
         "Llama4ForCausalLM",
