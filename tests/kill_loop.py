@@ -12,6 +12,8 @@ SIGTERM; how often a run saves changes at every resume.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import random
@@ -24,18 +26,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a fork cannot have the GPU of the process it came from
 
-import accelerate  # noqa: F401
-import peft  # noqa: F401
-import pydantic  # noqa: F401
-import rich.live  # noqa: F401
 import torch
-import torch.utils.tensorboard
-import transformers  # noqa: F401
 
 from amoeba.cli import app
 from amoeba.jobs import run_log, training_loop  # noqa: F401
-from tiny_runs import TOLD, WEIGHTS, make_inputs
+from tiny_runs import TOLD, WEIGHTS, kept_weights, make_inputs
+
+for name in ("accelerate", "peft", "pydantic", "rich.live", "torch.utils.tensorboard", "transformers"):
+    with contextlib.suppress(ImportError):  # what a run imports where it is installed
+        importlib.import_module(name)
 
 SECONDS_AT_MOST = 300  # for one process
 run_log.measured_ceiling = lambda device: 1e12  # it is measured for longer than such a run lasts
@@ -150,17 +151,15 @@ def main() -> None:
         for command in WEIGHTS:
             began = time.monotonic()
             run_through(command, here / command, here, 0, 0.0, chance, count)
-            expected[command], usual[command] = (
-                (here / command / WEIGHTS[command]).read_bytes(),
-                time.monotonic() - began,
-            )
+            expected[command] = kept_weights(here / command, command)
+            usual[command] = time.monotonic() - began
         for round_ in range(asked.rounds):
             for command in WEIGHTS:
                 if time.monotonic() > until:
                     break
                 folder = here / f"{command}-{round_}"
                 run_through(command, folder, here, asked.kills, usual[command], chance, count)
-                if (folder / WEIGHTS[command]).read_bytes() != expected[command]:
+                if kept_weights(folder, command) != expected[command]:
                     sys.exit(f"{command}, round {round_}, seed {asked.seed}: other bits at the end")
                 runs[command] += 1
             if time.monotonic() > until:

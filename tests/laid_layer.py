@@ -36,14 +36,15 @@ def inner_dimensions_swapped(tensor: Tensor) -> Tensor:
 def every_other(tensor: Tensor) -> Tensor:
     """Of a larger tensor, in every dimension; what is between is NaN, where there is NaN."""
     filler = float("nan") if tensor.is_floating_point() else 10**6
-    whole = torch.full([2 * size for size in tensor.shape], filler, dtype=tensor.dtype)
+    whole = torch.full([2 * size for size in tensor.shape], filler, dtype=tensor.dtype, device=tensor.device)
     view = whole[tuple(slice(None, None, 2) for _ in tensor.shape)]
     return view.copy_(tensor)
 
 
 def columns_of_a_larger_one(tensor: Tensor) -> Tensor:
     """Contiguous along the last dimension, with gaps between the rows."""
-    whole = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), 7, dtype=tensor.dtype)
+    shape = *tensor.shape[:-1], tensor.shape[-1] + 3
+    whole = torch.full(shape, 7, dtype=tensor.dtype, device=tensor.device)
     return whole[..., : tensor.shape[-1]].copy_(tensor)
 
 
@@ -77,8 +78,15 @@ FROZEN = ("gate_up", "down", "gate_up_bias", "down_bias")  # once they are packe
 class Laid:
     """A small layer, all of whose tensors lie as `layout` lays them."""
 
-    def __init__(self, layout, dtype: torch.dtype, sizes: dict[str, int], narrow_ids: bool = False) -> None:
-        self.layer, self.dtype = Layer(**({"rank": 2} | sizes)), dtype
+    def __init__(
+        self,
+        layout,
+        dtype: torch.dtype,
+        sizes: dict[str, int],
+        narrow_ids: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layer, self.dtype = Layer(**({"rank": 2} | sizes)).to(device), dtype
         self.named = {
             name: layout(tensor.detach().to(torch.float32 if name == "weight" else dtype)).requires_grad_()
             for name, tensor in self.layer.tensors.items()
@@ -90,10 +98,10 @@ class Laid:
         self.routing = Routing(self.expert_TK, self.named["weight"])
 
     def truth(self) -> dict[str, Tensor]:
-        wide = {name: tensor.detach().double() for name, tensor in self.named.items()}
-        problem = wide["x"], self.expert_TK, wide["weight"], self.layer.weights(wide), self.layer.lora(wide)
+        wide = {name: tensor.detach().double().cpu() for name, tensor in self.named.items()}
+        problem = wide["x"], self.expert_TK.cpu(), wide["weight"], self.layer.weights(wide), self.layer.lora(wide)
         output = reference.experts_forward(*problem)
-        return {"output": output} | reference.experts_backward(self.dy_TH.double(), *problem)
+        return {"output": output} | reference.experts_backward(self.dy_TH.double().cpu(), *problem)
 
     def found(self, way: str) -> dict[str, Tensor]:
         """Output and gradients by name, and what a few tokens without gradients give, which go another way."""
@@ -123,7 +131,7 @@ def check(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float) 
     for name, got in found.items():
         if got.shape != truth[name].shape:
             raise AssertionError(f"{name}: shape {tuple(got.shape)} instead of {tuple(truth[name].shape)}")
-        error = float((got.double() - truth[name]).norm() / truth[name].norm().clamp(min=1e-9))
+        error = float((got.double().cpu() - truth[name]).norm() / truth[name].norm().clamp(min=1e-9))
         print(f"{name}: {error:.1e}")
         if not error < tolerance:
             raise AssertionError(f"{name}: relative error {error:.1e}, at most {tolerance} is right")

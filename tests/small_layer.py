@@ -13,6 +13,11 @@ T, K, E, H, I = 13, 2, 4, 16, 24
 SCALING = 1.7
 
 
+def kernel_device():
+    """Where our kernels run: on the GPU, or in Triton's interpreter (see conftest.py)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def normal(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -43,6 +48,12 @@ class Layer:
         for tensor in self.tensors.values():
             tensor.requires_grad_()
         self.dy_TH = normal(tokens, hidden, seed=7)
+
+    def to(self, device):
+        """Itself, with its tensors there."""
+        self.tensors = {name: tensor.detach().to(device).requires_grad_() for name, tensor in self.tensors.items()}
+        self.expert_TK, self.dy_TH = self.expert_TK.to(device), self.dy_TH.to(device)
+        return self
 
     def weights(self, named):
         biases = named.get("gate_up_bias"), named.get("down_bias")

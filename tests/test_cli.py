@@ -322,7 +322,8 @@ def run_python(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
-    done = run_python("-m", "amoeba", "bench", "--shape", TINY, "--pass", "forward", "--repeats", "1", "--json", "-v")
+    tiny = ("--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1")
+    done = run_python("-m", "amoeba", "bench", *tiny, "--json", "-v")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["document"] == "amoeba bench"
     assert "amoeba: experts of torch.float32 on cpu: backend" in done.stderr

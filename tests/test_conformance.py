@@ -361,7 +361,11 @@ class TestVerify:
         monkeypatch.setattr(conformance, "cases", lambda thorough: [Case(3, 2), Case(3, 2, recompute=True)])
         heard = []
         results = verify(CPU, [torch.float32], progress=heard.append)
-        assert results == heard
+        assert [check.done for check in heard] == list(range(len(results)))
+        assert {check.total for check in heard} == {len(results)}
+        assert [(check.backend, check.dtype, check.case.name) for check in heard] == [
+            (result.backend, result.dtype, result.case) for result in results
+        ]
         assert [result.backend for result in results] == [*backend_names(CPU)] * 2
         assert all(result.ok for result in results)
         assert [result.refused is not None for result in results if result.backend == COMPOSED] == [False, True]

@@ -16,6 +16,7 @@ from amoeba.backends.fused_router import fused_route
 from amoeba.config import RouterConfig
 from amoeba.reference.router import router_backward, router_forward
 from amoeba.routing import route
+from small_layer import kernel_device
 
 NAN, INF = math.nan, math.inf
 E, K = 12, 3
@@ -53,9 +54,15 @@ def torch_path(logits_TE, config, bias_E):
     return routing.expert_TK, routing.weight_TK, routing.scores_TE
 
 
+def kernel_path(logits_TE, config, bias_E):
+    there = kernel_device()
+    found = fused_route(logits_TE.to(there), config, None if bias_E is None else bias_E.to(there))
+    return tuple(tensor.to(logits_TE.device) for tensor in found)
+
+
 PATHS = {"torch": torch_path}
 if importlib.util.find_spec("triton") is not None:
-    PATHS["kernel"] = fused_route
+    PATHS["kernel"] = kernel_path
 TOKENS = 2 * len(PLACES)  # every other one of them strange
 STRANGE = dict(zip(PLACES, range(1, TOKENS, 2), strict=True))
 OTHERS = range(0, TOKENS, 2)

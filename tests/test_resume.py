@@ -28,7 +28,7 @@ from amoeba.jobs.run_folder import checkpoints, remove_unfinished, run_folder
 from amoeba.jobs.run_log import RunLog
 from amoeba.jobs.settings import AT_RESUME, settings_of
 from amoeba.jobs.training_loop import WatchedTrainer
-from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, make_inputs, tiny_run, tiny_settings
+from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 COMMANDS = ("train", "finetune")
@@ -75,10 +75,6 @@ def run(terminated: tuple[Path, Any, Quiet], tmp_path: Path) -> Path:
 def contents(folder: Path) -> dict[str, bytes]:
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def weights(folder: Path, command: str) -> bytes:
-    return (folder / WEIGHTS[command]).read_bytes()
 
 
 def refusal(settings: Any, **options: Any) -> str:
@@ -128,7 +124,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     report, console = resume(run, command, start_from=start_from)
     assert not torn.exists()
     assert f"resuming from checkpoint-{8 if start_from else 9}" in console.said
-    assert weights(run, command) == weights(whole[0], command)
+    assert kept_weights(run, command) == kept_weights(whole[0], command)
     assert report.final_loss == whole[1].final_loss and report.start_loss == whole[1].start_loss
     aside = run / "checkpoints" / "set-aside-checkpoint-9"
     assert aside.exists() == (start_from is not None)
@@ -166,7 +162,7 @@ def test_a_run_killed_after_its_last_step_is_ended_without_another(
     report, console = resume(run, command)
     assert not console.lines
     assert (report.steps, report.final_loss) == (12, whole[1].final_loss)
-    assert weights(run, command) == weights(whole[0], command)
+    assert kept_weights(run, command) == kept_weights(whole[0], command)
     assert any("1 torn line left out" in said for said in console.said) == (lost == "both")
     kinds = [json.loads(text)["kind"] for text in (run / "metrics.jsonl").read_text().splitlines()]
     assert kinds.count("coactivation") == kinds.count("final") == 1
@@ -333,7 +329,7 @@ def test_a_run_of_an_older_version_goes_on_and_says_what_it_lacks(
     older(run)
     _, console = resume(run, command)
     assert any("older version, without hashes" in said for said in console.said)
-    assert weights(run, command) == weights(whole[0], command)
+    assert kept_weights(run, command) == kept_weights(whole[0], command)
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated"])
@@ -355,7 +351,7 @@ def test_a_lost_log_loses_no_training(run: Path, command: str, whole: tuple[Path
     (run / "metrics.jsonl").unlink()
     report, console = resume(run, command)
     assert any("metrics.jsonl is not there" in said for said in console.said)
-    assert weights(run, command) == weights(whole[0], command)
+    assert kept_weights(run, command) == kept_weights(whole[0], command)
     assert report.start_loss == whole[1].start_loss
 
 

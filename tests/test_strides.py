@@ -25,6 +25,7 @@ from laid_layer import (
     expanded,
     first_dimension_last,
 )
+from small_layer import kernel_device
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,7 +50,8 @@ def test_any_layout_in_memory(way: str, layout, size: str) -> None:
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_any_layout_in_memory_for_the_kernels(layout, size: str) -> None:
-    laid = Laid(layout, torch.float32, SIZES[size] | {"tokens": 1, "rank": 0})  # slow in Triton's interpreter
+    sizes = SIZES[size] | {"tokens": 1, "rank": 0}  # slow in Triton's interpreter
+    laid = Laid(layout, torch.float32, sizes, device=kernel_device())
     check(laid.found("triton"), laid.truth(), TOLERANCE[torch.float32])
 
 

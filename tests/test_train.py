@@ -182,8 +182,9 @@ def test_the_balance_loss_takes_part_in_training(tmp_path: Path, corpus_file: st
 def test_accumulation_gives_the_losses_of_the_larger_batch(tmp_path: Path, corpus_file: str) -> None:
     for name, changes in {"whole": {"batch_size": 4}, "parts": {"batch_size": 2, "accumulation": 2}}.items():
         train(settings(tmp_path / name, corpus_file, steps=3, balance="none", **changes), Quiet())
+    rtol = 1e-3 if torch.cuda.is_available() else 1e-5  # a GPU computes in bf16
     torch.testing.assert_close(
-        torch.tensor(step_losses(tmp_path / "parts")), torch.tensor(step_losses(tmp_path / "whole")), rtol=1e-5, atol=0
+        torch.tensor(step_losses(tmp_path / "parts")), torch.tensor(step_losses(tmp_path / "whole")), rtol=rtol, atol=0
     )
 
 

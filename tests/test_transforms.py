@@ -16,13 +16,13 @@ from amoeba.cpu.packed import load_packed
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.reference.experts import activate
 from amoeba.routing import load_balance_loss
-from small_layer import Layer
+from small_layer import Layer, kernel_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 def through_experts(backend, **how):
-    layer = Layer(**how)
+    layer = Layer(**how).to(kernel_device() if backend == "triton" else "cpu")
     _skip_unless_served(backend, layer)
     weight = layer.tensors["weight"].detach()
 
@@ -35,7 +35,7 @@ def through_experts(backend, **how):
 def _skip_unless_served(name, layer):
     weights = layer.weights(layer.tensors)
     request = Request(layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), weights)
-    for backend in backends_for(torch.device("cpu")):
+    for backend in backends_for(weights.device):
         if backend.name == name and backend.why_not(request) is not None:
             pytest.skip(f"{name}: {backend.why_not(request)}")
 
@@ -72,7 +72,7 @@ def through_the_fused_router():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
     config = RouterConfig(12, 3)
-    return lambda logits_TE: fused_route(logits_TE, config, None)[1], torch.randn(5, 12)
+    return lambda logits_TE: fused_route(logits_TE, config, None)[1], torch.randn(5, 12).to(kernel_device())
 
 
 def through_a_layer():
@@ -137,7 +137,7 @@ def test_grad_and_vjp_of_torch_func_equal_autograd(operator):
     function, x = operator()
     leaf = x.clone().requires_grad_()
     y = function(leaf)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.dtype)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
     (expected,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
     found_y, pull_back = torch.func.vjp(function, x)
     assert torch.equal(found_y, y)
@@ -153,7 +153,7 @@ def test_many_gradients_at_once_are_refused_or_equal_one_after_another(name):
     function, x = OPERATORS[name]()
     x = x.clone().requires_grad_()
     y = function(x)
-    dy = torch.randn((2, *y.shape), generator=torch.Generator().manual_seed(0)).to(y.dtype)
+    dy = torch.randn((2, *y.shape), generator=torch.Generator().manual_seed(0)).to(y)
     expected = torch.stack([torch.autograd.grad(y, x, one, retain_graph=True)[0] for one in dy])
     if refused:
         with pytest.raises(NotImplementedError, match=r"several gradients at once are not implemented; got .* Use "):

@@ -22,19 +22,16 @@ from amoeba.backends import registry, triton
 from amoeba.backends.operator import Needs, Problem
 from amoeba.backends.registry import Request, backends_for, choose
 from amoeba.kernels import decode, products
-from small_layer import E, H, I, K, Layer
+from small_layer import E, H, I, K, Layer, kernel_device
 
 CUDA = torch.device("cuda")
-DEVICE = CUDA if torch.cuda.is_available() else torch.device("cpu")
+DEVICE = kernel_device()
 ALL = [True] * 6 + [False] * 6
 
 
 def layer_here(**options: Any) -> Layer:
-    """A small layer where the kernels run: on the GPU, or in the interpreter."""
-    layer = Layer(**options)
-    layer.tensors = {name: tensor.detach().to(DEVICE).requires_grad_() for name, tensor in layer.tensors.items()}
-    layer.expert_TK, layer.dy_TH = layer.expert_TK.to(DEVICE), layer.dy_TH.to(DEVICE)
-    return layer
+    """A small layer where the kernels run."""
+    return Layer(**options).to(DEVICE)
 
 
 def problem_of(layer: Layer) -> Problem:

@@ -69,3 +69,14 @@ def tiny_settings(command: str, folder: Path, inputs: Path, **changes: Any) -> R
 def tiny_run(settings: RunSettings, console: Any, **options: Any) -> Any:
     run: Any = train if isinstance(settings, TrainSettings) else finetune
     return run(settings, console, **options)
+
+
+def kept_weights(folder: Path, command: str) -> dict[str, Any]:
+    """What a run kept, tensors bit for bit by name; safetensors writes its metadata in any order."""
+    content = (folder / WEIGHTS[command]).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:end])
+    for name in entries.keys() - {"__metadata__"}:
+        begin, stop = entries[name].pop("data_offsets")
+        entries[name]["bytes"] = content[end + begin : end + stop]
+    return entries

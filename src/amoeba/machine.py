@@ -66,6 +66,7 @@ def versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
+    found["torch"] = str(torch.__version__)  # with its build, as in +cu130, which some wheels' metadata leave out
     return found
 
 

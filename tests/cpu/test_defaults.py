@@ -21,7 +21,7 @@ from amoeba.cpu.engine import Engine
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.integrations.placement import place_experts
 from amoeba.routing import load_balance_loss, z_loss
-from small_layer import Layer
+from small_layer import Layer, kernel_device
 from tiny_models import build
 
 Found = dict[str, Tensor]
@@ -53,8 +53,12 @@ def halves(layer: Layer) -> dict[str, Tensor]:
     return {name: t.detach().bfloat16().requires_grad_() for name, t in layer.tensors.items()}
 
 
+def place_of(backend: str) -> torch.device:
+    return kernel_device() if backend == "triton" else torch.device("cpu")
+
+
 def decoding(backend: str, dtype: torch.dtype, rank: int) -> Callable[[], Found]:
-    layer = Layer(tokens=2, rank=rank)
+    layer = Layer(tokens=2, rank=rank).to(place_of(backend))
     named = layer.tensors if dtype == torch.float32 else halves(layer)
 
     def run() -> Found:
@@ -65,7 +69,7 @@ def decoding(backend: str, dtype: torch.dtype, rank: int) -> Callable[[], Found]
 
 
 def training(backend: str, dtype: torch.dtype, rank: int, tokens: int = 13) -> Callable[[], Found]:
-    layer = Layer(tokens=tokens, rank=rank)
+    layer = Layer(tokens=tokens, rank=rank).to(place_of(backend))
     named = layer.tensors if dtype == torch.float32 else halves(layer)
     dy = layer.dy_TH.to(dtype)
     return lambda: differentiated(layer.run(backend, **named), named, dy)

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from amoeba.tracing import constant_when_traced
+
 _REMEDY = "Use the functions of amoeba.reference under autograd where you need them."
 
 
-@torch.compiler.assume_constant_result  # torch.compile enters the transforms that it traces, and guards on the others
+@constant_when_traced  # torch.compile enters the transforms that it traces, and guards on the others
 def transformed() -> bool:
     """Whether a transform of torch.func or forward mode is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -63,7 +63,7 @@ class RouterWatch:
             self.coactivation[layer] += chosen_TE[:, :count].T @ chosen_TE[:, :count]
 
         def keep_logits(module: nn.Module, args: tuple, output: Any) -> None:
-            logits = output[0] if isinstance(output, tuple) else output
+            logits = _logits_of(output)
             if _in_backward():
                 return
             if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == count and module.training:
@@ -161,6 +161,14 @@ def _in_backward() -> bool:
 def _is_experts(module: Any) -> bool:
     """Those that transformers hands over: they are called with the experts and weights that the router chose."""
     return hasattr(module, "is_concatenated") and hasattr(module, "num_experts")
+
+
+def _logits_of(output: Any) -> Any:
+    """Of what a router returns: they come first, or last after the ids (granitemoe in transformers 5.17)."""
+    if not isinstance(output, tuple):
+        return output
+    first = output[0]
+    return output[-1] if isinstance(first, Tensor) and not first.is_floating_point() else first
 
 
 def _routers_in(block: nn.Module | None) -> list[nn.Module]:
