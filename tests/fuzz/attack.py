@@ -76,7 +76,7 @@ def _apart(name: str, device: str, variables: dict[str, str]) -> bool:
         left_out = [line for line in said if line.startswith("left out")]
         print(f"held   {word} {took}{' ' + left_out[0] if left_out else ''}", flush=True)
         return True
-    shown = [line for line in said if line][-12:]
+    shown = [line for line in said if line and not line.startswith("seed=")][-12:]
     print(f"BROKE  {word} {took}", *(f"         {line[:300]}" for line in shown), sep="\n", flush=True)
     return False
 

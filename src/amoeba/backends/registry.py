@@ -138,6 +138,9 @@ def _misaligned(weights: AnyExperts) -> str | None:
         if not rows_apart or any(stride * size % 16 for stride in tensor.stride() if stride != 1):
             needs = "torch's grouped product needs rows of a multiple of 16 bytes that do not overlap"
             return f"{needs}, {name} has strides {tensor.stride()}"
+        if tensor.device.type == "cuda" and tensor.storage_offset() * size % 16:
+            needs = "torch's grouped product on a GPU needs memory that begins at a multiple of 16 bytes"
+            return f"{needs}, {name} begins at element {tensor.storage_offset()} of its storage"
     return None
 
 

@@ -16,8 +16,7 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
-// Values are aligned as the machine wants them; what lies in memory of others need not be. (A value of a type that is
-// aligned to less than its registers crashed where the compiler kept it on the stack: GCC 13 at -O1, AVX-512.)
+// Values are aligned as the machine wants them; what lies in memory of others need not be.
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 typedef float Anywhere __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 
