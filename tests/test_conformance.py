@@ -370,7 +370,9 @@ class TestVerify:
         assert all(result.ok for result in results)
         assert [result.refused is not None for result in results if result.backend == COMPOSED] == [False, True]
         table = worst(results)
-        assert set(table) == {(name, torch.float32) for name in backend_names(CPU) if name not in PACKED}
+        # on a machine with a GPU the kernels run there, elsewhere in the interpreter
+        elsewhere = {*PACKED} | ({"triton"} if torch.cuda.is_available() else set())
+        assert set(table) == {(name, torch.float32) for name in backend_names(CPU) if name not in elsewhere}
         assert set(table["eager", torch.float32]) == {"output", "inference", "x", "weight", "gate_up", "down"}
         assert table["eager", torch.float32]["x"] == max(r.errors["x"] for r in results if r.backend == "eager")
 

@@ -39,7 +39,7 @@ def run_under_sanitizers(*command: str) -> subprocess.CompletedProcess[str]:
         "CXX": str(COMPILER),
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
         "LD_PRELOAD": " ".join(runtimes()),
-        # Python frees little at its end; and where locals are moved off the stack, GCC before 14 aligns them to 32 bytes
+        # Python frees little at its end; and where locals leave the stack, GCC before 14 aligns them to 32 bytes
         # at most, too little for vectors of AVX-512
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",

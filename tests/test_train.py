@@ -205,7 +205,7 @@ def test_the_z_loss_keeps_router_logits_smaller(tmp_path: Path, corpus_file: str
 
 @pytest.mark.parametrize("model", ["mixtral", "olmoe", "gpt_oss"])
 def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str) -> None:
-    report = train(settings(tmp_path / model, corpus_file, model=model, steps=3), Quiet())
+    report = train(settings(tmp_path / model, corpus_file, model=model, steps=6), Quiet())
     assert report.final_loss < report.start_loss
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from packed_layer import INTERLEAVED, PLAIN, E, H, I, K, PackedLayer, R
 
 from amoeba import Activation
@@ -41,7 +42,14 @@ def test_the_plan_of_packed_weights_is_that_of_their_sizes():
     assert plan_of(layer.pack(nodes=2), layer.lora, max_len=64, top_k=2, max_cache_depth=3) == planned
 
 
+def torch_keeps_what_is_freed() -> bool:
+    """Builds for ARM bring an allocator of their own, whose cache counts as resident memory."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    return library.is_file() and b"mimalloc" in library.read_bytes()
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
+@pytest.mark.skipif(torch_keeps_what_is_freed(), reason="this torch has mimalloc, which keeps freed memory")
 @pytest.mark.parametrize(("kind", "nodes", "keep"), [("bf16", 1, "retain"), ("int8", 2, "recompute")])
 def test_the_peak_of_a_middle_sized_layer_is_within_ten_percent(kind, nodes, keep):
     """Small blocks are given back at once, and torch's own cache of compiled products is off: neither is ours."""
