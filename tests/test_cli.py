@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -390,6 +391,11 @@ def outline(value):
 VERIFY = ("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--json")
 
 
+def without_errors(text: str) -> str:
+    """Rounding depends on what torch's products did before in a process, so the digits of an error may differ."""
+    return re.sub(r"\d\.\de-\d\d", "#", text)
+
+
 def test_with_torch_alone_the_commands_say_and_return_the_same(tmp_path):
     bench = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "training", "--repeats", "1", "--json")
     folders = [str(tmp_path / "plain"), str(tmp_path / "typer")]
@@ -401,7 +407,7 @@ def test_with_torch_alone_the_commands_say_and_return_the_same(tmp_path):
     expected = invoke(*VERIFY)
     code, out, _ = plain_verify
     assert (code, expected.exit_code) == (0, 0)
-    assert out.splitlines()[:-1] == expected.stdout.splitlines()[:-1]
+    assert without_errors(out).splitlines()[:-1] == without_errors(expected.stdout).splitlines()[:-1]
     assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
 
     expected = invoke(*bench, "--out", folders[1])
@@ -465,7 +471,8 @@ def test_without_typer_and_rich_every_option_is_there():
 def test_with_only_one_of_typer_and_rich_the_commands_run(absent):
     version, verify = run_without((absent,), [("--version",), VERIFY[:-1]])
     assert version[:2] == [0, invoke("--version").stdout]
-    assert verify[:2] == [0, invoke(*VERIFY[:-1]).stdout]
+    assert verify[0] == 0
+    assert without_errors(verify[1]) == without_errors(invoke(*VERIFY[:-1]).stdout)
 
 
 def test_a_plain_table_is_aligned(capsys):

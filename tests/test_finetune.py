@@ -38,6 +38,7 @@ from amoeba.jobs.tokenizer import train_tokenizer
 from amoeba.jobs.training_loop import Rows, make_trainer
 from amoeba.observe.run_log import read_run
 from tiny_models import build, experts_inputs, experts_of, relative, token_ids
+from tiny_runs import Quiet
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -56,18 +57,6 @@ TINY = {
 needs_engine = pytest.mark.skipif(_why_no_packing() is not None, reason=str(_why_no_packing()))
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Quiet:
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def step(self, line: dict[str, Any], total: int) -> None:
-        self.lines.append(line)
 
 
 def instructions() -> list[dict]:

@@ -19,6 +19,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 
 from amoeba.jobs.settings import TrainSettings, load_settings
 from amoeba.jobs.train import train
+from tiny_runs import Quiet
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -32,18 +33,6 @@ TINY = {
     "learning_rate": 3e-3,
     "warmup_steps": 2,
 }
-
-
-class Quiet:
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def step(self, line: dict[str, Any], total: int) -> None:
-        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")
