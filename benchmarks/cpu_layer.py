@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation
-from amoeba.cpu import packed
+from amoeba.cpu import packed_weights as packed
 from amoeba.cpu.node import NodeExperts, NodeFactors, PassNeeds, backward, forward
-from amoeba.cpu.packed import PackedKind, PackedWeights
+from amoeba.cpu.packed_weights import PackedKind, PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.weights import LoraFactors
 

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba.backends.operator import Problem
+from amoeba.backends.triton_products import Products, Sorted, products_for
 from amoeba.bench.shapes import SHAPES
 from amoeba.bench.timing import Step, time_in_turns
 from amoeba.bench.workload import draw_routing, relative_error
 from amoeba.config import Activation
 from amoeba.kernels.activate import activate, activate_backward
 from amoeba.kernels.combine import combine
-from amoeba.kernels.products import Products, Sorted, products_for
 from amoeba.kernels.sort import sort_rows
 
 REPEATS = 10

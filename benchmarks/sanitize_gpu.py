@@ -111,7 +111,8 @@ def dispatch_lines(file: str) -> set[int]:
 
 
 def _kernel_files() -> list[str]:
-    from amoeba.kernels import hopper_gradient, hopper_product
+    from amoeba.kernels.hopper import gradient as hopper_gradient
+    from amoeba.kernels.hopper import product as hopper_product
 
     return [inspect.getfile(module) for module in (hopper_gradient, hopper_product)]
 

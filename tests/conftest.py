@@ -13,8 +13,9 @@ if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; t
 
 from amoeba import Routing
 from amoeba.backends.registry import Request, backends_for
-from amoeba.cpu import build, node, node_library, packed, pool
-from amoeba.cpu.packed import Path, load_packed
+from amoeba.cpu import build, node, node_library, pool
+from amoeba.cpu import packed_weights as packed
+from amoeba.cpu.packed_weights import Path, load_packed
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu_features import cpu_flags
 from small_layer import Layer

@@ -12,7 +12,7 @@ from torch import Tensor
 from amoeba import Routing, experts
 from amoeba.backends import cpu_fused
 from amoeba.cpu.packed_experts import pack_experts
-from amoeba.reference import experts as reference
+from amoeba.proof.reference import experts as reference
 from small_layer import E, Layer
 
 # relative L2 against fp64

@@ -28,15 +28,15 @@ OLDER = {
 }
 TESTS = (
     "test_cpu_features.py",
-    "test_cpu_core.py",
-    "test_cpu_products.py",
-    "test_cpu_node.py",
-    "test_cpu_training.py",
-    "test_packed.py",
-    "test_operator.py::TestAutocast",
-    "test_bench_peers.py",
-    "test_conformance.py::test_bf16_agrees_with_and_without_instructions_for_it[cpu-False]",
-    "test_finetune.py::test_packed_experts_without_a_compiler_are_refused_and_auto_keeps_them_resident",
+    "cpu/test_core.py",
+    "cpu/test_products.py",
+    "cpu/test_node.py",
+    "cpu/test_training.py",
+    "cpu/test_packed_weights.py",
+    "backends/test_operator.py::TestAutocast",
+    "bench/test_peers.py",
+    "proof/test_conformance.py::test_bf16_agrees_with_and_without_instructions_for_it[cpu-False]",
+    "jobs/test_finetune.py::test_packed_experts_without_a_compiler_are_refused_and_auto_keeps_them_resident",
     "cpu/test_packed_experts.py",
 )
 # Those build for older instruction sets themselves, or take long and are the same on every CPU.

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from amoeba import Activation, ExpertWeights, cost
-from amoeba.reference.experts import experts_forward
+from amoeba.proof.reference.experts import experts_forward
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 63, 3, 5, 24, 40
 ROWS = TOKENS * TOP_K

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from amoeba import Activation, ExpertWeights, MoE, MoEConfig, RouterConfig, Routing, experts
-from amoeba.reference.experts import experts_backward
+from amoeba.proof.reference.experts import experts_backward
 
 pytestmark = pytest.mark.gpu
 

@@ -13,13 +13,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from amoeba import Activation, MoE, MoEConfig, RouterConfig, Routing
-from amoeba.reference.experts import (
+from amoeba.proof.reference.experts import (
     experts_backward,
     experts_forward,
     shared_expert_backward,
     shared_expert_forward,
 )
-from amoeba.reference.router import router_backward, router_forward
+from amoeba.proof.reference.router import router_backward, router_forward
 from amoeba.routing import load_balance_loss
 from amoeba.weights import ExpertWeights
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amoeba.layout import Layout, build_layout, build_layout_from_rows, split_row_id
-from amoeba.reference.experts import experts_backward, experts_forward
+from amoeba.proof.reference.experts import experts_backward, experts_forward
 from amoeba.weights import ExpertWeights
 
 properties = settings(max_examples=150)

@@ -14,7 +14,7 @@ import torch
 from amoeba import MoE, MoEConfig
 from amoeba.backends.fused_router import fused_route
 from amoeba.config import RouterConfig
-from amoeba.reference.router import router_backward, router_forward
+from amoeba.proof.reference.router import router_backward, router_forward
 from amoeba.routing import route
 from small_layer import kernel_device
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from amoeba import Activation, Routing, experts
 from amoeba.backends.composed import experts_composed
-from amoeba.reference.experts import act_slope, activate
+from amoeba.proof.reference.experts import act_slope, activate
 from small_layer import H, K, Layer, T
 
 

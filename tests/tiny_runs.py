@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from amoeba.data.tokenizer import train_tokenizer
 from amoeba.jobs.finetune import finetune
 from amoeba.jobs.settings import FinetuneSettings, RunSettings, TrainSettings, load_settings
-from amoeba.jobs.tokenizer import train_tokenizer
 from amoeba.jobs.train import train
 from tiny_models import build
 

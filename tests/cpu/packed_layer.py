@@ -7,7 +7,7 @@ import torch
 
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.cpu.packed_experts import pack_experts
-from amoeba.reference import experts as reference
+from amoeba.proof.reference import experts as reference
 from amoeba.weights import LORA_NAMES, LoraFactors
 
 T, K, E, H, I, R = 37, 2, 5, 64, 199, 4

@@ -21,7 +21,7 @@ from amoeba.cpu import engine as engine_module
 from amoeba.cpu import passes, planner
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.engine import Engine
-from amoeba.cpu.packed import load_packed
+from amoeba.cpu.packed_weights import load_packed
 
 try:
     load_packed()

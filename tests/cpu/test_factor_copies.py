@@ -10,7 +10,7 @@ from packed_layer import E, H, I, PackedLayer, R
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.factor_copies import FactorMemory
 from amoeba.cpu.node import NodeFactors
-from amoeba.cpu.packed import load_packed
+from amoeba.cpu.packed_weights import load_packed
 from amoeba.cpu.pool import WorkerPool
 from amoeba.weights import LORA_NAMES, LoraFactors
 

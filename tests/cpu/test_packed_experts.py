@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends.registry import Request, backends_for
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.packed import PackedWeights, load_packed
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
+from amoeba.cpu.packed_weights import PackedWeights, load_packed
 from amoeba.weights import LORA_NAMES, LoraFactors
 
 try:
@@ -314,7 +314,9 @@ class TestInsideTorch:
     def test_second_derivatives_are_refused_with_a_reason(self):
         layer = PackedLayer()
         (dx,) = torch.autograd.grad(layer.run(layer.pack()).float().square().sum(), layer.x_TH, create_graph=True)
-        with pytest.raises(NotImplementedError, match=r"second derivatives are not implemented.*amoeba.reference"):
+        with pytest.raises(
+            NotImplementedError, match=r"second derivatives are not implemented.*amoeba.proof.reference"
+        ):
             dx.sum().backward()
 
     @pytest.mark.parametrize("nodes", [1, 2])

@@ -12,7 +12,7 @@ from packed_layer import INTERLEAVED, PLAIN, E, H, I, K, PackedLayer, R
 
 from amoeba import Activation
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.packed import load_packed
+from amoeba.cpu.packed_weights import load_packed
 from amoeba.cpu.planner import LayerSizes, check_memory, plan, plan_of
 
 try:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from amoeba import ExpertWeights, Routing, experts
-from amoeba.conformance import poisoned_memory
 from amoeba.cpu.packed_experts import pack_experts
+from amoeba.proof.conformance import poisoned_memory
 from amoeba.weights import LoraFactors
 
 from .case import Case

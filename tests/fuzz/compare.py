@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.conformance import PACKED, TOLERANCE
+from amoeba.proof.conformance import PACKED, TOLERANCE
 
 from .case import Case
 from .tensors import Made

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from amoeba import experts
-from amoeba.reference import experts as reference
+from amoeba.proof.reference import experts as reference
 from amoeba.weights import ExpertWeights, LoraFactors
 
 from . import attempt as attempts

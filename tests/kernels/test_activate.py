@@ -13,7 +13,7 @@ from amoeba.config import Activation
 from amoeba.kernels import activate as kernels
 from amoeba.kernels.activate import activate, activate_backward
 from amoeba.layout import build_layout
-from amoeba.reference import experts as truth
+from amoeba.proof.reference import experts as truth
 
 GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
 ACTIVATIONS = {

@@ -13,16 +13,16 @@ import torch
 
 from amoeba.backends.operator import Problem
 from amoeba.config import Activation, ActivationKind
-from amoeba.conformance import TOLERANCE, poisoned_memory
-from amoeba.conformance_cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, example
-from amoeba.reference.experts import experts_forward
+from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, example
+from amoeba.proof.conformance import TOLERANCE, poisoned_memory
+from amoeba.proof.reference.experts import experts_forward
 from amoeba.weights import ExpertWeights
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language")
 decode = pytest.importorskip("amoeba.kernels.decode").decode
-decode_configuration = pytest.importorskip("amoeba.kernels.decode_configuration")
-decode_by_expert = pytest.importorskip("amoeba.kernels.decode_by_expert")
+decode_configuration = pytest.importorskip("amoeba.kernels.decode.configuration")
+decode_by_expert = pytest.importorskip("amoeba.kernels.decode.by_expert")
 configuration = decode_configuration.configuration
 Configuration, Tile = decode_configuration.Configuration, decode_configuration.Tile
 

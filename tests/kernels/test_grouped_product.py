@@ -17,7 +17,7 @@ from amoeba.kernels.activation_backward_product import down_backward, number_of_
 from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
 from amoeba.kernels.tiles import Configuration, configuration, expert_constants, slots
 from amoeba.layout import Layout, build_layout
-from amoeba.reference.experts import activate, activate_backward
+from amoeba.proof.reference.experts import activate, activate_backward
 
 TINY = Configuration(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4, num_stages=2)
 WIDE = Configuration(block_m=32, block_n=64, block_k=32, group_m=3, num_warps=1, num_stages=3)  # epilogues in slices

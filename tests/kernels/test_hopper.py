@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation
-from amoeba.kernels import hopper_gradient, hopper_product
+from amoeba.kernels.hopper import gradient as hopper_gradient
+from amoeba.kernels.hopper import product as hopper_product
 from amoeba.kernels.weight_gradient import heaviest_first
 from amoeba.layout import build_layout
-from amoeba.reference.experts import activate
+from amoeba.proof.reference.experts import activate
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")]

@@ -62,8 +62,8 @@ def test_keeps_everything_in_registers(compiled: dict[str, dict[str, int]], name
 def launches() -> dict[str, Callable[[], None]]:
     """Calls of the launchers as a backend makes them, by name."""
     from amoeba.config import Activation
-    from amoeba.kernels.hopper_gradient import weight_gradient
-    from amoeba.kernels.hopper_product import multiply, up
+    from amoeba.kernels.hopper.gradient import weight_gradient
+    from amoeba.kernels.hopper.product import multiply, up
 
     N, K, E, H, I = 1024, 2, 4, 512, 256
 
@@ -131,7 +131,8 @@ def _type_of(argument: Any) -> str:
 
 def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     """Figures of each compiled kernel."""
-    from amoeba.kernels import hopper_gradient, hopper_product
+    from amoeba.kernels.hopper import gradient as hopper_gradient
+    from amoeba.kernels.hopper import product as hopper_product
 
     hopper_product.multiprocessors = hopper_gradient.multiprocessors = lambda device: 132
     product = hopper_product.product_kernel = CompileOnly(hopper_product.product_kernel.kernel)

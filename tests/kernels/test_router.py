@@ -17,7 +17,7 @@ from amoeba.backends import fused_router
 from amoeba.backends.fused_router import fused_route, why_not, why_not_shape
 from amoeba.config import RouterConfig
 from amoeba.kernels import router as kernels
-from amoeba.reference.router import router_backward as reference_backward
+from amoeba.proof.reference.router import router_backward as reference_backward
 from amoeba.routing import load_balance_loss, route, z_loss
 
 # relative L2 error of fp32 against fp64; a GPU's exp rounds its argument once more

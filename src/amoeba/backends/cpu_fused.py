@@ -23,7 +23,7 @@ from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, PassNeeds
 from amoeba.cpu.node_library import load_node
-from amoeba.cpu.packed import Path, current_path
+from amoeba.cpu.packed_weights import Path, current_path
 from amoeba.cpu.places import Place, places_for
 from amoeba.cpu.pointers import has_lines
 from amoeba.cpu.stored import StoredWeights

@@ -168,7 +168,7 @@ _fused_router_backward = once(
     "fused_router",
     torch.ops.amoeba.fused_router_backward.default,
     _library,
-    "Route fp64 logits where you need them, or use the functions of amoeba.reference under autograd.",
+    "Route fp64 logits where you need them, or use the functions of amoeba.proof.reference under autograd.",
 )
 _fused_router = differentiable(
     "fused_router", torch.ops.amoeba.fused_router.default, _setup_context, _backward, _library

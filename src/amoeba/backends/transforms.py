@@ -19,7 +19,7 @@ from torch.autograd import Function, forward_ad
 
 from amoeba.tracing import constant_when_traced
 
-_REMEDY = "Use the functions of amoeba.reference under autograd where you need them."
+_REMEDY = "Use the functions of amoeba.proof.reference under autograd where you need them."
 
 
 @constant_when_traced  # torch.compile enters the transforms that it traces, and guards on the others
@@ -37,7 +37,7 @@ def reverse_only(title: str) -> type[Function]:
             raise NotImplementedError(
                 f"{title}: forward-mode differentiation is not implemented; got a tangent (as torch.func.jvp, jacfwd, "
                 "hessian and torch.autograd.forward_ad pass it). Use backward, torch.func.grad or torch.func.vjp, or "
-                "the functions of amoeba.reference."
+                "the functions of amoeba.proof.reference."
             )
 
         @staticmethod

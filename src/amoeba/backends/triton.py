@@ -21,16 +21,16 @@ from amoeba.backends.low_rank import ByToken
 from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
 
 if TYPE_CHECKING:
-    from amoeba.kernels.products import Sorted
+    from amoeba.backends.triton_products import Sorted
 
 # Up to this many tokens a pass without gradients decodes. Not measured yet beyond 64.
 DECODE_TOKENS = 64
 
 
 def forward(problem: Problem, keep_h: bool) -> Kept:
+    from amoeba.backends.triton_products import products_for
     from amoeba.kernels.combine import combine
     from amoeba.kernels.decode import decode
-    from amoeba.kernels.products import products_for
 
     problem = _with_plain_rows(problem)
     x_TH, width = problem.x_TH, problem.gate_up_EJH.shape[1]
@@ -54,9 +54,9 @@ def forward(problem: Problem, keep_h: bool) -> Kept:
 
 
 def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
+    from amoeba.backends.triton_products import Sorted, products_for
     from amoeba.kernels.combine import combine, slot_gradient
     from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
-    from amoeba.kernels.products import Sorted, products_for
 
     problem = _with_plain_rows(problem)
     if problem.rows == 0:
@@ -107,7 +107,7 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
 
 
 def _sorted(problem: Problem) -> Sorted:
-    from amoeba.kernels.products import Sorted
+    from amoeba.backends.triton_products import Sorted
     from amoeba.kernels.sort import sort_rows
 
     return Sorted(*sort_rows(problem.expert_TK, problem.gate_up_EJH.shape[0]))

@@ -24,8 +24,8 @@ from amoeba.bench.implementation import INT8_TOLERANCE, Implementation
 from amoeba.bench.kt_kernel import kt_kernel_peers
 from amoeba.bench.workload import Workload
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.packed import PackedKind
 from amoeba.cpu.packed_experts import pack_experts
+from amoeba.cpu.packed_weights import PackedKind
 from amoeba.experts import experts
 from amoeba.machine import available_memory
 from amoeba.routing import Routing

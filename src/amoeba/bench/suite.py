@@ -26,7 +26,7 @@ from amoeba.bench.memory import peak_bytes, watch_kept
 from amoeba.bench.shapes import Shape
 from amoeba.bench.timing import Step, Timing, graph_ms, time_in_turns
 from amoeba.bench.workload import Workload, make_workload
-from amoeba.conformance import TOLERANCE
+from amoeba.proof.conformance import TOLERANCE
 
 Pass = Literal["forward", "training"]
 Status = Literal["timed", "refused", "left out"]

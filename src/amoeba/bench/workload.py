@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from amoeba import cost
 from amoeba.bench.shapes import Shape
-from amoeba.reference import experts as reference
+from amoeba.proof.reference import experts as reference
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 
 # On a GPU, problems with more operations than this in a forward are compared in fp32.

@@ -12,7 +12,7 @@ from amoeba.backends.registry import Request, backends_for
 from amoeba.commands.options import DTYPES, dtype_name
 from amoeba.commands.output import Output
 from amoeba.cpu.build import CoreUnavailable, library_states
-from amoeba.cpu.packed import current_path
+from amoeba.cpu.packed_weights import current_path
 from amoeba.cpu_features import compute_dtype, cpu_flags
 from amoeba.machine import available_memory, commit, flags_looked_for, machine, versions
 from amoeba.routing import Routing

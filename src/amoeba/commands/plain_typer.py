@@ -1,6 +1,6 @@
 """What our commands use of typer, over argparse: same options, same exit codes, nothing to install.
 
-from amoeba.commands.front import typer     # typer itself, or this module where typer or rich is missing
+from amoeba.commands.front import typer  # typer itself, or this module where typer or rich is missing
 
 app = typer.Typer(name="amoeba", help="...")
 

@@ -11,9 +11,9 @@ import torch
 
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
-from amoeba.conformance import Check, Result, backend_names, cases, tolerance, verify, worst
 from amoeba.errors import bad_value
 from amoeba.machine import commit, machine, versions
+from amoeba.proof.conformance import Check, Result, backend_names, cases, tolerance, verify, worst
 from amoeba.weights import LORA_NAMES
 
 # Columns of the table, in the order in which a token and its gradient meet them.

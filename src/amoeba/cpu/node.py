@@ -25,7 +25,7 @@ from torch import Tensor
 
 from amoeba.config import Activation, ActivationKind
 from amoeba.cpu.node_library import FACTOR_MATRICES, CBatch, CFactors, CGradients, CNode, CWeightTarget, load_node
-from amoeba.cpu.packed import (
+from amoeba.cpu.packed_weights import (
     PackedKind,
     PackedWeights,
     _Packing,

@@ -18,8 +18,8 @@ import torch
 
 from amoeba.config import Activation
 from amoeba.cpu.node import NodeExperts, workspace_bytes
-from amoeba.cpu.packed import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.cpu.packed_experts import PackedExperts
+from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU
 from amoeba.machine import available_memory

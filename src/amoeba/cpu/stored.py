@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from amoeba.cpu.packed import PackedKind, _Packing
+from amoeba.cpu.packed_weights import PackedKind, _Packing
 from amoeba.errors import bad_value
 
 

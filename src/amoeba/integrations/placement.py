@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_library import load_node
-from amoeba.cpu.packed import PackedKind, load_packed
 from amoeba.cpu.packed_experts import pack_experts
+from amoeba.cpu.packed_weights import PackedKind, load_packed
 from amoeba.cpu.places import numa_cores
 from amoeba.cpu.planner import LayerSizes, Plan, check_memory, plan
 from amoeba.cpu_features import has_bf16_instructions

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import activations
 
 from amoeba.config import Activation, ActivationKind
-from amoeba.reference.experts import activate, activate_backward, join_gate_up, split_gate_up
+from amoeba.proof.reference.experts import activate, activate_backward, join_gate_up, split_gate_up
 from amoeba.tracing import constant_when_traced
 
 logger = logging.getLogger("amoeba")

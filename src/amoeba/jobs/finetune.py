@@ -20,18 +20,18 @@ import torch
 
 from amoeba import lora
 from amoeba.cpu_features import has_bf16_instructions
+from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
+from amoeba.data.corpus import Corpus, load_corpus
+from amoeba.data.documents import Conversation
+from amoeba.data.tokenizer import check_understands
 from amoeba.errors import bad_value
 from amoeba.integrations.coverage import check_coverage
+from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
+from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.placement import Load, check_placement, place_experts
-from amoeba.jobs.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
-from amoeba.jobs.data import Corpus, load_corpus
-from amoeba.jobs.documents import Conversation
-from amoeba.jobs.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
-from amoeba.jobs.model_limits import check_ids, positions
 from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on, weights_of
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import FinetuneSettings
-from amoeba.jobs.tokenizer import check_understands
 from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
 from amoeba.observe.router_watch import check_balance
 

@@ -24,14 +24,14 @@ import torch
 
 from amoeba import lora
 from amoeba.backends.registry import Request, backends_for
+from amoeba.data.chat_template import by_template
+from amoeba.data.documents import Message, shown
+from amoeba.data.token_rows import begin_tokens
+from amoeba.data.token_stream import TokenStream
 from amoeba.errors import bad_value
-from amoeba.jobs.chat_template import by_template
-from amoeba.jobs.documents import Message, shown
+from amoeba.integrations.model_folder import check_model, find_adapter, load_model, load_tokenizer_and_config
+from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.jobs.merged_adapters import check_not_merged
-from amoeba.jobs.model_folder import check_model, find_adapter, load_model, load_tokenizer_and_config
-from amoeba.jobs.model_limits import check_ids, positions
-from amoeba.jobs.packing import begin_tokens
-from amoeba.jobs.token_stream import TokenStream
 from amoeba.machine import peak_memory
 from amoeba.routing import Routing
 

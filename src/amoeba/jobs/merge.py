@@ -14,8 +14,8 @@ import torch
 
 from amoeba import lora
 from amoeba.errors import bad_value, one_line
+from amoeba.integrations.model_folder import check_model, find_adapter, load_model, load_tokenizer_and_config
 from amoeba.jobs.merged_adapters import check_not_merged, note_merged
-from amoeba.jobs.model_folder import check_model, find_adapter, load_model, load_tokenizer_and_config
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from amoeba.errors import bad_value
 from amoeba.files import write_whole
-from amoeba.jobs.model_folder import check_json
+from amoeba.integrations.model_folder import check_json
 from amoeba.lora.peft_files import TENSORS_NAME
 
 NAME = "merged_adapters.json"

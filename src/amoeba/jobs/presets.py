@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from amoeba.errors import bad_value
-from amoeba.jobs.model_folder import check_json, has_tokenizer
+from amoeba.integrations.model_folder import check_json, has_tokenizer
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from amoeba.data.corpus import Corpus
+from amoeba.data.documents import Document, characters
 from amoeba.errors import bad_value
-from amoeba.jobs.data import Corpus
-from amoeba.jobs.documents import Document, characters
 from amoeba.jobs.manifest import DIGEST, MANIFEST, damages, digest_fits
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from amoeba.jobs.run_log import RunLog
+    from amoeba.jobs.metrics import RunLog
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from amoeba.jobs.data import load_corpus
-from amoeba.jobs.model_folder import check_json, has_weights, load_config, load_model
-from amoeba.jobs.model_limits import check_ids, check_sequence_length
-from amoeba.jobs.packing import PackedDataset, stack
+from amoeba.data.corpus import load_corpus
+from amoeba.data.token_rows import PackedDataset, stack
+from amoeba.data.tokenizer import load_or_train_tokenizer
+from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
+from amoeba.integrations.model_limits import check_ids, check_sequence_length
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import TrainSettings
-from amoeba.jobs.tokenizer import load_or_train_tokenizer
 from amoeba.observe.router_watch import check_balance
 from amoeba.shell import shell_words
 

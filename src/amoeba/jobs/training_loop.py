@@ -21,10 +21,11 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
+from amoeba.data.token_rows import NO_LABEL
 from amoeba.errors import bad_value
 from amoeba.files import replace_folder
 from amoeba.jobs.manifest import seal
-from amoeba.jobs.packing import NO_LABEL
+from amoeba.jobs.metrics import NotFinite, RunLog
 from amoeba.jobs.resume import Earlier
 from amoeba.jobs.run_folder import (
     RunReport,
@@ -34,7 +35,6 @@ from amoeba.jobs.run_folder import (
     step_of,
     unfinished_checkpoint,
 )
-from amoeba.jobs.run_log import NotFinite, RunLog
 from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.signals import stop_at_signals
 from amoeba.shell import shell_command, shell_words

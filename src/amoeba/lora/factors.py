@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
-from amoeba.reference.experts import join_gate_up, split_gate_up
+from amoeba.proof.reference.experts import join_gate_up, split_gate_up
 from amoeba.weights import LoraFactors
 
 

@@ -1,0 +1,1 @@
+"""Text on its way to a model: read, tokenised, cut into rows."""

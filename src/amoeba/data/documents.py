@@ -1,0 +1,141 @@
+"""A document to train on: a text, a conversation, or a prompt with its completion.
+
+document = parse_document({"messages": [...]}, "chat.jsonl, line 3")
+render(document, tokenizer)      # one string
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from amoeba.errors import bad_value
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RECORD_FIELDS = ("text", "messages", "prompt", "completion")
+RECORDS = "`text`, or `messages`, or `prompt` and `completion`"
+
+
+class Message(NamedTuple):
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    messages: tuple[Message, ...]
+    given: int = 0  # so many messages at the start are context, of which no answer is to be learnt
+
+
+@dataclass(frozen=True)
+class Completion:
+    prompt: str
+    completion: str
+
+
+Document = Text | Conversation | Completion
+
+
+def render(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """The document as one string; messages by the tokenizer's chat template, or `role: content` lines without one.
+
+    A prompt and its completion are joined as they are, as TRL does.
+    """
+    match document:
+        case Text(text):
+            return text
+        case Completion(prompt, completion):
+            return prompt + completion
+        case Conversation(messages=messages):
+            if tokenizer is None or not tokenizer.chat_template:
+                return "\n".join(f"{role}: {content}" for role, content in messages)
+            from amoeba.data.chat_template import by_template
+
+            return by_template(messages, tokenizer)
+
+
+def is_blank(document: Document) -> bool:
+    return not any(content.strip() for content in contents(document))
+
+
+def contents(document: Document) -> Iterator[str]:
+    match document:
+        case Text(text):
+            yield text
+        case Completion(prompt, completion):
+            yield from (prompt, completion)
+        case Conversation(messages=messages):
+            yield from (message.content for message in messages)
+
+
+def characters(documents: Iterable[Document]) -> int:
+    return sum(len(content) for document in documents for content in contents(document))
+
+
+# --- from one record of JSON, parquet or a dataset
+
+
+def parse_document(record: object, place: str) -> Document:
+    if not isinstance(record, dict):
+        raise bad_value(place, f"an object with {RECORDS}", shown(record), "write one object per document")
+    match {field: record[field] for field in RECORD_FIELDS if record.get(field) is not None}:
+        case {"text": text}:
+            return Text(_string(text, "text", place))
+        case {"messages": messages}:
+            return Conversation(_messages(messages, "messages", place))
+        case {"prompt": list() as prompt, "completion": list() as completion}:
+            before = _messages(prompt, "prompt", place)
+            return Conversation(before + _messages(completion, "completion", place), given=len(before))
+        case {"prompt": prompt, "completion": completion}:
+            return Completion(_string(prompt, "prompt", place), _string(completion, "completion", place))
+    fields = ", ".join(f"{field} (null)" if value is None else str(field) for field, value in record.items())
+    raise bad_value(
+        place, f"an object with {RECORDS}", f"the fields {fields or '(none)'}", "rename or add a field, or remove it"
+    )
+
+
+def _messages(messages: object, field: str, place: str) -> tuple[Message, ...]:
+    if not isinstance(messages, list) or not messages:
+        raise bad_value(
+            place, f"`{field}` to be a list of messages with role and content", shown(messages), "correct or remove it"
+        )
+    found = []
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or message.get("tool_calls"):
+            raise bad_value(
+                place,
+                f"message {number} of `{field}` to be an object with role and content, without tool calls",
+                shown(message),
+                "write calls of tools as content, or remove the conversation",
+            )
+        role, content = (_string(message.get(part), f"{field}[{number - 1}].{part}", place) for part in Message._fields)
+        found.append(Message(role, content))
+    return tuple(found)
+
+
+def _string(value: object, field: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise bad_value(place, f"`{field}` to be a string", shown(value), "correct or remove it")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise bad_value(
+            place,
+            f"`{field}` to be valid Unicode",
+            f"half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character {error.start}",
+            "write the whole pair or remove it",
+        ) from error
+    return value
+
+
+def shown(value: object) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,123 @@
+"""A tokenizer for a corpus: the checkpoint's own, or byte-level BPE trained on the text.
+
+    tokenizer = load_or_train_tokenizer(None, corpus, vocab_size=4096)
+
+Bytes are the alphabet, so every text can be encoded and decode(encode(text)) is the text itself. A checkpoint's own has
+to understand the text too: one that loses most of it is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from amoeba.data.corpus import Corpus
+from amoeba.data.documents import Document, contents, render
+from amoeba.errors import bad_value
+from amoeba.integrations.model_folder import has_tokenizer, has_weights, load_config, load_tokenizer
+from amoeba.integrations.model_limits import vocabulary
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end of text
+# What is looked at to tell whether a tokenizer understands the text: so many documents, and the begin of each.
+SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 64, 2000
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """The same texts in any order give the same vocabulary; short texts give fewer than `vocab_size` entries."""
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise bad_value(
+            "vocab_size",
+            f"at least {SMALLEST_VOCABULARY} (256 bytes and the end of text)",
+            vocab_size,
+            "4096 suits a few hundred kB of text",
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_or_train_tokenizer(
+    model_folder: str | None, corpus: Corpus, vocab_size: int, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint (then `vocab_size` has no say), or one trained on the corpus's train split.
+
+    A folder with a config.json alone has a model that was never trained, so that any tokenizer will do whose ids are
+    below its vocab_size; one with weights needs the tokenizer that they were trained with.
+    """
+    texts = (render(document, None) for document in corpus.train)
+    if model_folder is None:
+        return train_tokenizer(texts, vocab_size)
+    folder = Path(model_folder)
+    if not has_tokenizer(folder):
+        if has_weights(folder) or not (folder / "config.json").is_file():
+            raise bad_value(
+                model_folder,
+                "a checkpoint with a tokenizer",
+                "none of its files in there",
+                "check the name, or copy tokenizer.json and tokenizer_config.json into the folder",
+            )
+        most = vocabulary(load_config(model_folder, trust_remote_code=trust_remote_code))
+        if most < SMALLEST_VOCABULARY:
+            raise bad_value(
+                f"{model_folder}: vocab_size",
+                f"at least {SMALLEST_VOCABULARY} (256 bytes and the end of text) for a tokenizer trained on the data",
+                most,
+                "raise it in config.json, or copy a tokenizer into the folder",
+            )
+        return train_tokenizer(texts, min(vocab_size, most))
+    tokenizer = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise bad_value(
+            str(model_folder),
+            "a tokenizer with an end-of-text token, which goes between documents",
+            "one without eos_token",
+            "set eos_token in its tokenizer_config.json",
+        )
+    check_understands(tokenizer, corpus.train)
+    return tokenizer
+
+
+def check_understands(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> None:
+    """Refuses a tokenizer that loses most of the text: an empty one, or one of another script, gives nothing or unk."""
+    step = max(1, len(documents) // SAMPLED_DOCUMENTS)
+    sample = documents[::step][:SAMPLED_DOCUMENTS]
+    texts = ["".join(itertools.islice(itertools.chain.from_iterable(contents(d)), SAMPLED_CHARACTERS)) for d in sample]
+    there = kept = tokens = 0
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        known = [token for token in ids if token != tokenizer.unk_token_id]
+        written = _letters(str(tokenizer.decode(known, skip_special_tokens=True)))
+        there, tokens = there + _letters(text).total(), tokens + len(known)
+        kept += (written & _letters(text)).total()
+    if 2 * kept < there:
+        raise bad_value(
+            "tokenizer",
+            "one that understands the text",
+            f"{tokens:,} known tokens for {there:,} characters, of which {1 - kept / there:.0%} are lost",
+            "use the tokenizer that the model was trained with, or text in its language",
+        )
+
+
+def _letters(text: str) -> Counter[str]:
+    """Without what tokenizers change on purpose: case and spaces."""
+    return Counter("".join(text.casefold().split()))

@@ -1,0 +1,205 @@
+"""Few tokens with all weights of a program in flight at once: many small programs, none with a loop over the weights.
+
+T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
+
+    up_at_once(problem, x_TH, expert_TK, a_NI, chosen)
+    down_at_once(problem, a_NI, expert_TK, weight_TK, y_TH, chosen)     # with the sum over k inside
+
+What a program reads of the weights fits in its registers. The down projection asks for its weights before it looks at
+`a`; on Hopper its launch may begin while the one that computes `a` still runs (`chosen.overlap`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.backends.operator import Problem
+from amoeba.errors import bad_value
+from amoeba.kernels import activation as activations
+from amoeba.kernels.activation import constants
+from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.tiles import bias_or, load_tile
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+
+
+def up_at_once(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
+    (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
+    if tile.depth < hidden:
+        raise bad_value("tile", f"a depth of {hidden} or more, whole rows of the weights", tile, "decode by slot")
+    bias_EJ, has_bias = bias_or(x_TH, problem.gate_up_bias_EJ)
+    _up_at_once[(slots * cdiv(intermediate, tile.columns),)](
+        x_TH,
+        expert_TK,
+        problem.gate_up_EJH,
+        bias_EJ,
+        a_NI,
+        *problem.gate_up_EJH.stride(),
+        problem.gate_up_EJH.shape[0],
+        hidden,
+        intermediate,
+        expert_TK.shape[1],
+        BLOCK_I=tile.columns,
+        BLOCK_H=tile.depth,
+        HAS_BIAS=has_bias,
+        EVEN_I=intermediate % tile.columns == 0,
+        EVEN_H=hidden == tile.depth,
+        INTERLEAVED=problem.activation.interleaved,
+        OVERLAP=chosen.overlap,
+        **constants(problem.activation),
+        num_warps=tile.warps,
+    )
+
+
+def down_at_once(
+    problem: Problem, a_NI: Tensor, expert_TK: Tensor, weight_TK: Tensor, y_TH: Tensor, chosen: Configuration
+) -> None:
+    (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
+    bias_EH, has_bias = bias_or(y_TH, problem.down_bias_EH)
+    _down_at_once[(tokens * cdiv(hidden, tile.columns),)](
+        a_NI,
+        expert_TK,
+        weight_TK,
+        problem.down_EHI,
+        bias_EH,
+        y_TH,
+        *problem.down_EHI.stride(),
+        problem.down_EHI.shape[0],
+        hidden,
+        intermediate,
+        K=expert_TK.shape[1],
+        SLOTS=next_power_of_2(expert_TK.shape[1]),
+        BLOCK_H=tile.columns,
+        BLOCK_I=tile.depth,
+        PIECES=cdiv(intermediate, tile.depth),
+        HAS_BIAS=has_bias,
+        OVERLAP=chosen.overlap,
+        num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap else {}),
+    )
+
+
+@quick
+@triton.jit
+def _up_at_once(
+    x_TH,
+    expert_TK,
+    gate_up_EJH,
+    bias_EJ,
+    a_NI,
+    stride_e,
+    stride_j,
+    stride_h,
+    E,
+    H,
+    I,
+    K,
+    BLOCK_I: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_I: tl.constexpr,
+    EVEN_H: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+):
+    if OVERLAP:  # programs of the next launch may take the place of those of this one that are done
+        tl.extra.cuda.gdc_launch_dependents()
+    blocks = tl.cdiv(I, BLOCK_I)
+    slot = tl.program_id(0) // blocks
+    column = (tl.program_id(0) % blocks) * BLOCK_I + tl.arange(0, BLOCK_I)
+    expert = tl.load(expert_TK + slot)
+    if (expert < 0) | (expert >= E):
+        return
+    expert = expert.to(tl.int64)
+    column_ok = column < I
+    h = tl.arange(0, BLOCK_H)
+    weights = gate_up_EJH + expert * stride_e + h.to(tl.int64)[None, :] * stride_h
+    # rows of W1 that make a column of a: j, and of a gated layer j + apart
+    j = 2 * column if GATED and INTERLEAVED else column
+    apart = 1 if INTERLEAVED else I
+    gate_rows = weights + j.to(tl.int64)[:, None] * stride_j
+    gate_tile = load_tile(gate_rows, column_ok, h < H, EVEN_I, EVEN_H, "evict_first")
+    if GATED:
+        up_rows = weights + (j + apart).to(tl.int64)[:, None] * stride_j
+        up_tile = load_tile(up_rows, column_ok, h < H, EVEN_I, EVEN_H, "evict_first")
+    x = tl.load(x_TH + (slot // K).to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)
+    J = 2 * I if GATED else I
+    gate = tl.sum(gate_tile.to(tl.float32) * x[None, :], axis=1)
+    if HAS_BIAS:
+        gate += tl.load(bias_EJ + expert * J + j, mask=column_ok, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(up_tile.to(tl.float32) * x[None, :], axis=1)
+        if HAS_BIAS:
+            up += tl.load(bias_EJ + expert * J + j + apart, mask=column_ok, other=0.0).to(tl.float32)
+        a = activations.gated(gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+    else:
+        a = activations.plain(gate, KIND, ALPHA, CLAMP, LIMIT)
+    tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column_ok)
+
+
+@quick
+@triton.jit
+def _down_at_once(
+    a_NI,
+    expert_TK,
+    weight_TK,
+    down_EHI,
+    bias_EH,
+    y_TH,
+    stride_e,
+    stride_h,
+    stride_i,
+    E,
+    H,
+    I,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PIECES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    blocks = tl.cdiv(H, BLOCK_H)
+    token = tl.program_id(0) // blocks
+    h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    k = tl.arange(0, SLOTS)
+    expert = tl.load(expert_TK + token * K + k, mask=k < K, other=-1)
+    owned = (expert >= 0) & (expert < E)
+    expert = tl.where(owned, expert, 0).to(tl.int64)
+    i = tl.arange(0, BLOCK_I)
+    rows = down_EHI + (expert[:, None] * stride_e + h.to(tl.int64)[None, :] * stride_h)[:, :, None]
+    inside = owned[:, None] & (h < H)[None, :]
+    # in pieces, because I need not be near a power of two
+    tiles = ()
+    for piece in tl.static_range(PIECES):
+        here = piece * BLOCK_I + i
+        tile = tl.load(
+            rows + (here.to(tl.int64) * stride_i)[None, None, :],
+            mask=inside[:, :, None] & (here < I)[None, None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (Triton does not unpack)
+    scale = tl.load(weight_TK + token * K + k, mask=owned, other=0.0).to(tl.float32)
+    bias = tl.zeros((SLOTS, BLOCK_H), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_EH + expert[:, None] * H + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    a = a_NI + (token * K + k).to(tl.int64)[:, None] * I
+    total = tl.zeros((SLOTS, BLOCK_H, BLOCK_I), tl.float32)
+    for piece in tl.static_range(PIECES):
+        here = piece * BLOCK_I + i
+        value = tl.load(a + here[None, :], mask=owned[:, None] & (here < I)[None, :], other=0.0).to(tl.float32)
+        total += tiles[piece].to(tl.float32) * value[:, None, :]
+    y_KH = tl.sum(total, axis=2) + bias
+    y = tl.sum(y_KH * scale[:, None], axis=0)
+    tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=h < H)

@@ -1,0 +1,1 @@
+"""Gluon's kernels for Hopper."""

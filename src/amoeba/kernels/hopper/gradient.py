@@ -1,0 +1,265 @@
+"""Weight gradients on Hopper, in Gluon: the sum over each expert's rows of (row of x or dy)ᵀ · (sorted row).
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · W width of the sorted rows
+
+    weight_gradient(dy_TH, order_N, K, scaled_a_NI, offs_E, heaviest_E, d_down_EHI)
+    weight_gradient(x_TH, order_N, K, dh_NJ, offs_E, heaviest_E, d_gate_up_EJH.transpose(1, 2))
+
+A persistent kernel as in `hopper_product`: a warpgroup feeds shared memory, two multiply. The left operand is gathered
+by token, 128 wide, by asynchronous copies, its row numbers fetched one step ahead; the right one, 256 wide, comes by
+the bulk copy engine. An expert's last rows come under a mask, zeros behind them; an expert without rows gets zeros.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
+from amoeba.kernels.hopper.product import multiprocessors
+from amoeba.kernels.launch import quick
+
+# A tile of the gradient, and how many rows one stage holds. 4 stages and the epilogue's buffers take 224 KB of the 227.
+BLOCK_H, BLOCK_W, BLOCK_N, STAGES = 128, 256, 64, 4
+# Tiles along H that sweep W together.
+GROUP = 8
+
+
+@gluon.jit
+def _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexpr):
+    """Expert, tile along H and along W, and the expert's rows, of a multiprocessor's turn-th tile.
+
+    Experts come by falling number of rows, and every second turn runs backwards: so each multiprocessor gets its share
+    of the long and of the short ones. In the last turn there may be no tile for it: no rows then, and `tile` says so.
+    """
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    tile = turn * programs + (program if turn % 2 == 0 else programs - 1 - program)
+    inside = gl.minimum(tile, tiles - 1)
+    expert = gl.load(heaviest_E + inside // (h_tiles * w_tiles))
+    inside = inside % (h_tiles * w_tiles)
+    group = inside // (GROUP * w_tiles)
+    height = gl.minimum(h_tiles - group * GROUP, GROUP)
+    inside = inside % (GROUP * w_tiles)
+    start = gl.load(offs_E + expert - 1, mask=expert > 0, other=0)
+    end = gl.load(offs_E + expert)
+    return tile, expert, group * GROUP + inside % height, inside // height, start, gl.where(tile < tiles, end, start)
+
+
+@gluon.jit
+def _produce(
+    right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
+    left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Fills the stages, tile after tile, as they come free."""
+    h_tiles = gl.cdiv(hidden, BLOCK_H)
+    w_tiles = gl.cdiv(width, BLOCK_W)
+    tiles = experts * h_tiles * w_tiles
+    HALF: gl.constexpr = BLOCK_H // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    c = gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    count = 0
+    for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
+        _, _, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        column = h * BLOCK_H + c
+        slot = gl.load(order + start + n, mask=start + n < end, other=0)
+        for row in range(start, end, BLOCK_N):
+            pointers = left + (slot // top_k).to(gl.int64)[:, None] * left_stride + column[None, :]
+            ahead = row + BLOCK_N + n
+            slot = gl.load(order + ahead, mask=ahead < end, other=0)
+            owned = (row + n < end)[:, None]
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            right_buf = right_bufs.index(stage)
+            if row + BLOCK_N <= end:
+                mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
+                bulk_load(right_desc, [row, w * BLOCK_W], bar, right_buf)
+            else:
+                mbarrier.arrive(bar, count=1)
+                _copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
+            gather(left_bufs.index(stage * 2), pointers, mask=owned & (column < hidden)[None, :])
+            gather(left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned & (column + HALF < hidden)[None, :])
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            count += 1
+
+
+@gluon.jit
+def _copy_last_rows(source, stride, column, width, row, end, buffer):
+    """Sorted rows up to the expert's end, and zeros behind them."""
+    COUNT: gl.constexpr = buffer.shape[0]
+    WIDTH: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    n = row + gl.arange(0, COUNT, gl.SliceLayout(1, layout))
+    c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    pointers = source + n.to(gl.int64)[:, None] * stride + c[None, :]
+    gather(buffer, pointers, mask=(n < end)[:, None] & (c < width)[None, :])
+
+
+@gluon.jit
+def _consume(
+    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of each tile along H."""
+    h_tiles = gl.cdiv(hidden, BLOCK_H)
+    w_tiles = gl.cdiv(width, BLOCK_W)
+    tiles = experts * h_tiles * w_tiles
+    HALF: gl.constexpr = BLOCK_H // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
+    buffer = staging.index(WARPGROUP)
+    count = 0
+    for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
+        tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
+        for row in range(start, end, BLOCK_N):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            fence_async_shared()  # the left rows were written by threads, the matrix unit reads them as another party
+            left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
+            acc = warpgroup_mma(left, right_bufs.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=row > start)
+            count += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
+        if tile < tiles:
+            parts = acc.reshape((HALF, 2, BLOCK_W // 2)).permute((0, 2, 1)).split()
+            for part in gl.static_range(2):
+                first_h = h * BLOCK_H + WARPGROUP * HALF
+                first_w = w * BLOCK_W + part * (BLOCK_W // 2)
+                value = parts[part].to(out.dtype.element_ty)
+                tma.store_wait(0)
+                if TRANSPOSED:
+                    buffer.permute((1, 0)).store(value)
+                    _store(out, out_desc, buffer, expert, first_w, width, first_h, hidden)
+                else:
+                    buffer.store(value)
+                    _store(out, out_desc, buffer, expert, first_h, hidden, first_w, width)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store(out, out_desc, buffer, expert, row, rows, column, columns):
+    """A part of an expert's (rows, columns) to memory: by the copy engine where it is whole, else under a mask."""
+    HEIGHT: gl.constexpr = buffer.shape[0]
+    WIDTH: gl.constexpr = buffer.shape[1]
+    if (row + HEIGHT <= rows) & (column + WIDTH <= columns):
+        fence_async_shared()
+        bulk_store(out_desc, [expert * rows + row, column], buffer)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+        m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+        n = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        pointers = out + (expert.to(gl.int64) * rows + m)[:, None] * columns + n[None, :]
+        gl.store(pointers, buffer.load(layout), mask=(m < rows)[:, None] & (n < columns)[None, :])
+
+
+@quick
+@gluon.jit
+def gradient_kernel(
+    right_desc, out_desc, left, right, order, offs_E, heaviest_E, out, experts, hidden, width, left_stride,
+    right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = out.dtype.element_ty
+    left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, BLOCK_H // 2], LEFT_LAYOUT)
+    right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_W], RIGHT_LAYOUT)
+    if TRANSPOSED:
+        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_W // 2, BLOCK_H // 2], OUT_LAYOUT)
+    else:
+        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_H // 2, BLOCK_W // 2], OUT_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=129)  # the copy engine, and 128 gathering threads
+        mbarrier.init(empty.index(i), count=2)  # the two warpgroups
+    gl.warp_specialize(
+        [
+            (_consume, (
+                offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+            )),
+            (_consume, (
+                offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+            )),
+            (_produce, (
+                right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
+                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+            )),
+        ],
+        [4, 4],
+        [208, 88],
+    )  # fmt: skip
+
+
+def _staged(transposed: bool) -> tuple[int, int]:
+    return (BLOCK_W // 2, BLOCK_H // 2) if transposed else (BLOCK_H // 2, BLOCK_W // 2)
+
+
+@cache
+def _bound(transposed: bool, dtype: torch.dtype) -> Any:
+    return gradient_kernel.bound(
+        TRANSPOSED=transposed,
+        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H // 2), dtype),
+        RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
+        OUT_LAYOUT=shared_layout(_staged(transposed), dtype),
+        BLOCK_H=BLOCK_H,
+        BLOCK_W=BLOCK_W,
+        BLOCK_N=BLOCK_N,
+        STAGES=STAGES,
+        GROUP=GROUP,
+        num_warps=4,
+    )
+
+
+def weight_gradient(
+    left_TH: Tensor,
+    order_N: Tensor,
+    top_k: int,
+    right_NW: Tensor,
+    offs_E: Tensor,
+    heaviest_E: Tensor,
+    out_EHW: Tensor,
+) -> None:
+    """out[e] = Σ over e's sorted rows n of left[order[n] // top_k]ᵀ · right[n].
+
+    out may be stored (E, W, H): then it is given transposed. heaviest_E: the experts by falling number of rows.
+    """
+    experts, hidden, width = out_EHW.shape
+    transposed = out_EHW.stride(2) != 1
+    stored = out_EHW.transpose(1, 2) if transposed else out_EHW
+    _bound(transposed, out_EHW.dtype)[(multiprocessors(out_EHW.device),)](
+        descriptor(right_NW, (BLOCK_N, BLOCK_W)),
+        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
+        left_TH,
+        right_NW,
+        order_N,
+        offs_E,
+        heaviest_E,
+        out_EHW,
+        experts,
+        hidden,
+        width,
+        left_TH.stride(0),
+        right_NW.stride(0),
+        top_k,
+    )

@@ -1,0 +1,427 @@
+"""Sorted rows times expert matrices on Hopper, in Gluon: one warpgroup feeds shared memory, two multiply.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+    table = tile_table(offs_E, rows=N)                                          # once a pass
+    up(x_TH, order_N, K, gate_up_EJH, table, activation, h_NJ=h, a_NI=a)        # gathers rows of x as it loads them
+    multiply(a, down_EHI, table, out=y_NH)                                      # y[n] = a[n] · down[e]ᵀ
+    multiply(dh, gate_up_EJH.transpose(1, 2), table, out=dx_NH)
+
+A persistent kernel: each multiprocessor walks over tiles of 128 rows by 256 columns, no tile crosses from one expert to
+the next. Weights come by the bulk copy engine, rows likewise or gathered by asynchronous copies; a full tile leaves by
+the bulk copy engine, an expert's last one under a mask. Nothing is padded and the host knows no row count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from amoeba.config import Activation
+from amoeba.kernels.activation import constants, gated, plain
+from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+
+# A tile, and how much of the depth one stage holds. 4 stages and the buffers of the epilogue take 224 KB of the 227.
+BLOCK_M, BLOCK_N, BLOCK_K, STAGES = 128, 256, 64, 4
+# Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
+GROUP_M = 8
+_ROWS, _STAGED = (BLOCK_M, BLOCK_K), (BLOCK_M // 2, BLOCK_N // 2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known when the kernel is compiled."""
+
+    ACTIVATE: bool  # write act(product) instead of the product
+    GATHER: bool  # rows are those of x, found by order // top_k, instead of sorted ones
+    B_K_MAJOR: bool  # the matrix is stored (O, W), rows along the summed dimension
+    BIAS: bool
+    KEEP: bool  # write the product as well as what its activation gives
+    KIND: str = "relu"
+    GATED: bool = False
+    ALPHA: float = 1.0
+    CLAMP: bool = False
+    LIMIT: float = 0.0
+    UP_SHIFT: float = 0.0
+
+    @property
+    def PAIRED(self) -> bool:
+        """A tile holds columns of the gate and the same columns of up."""
+        return self.ACTIVATE and self.GATED
+
+    @property
+    def COLUMNS(self) -> int:
+        """Columns of the result that a tile holds."""
+        return BLOCK_N // 2 if self.PAIRED else BLOCK_N
+
+    @property
+    def MATRIX(self) -> tuple[int, int]:
+        """The part of a matrix that a stage holds."""
+        return (BLOCK_N, BLOCK_K) if self.B_K_MAJOR else (BLOCK_K, BLOCK_N)
+
+    @property
+    def COPIED(self) -> tuple[int, int]:
+        """... and as much of it as is copied at a time: gate and up come one after the other."""
+        return (self.COLUMNS, BLOCK_K) if self.PAIRED else self.MATRIX
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """A plan as the compiler takes it: each of its values is a compile-time constant."""
+
+    plan: Plan
+
+    def __getattr__(self, name: str) -> tl.constexpr:
+        if not name.isupper():
+            raise AttributeError(name)
+        return tl.constexpr(getattr(self.plan, name))
+
+
+@quick
+@triton.jit
+def _tile_table(offs_E, table, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    e = tl.arange(0, EXPERTS)
+    end = tl.load(offs_E + e, mask=e < experts, other=0)
+    start = tl.load(offs_E + e - 1, mask=(e > 0) & (e < experts), other=0)
+    tiles = tl.where(e < experts, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    tile_end = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    owner = tl.sum((tile_end[None, :] <= tile[:, None]).to(tl.int32), 1)  # experts that end at or before the tile
+    mine = owner[:, None] == e[None, :]
+    first = tl.sum(tl.where(mine, (start - (tile_end - tiles) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
+    last = tl.sum(tl.where(mine, end[None, :], 0), 1)
+    at = table + 4 + tile * 4
+    real = tile < total
+    tl.store(at, owner, mask=real)
+    tl.store(at + 1, first, mask=real)
+    tl.store(at + 2, last, mask=real)
+    if tl.program_id(0) == 0:
+        tl.store(table, total)
+
+
+def tile_table(offs_E: Tensor, rows: int) -> Tensor:
+    """The number of tiles and three unused places; then for each tile: expert, first row, expert's end, one unused."""
+    experts = offs_E.shape[0]
+    most = rows // BLOCK_M + min(experts, rows)
+    table = torch.empty(4 + 4 * most, dtype=torch.int32, device=offs_E.device)
+    block = 64
+    _tile_table[(cdiv(most, block),)](
+        offs_E, table, experts, EXPERTS=next_power_of_2(experts), BLOCK_M=BLOCK_M, BLOCK=block
+    )
+    return table
+
+
+@gluon.jit
+def _place(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
+    """Expert, first row, end of the expert's rows, and column tile of a tile."""
+    group_size = GROUP_M * column_tiles
+    group = tile // group_size
+    first = group * GROUP_M
+    height = gl.minimum(tiles - first, GROUP_M)
+    inside = tile - group * group_size
+    entry = table + 4 + (first + inside % height) * 4
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), inside // height
+
+
+@gluon.jit
+def _produce(
+    row_desc, matrix_desc, x, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns, x_stride, top_k,
+    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """Fills the stages, tile after tile, as they come free."""
+    tiles = gl.load(table)
+    column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
+    MATRIX_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
+    BYTES: gl.constexpr = MATRIX_BYTES if PLAN.GATHER else MATRIX_BYTES + BLOCK_M * BLOCK_K * 2
+    count = 0
+    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
+        expert, row, end, n = _place(tile, table, tiles, column_tiles, GROUP_M)
+        if PLAN.GATHER:
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+            token = gl.load(order + gl.minimum(row + m, end - 1)) // top_k
+            k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+            pointers = x + (token.to(gl.int64) * x_stride)[:, None] + k[None, :]
+        for k in range(0, depth, BLOCK_K):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            matrix_buf = matrix_bufs.index(stage)
+            mbarrier.expect(bar, BYTES)
+            if PLAN.PAIRED:
+                at = expert * width + n * PLAN.COLUMNS
+                gate_buf = matrix_buf.slice(0, PLAN.COLUMNS, 0)
+                up_buf = matrix_buf.slice(PLAN.COLUMNS, PLAN.COLUMNS, 0)
+                bulk_load(matrix_desc, [at, k], bar, gate_buf)
+                bulk_load(matrix_desc, [at + columns, k], bar, up_buf)
+            elif PLAN.B_K_MAJOR:
+                bulk_load(matrix_desc, [expert * width + n * BLOCK_N, k], bar, matrix_buf)
+            else:
+                bulk_load(matrix_desc, [expert * depth + k, n * BLOCK_N], bar, matrix_buf)
+            if PLAN.GATHER:
+                gather(row_bufs.index(stage), pointers)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+                pointers += BLOCK_K
+            else:
+                bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _multiply_tile(
+    acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+    HEIGHT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """acc = rows · matrix over all of the depth; a stage is given back when the product after it has started."""
+    for k in range(0, depth, BLOCK_K):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        if PLAN.GATHER:
+            fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+        rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
+        matrix = matrix_bufs.index(stage)
+        if PLAN.B_K_MAJOR:
+            matrix = matrix.permute((1, 0))
+        acc = warpgroup_mma(rows, matrix, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        count += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+    return acc, count
+
+
+@gluon.jit
+def _consume(
+    table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
+    h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of each tile's rows: multiply, add the bias, activate, store."""
+    tiles = gl.load(table)
+    column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
+    HEIGHT: gl.constexpr = BLOCK_M // 2
+    HALF: gl.constexpr = BLOCK_N // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros((HEIGHT, BLOCK_N), gl.float32, mma)
+    buffer = staging.index(WARPGROUP)
+    count = 0
+    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
+        expert, row, end, n = _place(tile, table, tiles, column_tiles, GROUP_M)
+        acc, count = _multiply_tile(
+            acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+        )
+        row += WARPGROUP * HEIGHT
+        column = n * PLAN.COLUMNS
+        bias_row = bias + expert.to(gl.int64) * width
+        left, right = acc.reshape((HEIGHT, 2, HALF)).permute((0, 2, 1)).split()
+        if PLAN.PAIRED:
+            if PLAN.BIAS:
+                left = _add_bias(left, bias_row, column, columns, HALF)
+                right = _add_bias(right, bias_row + columns, column, columns, HALF)
+            if PLAN.KEEP:
+                _store(left, h, h_desc, buffer, h_stride, row, end, column, columns, 0)
+                _store(right, h, h_desc, buffer, h_stride, row, end, column, columns, columns)
+            a = gated(left, right, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+            _store(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
+        else:
+            for half in gl.static_range(2):
+                value = right if half else left
+                at = column + half * HALF
+                if PLAN.BIAS:
+                    value = _add_bias(value, bias_row, at, width, HALF)
+                if PLAN.ACTIVATE:
+                    if PLAN.KEEP:
+                        _store(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
+                    value = plain(value, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+                _store(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _add_bias(tile, bias, column, width, COLUMNS: gl.constexpr):
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, tile.type.layout))
+    return tile + gl.load(bias + n, mask=n < width, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _store(value, out, desc, buffer, stride, row, end, column, width, shift):
+    """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it."""
+    HEIGHT: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    tma.store_wait(0)
+    buffer.store(value.to(out.dtype.element_ty))
+    if (row + HEIGHT <= end) & (column + COLUMNS <= width):
+        fence_async_shared()
+        bulk_store(desc, [row, column + shift], buffer)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+        m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+        n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        pointers = out + m.to(gl.int64)[:, None] * stride + (n + shift)[None, :]
+        gl.store(pointers, buffer.load(layout), mask=(m < end)[:, None] & (n < width)[None, :])
+
+
+@quick
+@gluon.jit
+def product_kernel(
+    row_desc, matrix_desc, h_desc, out_desc, x, order, table, bias, h, out, depth, width, columns, x_stride, h_stride,
+    out_stride, top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr,
+    STAGE_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = out.dtype.element_ty
+    row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
+    if PLAN.B_K_MAJOR:
+        matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], MATRIX_LAYOUT)
+    else:
+        matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], MATRIX_LAYOUT)
+    staging = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, BLOCK_N // 2], STAGE_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=129 if PLAN.GATHER else 1)  # the copy engine, and 128 gathering threads
+        mbarrier.init(empty.index(i), count=2)  # the two warpgroups
+    gl.warp_specialize(
+        [
+            (_consume, (
+                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width,
+                columns, h_stride, out_stride, gl.constexpr(0), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            )),
+            (_consume, (
+                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width,
+                columns, h_stride, out_stride, gl.constexpr(1), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            )),
+            (_produce, (
+                row_desc, matrix_desc, x, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns,
+                x_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            )),
+        ],
+        [4, 4 if PLAN.GATHER else 1],
+        [216, 72 if PLAN.GATHER else 24],
+    )  # fmt: skip
+
+
+@cache
+def _bound(plan: Plan, dtype: torch.dtype) -> Any:
+    """The kernel for this plan."""
+    return product_kernel.bound(
+        PLAN=_Constants(plan),
+        ROW_LAYOUT=shared_layout(_ROWS, dtype),
+        MATRIX_LAYOUT=shared_layout(plan.MATRIX, dtype),
+        STAGE_LAYOUT=shared_layout(_STAGED, dtype),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        STAGES=STAGES,
+        GROUP_M=GROUP_M,
+        num_warps=4,
+    )
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _launch(
+    plan: Plan,
+    rows: Tensor,
+    matrix_EOW: Tensor,
+    table: Tensor,
+    out: Tensor,
+    order_N: Tensor | None,
+    top_k: int,
+    bias_EO: Tensor | None,
+    h: Tensor | None,
+) -> None:
+    experts, width, depth = matrix_EOW.shape
+    stored = matrix_EOW if plan.B_K_MAJOR else matrix_EOW.transpose(1, 2)
+    flat = stored.view(experts * stored.shape[1], stored.shape[2])
+    h = out if h is None else h
+    _bound(plan, out.dtype)[(multiprocessors(out.device),)](
+        descriptor(rows, _ROWS),
+        descriptor(flat, plan.COPIED, shared_layout(plan.MATRIX, out.dtype)),
+        descriptor(h, _STAGED),
+        descriptor(out, _STAGED),
+        rows,
+        table if order_N is None else order_N,  # the table stands for what this plan does not read
+        table,
+        table if bias_EO is None else bias_EO,
+        h,
+        out,
+        depth,
+        width,
+        width // 2 if plan.PAIRED else width,
+        rows.stride(0),
+        h.stride(0),
+        out.stride(0),
+        top_k,
+    )
+
+
+def multiply(
+    rows_NW: Tensor,
+    matrix_EOW: Tensor,
+    table: Tensor,
+    out_NO: Tensor,
+    *,
+    order_N: Tensor | None = None,
+    top_k: int = 1,
+    bias_EO: Tensor | None = None,
+) -> None:
+    """out[n] = rows[n] · matrix[e]ᵀ + bias[e]; with order_N the rows are gathered, rows[order[n] // top_k]."""
+    plan = Plan(
+        ACTIVATE=False,
+        GATHER=order_N is not None,
+        B_K_MAJOR=matrix_EOW.stride(2) == 1,
+        BIAS=bias_EO is not None,
+        KEEP=False,
+    )
+    _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None)
+
+
+def up(
+    x_TH: Tensor,
+    order_N: Tensor,
+    top_k: int,
+    gate_up_EJH: Tensor,
+    table: Tensor,
+    activation: Activation,
+    a_NI: Tensor,
+    *,
+    h_NJ: Tensor | None = None,
+    bias_EJ: Tensor | None = None,
+) -> None:
+    """h = gathered x · gate_upᵀ + bias and a = act(h); h is written where it is given.
+
+    The weights are stored (J, H), all gates before all ups.
+    """
+    plan = Plan(
+        ACTIVATE=True,
+        GATHER=True,
+        B_K_MAJOR=True,
+        BIAS=bias_EJ is not None,
+        KEEP=h_NJ is not None,
+        **constants(activation),  # type: ignore[arg-type]
+    )
+    _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ)

@@ -1,0 +1,1 @@
+"""The truth and how every backend is held against it."""

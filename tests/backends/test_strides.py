@@ -1,0 +1,84 @@
+"""Tensors that lie in memory in any way torch allows: every backend gives the right output and gradients, or says why
+not. The same under `python -O`, where asserts are gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from amoeba import experts
+from amoeba.backends.registry import _misaligned
+from laid_layer import (
+    LAYOUTS,
+    SIZES,
+    TOLERANCE,
+    WAYS,
+    Laid,
+    check,
+    contiguous,
+    every_other,
+    expanded,
+    first_dimension_last,
+)
+from small_layer import kernel_device
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("way", WAYS)
+def test_any_layout_in_memory(way: str, layout, size: str) -> None:
+    if layout is expanded and size == "T=0":
+        layout = contiguous
+    laid = Laid(layout, WAYS[way], SIZES[size], narrow_ids=size == "plain")
+    if way == "grouped" and _misaligned(laid.weights) is not None:
+        with pytest.raises(ValueError, match="rows of a multiple of 16 bytes"):
+            laid.found(way)
+    else:
+        check(laid.found(way), laid.truth(), TOLERANCE[WAYS[way]])
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [(first_dimension_last, "H=1"), (every_other, "T=1"), (expanded, "T=1")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_any_layout_in_memory_for_the_kernels(layout, size: str) -> None:
+    sizes = SIZES[size] | {"tokens": 1, "rank": 0}  # slow in Triton's interpreter
+    laid = Laid(layout, torch.float32, sizes, device=kernel_device())
+    check(laid.found("triton"), laid.truth(), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("way", ["cpu", "eager", "cpu fused in bf16", "packed in bf16"])
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_the_gradient_of_a_sum_which_is_one_number_expanded(way: str, tokens: int) -> None:
+    laid = Laid(contiguous, WAYS[way], {"tokens": tokens})
+    laid.dy_TH = torch.ones((), dtype=WAYS[way]).expand(tokens, 16)
+    check(laid.found(way), laid.truth(), TOLERANCE[WAYS[way]])
+
+
+def test_the_case_that_was_reported() -> None:
+    """A weight stored as (16, 8, 4) and permuted: dW1 was of the order of 1e15 under python -O."""
+    gate_up = torch.randn(16, 8, 4, generator=torch.Generator().manual_seed(0)).permute(2, 0, 1).requires_grad_()
+    laid = Laid(contiguous, torch.float32, {"hidden": 8, "inner": 8})
+    laid.named["gate_up"] = gate_up
+    laid.named["gate_up"].grad = None
+    laid.weights = laid.layer.weights(laid.named)
+    y = experts(laid.named["x"], laid.routing, laid.weights, lora=laid.lora, backend="cpu")
+    (found,) = torch.autograd.grad(y, [gate_up], laid.dy_TH)
+    assert found.stride() == gate_up.stride(), "gradients come back in the stored layout"
+    torch.testing.assert_close(found.double(), laid.truth()["gate_up"], rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_where_python_drops_asserts() -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "PYTHONOPTIMIZE": "1"}
+    script = ROOT / "tests" / "cpu" / "core_operations.py"
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "all right, without asserts" in done.stdout

@@ -1,0 +1,546 @@
+"""The commands as a user meets them: exit codes, the JSON line, errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from amoeba.backends import eager, registry
+from amoeba.bench import ceilings, suite, timing
+from amoeba.bench.ceilings import Ceilings, Product
+from amoeba.bench.shapes import Shape
+from amoeba.cli import app
+from amoeba.commands import bench as bench_command
+from amoeba.commands.options import DTYPES
+from amoeba.commands.output import Output, strict_json
+from amoeba.commands.rich_output import RichOutput
+from amoeba.cpu.build import CoreUnavailable
+from amoeba.proof import conformance
+from amoeba.proof.cases import Case
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+TINY = "37,32,16,6,2"
+FEW = [Case(0, 2), Case(1, 2), Case(63, 2, bias=True, pattern="sentinels")]
+SMALL = ceilings.Size(64, 1 << 20, 1)
+FOR_EVER = 10_000  # seconds
+
+
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch):
+    """The suite itself is run by test_conformance.py."""
+    monkeypatch.setattr(conformance, "cases", lambda thorough=False: FEW)
+    monkeypatch.setattr("amoeba.commands.verify.cases", lambda thorough=False: FEW)
+    monkeypatch.setattr("amoeba.commands.verify.SECONDS", FOR_EVER)
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
+    monkeypatch.setitem(ceilings.SIZES, "cpu", SMALL)
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(app, list(words))
+
+
+def last_line(result) -> dict:
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def plant(monkeypatch, name: str, operator, why_not=lambda request: None) -> None:
+    backend = registry.Backend(name, "planted by a test", why_not, operator)
+    others = tuple(registry.backends_for(torch.device("cpu")))
+    monkeypatch.setitem(registry._BY_DEVICE, "cpu", (*others, backend))
+
+
+def test_verify_passes_and_names_every_backend_and_gradient():
+    result = invoke("verify", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    document = last_line(result)
+    assert document["ok"]
+    assert {row["backend"] for row in document["backends"]} == set(conformance.backend_names(torch.device("cpu")))
+    for row in document["backends"]:
+        if row["cases_checked"]:
+            base = set() if row["backend"] in conformance.PACKED else {"gate_up", "down", "down_bias"}
+            assert {"inference", "output", "x", "weight"} | base <= set(row["worst"])
+    assert "every gradient within tolerance" in result.stdout
+    for name in ("eager", "float32", "bfloat16", "gate_up_bias", "tolerance"):
+        assert name in result.stdout
+
+
+def test_verify_fails_on_a_backend_with_one_wrong_gradient(monkeypatch):
+    def wrong_weight_gradient(problem, **keywords):
+        doubled = problem.weight_TK + (problem.weight_TK - problem.weight_TK.detach())
+        return eager.operator(problem._replace(weight_TK=doubled), **keywords)
+
+    plant(monkeypatch, "broken", wrong_weight_gradient)
+    result = invoke("verify", "--device", "cpu", "--dtype", "float32", "--json")
+    assert result.exit_code == 1
+    document = last_line(result)
+    rows = {row["backend"]: row["ok"] for row in document["backends"]}
+    assert not rows.pop("broken")
+    assert all(rows.values())
+    assert {tuple(failure["out_of_tolerance"]) for failure in document["failures"]} == {("weight",)}
+    assert "FAIL" in result.stdout
+
+
+def test_verify_fails_on_a_backend_that_raises(monkeypatch):
+    def raises(problem, **keywords):
+        raise RuntimeError("no such kernel")
+
+    plant(monkeypatch, "raising", raises)
+    result = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "raising")
+    assert result.exit_code == 1
+    assert "RuntimeError: no such kernel" in result.stdout
+
+
+def test_verify_says_who_refuses_and_that_nothing_checked_is_no_success(monkeypatch):
+    plant(monkeypatch, "absent", eager.operator, why_not=lambda request: "needs hardware that is not here")
+    result = invoke("verify", "--device", "cpu", "--dtype", "fp32")
+    assert result.exit_code == 0
+    assert "not served (-v tells why)" in result.stdout and "\n  absent: float32\n" in result.stdout
+    why = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "absent", "-v")
+    assert "absent (cases: 3 in float32): needs hardware that is not here" in why.stdout
+    alone = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "absent")
+    assert alone.exit_code == 1
+    assert "nothing was checked" in alone.stdout
+
+
+def test_verify_says_which_cases_the_time_was_too_short_for(monkeypatch):
+    monkeypatch.setattr("amoeba.commands.verify.SECONDS", 0)
+    monkeypatch.setattr("amoeba.commands.verify._SECONDS_BETWEEN_LINES", 0.0)
+    words = ("verify", "--device", "cpu", "--dtype", "fp32", "--dtype", "fp64", "--backend", "eager", "--json")
+    result = invoke(*words)
+    assert result.exit_code == 0
+    document = last_line(result)
+    assert (document["cases"], document["cases_left_out"]) == (1, 2)
+    assert {row["dtype"] for row in document["backends"] if row["cases_checked"] == 1} == {"float32", "float64"}
+    assert (
+        "1 of 3 cases within 0 s, the rest was left out; amoeba verify --thorough has 3 and no limit" in result.stdout
+    )
+    assert "1 of 6 done, now eager in float64: " in result.stderr, "a pipe sees how far it is"
+    document = last_line(invoke(*words, "--thorough"))
+    assert (document["cases"], document["cases_left_out"]) == (3, 0)
+
+
+def test_a_pipe_hears_of_a_long_verify_every_few_seconds(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("amoeba.commands.verify.time.monotonic", lambda: now.append(now[-1] + 1) or now[-1])
+    result = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "cpu")
+    assert len([line for line in result.stderr.splitlines() if " of 6 done, now " in line]) in (1, 2)
+
+
+def test_what_torch_and_transformers_warn_about_is_shown_with_verbose_alone(monkeypatch):
+    class Package:
+        levels: ClassVar[list[str]] = []
+
+        class logging:
+            set_verbosity_error = staticmethod(lambda: Package.levels.append("error"))
+
+    monkeypatch.setitem(sys.modules, "transformers", Package)
+    for words, shown in (
+        (("doctor",), False),
+        (("doctor", "-v"), True),
+        (("-v", "doctor"), True),
+        (("doctor",), False),
+    ):
+        Package.levels.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert invoke(*words).exit_code == 0
+            warnings.warn_explicit("of torch's", UserWarning, "file", 1, module="torch.nn")
+            warnings.warn_explicit("of ours", UserWarning, "file", 2, module="amoeba.cpu.build")
+            logging.getLogger("amoeba").warning("something to know")
+        assert [str(warning.message) for warning in caught] == (["of torch's", "of ours"] if shown else ["of ours"])
+        assert Package.levels == ([] if shown else ["error"])
+        assert logging.getLogger("amoeba").isEnabledFor(logging.INFO) == shown
+        assert logging.getLogger("amoeba.cpu.build").isEnabledFor(logging.INFO), "a build takes long, it is always said"
+
+
+def test_every_command_has_the_flag_of_verbose():
+    for name, command in get_command(app).commands.items():
+        assert any("-v" in parameter.opts for parameter in command.params), name
+
+
+def test_dtypes_of_the_options_are_those_of_the_proof():
+    assert tuple(map(str, conformance.TOLERANCE)) == tuple(f"torch.{name}" for name in DTYPES)
+
+
+def test_verify_prints_plain_lines_in_a_pipe():
+    result = invoke("verify", "--device", "cpu", "--dtype", "float64", "--backend", "eager")
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    assert "…" not in result.stdout
+
+
+def test_doctor_describes_the_machine_and_every_backend():
+    result = invoke("doctor", "--json")
+    assert result.exit_code == 0
+    document = last_line(result)
+    assert document["machine"]["cpu"]["cores"] >= 1
+    assert document["versions"]["torch"] == torch.__version__
+    assert document["bfloat16_on_cpu"]["computed_in"] in ("bfloat16", "float32")
+    assert (document["packed_experts"]["path"] is None) != (document["packed_experts"]["why_not"] is None)
+    names = {backend.name for backend in registry.backends_for(torch.device("cpu"))}
+    assert {row["backend"] for row in document["backends"] if row["device"] == "cpu"} == names
+    for row in document["backends"]:
+        for reason in row["refusals"].values():
+            assert reason is None or reason in result.stdout
+    taken = [dtype for row in document["backends"] if row["device"] == "cpu" for dtype in row["auto"]]
+    assert sorted(taken) == ["bfloat16", "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "threads", "said"),
+    [
+        (None, 2, "OMP_WAIT_POLICY is not set: they spin; where others compute too, set it to passive"),
+        ("passive", 2, "OMP_WAIT_POLICY=passive"),
+        (None, 1, "torch has one thread here"),
+    ],
+)
+def test_doctor_says_that_waiting_threads_spin(policy, threads, said, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    result = invoke("doctor", "--json")
+    assert result.exit_code == 0
+    found = last_line(result)["waiting_threads"]
+    assert found["omp_wait_policy"] == policy
+    assert found["what"].startswith(said)
+    assert found["what"] in result.stdout
+
+
+def test_doctor_says_why_experts_cannot_be_packed(monkeypatch):
+    def unavailable():
+        raise CoreUnavailable("no C++ compiler was found")
+
+    monkeypatch.setattr("amoeba.commands.doctor.current_path", unavailable)
+    result = invoke("doctor", "--json")
+    assert "none: no C++ compiler was found" in result.stdout
+    assert last_line(result)["packed_experts"] == {"path": None, "why_not": "no C++ compiler was found"}
+
+
+def test_bench_writes_a_document_and_refuses_to_overwrite_it(tmp_path):
+    words = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "training", "--repeats", "1")
+    result = invoke(*words, "--out", str(tmp_path), "--json")
+    assert result.exit_code == 0, result.output
+    (written,) = tmp_path.iterdir()
+    assert json.loads(written.read_text()) == last_line(result)
+    assert str(tmp_path) not in written.read_text()
+    again = invoke(*words, "--out", str(tmp_path))
+    assert again.exit_code == 2
+    assert "not overwritten" in again.stderr
+
+
+def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(tmp_path, monkeypatch):
+    real, asked = suite._report, []
+
+    def report(*arguments):
+        asked.append(arguments)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(suite, "_report", report)
+    words = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "both", "--repeats", "1", "--out", str(tmp_path))
+    result = invoke(*words)
+    assert result.exit_code != 0
+    (written,) = tmp_path.iterdir()
+    document = json.loads(written.read_text())
+    assert not document["finished"] and len(document["results"]) == 1
+    assert "amoeba cpu" in result.stdout or "amoeba eager" in result.stdout, "its table was printed, too"
+
+
+def test_bench_exits_with_1_when_one_of_ours_is_wrong(monkeypatch):
+    def wrong(problem, **keywords):
+        return 1.01 * eager.operator(problem, **keywords)
+
+    plant(monkeypatch, "broken", wrong)
+    result = invoke("bench", "--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1", "--json")
+    assert result.exit_code == 1
+    assert "amoeba broken: refused, out of tolerance: output 1.0e-02 > 1e-05" in result.stdout
+    measurements = last_line(result)["results"][0]["measurements"]
+    assert [m["median_ms"] for m in measurements if m["implementation"] == "amoeba broken"] == [None]
+
+
+def test_a_result_with_infinite_errors_is_written_as_strict_json(monkeypatch, tmp_path):
+    def not_a_number(problem, **keywords):
+        return float("nan") * eager.operator(problem, **keywords)
+
+    plant(monkeypatch, "broken", not_a_number)
+    words = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1")
+    assert invoke(*words, "--out", str(tmp_path)).exit_code == 1
+    (written,) = tmp_path.iterdir()
+    assert "Infinity" not in written.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("bench", "--shape", "1,2,3"), "--shape: expected a name (small, "),
+        (("bench", "--shape", "8,8,8,4,5"), "--shape: expected K at most E (4); got K = 5"),
+        (("bench", "--suite", "huge"), "--suite: expected one of small, cpu, gpu; got 'huge'"),
+        (("bench", "--suite", "cpu", "--shape", "small"), "either --shape or --suite"),
+        (("bench", "--pass", "backward"), "--pass: expected one of forward, training, both; got 'backward'"),
+        (("bench", "--device", "tpu"), "--device: expected one of auto, cpu, cuda; got 'tpu'"),
+        (("verify", "--dtype", "int8"), "--dtype: expected one of float64, "),
+        (("verify", "--device", "cpu", "--backend", "fastest"), "--backend: expected one of "),
+    ],
+)
+def test_bad_usage_exits_with_2_and_says_what_was_expected(words, expected):
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert not result.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_asking_for_a_gpu_that_is_not_there_says_so():
+    result = invoke("verify", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "finds no GPU" in result.stderr
+
+
+def test_an_unknown_option_exits_with_2():
+    assert invoke("verify", "--dvice", "cpu").exit_code == 2
+
+
+def run_python(*words: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
+    tiny = ("--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1")
+    done = run_python("-m", "amoeba", "bench", *tiny, "--json", "-v")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["document"] == "amoeba bench"
+    assert "amoeba: experts of torch.float32 on cpu: backend" in done.stderr
+
+
+# Runs commands one after another as `python -m amoeba` does, where some packages cannot be imported.
+WITHOUT = """
+    import contextlib, io, json, pickle, runpy, sys
+
+    absent = sys.argv[1:]
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in absent:
+                raise ImportError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, Absent())
+    from amoeba.proof import conformance
+    from amoeba.bench import ceilings, timing
+    from amoeba.commands import verify
+
+    few, small, for_ever, commands = pickle.load(sys.stdin.buffer)
+    conformance.cases = verify.cases = lambda thorough=False: few
+    verify.SECONDS = for_ever
+    timing.LEAST_SECONDS = 0.0
+    ceilings.SIZES["cpu"] = small
+    done = []
+    for words in commands:
+        sys.argv = ["amoeba", *words]
+        code, out, err = 0, io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_module("amoeba", run_name="__main__")
+            except SystemExit as left:
+                code = left.code or 0
+        done.append([code, out.getvalue(), err.getvalue()])
+    present = [name for name in absent if name in sys.modules]
+    print(json.dumps({"done": done, "present": present}))
+"""
+
+
+def run_without(absent: Sequence[str], commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each command."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WITHOUT), *absent],
+        input=pickle.dumps((FEW, SMALL, FOR_EVER, commands)),
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
+    answer = json.loads(ran.stdout)
+    assert not answer["present"]
+    return answer["done"]
+
+
+def outline(value):
+    """The keys of a document, without its numbers."""
+    if isinstance(value, dict):
+        return {key: outline(inner) for key, inner in value.items()}
+    return [outline(inner) for inner in value] if isinstance(value, list) else None
+
+
+VERIFY = ("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--json")
+
+
+def without_errors(text: str) -> str:
+    """Rounding depends on what torch's products did before in a process, so the digits of an error may differ."""
+    return re.sub(r"\d\.\de-\d\d", "#", text)
+
+
+def test_with_torch_alone_the_commands_say_and_return_the_same(tmp_path):
+    bench = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "training", "--repeats", "1", "--json")
+    folders = [str(tmp_path / "plain"), str(tmp_path / "typer")]
+    plain_verify, plain_bench, again, doctor = run_without(
+        ("typer", "rich", "click", "transformers", "yaml", "safetensors"),
+        [VERIFY, (*bench, "--out", folders[0]), (*bench, "--out", folders[0]), ("doctor", "--json")],
+    )
+
+    expected = invoke(*VERIFY)
+    code, out, _ = plain_verify
+    assert (code, expected.exit_code) == (0, 0)
+    assert without_errors(out).splitlines()[:-1] == without_errors(expected.stdout).splitlines()[:-1]
+    assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
+
+    expected = invoke(*bench, "--out", folders[1])
+    code, out, err = plain_bench
+    assert (code, expected.exit_code) == (0, 0), err
+    (written,) = (tmp_path / "plain").iterdir()
+    document, as_typer = json.loads(written.read_text()), last_line(expected)
+    assert document == json.loads(out.splitlines()[-1])
+    assert document["command"] == as_typer["command"]
+    results, expected_results = document.pop("results"), as_typer.pop("results")
+    assert outline(document) == outline(as_typer)
+    for result, expected_result in zip(results, expected_results, strict=True):
+        measurements, others = result.pop("measurements"), expected_result.pop("measurements")
+        assert result == expected_result
+        assert {m["implementation"] for m in measurements} == {m["implementation"] for m in others}
+        assert {key for m in measurements for key in m} == {key for m in others for key in m}
+    assert f"{TINY} (T=37 H=32 I=16 E=6 K=2) training, float32 on cpu" in out
+
+    assert again[0] == 2
+    assert "not overwritten" in again[2]
+
+    expected = invoke("doctor", "--json")
+    code, out, _ = doctor
+    assert code == 0
+    assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
+
+
+def test_without_typer_and_rich_bad_usage_exits_with_2():
+    commands = [
+        ("bench", "--shape", "1,2,3"),
+        ("bench", "--suite", "cpu", "--shape", "small"),
+        ("verify", "--device", "cpu", "--backend", "fastest"),
+        ("bench", "--repeats", "0"),
+        ("bench", "--repeats", "x"),
+        ("verify", "--dvice", "cpu"),
+        ("verify", "--thor"),
+        ("nothing",),
+        (),
+    ]
+    for words, (code, out, err) in zip(commands, run_without(("typer", "rich"), commands), strict=True):
+        expected = invoke(*words)
+        assert (code, out) == (2, ""), words
+        assert expected.exit_code == 2
+        if expected.stderr.startswith("amoeba: "):
+            assert err == expected.stderr
+        else:
+            assert "usage: amoeba" in err
+
+
+def test_without_typer_and_rich_every_option_is_there():
+    commands = get_command(app).commands
+    helps = run_without(("typer", "rich"), [(name, "--help") for name in commands])
+    for command, (code, out, _) in zip(commands.values(), helps, strict=True):
+        assert code == 0
+        for parameter in command.params:
+            for name in parameter.opts if parameter.param_type_name == "option" else [parameter.name.upper()]:
+                assert name in out
+
+
+@pytest.mark.parametrize("absent", ["typer", "rich"])
+def test_with_only_one_of_typer_and_rich_the_commands_run(absent):
+    version, verify = run_without((absent,), [("--version",), VERIFY[:-1]])
+    assert version[:2] == [0, invoke("--version").stdout]
+    assert verify[0] == 0
+    assert without_errors(verify[1]) == without_errors(invoke(*VERIFY[:-1]).stdout)
+
+
+def test_a_plain_table_is_aligned(capsys):
+    Output().table("title", ["", "ms"], [["a", "10.5"], ["long", "7"]])
+    assert capsys.readouterr().out == "\ntitle\n          ms\n  a     10.5\n  long     7\n"
+
+
+def test_no_cell_is_cut_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    names = [f"implementation {index}" for index in range(4)]
+    RichOutput().table("title", ["", *names], [["a", "1.234", "2.345", "3.456", "4.567"]])
+    out = capsys.readouterr().out
+    assert "\x1b" in out
+    assert "…" not in out
+    assert all(cell in out for cell in ("1.234", "2.345", "3.456", "4.567"))
+
+
+class Tables(Output):
+    def __init__(self) -> None:
+        self.found: list[tuple[list[str], list[list[str]]]] = []
+        self.lines: list[str] = []
+
+    def table(self, title, columns, rows, text=None) -> None:
+        self.found.append((columns, rows))
+
+    def line(self, text="", style=None) -> None:
+        self.lines.append(text)
+
+
+def bench_tables(measure) -> tuple[Tables, dict]:
+    output = Tables()
+    shapes = [Shape("layer", 37, 32, 16, 6, 2), Shape("step", 1, 32, 16, 6, 2, forward_only=True)]
+    document, _ = bench_command.run(
+        shapes, torch.device("cpu"), [torch.float32], "training", 1, None, output, ceilings=measure
+    )
+    return output, document
+
+
+def test_bench_shows_the_share_of_the_ceilings():
+    limits = Ceilings("cpu", {"float32": Product(2048, 1e9)}, copied_bytes=4096, copy_bytes_per_second=1e8)
+    output, document = bench_tables(lambda device, dtypes: limits)
+    assert output.lines[0] == limits.line()
+    assert document["ceilings"]["copy_bytes_per_second"] == 1e8
+    for (columns, rows), result, before, column, rate, limit in zip(
+        output.found,
+        document["results"],
+        ("GFLOP/s", "weights GB/s"),
+        ("of matmul", "of copy"),
+        ("flops_per_second", "weight_bytes_per_second"),
+        (1e9, 1e8),
+        strict=True,
+    ):
+        place = columns.index(column)
+        assert columns[place - 1] == before
+        assert len([name for name in columns if name.startswith("of ")]) == 1
+        timed = [m for m in result["measurements"] if m["status"] == "timed"]
+        assert [row[place] for row in rows] == [f"{100 * m[rate] / limit:.0f}%" for m in timed]
+
+
+def test_bench_without_ceilings_shows_no_shares():
+    output, document = bench_tables(None)
+    assert document["ceilings"] is None
+    assert not [name for columns, _ in output.found for name in columns if name.startswith("of ")]
+    assert not [line for line in output.lines if "ceilings" in line]
+
+
+def test_infinite_errors_are_still_json():
+    assert strict_json({"errors": {"x": float("inf"), "y": (1.0, float("nan"))}}) == {
+        "errors": {"x": "inf", "y": [1.0, "nan"]}
+    }

@@ -1,0 +1,115 @@
+"""Every operation of the compiled core on awkward sizes and layouts, and on tensors that it has to refuse.
+
+A program of its own, for interpreters in which pytest's asserts are gone or its libraries are in the way: it raises
+where a result is wrong. Run by tests/test_strides.py under `python -O`, by tests/test_sanitizers.py under sanitizers.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import guarded_memory
+import torch
+
+from amoeba import Activation
+from amoeba.cpu.core import load_core
+from amoeba.cpu.node import NodeExperts, NodeFactors, forward
+from amoeba.cpu.packed_weights import PackedWeights
+from amoeba.cpu.pool import WorkerPool
+from amoeba.weights import LoraFactors
+from laid_layer import LAYOUTS, SENTINELS, TOLERANCE, Laid, check, contiguous
+
+WAYS = {
+    "cpu": torch.float32,
+    "cpu in bf16": torch.bfloat16,
+    "cpu fused in bf16": torch.bfloat16,
+    "packed in bf16": torch.bfloat16,
+    "packed in int8": torch.bfloat16,
+}
+INTERLEAVED = Activation(alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
+# what is left of vectors, tiles and panels, and less than one of them
+SIZES = [
+    {"tokens": 0},
+    {"tokens": 1, "hidden": 1, "inner": 1},
+    {"tokens": 5, "hidden": 33, "inner": 65},
+    {"tokens": 19, "hidden": 31, "inner": 64},
+    {"tokens": 5, "hidden": 16, "inner": 24, "expert_TK": SENTINELS},
+    {"tokens": 70, "hidden": 96, "inner": 32, "bias": False, "rank": 0},
+    {"tokens": 6, "hidden": 48, "inner": 40, "activation": Activation("gelu", gated=False)},
+    {
+        "tokens": 6,
+        "hidden": 40,
+        "inner": 48,
+        "activation": Activation(alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True),
+    },
+]
+
+
+def compute() -> int:
+    count = 0
+    for way, dtype in WAYS.items():
+        for size in SIZES:
+            for layout in (contiguous, *LAYOUTS) if size["tokens"] in (1, 5) else (contiguous,):
+                laid = Laid(layout, dtype, size)
+                tolerance = 0.2 if way.endswith("int8") else TOLERANCE[dtype]
+                try:
+                    check(laid.found(way), laid.truth(), tolerance)
+                except Exception as error:
+                    error.add_note(f"in {way}, {size}, {layout.__name__}")
+                    raise
+                count += 1
+    return count
+
+
+def refuse() -> None:
+    core, pool = load_core(), WorkerPool(threads=1)
+    offs, rows, matrix, out = (
+        torch.tensor([2], dtype=torch.int32),
+        torch.randn(2, 8),
+        torch.randn(1, 8, 4),
+        torch.empty(2, 4),
+    )
+    node = NodeExperts(
+        PackedWeights.pack(torch.randn(2, 64, 48)), PackedWeights.pack(torch.randn(2, 48, 32)), None, None, Activation()
+    )
+    x, ids, weight = torch.randn(3, 48).bfloat16(), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    narrow, freed = torch.zeros(2, 1, 31), torch.randn(2, 8)
+    freed.untyped_storage().resize_(0)
+    for wrong in (
+        lambda: core.multiply_rows(offs, rows.double(), matrix, out=out),
+        lambda: core.multiply_rows(offs.long(), rows, matrix, out=out),
+        lambda: core.multiply_rows(offs, rows[:1], matrix, out=out),
+        lambda: core.multiply_rows(offs, rows.to("meta"), matrix, out=out),
+        lambda: core.multiply_rows(offs, torch.randn(8, 2).t(), matrix, out=out),
+        lambda: core.multiply_rows(offs, rows, torch.randn(1, 16, 8)[:, ::2, ::2], out=out),
+        lambda: core.multiply_rows(offs, rows, matrix, out=torch.empty(1, 4).expand(2, 4)),
+        lambda: core.multiply_rows(offs, freed, matrix, out=out),
+        lambda: core.multiply_rows(offs, torch._neg_view(rows), matrix, out=out),
+        lambda: core.weight_gradient(offs, rows, rows, out=torch.empty(1, 8, 16)[:, :, ::2]),
+        lambda: core.activate(torch.randn(2, 16), torch.randn(3), Activation(), out=torch.empty(2, 8)),
+        lambda: core.activate(torch.randn(2, 6), torch.randn(2), Activation(), out=torch.empty(2, 3)),
+        lambda: forward(node, None, x.float(), ids, weight, pool, keep="nothing"),
+        lambda: forward(node, None, x[:, :47], ids, weight, pool, keep="nothing"),
+        lambda: forward(node, None, x, ids[:2], weight, pool, keep="nothing"),
+        lambda: forward(node, None, x, ids, weight.double(), pool, keep="nothing"),
+        lambda: NodeExperts(node.gate_up, node.down, torch.zeros(2, 63), None, Activation()),
+        lambda: NodeFactors.pack(node, LoraFactors(down_lora_a=narrow, down_lora_b=torch.zeros(2, 48, 1)), pool),
+        lambda: NodeFactors.pack(node, LoraFactors(down_lora_a=torch.zeros(2, 1, 32)), pool),
+        lambda: PackedWeights.pack(torch.full((1, 2, 2), torch.nan), "int8"),
+    ):  # fmt: skip
+        try:
+            wrong()
+        except ValueError as error:
+            if "expected" not in str(error):
+                raise
+        else:
+            raise AssertionError("a tensor that does not fit was taken")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    if sys.argv[1:] == ["guarded"]:
+        guarded_memory.guard_all_calls()
+    count = compute()
+    refuse()
+    print(f"{count} cases: all right, {'with' if __debug__ else 'without'} asserts")

@@ -1,0 +1,329 @@
+"""Training of stored bf16 experts on a CPU: gradients of weights and biases against fp64, in the stored layout.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate · R LoRA rank
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from amoeba import ExpertWeights, Routing, experts
+from amoeba.backends import cpu_fused
+from amoeba.config import Activation
+from amoeba.cpu.node import NodeExperts, NodeFactors, PassNeeds, backward, forward
+from amoeba.cpu.packed_weights import PackedWeights
+from amoeba.cpu.pool import WorkerPool
+from amoeba.cpu.stored import StoredWeights
+from amoeba.proof.reference.experts import experts_backward, experts_forward
+from amoeba.weights import LORA_NAMES, LoraFactors
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
+)
+OUTPUT_ERROR, GRADIENT_ERROR = 5e-3, 1e-2
+WEIGHTS = ("gate_up", "down", "gate_up_bias", "down_bias")
+GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
+
+
+def plain(weight: Tensor) -> Tensor:
+    return weight
+
+
+def turned(weight: Tensor) -> Tensor:
+    """Stored as (E, in, out)."""
+    return weight.mT.contiguous().mT
+
+
+def experts_last(weight: Tensor) -> Tensor:
+    """Dense, but contiguous along neither of its inner dimensions."""
+    return weight.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def part_of_more(weight: Tensor) -> Tensor:
+    """Rows that lie apart."""
+    wide = torch.full((*weight.shape[:2], weight.shape[2] + 7), torch.nan, dtype=weight.dtype)
+    wide[..., 3:-4] = weight
+    return wide[..., 3:-4]
+
+
+@dataclass
+class Layer:
+    """Weights and a batch; `expert_TK` may be given."""
+
+    tokens: int = 40
+    top_k: int = 2
+    experts: int = 5
+    hidden: int = 96
+    intermediate: int = 64
+    activation: Activation = field(default_factory=Activation)
+    bias: bool = True
+    rank: int = 0
+    expert_TK: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        E, H, I, R = self.experts, self.hidden, self.intermediate, self.rank
+        J = self.activation.width(I)
+        self.weights = {
+            "gate_up": (torch.randn(E, J, H) / H**0.5).to(torch.bfloat16),
+            "down": (torch.randn(E, H, I) / I**0.5).to(torch.bfloat16),
+        }
+        if self.bias:
+            self.weights |= {"gate_up_bias": torch.randn(E, J), "down_bias": torch.randn(E, H)}
+        shapes = zip(LORA_NAMES, [(R, H), (I, R), (R, H), (I, R), (R, I), (H, R)], strict=True)
+        factors = {name: (torch.randn(E, *shape) / 8).to(torch.bfloat16) for name, shape in shapes if R}
+        self.lora = LoraFactors(**factors, scaling=2.0)
+        self.x_TH, self.dy_TH = (torch.randn(self.tokens, H).to(torch.bfloat16) for _ in range(2))
+        if self.expert_TK is None:
+            self.expert_TK = torch.rand(self.tokens, E).argsort(1)[:, : self.top_k].contiguous()
+        self.weight_TK = torch.rand(self.expert_TK.shape) + 0.1
+
+    def node(self, store=plain) -> NodeExperts:
+        stored = (StoredWeights(store(self.weights[name])) for name in ("gate_up", "down"))
+        return NodeExperts(*stored, self.weights.get("gate_up_bias"), self.weights.get("down_bias"), self.activation)
+
+    def run(self, workers: WorkerPool, needs: PassNeeds | None = None, *, store=plain, keep="h") -> dict[str, Tensor]:
+        mine = self.node(store)
+        needs = needs or PassNeeds(*[True] * 10, *[self.bias] * 2)
+        factors = NodeFactors.pack(mine, self.lora, workers) if self.rank else None
+        y_TH, cache = forward(mine, factors, self.x_TH, self.expert_TK, self.weight_TK, workers, keep=keep)
+        assert cache is not None
+        gradients = backward(mine, factors, cache, self.dy_TH, workers, needs)
+        named = dict(zip(PassNeeds._fields, gradients, strict=True))
+        return {"output": y_TH} | {name: gradient for name, gradient in named.items() if gradient is not None}
+
+    def expected(self) -> dict[str, Tensor]:
+        names = ("gate_up", "down", "gate_up_bias", "down_bias")
+        wide = (self.weights[n].double() if n in self.weights else None for n in names)
+        lora = LoraFactors(**{n: t.double() for n, t in self.lora.tensors().items()}, scaling=2.0)
+        given = (
+            self.x_TH.double(), self.expert_TK, self.weight_TK.double(), ExpertWeights(*wide, self.activation), lora
+        )  # fmt: skip
+        found = experts_backward(self.dy_TH.double(), *given)
+        names = ("x", "weight", *self.weights, *self.lora.tensors())
+        return {"output": experts_forward(*given)} | {name: found[name] for name in names}
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor], looser: float = 1) -> None:
+    assert found.keys() == expected.keys()
+    for name, truth in expected.items():
+        got = found[name]
+        assert got.shape == truth.shape and got.dtype == (torch.bfloat16 if name in WEIGHTS[:2] else torch.float32)
+        norm = float(truth.norm())
+        error = float((got.double() - truth).norm()) / norm if norm else float(got.abs().max() if got.numel() else 0)
+        limit = looser * (OUTPUT_ERROR if name == "output" else GRADIENT_ERROR)
+        assert error < limit, f"{name}: relative error {error:.1e}, at most {limit} is right"
+        if name in WEIGHTS:  # an expert without rows has exact zeros
+            idle = (truth == 0).flatten(1).all(1)
+            assert (got[idle] == 0).all(), name
+
+
+def test_the_check_can_fail() -> None:
+    expected = Layer().expected()
+    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+        wrong = {
+            n: (t * (1.02 if n == name else 1)).to(torch.bfloat16 if n in WEIGHTS[:2] else torch.float32)
+            for n, t in expected.items()
+        }
+        with pytest.raises(AssertionError, match=name):
+            check(wrong, expected)
+
+
+@pytest.mark.parametrize("store", [plain, turned])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(),
+        Layer(hidden=63, intermediate=199),
+        Layer(hidden=1, intermediate=1, experts=1, top_k=1, tokens=1),
+        Layer(tokens=300, top_k=4, experts=4),  # K = E
+        Layer(tokens=760, top_k=1, experts=1, hidden=70, intermediate=40),  # more rows than are packed at a time
+        Layer(tokens=33, hidden=330, intermediate=300),  # more panels than are packed at a time, and than a job has
+        Layer(tokens=130, top_k=3, bias=False, rank=5),
+        Layer(activation=GPT_OSS, intermediate=31),
+        Layer(activation=Activation("relu2", gated=False), intermediate=72),
+    ],
+    ids=lambda layer: f"T{layer.tokens}-E{layer.experts}-H{layer.hidden}-I{layer.intermediate}-R{layer.rank}",
+)
+def test_every_gradient_agrees_with_fp64(path: str, layer: Layer, store, workers: WorkerPool) -> None:
+    alone = layer.hidden == 1  # roundings of a single number have no others to average over
+    check(layer.run(workers, store=store), layer.expected(), looser=4 if alone else 1)
+
+
+@pytest.mark.parametrize("store", [plain, turned, experts_last, part_of_more])
+def test_storage_changes_no_bit_and_gradients_come_back_in_it(path: str, store, workers: WorkerPool) -> None:
+    layer = Layer(hidden=63, intermediate=72)
+    expected, found = layer.run(workers), layer.run(workers, store=store)
+    for name in expected:
+        if store is plain or name != "down":  # stored the other way round, the routing weight is rounded into a
+            assert torch.equal(found[name], expected[name]), name
+    for name in ("gate_up", "down"):
+        assert found[name].stride() == torch.empty_like(store(layer.weights[name])).stride(), name
+    check(found, layer.expected())
+
+
+@pytest.mark.parametrize("store", [plain, turned])
+def test_stored_weights_give_the_bits_of_packed_ones(path: str, store, workers: WorkerPool) -> None:
+    layer = Layer(tokens=150, rank=3, hidden=130, intermediate=72)
+    weights = PackedWeights.pack(layer.weights["gate_up"]), PackedWeights.pack(layer.weights["down"])
+    frozen = NodeExperts(*weights, layer.weights["gate_up_bias"], layer.weights["down_bias"], layer.activation)
+    factors = NodeFactors.pack(frozen, layer.lora, workers)
+    y_TH, cache = forward(frozen, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, keep="h")
+    expected = backward(frozen, factors, cache, layer.dy_TH, workers, PassNeeds(*[True] * 8))
+    found = layer.run(workers, store=store)
+    assert torch.equal(found["output"], y_TH)
+    for name, gradient in zip(PassNeeds._fields, expected, strict=True):
+        assert gradient is None or torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("only", WEIGHTS)
+def test_one_gradient_alone(path: str, only: str, workers: WorkerPool) -> None:
+    layer = Layer()
+    alone = layer.run(workers, PassNeeds(**{name: name == only for name in PassNeeds._fields}))  # type: ignore[arg-type]
+    assert alone.keys() == {"output", only}
+    assert torch.equal(alone[only], layer.run(workers)[only])
+
+
+def test_neither_threads_nor_repetition_nor_what_is_kept_change_a_bit(path: str, workers: WorkerPool) -> None:
+    layer = Layer(tokens=600, top_k=3, hidden=130, intermediate=72)
+    first = layer.run(WorkerPool(1))
+    for other, keep in ((workers, "h"), (workers, "h"), (WorkerPool(5), "h"), (workers, "x")):
+        again = layer.run(other, keep=keep)
+        for name in first:
+            assert torch.equal(first[name], again[name]), name
+
+
+class TestRouting:
+    def test_experts_without_rows_get_zeros(self, path: str, workers: WorkerPool) -> None:
+        layer = Layer(expert_TK=torch.tensor([[3, 1]] * 40))
+        found = layer.run(workers)
+        check(found, layer.expected())
+        for name in WEIGHTS:
+            assert (found[name][[0, 2, 4]] == 0).all() and found[name][[1, 3]].count_nonzero(), name
+
+    @pytest.mark.parametrize("nobody", [-1, 5, 2**40])
+    def test_ids_outside_are_nobodys(self, path: str, nobody: int, workers: WorkerPool) -> None:
+        expert_TK = torch.rand(40, 5).argsort(1)[:, :3].contiguous()
+        expert_TK[::3, 1] = nobody
+        layer = Layer(expert_TK=expert_TK)
+        check(layer.run(workers), layer.expected())
+
+    @pytest.mark.parametrize("tokens", [0, 40])
+    def test_no_rows_at_all(self, path: str, tokens: int, workers: WorkerPool) -> None:
+        layer = Layer(tokens=tokens, expert_TK=torch.full((tokens, 2), 5))
+        for name, tensor in layer.run(workers).items():
+            assert (tensor == 0).all(), name
+
+
+def test_gradients_that_are_streamed_past_the_caches_are_whole(path: str, workers: WorkerPool) -> None:
+    layer = Layer(tokens=9, experts=3, top_k=1, hidden=2048, intermediate=1024)
+    assert layer.weights["down"].nbytes > 8 << 20, "the core streams above this size"
+    layer.expert_TK[:] = 1
+    check(layer.run(workers), layer.expected())
+
+
+@pytest.mark.usefixtures("older_instructions")
+def test_older_instruction_sets_agree_too() -> None:
+    threads = WorkerPool(2)
+    for store in (plain, turned):
+        layer = Layer(hidden=63, intermediate=199, rank=5)
+        check(layer.run(threads, store=store), layer.expected())
+
+
+def test_packed_weights_are_frozen(workers: WorkerPool) -> None:
+    layer = Layer(bias=False)
+    weights = (PackedWeights.pack(layer.weights[name]) for name in ("gate_up", "down"))
+    frozen = NodeExperts(*weights, None, None, layer.activation)
+    _, cache = forward(frozen, None, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, keep="h")
+    with pytest.raises(ValueError, match="frozen"):
+        backward(frozen, None, cache, layer.dy_TH, workers, PassNeeds(True, True, gate_up=True))
+
+
+@pytest.mark.skipif(not cpu_fused._multiplies_bf16(), reason="this CPU has no bf16 products")
+class TestBackend:
+    """What the `cpu` backend makes of it."""
+
+    def tensors(self, layer: Layer) -> tuple[dict[str, Tensor], LoraFactors | None]:
+        named = {n: t.to(torch.bfloat16).clone().requires_grad_() for n, t in layer.weights.items()}
+        named |= {"x": layer.x_TH.clone().requires_grad_(), "weight": layer.weight_TK.clone().requires_grad_()}
+        factors = {n: t.clone().requires_grad_() for n, t in layer.lora.tensors().items()}
+        return named | factors, LoraFactors(**factors, scaling=2.0) if factors else None
+
+    def run(self, layer: Layer, named: dict[str, Tensor], lora: LoraFactors | None, **options) -> Tensor:
+        weights = ExpertWeights(*(named.get(name) for name in WEIGHTS), layer.activation)
+        return experts(named["x"], Routing(layer.expert_TK, named["weight"]), weights, lora=lora, **options)
+
+    @pytest.mark.parametrize("rank", [0, 4])
+    @pytest.mark.parametrize("recompute", [False, True])
+    def test_it_is_the_choice_for_training_and_gives_every_gradient(self, rank, recompute, monkeypatch) -> None:
+        seen = []
+        for name in ("forward", "backward"):
+            original = getattr(cpu_fused, name)
+            monkeypatch.setattr(cpu_fused, name, lambda *a, o=original, n=name: (seen.append(n), o(*a))[1])
+        layer = Layer(tokens=300, rank=rank)
+        layer.weights = {n: t.to(torch.bfloat16).to(t.dtype) for n, t in layer.weights.items()}
+        named, lora = self.tensors(layer)
+        y_TH = self.run(layer, named, lora, backend="cpu", recompute=recompute)
+        gradients = torch.autograd.grad(y_TH, list(named.values()), layer.dy_TH)
+        assert seen == ["forward", "backward"]
+        found = {"output": y_TH} | dict(zip(named, gradients, strict=True))
+        expected = layer.expected()
+        for name, tensor in found.items():
+            error = float((tensor.detach().double() - expected[name]).norm() / expected[name].norm())
+            assert error < GRADIENT_ERROR, f"{name}: {error:.1e}"
+
+    def test_h_alone_is_kept_beside_the_inputs(self) -> None:
+        layer = Layer(tokens=300, rank=4)
+        named, lora = self.tensors(layer)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+            self.run(layer, named, lora, backend="cpu")
+        inputs = {t.data_ptr() for t in (*named.values(), layer.expert_TK)}
+        own = [tuple(t.shape) for t in kept if t.data_ptr() not in inputs and t.numel()]
+        assert own == [(600, 128)]
+
+    def test_nothing_of_a_pass_stays_alive(self) -> None:
+        layer = Layer(tokens=300)
+        named, lora = self.tensors(layer)
+        made = []
+        original = StoredWeights.__post_init__
+
+        def watched(self) -> None:
+            original(self)
+            made.append(weakref.ref(self))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StoredWeights, "__post_init__", watched)
+            self.run(layer, named, lora, backend="cpu").sum().backward()
+        gc.collect()
+        assert made and all(reference() is None for reference in made)
+
+    def test_decoding_stays_with_the_core(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cpu_fused, "forward", lambda *_: pytest.fail("the fused pass was taken"))
+        layer = Layer(tokens=8)
+        named, lora = self.tensors(layer)
+        with torch.no_grad():
+            self.run(layer, named, lora, backend="cpu")
+
+    def test_compiled(self) -> None:
+        layer = Layer(tokens=150, rank=4)
+        named, _ = self.tensors(layer)
+        names = list(named)
+
+        def step(*tensors: Tensor) -> Tensor:
+            given = dict(zip(names, tensors, strict=True))
+            factors = LoraFactors(**{n: given[n] for n in LORA_NAMES}, scaling=2.0)
+            return self.run(layer, given, factors, backend="cpu")
+
+        expected = torch.autograd.grad(step(*named.values()), list(named.values()), layer.dy_TH)
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        found = torch.autograd.grad(compiled(*named.values()), list(named.values()), layer.dy_TH)
+        for name, left, right in zip(names, expected, found, strict=True):
+            assert torch.equal(left, right), name

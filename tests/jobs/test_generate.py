@@ -1,0 +1,475 @@
+"""`amoeba generate` on a tiny random model: the text of plain transformers, streamed, repeatable, and plain errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from typer.testing import CliRunner
+
+from amoeba.backends.registry import backends_for
+from amoeba.commands import generate as command
+from amoeba.data import token_stream
+from amoeba.integrations import placement
+from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
+from tiny_models import randomise, tiny_config
+
+END = "<end>"
+POSITIONS = 64
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+GREEDY = GenerationOptions(max_new_tokens=17, temperature=0)
+needs_engine = pytest.mark.skipif(placement._why_no_packing() is not None, reason=str(placement._why_no_packing()))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that every character beyond ASCII is torn between tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+    """As sentencepiece does: the space belongs to the word, and the first one is dropped in decoding."""
+    vocabulary = {word: id for id, word in enumerate(["<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def save(folder: Path, model_class, config) -> Path:
+    torch.manual_seed(0)
+    model = randomise(model_class(config))
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter *= 2  # against models that repeat their last token
+        model.lm_head.weight[256] = 0  # nearly never the end
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"vocab_size": 257, "max_position_embeddings": POSITIONS, "eos_token_id": 256, "pad_token_id": 256}
+    config = tiny_config(Qwen3MoeConfig, "qwen3_moe", **changes)
+    return save(tmp_path_factory.mktemp("moe"), Qwen3MoeForCausalLM, config)
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+@pytest.fixture
+def announced(monkeypatch, caplog) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("amoeba"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="amoeba")
+    return caplog
+
+
+def run(folder: Path, prompt: str = "Once", options: GenerationOptions = GREEDY) -> GenerationReport:
+    return generate(folder, prompt, options, lambda text: None)
+
+
+def invoke(*words: object, input: str | None = None):
+    app = typer.Typer()
+    app.command()(command.generate)
+    return CliRunner().invoke(app, [str(word) for word in words], input=input)
+
+
+def streamed(tokenizer, ids: list[int], prompt: int = 3) -> tuple[list[str], str]:
+    pieces: list[str] = []
+    stream = token_stream.TokenStream(tokenizer, pieces.append)
+    stream.put(torch.zeros(1, prompt, dtype=torch.int64))
+    for id in ids:
+        stream.put(torch.tensor([id]))
+    stream.end()
+    assert stream.ids == ids
+    assert stream.pieces == pieces
+    return pieces, tokenizer.decode(ids, skip_special_tokens=True)
+
+
+# The stream
+
+
+def test_characters_of_several_bytes_are_never_torn():
+    text = "Grüße, 細胞 🦠!\nżółw"
+    pieces, whole = streamed(byte_tokenizer(), byte_tokenizer()(text)["input_ids"])
+    assert "".join(pieces) == whole == text
+    assert pieces == list(text)  # and none is held back longer than it must be
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_bytes_stream_to_what_decoding_them_at_once_gives(seed):
+    ids = torch.randint(0, 257, (199,), generator=torch.Generator().manual_seed(seed)).tolist()
+    pieces, whole = streamed(byte_tokenizer(), ids)
+    assert "".join(pieces) == whole
+
+
+def test_a_character_that_never_gets_complete_is_shown_at_the_end():
+    tokenizer = byte_tokenizer()
+    pieces, whole = streamed(tokenizer, tokenizer("a🦠")["input_ids"][:-1])
+    assert "".join(pieces) == whole
+    assert pieces[0] == "a"
+    assert "\ufffd" in pieces[-1]
+
+
+def test_spaces_between_words_survive():
+    pieces, whole = streamed(word_tokenizer(["▁one", "▁two", "▁three"]), [1, 2, 3, 2])
+    assert pieces == ["one", " two", " three", " two"]
+    assert "".join(pieces) == whole
+
+
+# The job
+
+
+def test_greedy_gives_the_tokens_of_plain_transformers_and_streams_the_text(folder):
+    pieces: list[str] = []
+    report = generate(folder, "Once upon", GREEDY, pieces.append)
+    plain = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+    ids = torch.tensor([byte_tokenizer()("Once upon")["input_ids"]])
+    expected = plain.generate(input_ids=ids, max_new_tokens=17, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert report.generated_ids == expected
+    assert len(set(expected)) > 3  # a model that repeats itself would show little
+    assert "".join(pieces) == report.text == byte_tokenizer().decode(expected, skip_special_tokens=True)
+    assert (report.prompt_tokens, report.generated_tokens) == (9, 17)
+    assert report.stopped == "length"
+
+
+def test_the_experts_really_are_ours(folder, monkeypatch):
+    from amoeba.integrations import transformers as integration
+
+    calls = []
+    original = integration.experts
+    monkeypatch.setattr(integration, "experts", lambda *a, **k: calls.append(1) or original(*a, **k))
+    report = run(folder)
+    assert len(calls) == 2 * (1 + report.generated_tokens)  # two layers; the warm-up, then a forward per token
+    assert report.experts == "amoeba"
+    assert report.backend in {backend.name for backend in backends_for(torch.device(report.device))}
+
+
+def test_the_same_seed_gives_the_same_text_and_another_another(folder):
+    def text(seed: int | None) -> GenerationReport:
+        return run(folder, options=GenerationOptions(max_new_tokens=12, temperature=1.5, seed=seed))
+
+    first = text(7)
+    assert text(7).generated_ids == first.generated_ids
+    assert text(8).generated_ids != first.generated_ids
+    drawn = text(None)
+    assert text(drawn.seed).generated_ids == drawn.generated_ids
+
+
+def test_the_callers_random_numbers_are_left_alone(folder):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    run(folder, options=GenerationOptions(max_new_tokens=2, temperature=1, seed=5))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_sampling_flags_reach_the_sampler(folder):
+    greedy = run(folder).generated_ids
+    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}):
+        assert run(folder, options=GenerationOptions(max_new_tokens=17, **options)).generated_ids == greedy
+    penalised = run(folder, options=GenerationOptions(max_new_tokens=17, temperature=0, repetition_penalty=50.0))
+    assert penalised.generated_ids != greedy
+    assert len(set(penalised.generated_ids)) == 17
+
+
+def test_what_is_not_asked_for_is_the_models_own(folder):
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": 256})
+    )
+    report = run(folder, options=GenerationOptions(max_new_tokens=2, top_p=0.9))
+    assert report.sampling == {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.9,
+        "repetition_penalty": 1.0,
+    }
+    assert run(folder, options=GREEDY).sampling == {"do_sample": False, "repetition_penalty": 1.0}
+
+
+def test_it_stops_at_the_end_token_and_does_not_write_it(folder):
+    second = run(folder).generated_ids[1]
+    settings = {"eos_token_id": [256, second], "pad_token_id": 256}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    report = run(folder)
+    assert report.stopped == "end of text"
+    assert report.generated_ids[-1] == second
+    assert second not in report.generated_ids[:-1]
+
+
+def test_it_stops_where_the_models_positions_end_and_says_so(folder, announced):
+    report = run(folder, "x" * (POSITIONS - 2))
+    assert report.generated_tokens == 3
+    assert "at most 3 new tokens and not 17: the model has 64 positions" in announced.text
+    assert run(folder, "x" * POSITIONS).generated_tokens == 1
+
+
+def test_decisions_are_announced_with_their_reasons(folder, announced):
+    report = run(folder, options=GenerationOptions(max_new_tokens=1, dtype=torch.bfloat16, device=torch.device("cpu")))
+    assert (report.device, report.dtype) == ("cpu", "bfloat16")
+    for words in ("device cpu: as asked", "dtype torch.bfloat16: as asked", f"backend {report.backend}: "):
+        assert words in announced.text
+    announced.clear()
+    assert run(folder).dtype == "float32"
+    assert "dtype torch.float32: the checkpoint's own" in announced.text
+
+
+def test_a_backend_that_refuses_is_part_of_the_reason(folder, monkeypatch):
+    from amoeba.backends import registry
+
+    refusing = registry.Backend("planted", "", lambda request: "has a headache", registry.eager.operator)
+    monkeypatch.setitem(registry._BY_DEVICE, "cpu", (refusing, registry._EAGER))
+    report = run(folder, options=dataclasses.replace(GREEDY, device=torch.device("cpu")))
+    assert (report.backend, report.backend_reason) == ("eager", "planted has a headache")
+
+
+def test_a_model_without_experts_runs_as_it_is_with_the_reason(tmp_path, announced):
+    changes = {"vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256}
+    save(tmp_path, Qwen3ForCausalLM, tiny_config(Qwen3Config, "qwen3", **changes))
+    report = run(tmp_path)
+    assert (report.experts, report.backend, report.generated_tokens) == ("transformers", None, 17)
+    assert "Qwen3ForCausalLM has no experts" in report.backend_reason
+    assert "Qwen3ForCausalLM has no experts" in announced.text
+
+
+@needs_engine
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_experts_may_be_packed_for_the_cpu(folder, kind, monkeypatch):
+    packed, pack = [], placement.pack_experts
+    monkeypatch.setattr(placement, "pack_experts", lambda *a, **k: packed.append(k["kind"]) or pack(*a, **k))
+    report = run(folder, options=dataclasses.replace(GREEDY, experts=f"cpu-{kind}"))
+    layers = AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers
+    assert packed == [kind] * layers
+    assert (report.placement, report.backend, report.backend_reason) == (f"cpu-{kind}", "cpu", "where they are packed")
+    assert report.generated_tokens == GREEDY.max_new_tokens or report.stopped == "end of text"
+
+
+def test_auto_packs_experts_that_a_gpu_has_no_room_for(folder, monkeypatch):
+    model, cuda = AutoModelForCausalLM.from_pretrained(folder), torch.device("cuda")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(placement, "_pack", lambda *_: None)
+    for free, expected in ((2 * size, "resident"), (size, "cpu-bf16")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
+        placed = placement.place_experts(model, "auto", trains=False, device=cuda)
+        assert placed.placement == expected
+        assert "GiB free on the GPU" in placed.reason
+    assert placement.place_experts(model, "auto", trains=False, device=torch.device("cpu")).placement == "resident"
+
+
+def test_the_chat_template_is_applied(folder):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    chat = run(folder, "hi", GenerationOptions(max_new_tokens=9, temperature=0, chat=True))
+    plain = run(folder, "[user]hi[a]", GenerationOptions(max_new_tokens=9, temperature=0))
+    assert chat.prompt_tokens == plain.prompt_tokens == 11
+    assert chat.generated_ids == plain.generated_ids != run(folder, "hi").generated_ids[:9]
+
+
+def test_an_interruption_keeps_what_was_written(folder):
+    pieces: list[str] = []
+
+    def write(text: str) -> None:
+        pieces.append(text)
+        if len(pieces) == 2:
+            raise KeyboardInterrupt
+
+    report = generate(folder, "Once", GREEDY, write)
+    assert report.stopped == "interrupted"
+    assert 2 <= report.generated_tokens < 17
+    assert "".join(pieces) == report.text
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -0.1}, "temperature: expected a number from 0"),
+        ({"temperature": float("nan")}, "got nan"),
+        ({"temperature": float("inf")}, "got inf"),
+        ({"top_p": 0.0}, "top_p: expected 0 < top_p <= 1; got 0.0"),
+        ({"top_p": 1.01}, "got 1.01"),
+        ({"top_p": float("nan")}, "got nan"),
+        ({"top_k": -1}, "top_k: expected at least 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: expected"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1"),
+        ({"seed": -1}, "seed: expected"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        GenerationOptions(**options)
+
+
+def refusal(*words: object) -> str:
+    """What the command says, in one line on stderr, before it exits with 2."""
+    result = invoke(*words)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("amoeba: "))
+    return line
+
+
+def test_a_missing_folder(tmp_path):
+    assert "expected an existing folder" in refusal(tmp_path / "nowhere", "Once")
+
+
+def test_a_file_in_place_of_the_folder(folder):
+    assert "expected a folder; got the file" in refusal(folder / "config.json", "Once")
+
+
+def test_a_folder_without_config(folder):
+    (folder / "config.json").unlink()
+    assert "expected a folder with a config.json" in refusal(folder, "Once")
+
+
+def test_a_folder_without_tokenizer(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    assert "expected a folder with a tokenizer" in refusal(folder, "Once")
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    assert "model.safetensors" in refusal(folder, "Once")
+
+
+def test_a_hub_name_goes_to_transformers_as_it_is(monkeypatch):
+    def not_there(name, **_):
+        raise OSError(f"asked for {name}\nand more")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", not_there)
+    line = refusal("somebody/some-Model.1b", "Once")
+    assert "'somebody/some-Model.1b' (no folder here): asked for somebody/some-Model.1b. " in line
+
+
+def test_an_empty_prompt(folder):
+    assert "prompt: expected at least one token; got none from ''" in refusal(folder, "")
+
+
+def test_a_prompt_beyond_the_models_positions(folder):
+    line = refusal(folder, "x" * (POSITIONS + 1))
+    assert "expected at most 64 tokens, the model's max_position_embeddings; got 65 tokens. Shorten it" in line
+
+
+def test_a_tokenizer_of_another_model(folder):
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size = 10
+    config.save_pretrained(folder)
+    assert "expected ids below the model's vocab_size, 10" in refusal(folder, "Once")
+
+
+def test_chat_without_a_template(folder):
+    assert "--chat: expected a tokenizer with a chat template" in refusal(folder, "Once", "--chat")
+
+
+def test_bad_device_and_dtype(folder):
+    assert "--device: expected one of auto, cpu, cuda; got 'tpu'" in refusal(folder, "Once", "--device", "tpu")
+    assert "--dtype: expected one of auto, " in refusal(folder, "Once", "--dtype", "int3")
+    assert "expected one of resident, cpu-bf16, " in refusal(folder, "Once", "--experts", "disk")
+
+
+# The command
+
+
+def test_the_last_line_is_a_complete_document_and_the_text_comes_before_it(folder):
+    result = invoke(folder, "Once", "--max-new-tokens", 17, "--temperature", 0, "--seed", 4, "--json")
+    assert result.exit_code == 0, result.output
+    text, line = result.stdout.rstrip("\n").rsplit("\n", 1)
+    document = json.loads(line)
+    expected = run(folder)
+    assert document["generated_ids"] == expected.generated_ids
+    assert text.removesuffix("\n") == document["text"].removesuffix("\n") == expected.text.removesuffix("\n")
+    assert document["document"] == "amoeba generate"
+    assert (document["prompt_tokens"], document["generated_tokens"], document["seed"]) == (4, 17, 4)
+    assert (document["device"], document["dtype"]) == (expected.device, "float32")
+    assert document["backend"] == expected.backend
+    numbers = ("prompt_tokens_per_second", "generation_tokens_per_second", "seconds_to_first_token")
+    for name in (*numbers, "peak_memory_bytes", "load_seconds"):
+        assert document[name] > 0, name
+    assert document["prompt_tokens_per_second"] == pytest.approx(4 / document["seconds_to_first_token"])
+    assert "17 generated (" in result.stderr
+
+
+def test_without_json_stdout_is_the_text_alone(folder):
+    result = invoke(folder, "Once", "--max-new-tokens", 17, "--temperature", 0)
+    assert result.stdout.removesuffix("\n") == run(folder).text.removesuffix("\n")
+
+
+def test_stderr_has_one_line_of_decisions_and_one_of_results_and_with_verbose_the_reasons(folder):
+    words = (folder, "Once", "--max-new-tokens", 3, "--temperature", 0)
+    quiet = invoke(*words).stderr.splitlines()
+    assert len(quiet) == 2, quiet
+    here = run(folder)
+    assert quiet[0] == f"amoeba: qwen3_moe on {here.device} in float32; experts resident, backend {here.backend}"
+    assert "3 generated" in quiet[1]
+    said = invoke(*words, "-v").stderr
+    assert f"amoeba: device {here.device}: " in said and "the checkpoint's own" in said and "greedy" in said
+    assert quiet[0] in said
+    assert "Activation(" not in said, "no dataclass as Python writes it"
+
+
+def test_the_prompt_may_come_from_stdin(folder):
+    result = invoke(folder, "-", "--max-new-tokens", 17, "--temperature", 0, "--json", input="Once\n")
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["prompt_tokens"] == 4
+    assert document["generated_ids"] == run(folder).generated_ids
+
+
+def test_ctrl_c_ends_with_the_report_and_130(folder, monkeypatch):
+    original = token_stream.TokenStream.put
+
+    def put(self, value):
+        original(self, value)
+        if len(self.ids) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(token_stream.TokenStream, "put", put)
+    result = invoke(folder, "Once", "--temperature", 0, "--json")
+    assert result.exit_code == 130
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert (document["stopped"], document["generated_tokens"]) == ("interrupted", 5)
+    assert "stopped: interrupted" in result.stderr
+
+
+def test_ctrl_c_while_loading_is_130_too(folder, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("amoeba.jobs.generate.load_model", interrupted)
+    result = invoke(folder, "Once")
+    assert result.exit_code == 130
+    assert "interrupted before the first token" in result.stderr
+
+
+def test_device_and_dtype_flags_reach_the_job(folder):
+    result = invoke(folder, "Once", "--max-new-tokens", 1, "--device", "cpu", "--dtype", "bf16", "--json")
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert (document["device"], document["dtype"]) == ("cpu", "bfloat16")

@@ -1,0 +1,28 @@
+"""Killed and resumed runs end with the bits of undisturbed ones; tests/kill_loop.py goes on for longer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
+
+HERE = Path(__file__).parents[1]
+
+
+def test_killed_and_resumed_runs_end_with_the_bits_of_undisturbed_ones() -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "kill_loop.py"), "--rounds=1", "--kills=2", "--seed=0"],
+        env={**os.environ, "PYTHONPATH": f"{HERE.parent / 'src'}{os.pathsep}{HERE}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["identical"] == {"train": 1, "finetune": 1}

@@ -1,0 +1,266 @@
+"""`amoeba train` end to end in miniature: it learns, it can be killed and resumed, and plain transformers loads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+
+from amoeba.jobs.settings import TrainSettings, load_settings
+from amoeba.jobs.train import train
+from tiny_runs import Quiet
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "steps": 12,
+    "batch_size": 2,
+    "sequence_length": 64,
+    "vocab_size": 512,
+    "log_every": 3,
+    "eval_every": 6,
+    "save_every": 4,
+    "learning_rate": 3e-3,
+    "warmup_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from pydoc_data.topics import topics
+
+    path = tmp_path_factory.mktemp("data") / "corpus.txt"
+    path.write_text("\n\n".join(sorted(topics.values(), key=len)[:40]))
+    return str(path)
+
+
+def settings(folder: Path, corpus_file: str, **changes: Any) -> TrainSettings:
+    return load_settings(None, TINY | {"data": corpus_file, "out": str(folder)} | changes)
+
+
+def step_losses(folder: Path) -> list[float]:
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [loss for line in lines if line["kind"] == "train" for loss in line["step_losses"]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus_file: str) -> tuple[Path, Any, Quiet]:
+    folder, console = tmp_path_factory.mktemp("runs") / "whole", Quiet()
+    return folder, train(settings(folder, corpus_file), console), console
+
+
+def test_the_held_out_loss_falls(finished: tuple[Path, Any, Quiet]) -> None:
+    _, report, _ = finished
+    assert report.final_loss < report.start_loss - 0.3
+    assert report.steps == 12
+
+
+def test_the_run_folder_holds_what_the_report_reads(finished: tuple[Path, Any, Quiet]) -> None:
+    folder, _, console = finished
+    kinds = [json.loads(text)["kind"] for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert set(kinds) == {"train", "eval", "router", "coactivation", "final"}
+    assert len(step_losses(folder)) == 12
+    assert [line["step"] for line in console.lines] == [3, 6, 9, 12]
+    assert json.loads((folder / "config.json").read_text())["model_config"]["model_type"] == "qwen3_moe"
+    assert "versions" in json.loads((folder / "environment.json").read_text())
+    assert any((folder / "tensorboard").iterdir())
+
+
+def test_loads_count_every_routed_token_once(finished: tuple[Path, Any, Quiet]) -> None:
+    folder, *_ = finished
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in (line for line in lines if line["kind"] == "router"):
+        assert [sum(layer["load"]) for layer in line["layers"]] == [3 * 2 * 64 * 2] * 4
+
+
+def test_plain_transformers_loads_the_model_with_equal_logits(finished: tuple[Path, Any, Quiet]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, *_ = finished
+    tokens = AutoTokenizer.from_pretrained(folder / "model")("The with statement", return_tensors="pt")
+    logits = []
+    for implementation in ("eager", "amoeba"):
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", experts_implementation=implementation)
+        with torch.no_grad():
+            logits.append(model(input_ids=tokens["input_ids"]).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_losses(
+    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str
+) -> None:
+    train(settings(tmp_path / "again", corpus_file), Quiet())
+    assert step_losses(tmp_path / "again") == step_losses(finished[0])
+
+
+def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
+    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(finished[0], tmp_path / "copy")
+    monkeypatch.setattr("amoeba.data.tokenizer.train_tokenizer", lambda *_: pytest.fail("trained once more"))
+    report = train(settings(folder, corpus_file), Quiet(), resume=True, start_from="checkpoint-8")
+    assert report.final_loss == finished[1].final_loss
+    assert step_losses(folder)[-4:] == step_losses(finished[0])[-4:]
+
+
+def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str) -> None:
+    folder = tmp_path / "stopped"
+    flags = [
+        f"--{name.replace('_', '-')}={value}" for name, value in TINY.items() if name not in ("warmup_steps", "steps")
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "amoeba", "train", "--data", corpus_file, "--out", str(folder), "--steps=5000", *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints" / "checkpoint-4").exists() and time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended by itself"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    stopped = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").iterdir())
+    assert f"stopped at step {stopped}; go on with: amoeba train --resume {folder}" in said
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path, corpus_file: str) -> None:
+    from transformers import LlamaConfig
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    LlamaConfig(**small, vocab_size=512).save_pretrained(tmp_path / "llama")
+    from amoeba.data.corpus import load_corpus
+    from amoeba.data.tokenizer import load_or_train_tokenizer
+
+    load_or_train_tokenizer(None, load_corpus(corpus_file), 512).save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match=r"--model: expected a mixture-of-experts.*llama, which has no experts"):
+        train(settings(tmp_path / "run", corpus_file, model=str(tmp_path / "llama")), Quiet())
+
+
+def test_biases_of_deepseek_move_and_balance(tmp_path: Path, corpus_file: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    changes = {"model": "deepseek_v3", "steps": 3, "bias_rate": 0.01}
+    report = train(settings(tmp_path / "deepseek", corpus_file, **changes), Quiet())
+    model = AutoModelForCausalLM.from_pretrained(report.model)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(bias.abs().max() > 0 for bias in biases)
+
+
+def test_the_balance_loss_takes_part_in_training(tmp_path: Path, corpus_file: str) -> None:
+    for balance in ("none", "aux"):
+        train(settings(tmp_path / balance, corpus_file, balance=balance, steps=3), Quiet())
+    without, with_loss = step_losses(tmp_path / "none"), step_losses(tmp_path / "aux")
+    assert with_loss[0] == without[0]  # logged is the language model's loss alone
+    assert with_loss[2] != without[2]
+
+
+def test_accumulation_gives_the_losses_of_the_larger_batch(tmp_path: Path, corpus_file: str) -> None:
+    for name, changes in {"whole": {"batch_size": 4}, "parts": {"batch_size": 2, "accumulation": 2}}.items():
+        train(settings(tmp_path / name, corpus_file, steps=3, balance="none", **changes), Quiet())
+    rtol = 1e-3 if torch.cuda.is_available() else 1e-5  # a GPU computes in bf16
+    torch.testing.assert_close(
+        torch.tensor(step_losses(tmp_path / "parts")), torch.tensor(step_losses(tmp_path / "whole")), rtol=rtol, atol=0
+    )
+
+
+def test_the_z_loss_keeps_router_logits_smaller(tmp_path: Path, corpus_file: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    norms = []
+    for coefficient in (0.0, 5.0):
+        folder = tmp_path / str(coefficient)
+        report = train(settings(folder, corpus_file, z_loss_coefficient=coefficient), Quiet())
+        model = AutoModelForCausalLM.from_pretrained(report.model)
+        inputs = torch.arange(256).view(1, -1)
+        with torch.no_grad():
+            logits = model(input_ids=inputs, output_router_logits=True).router_logits
+        norms.append(sum(torch.logsumexp(part, -1).square().mean().item() for part in logits))
+    assert norms[1] < 0.9 * norms[0]
+
+
+@pytest.mark.parametrize("model", ["mixtral", "olmoe", "gpt_oss"])
+def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str) -> None:
+    report = train(settings(tmp_path / model, corpus_file, model=model, steps=6), Quiet())
+    assert report.final_loss < report.start_loss
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe"])
+def test_a_folder_with_a_config_alone_is_trained_with_a_tokenizer_of_the_data(
+    model_type: str, tmp_path: Path, corpus_file: str
+) -> None:
+    """An empty tokenizer gave 3 rows and a loss that stayed at ln V, with exit code 0."""
+    from transformers import AutoTokenizer
+
+    from amoeba.jobs.presets import find_preset
+
+    preset = {"qwen3_moe": "demo", "olmoe": "olmoe"}[model_type]
+    find_preset(preset).build(vocab_size=600, sequence_length=64).save_pretrained(tmp_path / "model")
+    console = Quiet()
+    told = {name: value for name, value in TINY.items() if name != "vocab_size"}
+    told |= {"model": str(tmp_path / "model"), "data": corpus_file, "out": str(tmp_path / "run"), "steps": 4}
+    given = load_settings(None, told)
+    assert given.vocab_size == 600
+    report = train(given, console)
+    assert report.final_loss < report.start_loss
+    assert "a tokenizer of 600 tokens" in " ".join(console.said)
+    config = json.loads((Path(report.model) / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(report.model)
+    assert len(tokenizer) == config["vocab_size"] == 600
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert config[name] == getattr(tokenizer, name) == 0
+    assert tokenizer.decode(tokenizer("a , b\n")["input_ids"]) == "a , b\n"
+
+
+def test_a_folder_with_a_run_is_not_overwritten(finished: tuple[Path, Any, Quiet], corpus_file: str) -> None:
+    with pytest.raises(ValueError, match=r"holds no run yet.*--resume"):
+        train(settings(finished[0], corpus_file), Quiet())
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path, corpus_file: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--out: expected a folder that can be written"):
+        train(settings(tmp_path / "file" / "run", corpus_file), Quiet())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps: expected an integer of at least 1"),
+        ({"learning_rate": float("nan")}, "learning_rate: expected a finite number"),
+        ({"balance": "much"}, "balance: expected one of aux, bias, none"),
+        ({"vocab_size": 10}, "vocab_size: expected at least 300"),
+        ({"held_out": 1.5}, "held_out: expected a share"),
+        ({"dtype": "int8"}, "dtype: expected auto"),
+    ],
+)
+def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainSettings(**changes)
+
+
+def test_an_unknown_model_lists_the_presets(tmp_path: Path, corpus_file: str) -> None:
+    with pytest.raises(ValueError, match="preset: expected one of demo"):
+        train(settings(tmp_path / "x", corpus_file, model="no-such"), Quiet())
+
+
+def test_a_yaml_file_is_read_and_flags_win(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("steps: 7\nbatch_size: 3\n")
+    found = load_settings(str(tmp_path / "a.yaml"), {"steps": 9})
+    assert (found.steps, found.batch_size) == (9, 3)
+    (tmp_path / "b.yaml").write_text("stepz: 7\n")
+    with pytest.raises(ValueError, match="stepz"):
+        load_settings(str(tmp_path / "b.yaml"), {})
