@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.backends.operator import Problem
-from amoeba.backends.triton_products import Products, Sorted, products_for
+from amoeba.backends.low_rank import ByToken
+from amoeba.backends.triton_rows import TritonRows
 from amoeba.bench.shapes import SHAPES
 from amoeba.bench.timing import Step, time_in_turns
 from amoeba.bench.workload import draw_routing, relative_error
@@ -28,6 +28,8 @@ from amoeba.config import Activation
 from amoeba.kernels.activate import activate, activate_backward
 from amoeba.kernels.combine import combine
 from amoeba.kernels.sort import sort_rows
+from amoeba.problem import Problem
+from amoeba.weights import ExpertWeights
 
 REPEATS = 10
 TOLERANCE = 1e-2
@@ -53,23 +55,18 @@ def roles_of(name: str) -> list[Role]:
     N, activation = shape.rows, Activation()
     expert_TK, weight_TK = draw_routing(shape, generator)
     gate_up, down = normal(E, 2 * I, H, scale=H**-0.5), normal(E, H, I, scale=I**-0.5)
-    problem = Problem(normal(T, H), expert_TK, weight_TK.float(), gate_up, down, None, None, activation)
-    rows = Sorted(*sort_rows(expert_TK, E))
+    problem = Problem(normal(T, H), expert_TK, weight_TK.float(), ExpertWeights(gate_up, down))
+    ours, dy_TH = TritonRows.dispatch(problem, None), normal(T, H)
+    rows = plain = TritonRows(problem, ours.order_N, ours.slot_row_N, ours.offs_E)
     slot_row_TK, offs_E = rows.slot_row_N.view(T, K), rows.offs_E
-    ours, dy_TH = products_for(problem, rows), normal(T, H)
     x_NH, dy_NH = (t.index_select(0, rows.order_N // K) for t in (problem.x_TH, dy_TH))
 
-    h_NJ, a_NI = ours.new_rows(2 * I), ours.new_rows(I)
-    Products.up(ours, h_NJ, a_NI)
+    h_NJ, a_NI = plain.up(True)
+    assert h_NJ is not None
     da_NI = F.grouped_mm(dy_NH, down, offs=offs_E)
     dh_NJ, scaled_a_NI, out_TH = torch.empty_like(h_NJ), torch.empty_like(a_NI), torch.empty_like(dy_TH)
     y_NH = F.grouped_mm(a_NI, down.transpose(1, 2), offs=offs_E)
     unit = 2.0 * N * H * I
-
-    def up(products: Products) -> Tensor:
-        h, a = products.new_rows(2 * I), products.new_rows(I)
-        products.up(h, a)
-        return a
 
     def back() -> None:
         activate_backward(da_NI, h_NJ, problem.weight_TK, rows.order_N, activation, dh_NJ, scaled_a_NI, offs_E)
@@ -81,21 +78,21 @@ def roles_of(name: str) -> list[Role]:
     return [
         Role("sort", lambda: sort_rows(expert_TK, E)),
         Role("up, torch (sorted rows, not activated)", lambda: F.grouped_mm(x_NH, gate_up.mT, offs=offs_E), 2 * unit),
-        Role("up, ours", lambda: up(ours), 2 * unit, expected=a_NI),
-        Role("up, plain Triton", lambda: up(Products(problem, rows)), 2 * unit, expected=a_NI),
+        Role("up, ours", lambda: ours.up(True)[1], 2 * unit, expected=a_NI),
+        Role("up, plain Triton", lambda: plain.up(True)[1], 2 * unit, expected=a_NI),
         Role("activation", lambda: activate(h_NJ, activation, scaled_a_NI, offs_E), bytes=6.0 * N * I),
         Role("down, torch", lambda: F.grouped_mm(a_NI, down.mT, offs=offs_E), unit),
         Role("down, ours", lambda: ours.down(a_NI), unit, expected=y_NH),
-        Role("down, plain Triton", lambda: Products(problem, rows).down(a_NI), unit, expected=y_NH),
+        Role("down, plain Triton", lambda: plain.down(a_NI), unit, expected=y_NH),
         Role("combine", lambda: combine(y_NH, slot_row_TK, problem.weight_TK, out_TH), bytes=2.0 * (N + T) * H),
         Role("dA', torch (sorted rows)", lambda: F.grouped_mm(dy_NH, down, offs=offs_E), unit),
         Role("activation back", back, bytes=12.0 * N * I),
         Role("d down, torch (sorted rows)", lambda: F.grouped_mm(dy_NH.t(), scaled_a_NI, offs=offs_E), unit),
-        Role("d down, ours", lambda: ours.down_gradient(dy_TH, scaled_a_NI), unit, expected=d_down),
+        Role("d down, ours", lambda: ours.weight_gradient(ByToken(dy_TH), scaled_a_NI, down), unit, expected=d_down),
         Role("dx, torch", lambda: F.grouped_mm(dh_NJ, gate_up, offs=offs_E), 2 * unit),
         Role("dx, ours", lambda: ours.rows_gradient(dh_NJ), 2 * unit, expected=dx_NH),
         Role("d gate_up, torch (sorted rows)", lambda: F.grouped_mm(dh_NJ.t(), x_NH, offs=offs_E), 2 * unit),
-        Role("d gate_up, ours", lambda: ours.up_gradient(dh_NJ), 2 * unit, expected=d_gate_up),
+        Role("d gate_up, ours", lambda: ours.weight_gradient(dh_NJ, ours.x, gate_up), 2 * unit, expected=d_gate_up),
     ]
 
 

@@ -12,12 +12,14 @@ if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; t
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from amoeba import Routing
-from amoeba.backends.registry import Request, backends_for
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import backends_of
 from amoeba.cpu import build, node, node_library, pool
 from amoeba.cpu import packed_weights as packed
 from amoeba.cpu.packed_weights import Path, load_packed
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu_features import cpu_flags
+from amoeba.weights import ExpertWeights
 from small_layer import Layer
 
 settings.register_profile("here", deadline=None)
@@ -48,13 +50,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"AMOEBA_THOROUGH_SECONDS={_SECONDS:g} are over")
 
 
-@pytest.fixture(params=[backend.name for backend in backends_for(torch.device("cpu"))])
+@pytest.fixture(params=[backend.name for backend in backends_of(ExpertWeights, torch.device("cpu"))])
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of every backend that serves a small fp32 layer on the CPU."""
     layer = Layer()
     weights = layer.weights(layer.tensors)
     asked = Request(layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), weights)
-    (found,) = (backend for backend in backends_for(torch.device("cpu")) if backend.name == request.param)
+    (found,) = (backend for backend in backends_of(ExpertWeights, torch.device("cpu")) if backend.name == request.param)
     reason = found.why_not(asked)
     if reason is not None:
         pytest.skip(f"{found.name}: {reason}")

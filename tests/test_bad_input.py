@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from amoeba import Activation, ExpertWeights, MoEConfig, RouterConfig, Routing, experts
-from amoeba.backends.registry import backends_for
+from amoeba.backends.registry import backends_of
 from amoeba.errors import bad_value
 from amoeba.weights import LoraFactors
 
@@ -344,7 +344,7 @@ def test_experts(what):
 def test_auto_names_every_backend_that_refused():
     with pytest.raises(ValueError) as caught:
         experts(X, routing(), Elsewhere(weights().gate_up_EJH, weights().down_EHI))
-    for backend in backends_for(torch.device("cpu")):
+    for backend in backends_of(ExpertWeights, torch.device("cpu")):
         reason = "serves resident weights, these are elsewhere"
         if backend.name == "triton" and torch.cuda.is_available():  # and so without its interpreter
             reason = "computes on a CUDA device (or in Triton's interpreter), these weights are on cpu"
@@ -354,7 +354,7 @@ def test_auto_names_every_backend_that_refused():
 def test_unknown_backend_lists_the_known_ones():
     with pytest.raises(ValueError) as caught:
         experts(X, routing(), weights(), backend="Eager")
-    for backend in backends_for(torch.device("cpu")):
+    for backend in backends_of(ExpertWeights, torch.device("cpu")):
         assert backend.name in str(caught.value)
 
 

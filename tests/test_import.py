@@ -15,7 +15,7 @@ from typer.main import get_command
 
 import amoeba
 from amoeba.cli import app
-from amoeba.tracing import constant_when_traced
+from amoeba.torch_internals import constant_when_traced
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 

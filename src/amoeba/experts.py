@@ -14,10 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends.registry import Request, choose
-from amoeba.backends.transforms import transformed
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import choose
 from amoeba.errors import bad_value
 from amoeba.routing import Routing
+from amoeba.torch_internals import transformed
 from amoeba.weights import AnyExperts, LoraFactors
 
 
@@ -35,7 +36,7 @@ def experts(
     lora: low-rank updates of the projections, computed row by row and never merged into the weights. Beside frozen
     weights only the factors' gradients are computed.
     weights: ExpertWeights, or another kind such as PackedExperts, which x may reach from a GPU.
-    recompute: keep x alone between the passes and compute the up projection again in backward.
+    recompute: save x alone for backward and compute the up projection again there.
     Under autocast x and the weights are cast to the autocast dtype, and y comes in it.
     """
     device = x_TH.device.type

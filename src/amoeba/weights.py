@@ -11,15 +11,20 @@ gradients come back in the stored layout.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
+from amoeba.operands import Operand, operands_of, rebuilt, values_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +38,7 @@ class ExpertWeights:
     activation: Activation = None  # type: ignore[assignment]  # None: Activation(), which torch.compile cannot trace here
 
     placement = "resident"
+    trains = True
 
     def __post_init__(self) -> None:
         if self.activation is None:
@@ -95,8 +101,27 @@ class ExpertWeights:
         """Whether x may come from there."""
         return device == self.device
 
+    @classmethod
+    def operands(cls) -> tuple[Operand, ...]:
+        return tuple(operand._replace(name=operand.name.rstrip("EJHI").rstrip("_")) for operand in operands_of(cls))
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         return self.gate_up_EJH, self.down_EHI, self.gate_up_bias_EJ, self.down_bias_EH
+
+    def constants(self) -> tuple[Any, ...]:
+        return values_of(self.activation)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> ExpertWeights:
+        return cls.unchecked(*tensors, _activation(constants))
+
+    @classmethod
+    def unchecked(cls, *fields: Any) -> ExpertWeights:
+        """The same without the checks, which take 5 µs, for what passed them before. torch.compile cannot trace it."""
+        weights = object.__new__(cls)
+        names = ("gate_up_EJH", "down_EHI", "gate_up_bias_EJ", "down_bias_EH", "activation")
+        weights.__dict__.update(zip(names, fields, strict=True))
+        return weights
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         """The same experts in another dtype, differentiably."""
@@ -106,10 +131,25 @@ class ExpertWeights:
         return ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation)
 
 
+@functools.lru_cache
+def _activation(constants: tuple[Any, ...]) -> Activation:
+    return rebuilt(Activation, constants)
+
+
 class AnyExperts(Protocol):
-    """What every kind of weights says of itself; where its experts are is for the backends that serve it."""
+    """What every kind of weights says of itself. Where its experts are is for the backends that serve it to know.
+
+    placement: in a word, for messages.
+    trains:    whether the weights themselves can get gradients.
+    dtype:     that x has to have, and y comes in.
+    device:    where LoRA factors belong; `takes` tells where x may come from.
+
+    An operator gets the kind taken apart: `tensors` and `constants` in the order of `operands` (the tensors first), of
+    which `of` makes the kind again.
+    """
 
     placement: str
+    trains: bool
 
     @property
     def num_experts(self) -> int: ...
@@ -125,6 +165,51 @@ class AnyExperts(Protocol):
     def activation(self) -> Activation: ...
     def takes(self, device: torch.device) -> bool: ...
     def to(self, dtype: torch.dtype) -> AnyExperts: ...
+
+    @classmethod
+    def operands(cls) -> tuple[Operand, ...]: ...
+    def tensors(self) -> tuple[Tensor | None, ...]: ...
+    def constants(self) -> tuple[Any, ...]: ...
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Self: ...
+
+
+class ExpertsByHandle:
+    """To derive a kind of weights from that is no set of tensors, or whose memory is used again between the passes:
+    an operator gets a handle, a number in a tensor, by which it finds the weights. They are frozen: no gradient flows
+    to what torch does not see.
+    """
+
+    trains = False
+    _numbers: ClassVar = itertools.count()
+    _by_number: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+
+    handle: Tensor
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        weights, number = super().__new__(cls), next(cls._numbers)
+        cls._by_number[number] = weights
+        object.__setattr__(weights, "handle", torch.tensor(number, dtype=torch.int64, device="cpu"))
+        return weights
+
+    @classmethod
+    def operands(cls) -> tuple[Operand, ...]:
+        return (Operand("handle", "Tensor"),)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (self.handle,)
+
+    def constants(self) -> tuple[Any, ...]:
+        return ()
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Self:
+        (handle,) = tensors
+        assert handle is not None
+        return cls._by_number[int(handle)]
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,13 +12,14 @@ import torch
 from torch.nn import functional
 
 from amoeba import Activation, Routing, experts
+from amoeba.backends.backend import Request
 from amoeba.backends.composed import experts_composed
-from amoeba.backends.registry import Request, backends_for
+from amoeba.backends.registry import backends_of
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.cpu.packed_weights import load_packed
 from amoeba.proof.reference.experts import experts_backward, experts_forward
-from amoeba.weights import LORA_NAMES, LoraFactors
+from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from small_layer import SCALING, E, K, Layer
 
 NAN, INF = math.nan, math.inf
@@ -52,7 +53,7 @@ def served(name, layer):
     request = Request(
         layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), layer.weights(layer.tensors)
     )
-    (backend,) = (backend for backend in backends_for(torch.device("cpu")) if backend.name == name)
+    (backend,) = (backend for backend in backends_of(ExpertWeights, torch.device("cpu")) if backend.name == name)
     if backend.why_not(request) is not None:
         pytest.skip(f"{name}: {backend.why_not(request)}")
     return name

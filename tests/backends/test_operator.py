@@ -37,11 +37,11 @@ def test_second_derivatives_are_refused_with_a_reason(backend):
         dx.sum().backward()
 
 
-class TestKept:
-    """Between the passes only x, the routing, the weights, h and the row maps are kept."""
+class TestSaved:
+    """Saved for backward are x, the routing, the weights, h and the row maps alone."""
 
-    def kept(self, layer, backend, recompute):
-        """What is kept beyond the inputs."""
+    def saved(self, layer, backend, recompute):
+        """What is saved beyond the inputs."""
         found = {}
 
         def note(tensor):
@@ -64,7 +64,7 @@ class TestKept:
     def test_h_and_the_row_maps(self, backend, activation, rank):
         layer = Layer(activation, tokens=50, rank=rank)
         rows, experts_, width = 50 * K, *layer.tensors["gate_up"].shape[:2]
-        extra = self.kept(layer, backend, recompute=False)
+        extra = self.saved(layer, backend, recompute=False)
         maps = 2 * (4 if backend == "triton" else 8) * rows + 4 * experts_
         assert sum(tensor.nbytes for tensor in extra) == 4 * rows * width + maps
         assert sorted(tuple(tensor.shape) for tensor in extra) == sorted([(rows, width), (rows,), (rows,), (experts_,)])
@@ -72,7 +72,7 @@ class TestKept:
     def test_recompute_drops_h(self, backend):
         layer = Layer(tokens=50)
         rows, experts_ = 50 * K, layer.tensors["gate_up"].shape[0]
-        extra = self.kept(layer, backend, recompute=True)
+        extra = self.saved(layer, backend, recompute=True)
         assert sum(tensor.nbytes for tensor in extra) <= 2 * 8 * rows + 4 * experts_, "more than the row maps"
         expected = Layer(tokens=50)
         expected.run(backend).backward(expected.dy_TH)
@@ -84,7 +84,7 @@ class TestKept:
         """Where a pass without gradient would go a shorter way."""
         kept, recomputed = Layer(tokens=tokens), Layer(tokens=tokens)
         kept.run(backend).backward(kept.dy_TH)
-        self.kept(recomputed, backend, recompute=True)
+        self.saved(recomputed, backend, recompute=True)
         for name, tensor in kept.tensors.items():
             torch.testing.assert_close(recomputed.tensors[name].grad, tensor.grad, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -237,15 +237,15 @@ class TestOpcheck:
             SCALING,
         )
 
-    @pytest.mark.parametrize("keep_h", [True, False])
+    @pytest.mark.parametrize("save_h", [True, False])
     @pytest.mark.parametrize(("tokens", "rank"), [(2, 0), (40, 0), (2, 5)])
-    def test_forward(self, backend, keep_h, tokens, rank):
+    def test_forward(self, backend, save_h, tokens, rank):
         if backend == "triton" and (tokens > 2 or rank):
             pytest.skip(
                 "triton goes one way for 2 and for 40 tokens, and in the interpreter it takes 6 s, 30 with LoRA"
             )
         operator = getattr(torch.ops.amoeba, backend).default
-        torch.library.opcheck(operator, (*self.arguments(Layer(GPT_OSS, tokens=tokens, rank=rank)), keep_h))
+        torch.library.opcheck(operator, (*self.arguments(Layer(GPT_OSS, tokens=tokens, rank=rank)), save_h))
 
     @pytest.mark.parametrize(("bias", "rank"), [(True, 0), (False, 0), (True, 5)])
     def test_backward(self, backend, bias, rank):
@@ -255,14 +255,14 @@ class TestOpcheck:
         for tensor in layer.tensors.values():
             tensor.requires_grad_(False)
         arguments = self.arguments(layer)
-        _, *kept = getattr(torch.ops.amoeba, backend)(*arguments, True)
+        _, *saved = getattr(torch.ops.amoeba, backend)(*arguments, True)
         operator = getattr(torch.ops.amoeba, f"{backend}_backward").default
         for needs in (
             [True] * 4 + [bias] * 2 + [rank > 0] * 6,
             [True, True, False, False, False, False] + [rank > 0] * 6,
             [False] * 3 + [True] + [False] * 8,
         ):
-            torch.library.opcheck(operator, (*arguments, *kept, layer.dy_TH, needs))
+            torch.library.opcheck(operator, (*arguments, True, *saved, layer.dy_TH, needs))
 
     def test_operators_of_composed(self):
         layer = Layer(tokens=20)

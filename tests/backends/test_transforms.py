@@ -7,15 +7,17 @@ import torch
 from torch.autograd import forward_ad
 
 from amoeba import MoE, MoEConfig, Routing, experts
+from amoeba.backends.backend import Request
 from amoeba.backends.composed import experts_composed
 from amoeba.backends.fused_router import fused_route
-from amoeba.backends.registry import Request, backends_for
+from amoeba.backends.registry import backends_of
 from amoeba.config import RouterConfig
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.cpu.packed_weights import load_packed
 from amoeba.proof.reference.experts import activate
 from amoeba.routing import load_balance_loss
+from amoeba.weights import ExpertWeights
 from small_layer import Layer, kernel_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -35,7 +37,7 @@ def through_experts(backend, **how):
 def _skip_unless_served(name, layer):
     weights = layer.weights(layer.tensors)
     request = Request(layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), weights)
-    for backend in backends_for(weights.device):
+    for backend in backends_of(ExpertWeights, weights.device):
         if backend.name == name and backend.why_not(request) is not None:
             pytest.skip(f"{name}: {backend.why_not(request)}")
 

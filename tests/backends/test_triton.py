@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amoeba import Activation, Routing, experts
-from amoeba.backends import registry, triton
-from amoeba.backends import triton_products as products
-from amoeba.backends.operator import Needs, Problem
-from amoeba.backends.registry import Request, backends_for, choose
+from amoeba import Routing, experts
+from amoeba.backends import triton, triton_rows
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import backends_of, choose
 from amoeba.kernels import decode
+from amoeba.problem import Needs, Problem, Saved
+from amoeba.weights import ExpertWeights
 from small_layer import E, H, I, K, Layer, kernel_device
 
 CUDA = torch.device("cuda")
@@ -37,8 +38,7 @@ def layer_here(**options: Any) -> Layer:
 
 def problem_of(layer: Layer) -> Problem:
     named = {name: tensor.detach() for name, tensor in layer.tensors.items()}
-    weights = layer.weights(named).tensors()
-    return Problem(named["x"], layer.expert_TK, named["weight"], *weights, layer.activation)
+    return Problem(named["x"], layer.expert_TK, named["weight"], layer.weights(named))
 
 
 def arguments(layer: Layer) -> tuple:
@@ -93,32 +93,32 @@ class TestH:
     @pytest.mark.parametrize("dispatched", [True, False])
     def test_a_backward_called_outside_autograd_leaves_it_alone(self, dispatched: bool) -> None:
         layer = layer_here()
-        kept = triton.forward(problem_of(layer), True)
-        before = kept.h_NJ.clone()
+        _, saved = triton.BACKEND.forward(problem_of(layer), "h")
+        before = saved.h_NJ.clone()
         for _ in range(2):
             if dispatched:
-                torch.ops.amoeba.triton_backward(*arguments(layer), *kept[1:], layer.dy_TH, ALL)
+                torch.ops.amoeba.triton_backward(*arguments(layer), True, *saved, layer.dy_TH, ALL)
             else:
-                triton.backward(problem_of(layer), kept, layer.dy_TH, Needs(*ALL))
-            assert torch.equal(kept.h_NJ, before)
+                triton.BACKEND.backward(problem_of(layer), saved, layer.dy_TH, Needs(*ALL))
+            assert torch.equal(saved.h_NJ, before)
 
 
 class TestMaps:
-    @pytest.mark.parametrize("keep_h", [True, False])
-    def test_they_are_int32_and_the_fake_says_so_too(self, keep_h: bool) -> None:
+    @pytest.mark.parametrize("save_h", [True, False])
+    def test_they_are_int32_and_the_fake_says_so_too(self, save_h: bool) -> None:
         layer = layer_here(tokens=5)
         given = arguments(layer)
-        real = torch.ops.amoeba.triton(*given, keep_h)
+        real = torch.ops.amoeba.triton(*given, save_h)
         with FakeTensorMode() as mode:
             given = tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in given)
-            fake = torch.ops.amoeba.triton(*given, keep_h)
+            fake = torch.ops.amoeba.triton(*given, save_h)
         assert [tensor.dtype for tensor in real[2:]] == [torch.int32] * 3
         assert [(t.dtype, t.shape) for t in real] == [(t.dtype, t.shape) for t in fake]
-        assert [tensor.numel() for tensor in real[2:]] == ([5 * K, 5 * K, E] if keep_h else [0, 0, 0])
+        assert [tensor.numel() for tensor in real[2:]] == ([5 * K, 5 * K, E] if save_h else [0, 0, 0])
 
     def test_they_hold_what_the_layout_says(self) -> None:
         layer = layer_here(tokens=5, expert_TK=torch.tensor([[3, 0], [E, 3], [-1, 2], [0, 3], [E + 5, E]]))
-        _, _, order_N, slot_row_N, offs_E = triton.forward(problem_of(layer), True)
+        _, (_, order_N, slot_row_N, offs_E) = triton.BACKEND.forward(problem_of(layer), "h")
         assert offs_E.tolist() == [2, 2, 3, 6]
         assert order_N.tolist()[:6] == [1, 6, 5, 0, 3, 7]
         assert [slot_row_N.tolist()[slot] for slot in (1, 6, 5, 0, 3, 7)] == list(range(6))
@@ -145,18 +145,18 @@ class TestWhichWay:
     def taken(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """The kernels that were called, by name."""
         names: list[str] = []
-        real_decode, real_up = decode.decode, products.Products.up
+        real_decode, real_up = decode.decode, triton_rows.Products.up
 
         def note_decode(problem: Problem) -> Tensor:
             names.append("decode")
             return real_decode(problem)
 
-        def note_up(self: products.Products, h_NJ: Tensor | None, a_NI: Tensor) -> None:
+        def note_up(self: triton_rows.Products, h_NJ: Tensor | None, a_NI: Tensor) -> None:
             names.append("up" if h_NJ is None else "up keeping h")
             real_up(self, h_NJ, a_NI)
 
         monkeypatch.setattr(decode, "decode", note_decode)
-        monkeypatch.setattr(products.Products, "up", note_up)
+        monkeypatch.setattr(triton_rows.Products, "up", note_up)
         return names
 
     @pytest.mark.parametrize(("tokens", "expected"), [(1, "decode"), (3, "decode"), (4, "up")])
@@ -200,12 +200,12 @@ class TestRegistry:
         return replace(request, weights=weights)
 
     def why_not(self, request: Request) -> str | None:
-        (backend,) = (b for b in backends_for(request.weights.device) if b.name == "triton")
+        (backend,) = (b for b in backends_of(ExpertWeights, request.weights.device) if b.name == "triton")
         return backend.why_not(request)
 
     def test_it_is_the_first_choice_on_a_gpu_and_the_last_on_a_cpu(self) -> None:
-        assert backends_for(CUDA)[0].name == "triton"
-        assert backends_for(torch.device("cpu"))[-1].name == "triton"
+        assert backends_of(ExpertWeights, CUDA)[0].name == "triton"
+        assert backends_of(ExpertWeights, torch.device("cpu"))[-1].name == "triton"
 
     def test_on_a_cpu_it_needs_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -234,7 +234,7 @@ class TestRegistry:
 
     def test_without_triton_it_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        monkeypatch.setattr(registry, "_TRITON_FOUND", False)
+        monkeypatch.setattr(triton, "_TRITON_FOUND", False)
         assert self.why_not(self.request(torch.bfloat16, CUDA)) == "needs Triton, which is not installed"
 
     @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
@@ -261,7 +261,7 @@ class TestHopper:
             torch.zeros(shape, dtype=dtype) for shape in ((E, 2 * inner, hidden), (E, hidden, inner))
         )
         expert_TK = torch.zeros(5, K, dtype=torch.int64)
-        return Problem(x_TH, expert_TK, torch.ones(5, K), gate_up_EJH, down_EHI, None, None, Activation())
+        return Problem(x_TH, expert_TK, torch.ones(5, K), ExpertWeights(gate_up_EJH, down_EHI))
 
     @pytest.fixture(autouse=True)
     def _hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,21 +270,22 @@ class TestHopper:
     def test_multiples_of_64_in_half_precision_do_in_either_storage(self) -> None:
         for dtype in (torch.bfloat16, torch.float16):
             problem = self.problem(dtype=dtype)
-            assert products.why_not_hopper(problem) is None
-            turned = problem.gate_up_EJH.transpose(1, 2).contiguous().transpose(1, 2)
-            assert products.why_not_hopper(problem._replace(gate_up_EJH=turned)) is None
-            rows = products.Sorted(*(torch.zeros(1, dtype=torch.int32) for _ in range(3)))
-            assert type(products.products_for(problem, rows)) is products.HopperProducts
+            assert triton_rows.why_not_hopper(problem) is None
+            turned = problem.weights.gate_up_EJH.transpose(1, 2).contiguous().transpose(1, 2)
+            weights = replace(problem.weights, gate_up_EJH=turned)
+            assert triton_rows.why_not_hopper(problem._replace(weights=weights)) is None
+            saved = Saved(*(torch.zeros(1, dtype=torch.int32) for _ in range(4)))
+            assert type(triton_rows.TritonRows.dispatch(problem, saved)) is triton_rows.HopperRows
 
     def test_rows_are_copied_where_16_bytes_at_a_time_cannot_be_read(self) -> None:
         memory = torch.zeros(5 * 80 + 1, dtype=torch.bfloat16)
         whole, shifted = memory[:-1].view(5, 80), memory[1:].view(5, 80)
         cases = {"whole": whole, "wide rows": whole[:, :64], "shifted": shifted, "odd stride": memory[:360].view(5, 72)}
         cases |= {"turned": torch.zeros(64, 5, dtype=torch.bfloat16).t()}
-        copied = {name for name, rows in cases.items() if products._in_whole_pieces(rows) is not rows}
+        copied = {name for name, rows in cases.items() if triton_rows._in_whole_pieces(rows) is not rows}
         assert copied == {"shifted", "odd stride", "turned"}
         for rows in cases.values():
-            found = products._in_whole_pieces(rows)
+            found = triton_rows._in_whole_pieces(rows)
             assert found.data_ptr() % 16 == 0 and found.stride(1) == 1 and torch.equal(found, rows)
 
     @pytest.mark.parametrize(
@@ -296,16 +297,20 @@ class TestHopper:
         ],
     )
     def test_other_sizes_and_dtypes_do_not(self, sizes: dict[str, Any], reason: str) -> None:
-        assert reason in str(products.why_not_hopper(self.problem(**sizes)))
+        assert reason in str(triton_rows.why_not_hopper(self.problem(**sizes)))
 
     def test_weights_that_the_copy_engine_cannot_read_do_not(self) -> None:
         problem = self.problem()
         apart = torch.zeros(E, 128, 256, dtype=torch.bfloat16)[:, :, ::2]
         shifted = torch.zeros(E * 128 * 64 + 1, dtype=torch.bfloat16)[1:].view(E, 128, 64)
-        assert "gate_up in one piece" in str(products.why_not_hopper(problem._replace(gate_up_EJH=apart)))
-        assert "down in one piece" in str(products.why_not_hopper(problem._replace(down_EHI=shifted)))
+        assert "gate_up in one piece" in str(
+            triton_rows.why_not_hopper(problem._replace(weights=replace(problem.weights, gate_up_EJH=apart)))
+        )
+        assert "down in one piece" in str(
+            triton_rows.why_not_hopper(problem._replace(weights=replace(problem.weights, down_EHI=shifted)))
+        )
 
     def test_other_gpus_do_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for capability in ((8, 0), (10, 0)):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-            assert "needs a Hopper GPU" in str(products.why_not_hopper(self.problem()))
+            assert "needs a Hopper GPU" in str(triton_rows.why_not_hopper(self.problem()))

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,6 +33,8 @@ from amoeba.commands.rich_output import RichOutput
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.proof import conformance
 from amoeba.proof.cases import Case
+from amoeba.weights import ExpertWeights
+from planted_backend import Planted, plant
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TINY = "37,32,16,6,2"
@@ -58,12 +61,6 @@ def last_line(result) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def plant(monkeypatch, name: str, operator, why_not=lambda request: None) -> None:
-    backend = registry.Backend(name, "planted by a test", why_not, operator)
-    others = tuple(registry.backends_for(torch.device("cpu")))
-    monkeypatch.setitem(registry._BY_DEVICE, "cpu", (*others, backend))
-
-
 def test_verify_passes_and_names_every_backend_and_gradient():
     result = invoke("verify", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
@@ -80,11 +77,12 @@ def test_verify_passes_and_names_every_backend_and_gradient():
 
 
 def test_verify_fails_on_a_backend_with_one_wrong_gradient(monkeypatch):
-    def wrong_weight_gradient(problem, **keywords):
-        doubled = problem.weight_TK + (problem.weight_TK - problem.weight_TK.detach())
-        return eager.operator(problem._replace(weight_TK=doubled), **keywords)
+    def wrong_weight_gradient(request):
+        weight_TK = request.routing.weight_TK
+        routing = replace(request.routing, weight_TK=weight_TK + (weight_TK - weight_TK.detach()))
+        return eager.BACKEND.run(replace(request, routing=routing))
 
-    plant(monkeypatch, "broken", wrong_weight_gradient)
+    plant(monkeypatch, Planted("broken", wrong_weight_gradient))
     result = invoke("verify", "--device", "cpu", "--dtype", "float32", "--json")
     assert result.exit_code == 1
     document = last_line(result)
@@ -96,17 +94,17 @@ def test_verify_fails_on_a_backend_with_one_wrong_gradient(monkeypatch):
 
 
 def test_verify_fails_on_a_backend_that_raises(monkeypatch):
-    def raises(problem, **keywords):
+    def raises(request):
         raise RuntimeError("no such kernel")
 
-    plant(monkeypatch, "raising", raises)
+    plant(monkeypatch, Planted("raising", raises))
     result = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "raising")
     assert result.exit_code == 1
     assert "RuntimeError: no such kernel" in result.stdout
 
 
 def test_verify_says_who_refuses_and_that_nothing_checked_is_no_success(monkeypatch):
-    plant(monkeypatch, "absent", eager.operator, why_not=lambda request: "needs hardware that is not here")
+    plant(monkeypatch, Planted("absent", eager.BACKEND.run, lambda request: "needs hardware that is not here"))
     result = invoke("verify", "--device", "cpu", "--dtype", "fp32")
     assert result.exit_code == 0
     assert "not served (-v tells why)" in result.stdout and "\n  absent: float32\n" in result.stdout
@@ -192,7 +190,7 @@ def test_doctor_describes_the_machine_and_every_backend():
     assert document["versions"]["torch"] == torch.__version__
     assert document["bfloat16_on_cpu"]["computed_in"] in ("bfloat16", "float32")
     assert (document["packed_experts"]["path"] is None) != (document["packed_experts"]["why_not"] is None)
-    names = {backend.name for backend in registry.backends_for(torch.device("cpu"))}
+    names = {backend.name for backend in registry.backends_of(ExpertWeights, torch.device("cpu"))}
     assert {row["backend"] for row in document["backends"] if row["device"] == "cpu"} == names
     for row in document["backends"]:
         for reason in row["refusals"].values():
@@ -264,10 +262,10 @@ def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(tmp_path, monke
 
 
 def test_bench_exits_with_1_when_one_of_ours_is_wrong(monkeypatch):
-    def wrong(problem, **keywords):
-        return 1.01 * eager.operator(problem, **keywords)
+    def wrong(request):
+        return 1.01 * eager.BACKEND.run(request)
 
-    plant(monkeypatch, "broken", wrong)
+    plant(monkeypatch, Planted("broken", wrong))
     result = invoke("bench", "--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1", "--json")
     assert result.exit_code == 1
     assert "amoeba broken: refused, out of tolerance: output 1.0e-02 > 1e-05" in result.stdout
@@ -276,10 +274,10 @@ def test_bench_exits_with_1_when_one_of_ours_is_wrong(monkeypatch):
 
 
 def test_a_result_with_infinite_errors_is_written_as_strict_json(monkeypatch, tmp_path):
-    def not_a_number(problem, **keywords):
-        return float("nan") * eager.operator(problem, **keywords)
+    def not_a_number(request):
+        return float("nan") * eager.BACKEND.run(request)
 
-    plant(monkeypatch, "broken", not_a_number)
+    plant(monkeypatch, Planted("broken", not_a_number))
     words = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1")
     assert invoke(*words, "--out", str(tmp_path)).exit_code == 1
     (written,) = tmp_path.iterdir()

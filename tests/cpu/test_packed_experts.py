@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from amoeba import Activation, ExpertWeights, Routing, experts
-from amoeba.backends.registry import Request, backends_for
+from amoeba.backends.registry import backends_of
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.cpu.packed_weights import PackedWeights, load_packed
@@ -124,7 +124,7 @@ class TestThePacking:
         gc.collect()
         assert gone() is None
         with pytest.raises(KeyError):
-            PackedExperts.of_handle(handle)
+            PackedExperts.of((handle,), ())
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -157,10 +157,9 @@ class TestTheSeam:
     def test_other_backends_refuse_with_a_reason(self):
         layer = PackedLayer()
         packed = layer.pack()
-        for backend in backends_for(torch.device("cpu")):
-            reason = backend.why_not(Request(layer.x_TH, layer.routing, packed, layer.lora))
-            assert (reason is None) == (backend.name == "cpu"), reason
-        with pytest.raises(ValueError, match="eager does not; got serves resident weights, these are packed"):
+        assert [backend.name for backend in backends_of(PackedExperts, torch.device("cpu"))] == ["cpu"]
+        expected = r"one that serves packed weights \(PackedExperts\); got eager, which does not"
+        with pytest.raises(ValueError, match=expected):
             layer.run(packed, backend="eager")
         layer.run(packed, backend="auto")
 

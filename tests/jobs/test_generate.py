@@ -23,11 +23,13 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from amoeba.backends.registry import backends_for
+from amoeba.backends.registry import backends_of
 from amoeba.commands import generate as command
 from amoeba.data import token_stream
 from amoeba.integrations import placement
 from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
+from amoeba.weights import ExpertWeights
+from planted_backend import Planted, plant
 from tiny_models import randomise, tiny_config
 
 END = "<end>"
@@ -166,7 +168,7 @@ def test_the_experts_really_are_ours(folder, monkeypatch):
     report = run(folder)
     assert len(calls) == 2 * (1 + report.generated_tokens)  # two layers; the warm-up, then a forward per token
     assert report.experts == "amoeba"
-    assert report.backend in {backend.name for backend in backends_for(torch.device(report.device))}
+    assert report.backend in {backend.name for backend in backends_of(ExpertWeights, torch.device(report.device))}
 
 
 def test_the_same_seed_gives_the_same_text_and_another_another(folder):
@@ -240,10 +242,10 @@ def test_decisions_are_announced_with_their_reasons(folder, announced):
 
 
 def test_a_backend_that_refuses_is_part_of_the_reason(folder, monkeypatch):
-    from amoeba.backends import registry
+    from amoeba.backends import eager
 
-    refusing = registry.Backend("planted", "", lambda request: "has a headache", registry.eager.operator)
-    monkeypatch.setitem(registry._BY_DEVICE, "cpu", (refusing, registry._EAGER))
+    refusing = Planted("planted", eager.BACKEND.run, lambda request: "has a headache", preference=99)
+    plant(monkeypatch, refusing, eager.BACKEND, alone=True)
     report = run(folder, options=dataclasses.replace(GREEDY, device=torch.device("cpu")))
     assert (report.backend, report.backend_reason) == ("eager", "planted has a headache")
 

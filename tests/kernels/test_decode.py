@@ -11,8 +11,8 @@ from typing import get_args
 import pytest
 import torch
 
-from amoeba.backends.operator import Problem
 from amoeba.config import Activation, ActivationKind
+from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, example
 from amoeba.proof.conformance import TOLERANCE, poisoned_memory
 from amoeba.proof.reference.experts import experts_forward
@@ -53,11 +53,13 @@ def problem_of(case, dtype, device):
         tensors["x"],
         made.expert_TK.to(device),
         weight_TK,
-        tensors["gate_up"],
-        tensors["down"],
-        tensors.get("gate_up_bias"),
-        tensors.get("down_bias"),
-        case.activation,
+        ExpertWeights(
+            tensors["gate_up"],
+            tensors["down"],
+            tensors.get("gate_up_bias"),
+            tensors.get("down_bias"),
+            case.activation,
+        ),
     )
 
 
@@ -149,16 +151,19 @@ def test_what_nobody_owns_is_not_read(way, device):
         problem.x_TH.cpu().double(),
         expert_TK.cpu(),
         problem.weight_TK.cpu().double(),
-        ExpertWeights(*(t.cpu().double() for t in problem[3:7]), problem.activation),
+        ExpertWeights(*(t.cpu().double() for t in problem.weights.tensors()), problem.weights.activation),
     )
     assert truth_TH[2].count_nonzero() == 0
     x_TH = problem.x_TH.clone()
     x_TH[2] = torch.nan
     untouched = torch.ones(8, dtype=torch.bool, device=device)
     untouched[[3, 5]] = False
-    weights = [t.masked_fill(untouched.view(-1, *[1] * (t.dim() - 1)), torch.nan) for t in problem[3:7]]
+    weights = [t.masked_fill(untouched.view(-1, *[1] * (t.dim() - 1)), torch.nan) for t in problem.weights.tensors()]
     poisoned = Problem(
-        x_TH, expert_TK, problem.weight_TK.masked_fill(nobody_TK, torch.nan), *weights, problem.activation
+        x_TH,
+        expert_TK,
+        problem.weight_TK.masked_fill(nobody_TK, torch.nan),
+        ExpertWeights(*weights, problem.weights.activation),
     )
     assert_right(run(poisoned, way), truth_TH, torch.float32)
 

@@ -3,18 +3,16 @@
 E experts · H hidden · I intermediate · R LoRA rank
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from amoeba import Activation, Routing, experts
 from amoeba.backends import cpu, registry
-from amoeba.backends.operator import Needs
 from amoeba.cpu.core import why_no_core
+from amoeba.problem import Needs
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
-from amoeba.weights import LORA_NAMES, LoraFactors
+from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from small_layer import SCALING, E, H, I, Layer, normal
 
 BASE = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -67,16 +65,15 @@ def test_factors_that_start_at_zero_change_nothing_and_learn(backend):
 class TestFrozenWeights:
     def needs(self, monkeypatch, backend, layer):
         """What the backward of one pass is asked for, and what it gives."""
-        (chosen,) = (b for b in registry.backends_for(torch.device("cpu")) if b.name == backend)
-        asked = []
+        (chosen,) = (b for b in registry.backends_of(ExpertWeights, torch.device("cpu")) if b.name == backend)
+        asked, plain = [], chosen.operator.backward
 
         def backward(problem, kept, dy_TH, needs):
-            gradients = chosen.operator.plain_backward(problem, kept, dy_TH, needs)
+            gradients = plain(problem, kept, dy_TH, needs)
             asked.append((needs, gradients))
             return gradients
 
-        watched = replace(chosen, operator=replace(chosen.operator, plain_backward=backward))
-        monkeypatch.setattr(registry, "backends_for", lambda device: (watched,))
+        monkeypatch.setattr(chosen.operator, "backward", backward)
         layer.run(backend).backward(layer.dy_TH)
         return asked[0]
 

@@ -11,24 +11,24 @@ heavier than the fused backends: autograd keeps what the foreign function keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amoeba.backends import operators
 from amoeba.backends.allocate import empty_rows
 from amoeba.backends.grouped import bias_of_row, sum_per_expert, weight_gradient
 from amoeba.backends.rowwise import sum_rows
-from amoeba.backends.sorted_rows import Groups
-from amoeba.backends.transforms import differentiable, once
+from amoeba.backends.torch_rows import Groups
 from amoeba.layout import build_layout
+from amoeba.operands import Operand
 from amoeba.routing import Routing
 from amoeba.weights import LoraFactors
 
 RowFunction = Callable[[Tensor], Tensor]
-
-_library = torch.library.Library("amoeba", "FRAGMENT")
 
 
 def experts_composed(
@@ -64,7 +64,7 @@ def experts_composed(
     if lora is not None and lora.down_lora_a is not None:
         y_NH = y_NH + _low_rank(a_NI, lora.down_lora_a, lora.down_lora_b, lora.scaling, offs_E)
     if finish is not None:
-        # rows of nobody's are zeros, which `finish` may shift or divide by: they must not reach a gradient
+        # rows of sentinels are zeros, which `finish` may shift or divide by: they must not reach a gradient
         y_NH = finish(y_NH).masked_fill(_tail(y_NH.shape[0], offs_E), 0)
     weighted_NH = y_NH * routing.weight_TK.reshape(-1)[layout.order_N][:, None]
     return _combine_rows(weighted_NH, layout.token_N, slot_row_TK).to(x_TH.dtype)
@@ -101,11 +101,12 @@ def _compute_row_linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None
 
 
 def _compute_row_linear_backward(
-    dout_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, offs_E: Tensor, needs: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    dout_NO = dout_NO.contiguous()
-    dx = dweight = x_NI.new_empty(0)
-    dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype) if needs[2] else x_NI.new_empty(0)
+    arguments: tuple, saved: tuple, gradients: Sequence[Any], needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x_NI, weight_EOI, _, offs_E = arguments
+    dout_NO = gradients[0].contiguous()
+    dx = dweight = None
+    dbias = sum_per_expert(dout_NO, offs_E, None, weight_EOI.dtype) if needs[2] else None
     if _grouped_on_gpu(x_NI, weight_EOI):
         if needs[0]:
             dx = F.grouped_mm(dout_NO, weight_EOI, offs=offs_E).masked_fill_(_tail(x_NI.shape[0], offs_E), 0)
@@ -134,75 +135,55 @@ def _tail(rows: int, offs_E: Tensor) -> Tensor:
     return (torch.arange(rows, dtype=torch.int64, device=offs_E.device) >= offs_E[-1])[:, None]
 
 
-def _compute_expand_rows(x_TH: Tensor, token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
-    return x_TH.index_select(0, token_N)
-
-
-def _compute_combine_rows(rows_NH: Tensor, token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
+def _combined(rows_NH: Tensor, slot_row_TK: Tensor) -> Tensor:
     spare = rows_NH.new_zeros(1, rows_NH.shape[1])
     return sum_rows(torch.cat((rows_NH, spare)), slot_row_TK)
 
 
-def _define(schema: str, implementation: Callable, fake: Callable) -> None:
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"amoeba::{name}", fake, lib=_library)
+def _single(operator: operators.Operator) -> Callable[..., Any]:
+    return lambda *arguments: operator(*arguments)[0]
 
 
-_define(
-    "row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor offs) -> Tensor",
-    _compute_row_linear,
-    lambda x, weight, bias, offs: x.new_empty(x.shape[0], weight.shape[1]),
+def _like_rows(rows: Tensor, width: Tensor) -> tuple[Tensor]:
+    return (width.new_empty(rows.shape[0], width.shape[1]),)
+
+
+_TOKEN, _SLOT_ROW = Operand("token", "Tensor"), Operand("slot_row", "Tensor")
+
+_row_linear = _single(
+    operators.define(
+        "row_linear",
+        (
+            Operand("x", "Tensor", True),
+            Operand("weight", "Tensor", True),
+            Operand("bias", "Tensor?", True),
+            Operand("offs", "Tensor"),
+        ),
+        ("y",),
+        forward=lambda *arguments: (_compute_row_linear(*arguments),),
+        backward=_compute_row_linear_backward,
+        fake=lambda x, weight, bias, offs: (x.new_empty(x.shape[0], weight.shape[1]),),
+    )
 )
-_define(
-    "row_linear_backward(Tensor dout, Tensor x, Tensor weight, Tensor offs, bool[3] needs) -> (Tensor, Tensor, Tensor)",
-    _compute_row_linear_backward,
-    lambda dout, x, weight, offs, needs: (
-        torch.empty_like(x) if needs[0] else x.new_empty(0),
-        torch.empty_like(weight) if needs[1] else x.new_empty(0),
-        weight.new_empty(weight.shape[:2]) if needs[2] else x.new_empty(0),
-    ),
+# These two are each other's adjoint, which is what keeps the backward of a gather free of atomics. A sentinel has no
+# row in combine_rows; its row in expand_rows lies past offs_E[-1], where row_linear gives zeros.
+_expand_rows = _single(
+    operators.define(
+        "expand_rows",
+        (Operand("x", "Tensor", True), _TOKEN, _SLOT_ROW),
+        ("rows",),
+        forward=lambda x, token, slot_row: (x.index_select(0, token),),
+        backward=lambda arguments, saved, gradients, needs: (_combined(gradients[0], arguments[2]),),
+        fake=lambda x, token, slot_row: _like_rows(token, x),
+    )
 )
-# These two are each other's adjoint, which is what keeps the backward of a gather free of atomics. A slot that belongs
-# to nobody gets no row in combine_rows; its row in expand_rows lies past offs_E[-1], where row_linear gives zeros.
-_define(
-    "expand_rows(Tensor x, Tensor token, Tensor slot_row) -> Tensor",
-    _compute_expand_rows,
-    lambda x, token, slot_row: x.new_empty(token.shape[0], x.shape[1]),
+_combine_rows = _single(
+    operators.define(
+        "combine_rows",
+        (Operand("rows", "Tensor", True), _TOKEN, _SLOT_ROW),
+        ("y",),
+        forward=lambda rows, token, slot_row: (_combined(rows, slot_row),),
+        backward=lambda arguments, saved, gradients, needs: (gradients[0].index_select(0, arguments[1]),),
+        fake=lambda rows, token, slot_row: _like_rows(slot_row, rows),
+    )
 )
-_define(
-    "combine_rows(Tensor rows, Tensor token, Tensor slot_row) -> Tensor",
-    _compute_combine_rows,
-    lambda rows, token, slot_row: rows.new_empty(slot_row.shape[0], rows.shape[1]),
-)
-
-
-def _keep_linear(ctx, inputs, output):
-    x, weight, _bias, offs = inputs
-    ctx.save_for_backward(x, weight, offs)
-
-
-def _linear_backward(ctx, dout):
-    needs = [*ctx.needs_input_grad[:3]]
-    found = _row_linear_backward(dout, *ctx.saved_tensors, needs)
-    return (*(g if need else None for g, need in zip(found, needs, strict=True)), None)
-
-
-def _keep_maps(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _expand_backward(ctx, drows):
-    return _combine_rows(drows.contiguous(), *ctx.saved_tensors), None, None
-
-
-def _combine_backward(ctx, dy):
-    return _expand_rows(dy.contiguous(), *ctx.saved_tensors), None, None
-
-
-_operators = torch.ops.amoeba
-_row_linear_backward = once("row_linear", _operators.row_linear_backward.default, _library)
-_row_linear = differentiable("row_linear", _operators.row_linear.default, _keep_linear, _linear_backward, _library)
-_expand_rows = differentiable("expand_rows", _operators.expand_rows.default, _keep_maps, _expand_backward, _library)
-_combine_rows = differentiable("combine_rows", _operators.combine_rows.default, _keep_maps, _combine_backward, _library)

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from amoeba.backends import cpu_decode, cpu_fused, sorted_rows
 from amoeba.backends.allocate import empty_gradient
-from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
+from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward
+from amoeba.backends.torch_rows import Groups, TorchRows
 from amoeba.config import Activation
-from amoeba.cpu.core import load_core
+from amoeba.cpu.core import load_core, why_no_core
 from amoeba.cpu.pointers import has_lines
+from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.weights import ExpertWeights
 
 # Up to this many routed rows a pass without gradients decodes: no sorted rows, each weight read once for up to four.
 # Decoding against sorting, ms, H=512 I=256 E=32 K=4: fp32 0.26/0.85 at 4 rows, 2.65/3.49 at 128, 5.02/4.06 at 256; bf16
@@ -28,23 +32,44 @@ DECODE_ROWS = 128
 DECODE_ROWS_FUSED = 64
 
 
-def decodes(problem: Problem) -> bool:
+class CpuBackend(PassesBackend):
+    name, summary, kinds = "cpu", "the C++ core, compiled for this machine", (ExpertWeights,)
+    traced = SavedRows(has_maps=lambda problem: not cpu_fused.serves(problem))
+
+    def preference(self, device: torch.device) -> int:
+        return 40 if device.type == "cpu" else 10
+
+    def why_not(self, request: Request) -> str | None:
+        weights = request.weights
+        if weights.device.type != "cpu":
+            return f"computes on the CPU, these weights are on {weights.device}"
+        if weights.dtype not in (torch.float32, torch.bfloat16):
+            return f"the C++ core takes fp32 and bf16, these weights are {weights.dtype}"
+        return why_no_core()
+
+    def prepared(self, problem: Problem, gradient: bool) -> Problem:
+        """Decoding takes factors in fp32 and rounds those that it meets: rounding all of them beforehand would take
+        longer than the experts. Asked while tracing, it would tie the graph to this number of tokens."""
+        if not gradient and problem.lora is not None and not torch.compiler.is_compiling() and _decodes(problem):
+            return problem
+        return super().prepared(problem, gradient)
+
+    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        if save != "h" and _decodes(problem):
+            return cpu_decode.decode(problem), None
+        if cpu_fused.serves(problem):
+            return cpu_fused.forward(problem, save)
+        return sorted_rows.forward(problem, save, CoreRows)
+
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        if cpu_fused.serves(problem):
+            return cpu_fused.backward(problem, saved, dy_TH, needs)
+        return sorted_rows.backward(problem, saved, dy_TH, needs, CoreRows)
+
+
+def _decodes(problem: Problem) -> bool:
     """Whether few enough rows without gradients to be decoded."""
     return cpu_decode.serves(problem, DECODE_ROWS_FUSED if cpu_fused.serves(problem) else DECODE_ROWS)
-
-
-def forward(problem: Problem, keep_h: bool) -> Kept:
-    if not keep_h and decodes(problem):
-        return Kept.nothing_but(cpu_decode.decode(problem))
-    if cpu_fused.serves(problem):
-        return cpu_fused.forward(problem, keep_h)
-    return sorted_rows.forward(problem, keep_h, CoreGroups)
-
-
-def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
-    if cpu_fused.serves(problem):
-        return cpu_fused.backward(problem, kept, dy_TH, needs)
-    return sorted_rows.backward(problem, kept, dy_TH, needs, CoreGroups)
 
 
 def _activate(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI: Tensor) -> Tensor:
@@ -64,11 +89,17 @@ def _activate_backward(
     return core.activate_backward(da_NI, h_NJ, scale_N.to(torch.float32), activation, dh_NJ, scaled_a_NI)
 
 
-class CoreGroups(sorted_rows.Groups):
-    """Products over the sorted rows by the core."""
-
+class CoreRows(TorchRows):
     activate = staticmethod(_activate)
     activate_backward = staticmethod(_activate_backward)
+
+    @staticmethod
+    def groups_of(offs_E: Tensor, rows: int) -> Groups:
+        return CoreGroups(offs_E, rows)
+
+
+class CoreGroups(Groups):
+    """Products over the sorted rows by the core."""
 
     def multiply_rows(
         self,
@@ -109,4 +140,4 @@ def _rowwise(rows: Tensor) -> Tensor:
     return rows if has_lines(rows) else rows.contiguous()
 
 
-operator = define_operator("cpu", forward, backward, keeps_maps=lambda problem: not cpu_fused.serves(problem))
+BACKEND = CpuBackend()

@@ -15,28 +15,30 @@ from torch import Tensor
 
 from amoeba.backends import low_rank
 from amoeba.backends.low_rank import Rows
-from amoeba.backends.operator import Problem
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU, has_lines
+from amoeba.problem import Problem
 
 
 def serves(problem: Problem, most_rows: int) -> bool:
     """most_rows: where sorting becomes the faster way."""
-    return has_lines(problem.gate_up_EJH) and has_lines(problem.down_EHI) and 0 < problem.rows <= most_rows
+    return (
+        has_lines(problem.weights.gate_up_EJH) and has_lines(problem.weights.down_EHI) and 0 < problem.rows <= most_rows
+    )
 
 
 def decode(problem: Problem) -> Tensor:
     x_TH, weight_TK, expert_TK = _plain(problem.x_TH), _plain(problem.weight_TK), problem.expert_TK
     if expert_TK.dtype != torch.int64 or not expert_TK.is_contiguous():
         expert_TK = expert_TK.to(torch.int64).contiguous()
-    b1, b2 = (None if b is None else _plain(b) for b in (problem.gate_up_bias_EJ, problem.down_bias_EH))
-    weights = problem.gate_up_EJH, problem.down_EHI, b1, b2, problem.activation
+    b1, b2 = (None if b is None else _plain(b) for b in (problem.weights.gate_up_bias_EJ, problem.weights.down_bias_EH))
+    weights = problem.weights.gate_up_EJH, problem.weights.down_EHI, b1, b2, problem.weights.activation
     if problem.lora is None:
         y_TH, _ = load_core().decode(x_TH, expert_TK, weight_TK, *weights)
     else:
-        owned_TK = (expert_TK >= 0) & (expert_TK < problem.down_EHI.shape[0])
-        products = _SlotProducts(expert_TK.where(owned_TK, 0).flatten(), problem.down_EHI.dtype)
-        slots, width = expert_TK.numel(), problem.gate_up_EJH.shape[1]
+        owned_TK = (expert_TK >= 0) & (expert_TK < problem.weights.down_EHI.shape[0])
+        products = _SlotProducts(expert_TK.where(owned_TK, 0).flatten(), problem.weights.down_EHI.dtype)
+        slots, width = expert_TK.numel(), problem.weights.gate_up_EJH.shape[1]
         added_NJ = torch.zeros((slots, width), dtype=torch.float32, device=CPU)
         low_rank.add_to_h(problem, products, x_TH.repeat_interleave(expert_TK.shape[1], 0), added_NJ)
         y_TH, a_NI = load_core().decode(x_TH, expert_TK, weight_TK, *weights, added_NJ)
@@ -45,7 +47,7 @@ def decode(problem: Problem) -> Tensor:
         low_rank.add_to_y(problem, products, a_NI, y_NH)
         share_TKH = y_NH.view(*expert_TK.shape, -1) * weight_TK[..., None]
         y_TH += share_TKH.where(owned_TK[..., None], 0).sum(1)
-    return y_TH if y_TH.dtype == problem.down_EHI.dtype else y_TH.to(problem.down_EHI.dtype)
+    return y_TH if y_TH.dtype == problem.weights.down_EHI.dtype else y_TH.to(problem.weights.down_EHI.dtype)
 
 
 class _SlotProducts:

@@ -2,9 +2,9 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
-    if cpu_fused.serves(problem): kept = cpu_fused.forward(problem, keep_h)
+    if cpu_fused.serves(problem): y_TH, saved = cpu_fused.forward(problem, save)
 
-Nothing is kept between the passes but x and h: backward sorts the rows again and packs the LoRA factors again.
+Nothing is saved for backward but x and h: backward sorts the rows again and packs the LoRA factors again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from amoeba.backends.operator import Gradients, Kept, Needs, Problem
 from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, PassNeeds
@@ -27,6 +26,7 @@ from amoeba.cpu.packed_weights import Path, current_path
 from amoeba.cpu.places import Place, places_for
 from amoeba.cpu.pointers import has_lines
 from amoeba.cpu.stored import StoredWeights
+from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.weights import LORA_NAMES
 
 logger = logging.getLogger("amoeba")
@@ -36,27 +36,27 @@ Result = TypeVar("Result")
 
 def serves(problem: Problem) -> bool:
     """bf16 on a CPU that multiplies it; elsewhere torch computes in fp32, which is faster than plain vectors here."""
-    return problem.gate_up_EJH.dtype == torch.bfloat16 and _multiplies_bf16()
+    return problem.weights.gate_up_EJH.dtype == torch.bfloat16 and _multiplies_bf16()
 
 
-def forward(problem: Problem, keep_h: bool) -> Kept:
+def forward(problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
     x_TH, expert_TK, weight_TK = _rows(problem)
 
     def run(place: Place) -> tuple[Tensor, NodeCache | None]:
         experts, factors = _experts(problem, place)
-        keep: one_node.Keep = "h" if keep_h else "nothing"
+        keep: one_node.Keep = "h" if save == "h" else "nothing"
         return one_node.forward(experts, factors, x_TH, expert_TK, weight_TK, place.pool, keep=keep)
 
     y_TH, cache = _here(run)
     y_TH = y_TH.to(problem.x_TH.dtype)
     if cache is None:
-        return Kept.nothing_but(y_TH)
+        return y_TH, None
     assert cache.h_NJ is not None
-    return Kept.without_maps(y_TH, cache.h_NJ)
+    return y_TH, Saved.without_maps(cache.h_NJ)
 
 
-def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
-    cache = NodeCache(*_rows(problem), None, kept.h_NJ if kept.has_h() else None, None, None)
+def backward(problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+    cache = NodeCache(*_rows(problem), None, None if saved is None else saved.h_NJ, None, None)
 
     def run(place: Place) -> one_node.PassGradients:
         experts, factors = _experts(problem, place)
@@ -69,8 +69,8 @@ def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradi
         _as(found.weight_TK, problem.weight_TK),
         found.gate_up_EJH,
         found.down_EHI,
-        _as(found.gate_up_bias_EJ, problem.gate_up_bias_EJ),
-        _as(found.down_bias_EH, problem.down_bias_EH),
+        _as(found.gate_up_bias_EJ, problem.weights.gate_up_bias_EJ),
+        _as(found.down_bias_EH, problem.weights.down_bias_EH),
         **{name: _as(getattr(found, name), lora.get(name)) for name in LORA_NAMES},
     )
 
@@ -108,12 +108,14 @@ def _rows(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _experts(problem: Problem, place: Place) -> tuple[NodeExperts, NodeFactors | None]:
-    gate_up, down = (StoredWeights(weight.detach()) for weight in (problem.gate_up_EJH, problem.down_EHI))
+    gate_up, down = (
+        StoredWeights(weight.detach()) for weight in (problem.weights.gate_up_EJH, problem.weights.down_EHI)
+    )
     gate_up_bias, down_bias = (
         None if bias is None else bias.detach().to(torch.float32).contiguous()
-        for bias in (problem.gate_up_bias_EJ, problem.down_bias_EH)
+        for bias in (problem.weights.gate_up_bias_EJ, problem.weights.down_bias_EH)
     )
-    experts = NodeExperts(gate_up, down, gate_up_bias, down_bias, problem.activation)
+    experts = NodeExperts(gate_up, down, gate_up_bias, down_bias, problem.weights.activation)
     if problem.lora is None:
         return experts, None
     return experts, NodeFactors.pack(experts, problem.lora, place.pool)

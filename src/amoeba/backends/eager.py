@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import sorted_rows
-from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
+from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.rowwise import activate
-from amoeba.backends.sorted_rows import Groups
+from amoeba.backends.torch_rows import TorchRows
 from amoeba.cpu_features import compute_dtype
+from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.weights import ExpertWeights
 
 # Up to this many routed rows on a CPU, inference multiplies matrix by vector row by row and never sorts. Row by row
 # against sorted, ms, fp32, H=512 I=256 E=32 K=4: 0.27/0.60 at 4 rows, 0.90/1.14 at 16, 1.47/1.34 at 32 (2-core Xeon,
@@ -23,23 +26,36 @@ from amoeba.cpu_features import compute_dtype
 DECODE_ROWS = 16
 
 
-def forward(problem: Problem, keep_h: bool) -> Kept:
-    few = 0 < problem.rows <= DECODE_ROWS and problem.x_TH.device.type == "cpu"
-    if few and not keep_h and problem.lora is None:
-        return Kept.nothing_but(_decode(problem))
-    return sorted_rows.forward(problem, keep_h, Groups)
+class EagerBackend(PassesBackend):
+    name, summary, kinds = "eager", "one matrix product after another", (ExpertWeights,)
+    traced = SavedRows()
 
+    def preference(self, device: torch.device) -> int:
+        return 30 if device.type == "cpu" else 20  # on a GPU it has to wait for the device
 
-def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
-    return sorted_rows.backward(problem, kept, dy_TH, needs, Groups)
+    def why_not(self, request: Request) -> str | None:
+        dtype = request.weights.dtype
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            return f"serves fp64, fp32, bf16 and fp16, these weights are {dtype}"
+        return None
+
+    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        few = 0 < problem.rows <= DECODE_ROWS and problem.x_TH.device.type == "cpu"
+        if few and save != "h" and problem.lora is None:
+            return _decode(problem), None
+        return sorted_rows.forward(problem, save, TorchRows)
+
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        return sorted_rows.backward(problem, saved, dy_TH, needs, TorchRows)
 
 
 def _decode(problem: Problem) -> Tensor:
     """A few rows, one after another; nothing is sorted and every expert is read where it lies."""
-    x_TH, gate_up, down = problem.x_TH, problem.gate_up_EJH, problem.down_EHI
+    x_TH, weights = problem.x_TH, problem.weights
+    gate_up, down = weights.gate_up_EJH, weights.down_EHI
     dtype = compute_dtype(x_TH.dtype, x_TH.device)
     product = torch.mv if dtype == x_TH.dtype else _wide_product
-    experts, bias = gate_up.shape[0], problem.gate_up_bias_EJ
+    experts, bias = gate_up.shape[0], weights.gate_up_bias_EJ
     owner: list[tuple[int, int]] = []
     rows: list[Tensor] = []
     for t, chosen in enumerate(problem.expert_TK.tolist()):
@@ -56,15 +72,15 @@ def _decode(problem: Problem) -> Tensor:
         weight = weight[((problem.expert_TK >= 0) & (problem.expert_TK < experts)).reshape(-1)]
     h = torch.stack(rows)
     wide = torch.promote_types(h.dtype, torch.float32)
-    a = activate(h if h.dtype == wide else h.to(wide), problem.activation).mul_(weight)
+    a = activate(h if h.dtype == wide else h.to(wide), weights.activation).mul_(weight)
     y_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
     # fp32 and fp64 add up inside the product; half precision is added up in fp32
     add_up = Tensor.addmv_ if dtype == wide and x_TH.dtype == wide else _add_product
     for a_row, w_row, (t, e) in zip(a.unbind(0), weight.unbind(0), owner, strict=True):
         y = y_TH[t]
         add_up(y, down[e], a_row)
-        if problem.down_bias_EH is not None:
-            y.addcmul_(problem.down_bias_EH[e], w_row.to(wide))
+        if weights.down_bias_EH is not None:
+            y.addcmul_(weights.down_bias_EH[e], w_row.to(wide))
     return y_TH if wide == x_TH.dtype else y_TH.to(x_TH.dtype)
 
 
@@ -79,4 +95,4 @@ def _add_product(total: Tensor, matrix: Tensor, vector: Tensor) -> None:
         total += torch.mv(matrix.to(total.dtype), vector)
 
 
-operator = define_operator("eager", forward, backward)
+BACKEND = EagerBackend()

@@ -12,12 +12,15 @@ Importing this file does not import Triton: the first call does.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from amoeba.backends.transforms import differentiable, once
+from amoeba.backends import operators
 from amoeba.config import RouterConfig
+from amoeba.operands import Operand, operands_of, rebuilt, values_of
 
 # of amoeba.kernels.router, which may not be imported here
 MAX_COLUMNS, MAX_TOP_K = 512, 16
@@ -54,7 +57,7 @@ def why_not_shape(dtype: torch.dtype, config: RouterConfig) -> str | None:
 def fused_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32): `route` without noise and capacity."""
     bias_E = None if bias_E is None else bias_E.detach()
-    weight_TK, scores_TE, expert_TK = _fused_router(logits_TE, bias_E, *_flat(config))
+    weight_TK, scores_TE, expert_TK = _operator(logits_TE, bias_E, *values_of(config))
     return expert_TK, weight_TK, scores_TE
 
 
@@ -62,114 +65,57 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _flat(config: RouterConfig) -> tuple[int, str, bool, float, int, int, str]:
-    return (
-        config.top_k,
-        config.score,
-        config.renormalize,
-        config.scaling_factor,
-        config.n_group,
-        config.topk_group,
-        config.group_score,
-    )
-
-
-def _config(num_experts: int, flat: tuple) -> RouterConfig:
-    top_k, score, renormalize, scaling_factor, n_group, topk_group, group_score = flat
-    return RouterConfig(num_experts, top_k, score, renormalize, scaling_factor, n_group, topk_group, group_score)
-
-
-_CONFIG = "int top_k, str score, bool renormalize, float scaling_factor, int n_group, int topk_group, str group_score"
-_NUM_CONFIG = 7
-_library = torch.library.Library("amoeba", "FRAGMENT")
-# the ids come last: torch.library.opcheck adds up all results in the dtype of the first
-_library.define(f"fused_router(Tensor logits, Tensor? bias, {_CONFIG}) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    "fused_router_backward(Tensor expert, Tensor weight, Tensor scores, Tensor? dweight, Tensor? dscores, "
-    f"Tensor? logits, {_CONFIG}, ScalarType dtype) -> Tensor"
-)
-
-
-def _forward_impl(logits_TE: Tensor, bias_E: Tensor | None, *flat: object) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(logits_TE: Tensor, bias_E: Tensor | None, *config: Any) -> tuple[Tensor, Tensor, Tensor]:
     from amoeba.kernels.router import router_forward
 
-    expert_TK, weight_TK, scores_TE = router_forward(logits_TE, _config(logits_TE.shape[1], flat), bias_E)
+    expert_TK, weight_TK, scores_TE = router_forward(logits_TE, rebuilt(RouterConfig, config), bias_E)
     return weight_TK, scores_TE, expert_TK
 
 
-def _backward_impl(
-    expert_TK: Tensor,
-    weight_TK: Tensor,
-    scores_TE: Tensor,
-    dweight_TK: Tensor | None,
-    dscores_TE: Tensor | None,
-    logits_TE: Tensor | None,
-    *flat_and_dtype: object,
-) -> Tensor:
+def _fake(logits_TE: Tensor, bias_E: Tensor | None, *config: Any) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_experts = logits_TE.shape
+    top_k = rebuilt(RouterConfig, config).top_k
+    return (
+        logits_TE.new_empty((num_tokens, top_k), dtype=torch.float32),
+        logits_TE.new_empty((num_tokens, num_experts), dtype=torch.float32),
+        logits_TE.new_empty((num_tokens, top_k), dtype=torch.int64),
+    )
+
+
+def _keep(arguments: tuple) -> tuple:
+    """1 - σ(x) cannot be had from σ(x) close to 1; a softmax needs nothing of the logits but their dtype."""
+    logits_TE, _, *config = arguments
+    kept = logits_TE if rebuilt(RouterConfig, config).score == "sigmoid" else logits_TE.new_empty(0)
+    return kept, None, *config
+
+
+def _backward(arguments: tuple, saved: tuple, gradients: Sequence[Any], needs: Sequence[bool]) -> list:
     from amoeba.kernels.router import router_backward
 
-    *flat, dtype = flat_and_dtype
-    config = _config(scores_TE.shape[1], tuple(flat))
-    assert isinstance(dtype, torch.dtype)
-    return router_backward(expert_TK, weight_TK, scores_TE, dweight_TK, dscores_TE, logits_TE, config, dtype)
+    logits_TE, _, *flat = arguments
+    weight_TK, scores_TE, expert_TK = saved
+    config = rebuilt(RouterConfig, flat)
+    dweight_TK, dscores_TE = gradients
+    logits, dtype = logits_TE if config.score == "sigmoid" else None, logits_TE.dtype
+    return [router_backward(expert_TK, weight_TK, scores_TE, dweight_TK, dscores_TE, logits, config, dtype)]
 
 
-def _fake_forward(logits: Tensor, bias: Tensor | None, top_k: int, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, num_experts = logits.shape
-    return (
-        logits.new_empty((num_tokens, top_k), dtype=torch.float32),
-        logits.new_empty((num_tokens, num_experts), dtype=torch.float32),
-        logits.new_empty((num_tokens, top_k), dtype=torch.int64),
-    )
+def _fake_backward(arguments: tuple, saved: tuple, gradients: Sequence[Any], needs: Sequence[bool]) -> list:
+    scores_TE = saved[1]
+    return [scores_TE.new_empty(scores_TE.shape, dtype=arguments[0].dtype)]
 
 
-def _fake_backward(expert: Tensor, weight: Tensor, scores: Tensor, *others: object) -> Tensor:
-    dtype = others[-1]
-    assert isinstance(dtype, torch.dtype)
-    return scores.new_empty(scores.shape, dtype=dtype)
-
-
-def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    logits_TE, flat = inputs[0], inputs[2:]
-    weight_TK, scores_TE, expert_TK = output
-    # 1 - σ(x) cannot be had from σ(x) close to 1; a softmax needs nothing of the logits
-    logits_kept = logits_TE if flat[1] == "sigmoid" else None
-    ctx.save_for_backward(expert_TK, weight_TK, scores_TE, logits_kept)  # type: ignore[arg-type]
-    ctx.mark_non_differentiable(expert_TK)
-    ctx.set_materialize_grads(False)
-    ctx.flat, ctx.dtype = flat, logits_TE.dtype  # type: ignore[attr-defined]
-
-
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, dweight_TK: Tensor | None, dscores_TE: Tensor | None, _: object
-) -> tuple:
-    nothing = (None,) * (1 + _NUM_CONFIG)
-    if dweight_TK is None and dscores_TE is None:
-        return (None, *nothing)
-    expert_TK, weight_TK, scores_TE, logits_TE = ctx.saved_tensors  # type: ignore[attr-defined]
-    dlogits_TE = _fused_router_backward(
-        expert_TK,
-        weight_TK,
-        scores_TE,
-        dweight_TK,
-        dscores_TE,
-        logits_TE,
-        *ctx.flat,  # type: ignore[attr-defined]
-        ctx.dtype,  # type: ignore[attr-defined]
-    )
-    return (dlogits_TE, *nothing)
-
-
-_library.impl("fused_router", _forward_impl, "CompositeExplicitAutograd")
-_library.impl("fused_router_backward", _backward_impl, "CompositeExplicitAutograd")
-torch.library.register_fake("amoeba::fused_router", _fake_forward, lib=_library)
-torch.library.register_fake("amoeba::fused_router_backward", _fake_backward, lib=_library)
-_fused_router_backward = once(
+# the ids come last: torch.library.opcheck adds up all results in the dtype of the first
+_operator = operators.define(
     "fused_router",
-    torch.ops.amoeba.fused_router_backward.default,
-    _library,
-    "Route fp64 logits where you need them, or use the functions of amoeba.proof.reference under autograd.",
-)
-_fused_router = differentiable(
-    "fused_router", torch.ops.amoeba.fused_router.default, _setup_context, _backward, _library
+    (Operand("logits", "Tensor", True), Operand("bias", "Tensor?"), *operands_of(RouterConfig)),
+    ("weight", "scores", "expert"),
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    fake_backward=_fake_backward,
+    differentiable_results=2,
+    saved=(0, 1, 2),
+    keep=_keep,
+    remedy="Route fp64 logits where you need them, or use the functions of amoeba.proof.reference under autograd.",
 )

@@ -2,121 +2,128 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · R LoRA rank
 
-Row buffers carry one spare row at the end, which stands for slots that belong to nobody here (see `sum_rows`).
-Rows past offs_E[-1] are left uninitialised by the product and read by nobody. The product wants rows of a multiple of
-16 bytes; LoRA factors of another rank are padded with zeros to the next one, for the length of a pass.
+Row buffers carry one spare row at the end, which stands for sentinels (see `sum_rows`). Rows past offs_E[-1] are left
+uninitialised by the product and read by nobody. The product wants rows of a multiple of 16 bytes; LoRA factors of
+another rank are padded with zeros to the next one, for the length of a pass.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.backends import low_rank
-from amoeba.backends.allocate import empty_rows
+from amoeba.backends import low_rank, sorted_rows
+from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.low_rank import ByToken, Rows
-from amoeba.backends.operator import Gradients, Kept, Needs, Problem, define_operator
-from amoeba.backends.rowwise import activate_rows, activate_rows_backward, slot_gradient, sum_rows
+from amoeba.backends.torch_rows import RowsInTorch
 from amoeba.cpu.pointers import place_of
-from amoeba.layout import Layout, build_layout
-from amoeba.weights import LoraFactors
+from amoeba.cpu_features import has_bf16_instructions
+from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.weights import ExpertWeights, LoraFactors
 
 
-def forward(problem: Problem, keep_h: bool) -> Kept:
-    x_TH, rows = problem.x_TH, problem.rows
-    layout = build_layout(problem.expert_TK, problem.gate_up_EJH.shape[0])
-    if rows == 0:
-        y_TH, h_NJ = torch.zeros_like(x_TH), x_TH.new_empty((0, problem.gate_up_EJH.shape[1]))
-        return Kept.all(y_TH, h_NJ, layout) if keep_h else Kept.nothing_but(y_TH)
-    problem = _with_whole_ranks(problem)
-    scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
-    h_NJ = _up(problem, layout)
-    a_NI = empty_rows(rows + 1, problem.down_EHI.shape[2], x_TH)
-    activate_rows(h_NJ, scale_N, problem.activation, a_NI[:rows])
-    y_NH = F.grouped_mm(a_NI, problem.down_EHI.transpose(1, 2), offs=layout.offs_E)
-    low_rank.add_to_y(problem, ThinProducts(layout), a_NI, y_NH)
-    if problem.down_bias_EH is not None:
-        y_NH[:rows] += scale_N[:, None].to(y_NH.dtype) * bias_of_row(problem.down_bias_EH, rows, layout.offs_E)
-    y_TH = sum_rows(y_NH, layout.slot_row_N.view_as(problem.expert_TK))
-    return Kept.all(y_TH, h_NJ, layout) if keep_h else Kept.nothing_but(y_TH)
+class GroupedBackend(PassesBackend):
+    name, summary, kinds = "grouped", "torch's grouped matrix product on sorted rows", (ExpertWeights,)
+    traced = SavedRows()
+
+    def preference(self, device: torch.device) -> int:
+        return 20 if device.type == "cpu" else 30
+
+    def why_not(self, request: Request) -> str | None:
+        weights = request.weights
+        assert isinstance(weights, ExpertWeights)
+        if not hasattr(F, "grouped_mm"):
+            return f"needs torch.nn.functional.grouped_mm (torch >= 2.10), this is torch {torch.__version__}"
+        if weights.device.type == "cuda":
+            if weights.dtype != torch.bfloat16:
+                return f"torch's grouped product without host synchronisation is bf16 only, these are {weights.dtype}"
+            if torch.cuda.get_device_capability(weights.device) < (9, 0):
+                return "torch's grouped product synchronises with the host below compute capability 9.0"
+        elif weights.device.type != "cpu":
+            return f"not tried on {weights.device.type}"
+        elif weights.dtype == torch.bfloat16 and not has_bf16_instructions():
+            return "torch's bf16 product is emulated on this CPU; eager computes it in fp32"
+        elif weights.dtype not in (torch.float32, torch.bfloat16):
+            return f"torch's grouped product on a CPU takes fp32 and bf16, these weights are {weights.dtype}"
+        return _misaligned(weights)
+
+    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        return sorted_rows.forward(_with_whole_ranks(problem), save, GroupedRows)
+
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        found = sorted_rows.backward(_with_whole_ranks(problem), saved, dy_TH, needs, GroupedRows)
+        return found._replace(**_with_own_ranks(found, problem))
 
 
-def backward(problem: Problem, kept: Kept, dy_TH: Tensor, needs: Needs) -> Gradients:
-    x_TH, rows = problem.x_TH, problem.rows
-    layout = kept.layout(problem)
-    if rows == 0:
-        return Gradients.zeros(problem, needs)
-    given, problem = problem, _with_whole_ranks(problem)
-    offs_E, scale_N = layout.offs_E, problem.weight_TK.reshape(-1)[layout.order_N]
-    h_NJ = kept.h_NJ if kept.has_h() else _up(problem, layout)
-    intermediate, width = problem.down_EHI.shape[2], h_NJ.shape[1]
-
-    dy_NH = dy_TH.index_select(0, layout.token_N)
-    da_NI = F.grouped_mm(dy_NH, problem.down_EHI, offs=offs_E)
-    thin = ThinProducts(layout)
-    dlow_NR = low_rank.add_to_da(problem, thin, dy_NH, da_NI)
-    dh_NJ = empty_rows(rows + 1, width, x_TH)
-    scaled_a_NI = empty_rows(rows, intermediate, x_TH) if low_rank.needs_scaled_a(needs) else None
-    ds_N = activate_rows_backward(da_NI, h_NJ, scale_N, problem.activation, dh_NJ[:rows], scaled_a_NI)
-    del da_NI, h_NJ
-
-    d_weight = d_down = d_down_bias = d_gate_up = d_gate_up_bias = d_x = None
-    if needs.weight:
-        if problem.down_bias_EH is not None:
-            ds_N += (dy_NH * bias_of_row(problem.down_bias_EH, rows, layout.offs_E)).sum(-1, dtype=ds_N.dtype)
-        d_weight = slot_gradient(ds_N, layout, problem.weight_TK)
-    d_lora = low_rank.down_gradients(problem, thin, dy_NH, dlow_NR, scaled_a_NI, needs)
-    if needs.down:
-        assert scaled_a_NI is not None
-        d_down = weight_gradient(dy_NH, scaled_a_NI, offs_E, problem.down_EHI)
-    if needs.down_bias:
-        d_down_bias = sum_per_expert(dy_NH, offs_E, scale_N, x_TH.dtype)
-    del scaled_a_NI, dy_NH, dlow_NR
-    if needs.gate_up:
-        x_NH = x_TH.index_select(0, layout.token_N)
-        d_gate_up = weight_gradient(dh_NJ[:rows], x_NH, offs_E, problem.gate_up_EJH)
-        del x_NH
-    if needs.gate_up_bias:
-        d_gate_up_bias = sum_per_expert(dh_NJ[:rows], offs_E, None, x_TH.dtype)
-    dx_NH = F.grouped_mm(dh_NJ, problem.gate_up_EJH, offs=offs_E) if needs.x else None
-    dx_own = None if dx_NH is None else dx_NH[:rows]
-    d_lora |= low_rank.up_gradients(problem, thin, ByToken(x_TH), dh_NJ[:rows], dx_own, needs)
-    if dx_NH is not None:
-        d_x = sum_rows(dx_NH, layout.slot_row_N.view_as(problem.expert_TK))
-    return Gradients(d_x, d_weight, d_gate_up, d_down, d_gate_up_bias, d_down_bias, **_with_own_ranks(d_lora, given))
+def _misaligned(weights: ExpertWeights) -> str | None:
+    """Rows of x, h and a are operands too, so every width counts, however the weights are stored."""
+    size = weights.dtype.itemsize
+    for name, width in (("H", weights.hidden), ("I", weights.intermediate), ("J", weights.gate_up_EJH.shape[1])):
+        if width * size % 16:
+            return f"torch's grouped product needs rows of a multiple of 16 bytes, {name} = {width} is {width * size}"
+    for name, tensor in (("gate_up", weights.gate_up_EJH), ("down", weights.down_EHI)):
+        _, row, column = tensor.stride()
+        rows_apart = row >= tensor.shape[2] if column == 1 else row == 1 and column >= tensor.shape[1]
+        if not rows_apart or any(stride * size % 16 for stride in tensor.stride() if stride != 1):
+            needs = "torch's grouped product needs rows of a multiple of 16 bytes that do not overlap"
+            return f"{needs}, {name} has strides {tensor.stride()}"
+        if tensor.device.type == "cuda" and tensor.storage_offset() * size % 16:
+            needs = "torch's grouped product on a GPU needs memory that begins at a multiple of 16 bytes"
+            return f"{needs}, {name} begins at element {tensor.storage_offset()} of its storage"
+    return None
 
 
-def _up(problem: Problem, layout: Layout) -> Tensor:
-    x_NH = problem.x_TH.index_select(0, layout.token_N)
-    h_NJ = F.grouped_mm(x_NH, problem.gate_up_EJH.transpose(1, 2), offs=layout.offs_E)
-    if problem.gate_up_bias_EJ is not None:
-        h_NJ += bias_of_row(problem.gate_up_bias_EJ, problem.rows, layout.offs_E)
-    low_rank.add_to_h(problem, ThinProducts(layout), x_NH, h_NJ)
-    return h_NJ
+class GroupedRows(RowsInTorch):
+    spare = 1
 
+    def hidden(self) -> Tensor:
+        problem, weights, offs_E = self.problem, self.problem.weights, self.layout.offs_E
+        x_NH = self.gather(problem.x_TH)
+        h_NJ = F.grouped_mm(x_NH, weights.gate_up_EJH.transpose(1, 2), offs=offs_E)
+        if weights.gate_up_bias_EJ is not None:
+            h_NJ += bias_of_row(weights.gate_up_bias_EJ, problem.rows, offs_E)
+        low_rank.add_to_h(problem, self, x_NH, h_NJ)
+        return h_NJ
 
-@dataclass(frozen=True, eq=False)
-class ThinProducts:
-    """torch's grouped products, as `low_rank` asks for them."""
+    def down(self, a_NI: Tensor) -> Tensor:
+        problem, weights, rows = self.problem, self.problem.weights, self.problem.rows
+        y_NH = F.grouped_mm(a_NI, weights.down_EHI.transpose(1, 2), offs=self.layout.offs_E)
+        low_rank.add_to_y(problem, self, a_NI, y_NH)
+        if weights.down_bias_EH is not None:
+            bias_NH = bias_of_row(weights.down_bias_EH, rows, self.layout.offs_E)
+            y_NH[:rows] += self.scale_N[:, None].to(y_NH.dtype) * bias_NH
+        return y_NH
 
-    layout: Layout
+    def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
+        return F.grouped_mm(dh_NJ, self.problem.weights.gate_up_EJH, offs=self.layout.offs_E)
+
+    def add_through_bias(self, ds_N: Tensor, dy: Rows) -> None:
+        assert isinstance(dy, Tensor)
+        bias_NH = bias_of_row(self.problem.weights.down_bias_EH, self.problem.rows, self.layout.offs_E)
+        ds_N += (dy * bias_NH).sum(-1, dtype=ds_N.dtype)
+
+    def bias_gradient(self, grad: Rows, bias_EO: Tensor, *, weighted: bool) -> Tensor:
+        scale_N = self.scale_N if weighted else None
+        return sum_per_expert(self._sorted(grad), self.layout.offs_E, scale_N, self.problem.x_TH.dtype)
 
     def multiply(self, rows: Rows, matrix_EIO: Tensor) -> Tensor:
-        return F.grouped_mm(self._sorted(rows), matrix_EIO, offs=self.layout.offs_E)
+        rows_NI = self.gather(rows.rows_TW) if isinstance(rows, ByToken) else rows
+        rows_NI = rows_NI if rows_NI.stride(1) == 1 else rows_NI.contiguous()
+        return F.grouped_mm(rows_NI, matrix_EIO, offs=self.layout.offs_E)
 
     def add_product(self, rows_NI: Tensor, matrix_EIO: Tensor, out_NO: Tensor) -> None:
-        out_NO += self.multiply(rows_NI, matrix_EIO)
+        added = self.multiply(rows_NI, matrix_EIO)
+        out_NO[: added.shape[0]] += added[: out_NO.shape[0]]
 
     def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
         return weight_gradient(self._sorted(grad), self._sorted(rows), self.layout.offs_E, weight_EOI)
 
     def _sorted(self, rows: Rows) -> Tensor:
-        if isinstance(rows, ByToken):
-            return rows.rows_TW.index_select(0, self.layout.token_N)
-        return rows if rows.stride(1) == 1 else rows.contiguous()
+        """The N rows, without a spare one."""
+        rows_NW = self.gather(rows.rows_TW) if isinstance(rows, ByToken) else rows[: self.problem.rows]
+        return rows_NW if rows_NW.stride(1) == 1 else rows_NW.contiguous()
 
 
 def _with_whole_ranks(problem: Problem) -> Problem:
@@ -136,15 +143,14 @@ def _with_whole_ranks(problem: Problem) -> Problem:
     return problem._replace(lora=LoraFactors(**factors, scaling=problem.lora.scaling))
 
 
-def _with_own_ranks(gradients: dict[str, Tensor], problem: Problem) -> dict[str, Tensor]:
+def _with_own_ranks(gradients: Gradients, problem: Problem) -> dict[str, Tensor]:
     """The gradients of padded factors as those of the factors themselves, in their layout."""
-    factors = problem.lora.tensors() if problem.lora is not None else {}
-    return {
-        name: gradient
-        if gradient.shape == factors[name].shape and gradient.stride() == factors[name].stride()
-        else torch.empty_like(factors[name]).copy_(gradient[:, : factors[name].shape[1], : factors[name].shape[2]])
-        for name, gradient in gradients.items()
-    }
+    found: dict[str, Tensor] = {}
+    for name, factor in (problem.lora.tensors() if problem.lora is not None else {}).items():
+        gradient = getattr(gradients, name)
+        if gradient is not None and (gradient.shape != factor.shape or gradient.stride() != factor.stride()):
+            found[name] = torch.empty_like(factor).copy_(gradient[:, : factor.shape[1], : factor.shape[2]])
+    return found
 
 
 def weight_gradient(grad_NO: Tensor, rows_NI: Tensor, offs_E: Tensor, weight_EOI: Tensor) -> Tensor:
@@ -183,4 +189,4 @@ def bias_of_row(bias_EW: Tensor, rows: int, offs_E: Tensor) -> Tensor:
     return bias_EW[expert_of_row(rows, offs_E).clamp_(max=offs_E.shape[0] - 1)]
 
 
-operator = define_operator("grouped", forward, backward)
+BACKEND = GroupedBackend()

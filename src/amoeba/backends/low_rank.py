@@ -7,7 +7,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
     dB = dhᵀ [c (x Aᵀ)]      dA = [c (dh B)]ᵀ x               dB_d = dyᵀ [c (s·a A_dᵀ)]      dA_d = [c (dy B_d)]ᵀ (s·a)
 
 with c the scaling, which is applied to the (N, R) in brackets and nowhere else. Since dA' holds the LoRA path, <dA', a>
-is still the whole of ds. Nothing of this is kept between the passes. A backend brings its products (`RowProducts`); as
+is still the whole of ds. Nothing of this is saved for backward. A backend brings its products (`RowProducts`); as
 with all sorted rows, those past the last expert's hold anything.
 """
 
@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from amoeba.backends.operator import Needs, Problem
 from amoeba.backends.rowwise import split_gate_up
 from amoeba.cpu.pointers import place_of
+from amoeba.problem import Needs, Problem
 
 
 class ByToken(NamedTuple):
@@ -67,10 +67,6 @@ def add_to_da(problem: Problem, products: RowProducts, dy: Rows, da_NI: Tensor) 
     dlow_NR = _low(problem, products, dy, pair[1])
     products.add_product(dlow_NR, pair[0], da_NI)
     return dlow_NR
-
-
-def needs_scaled_a(needs: Needs) -> bool:
-    return needs.down or needs.down_lora_a or needs.down_lora_b
 
 
 def down_gradients(
@@ -122,7 +118,7 @@ def _of_up(problem: Problem, h_NJ: Tensor) -> Iterator[tuple[str, Tensor, Tensor
     lora = problem.lora
     if lora is None:
         return
-    gate, up = split_gate_up(h_NJ, problem.activation) if problem.activation.gated else (None, h_NJ)
+    gate, up = split_gate_up(h_NJ, problem.weights.activation) if problem.weights.activation.gated else (None, h_NJ)
     if gate is not None and lora.gate_lora_a is not None and lora.gate_lora_b is not None:
         yield "gate", gate, lora.gate_lora_a, lora.gate_lora_b
     if lora.up_lora_a is not None and lora.up_lora_b is not None:

@@ -15,17 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from amoeba.tracing import constant_when_traced
+from amoeba.torch_internals import is_batch_of_gradients, transformed
 
-_REMEDY = "Use the functions of amoeba.proof.reference under autograd where you need them."
-
-
-@constant_when_traced  # torch.compile enters the transforms that it traces, and guards on the others
-def transformed() -> bool:
-    """Whether a transform of torch.func or forward mode is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+REMEDY = "Use the functions of amoeba.proof.reference under autograd where you need them."
 
 
 def reverse_only(title: str) -> type[Function]:
@@ -52,7 +46,7 @@ def reverse_only(title: str) -> type[Function]:
 
 def refuse_batched(title: str, dy: Tensor) -> None:
     """For a backward that may overwrite what was kept for it: is_grads_batched=True would run it several times."""
-    if torch._C._functorch.is_legacy_batchedtensor(dy):
+    if is_batch_of_gradients(dy):
         raise NotImplementedError(
             f"{title}: several gradients at once are not implemented; got a batch of them (is_grads_batched=True, or "
             "vectorize=True). Use retain_graph=True and call backward once for each."
@@ -81,9 +75,7 @@ def differentiable(
     return call
 
 
-def once(
-    name: str, op: Callable[..., Any], library: torch.library.Library, remedy: str = _REMEDY
-) -> Callable[..., Any]:
+def once(name: str, op: Callable[..., Any], library: torch.library.Library, remedy: str = REMEDY) -> Callable[..., Any]:
     """The same for amoeba::<name>_backward, which has no backward of its own."""
 
     def keep(ctx: Any, inputs: tuple, output: Any) -> None:

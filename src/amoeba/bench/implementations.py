@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba import cost
-from amoeba.backends.registry import Request, backends_for
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import backends_of, explain
 from amoeba.bench.implementation import INT8_TOLERANCE, Implementation
 from amoeba.bench.kt_kernel import kt_kernel_peers
 from amoeba.bench.workload import Workload
@@ -100,20 +101,20 @@ def _transformers_ways(
 
 def names_of_ours() -> list[str]:
     """What `ours` may name."""
-    backends = [backend.name for backend in backends_for(torch.device("cpu"))]
+    backends = [backend.name for backend in backends_of(ExpertWeights, torch.device("cpu"))]
     return [*backends, "packed bf16", "packed int8", "in float32", THROUGH_TRANSFORMERS.removeprefix("amoeba ")]
 
 
 def chosen_by_auto(workload: Workload) -> str | None:
     """The backend that backend="auto" takes for this workload."""
-    request = _request(workload)
-    return next((backend.name for backend in backends_for(workload.device) if backend.why_not(request) is None), None)
+    backend = explain(_request(workload)).backend
+    return None if backend is None else backend.name
 
 
 def _our_backends(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
     found, left_out = [], {}
     request = _request(workload)
-    for backend in backends_for(workload.device):
+    for backend in backends_of(ExpertWeights, workload.device):
         name = f"amoeba {backend.name}"
         reason = backend.why_not(request)
         if reason is None and backend.name == "triton" and workload.device.type == "cpu":

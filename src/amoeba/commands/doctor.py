@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from amoeba.backends.registry import Request, backends_for
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import backends_of
 from amoeba.commands.options import DTYPES, dtype_name
 from amoeba.commands.output import Output
 from amoeba.cpu.build import CoreUnavailable, library_states
@@ -91,7 +92,7 @@ def _backends_on(device: torch.device) -> list[dict[str, Any]]:
     """One row per backend: for each dtype, None if it runs, or the reason why it does not."""
     rows: list[dict[str, Any]] = []
     requests = {name: _request(device, getattr(torch, name)) for name in DTYPES}
-    for backend in backends_for(device):
+    for backend in backends_of(ExpertWeights, device):
         refusals = {name: backend.why_not(request) for name, request in requests.items()}
         rows.append(
             {

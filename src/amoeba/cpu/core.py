@@ -30,7 +30,7 @@ from amoeba.cpu.pointers import (
     optional_address,
 )
 from amoeba.errors import bad_value
-from amoeba.tracing import constant_when_traced
+from amoeba.torch_internals import constant_when_traced
 
 logger = logging.getLogger("amoeba")
 

@@ -13,8 +13,6 @@ backward. They get no gradient; x, the routing weights and the LoRA factors do.
 from __future__ import annotations
 
 import functools
-import itertools
-import weakref
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,14 +27,11 @@ from amoeba.cpu.partition import Partition
 from amoeba.cpu.places import Place, places_for, run_in_turn
 from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
-from amoeba.weights import ExpertWeights
-
-_by_number: weakref.WeakValueDictionary[int, PackedExperts] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+from amoeba.weights import ExpertsByHandle, ExpertWeights
 
 
 @dataclass(frozen=True, eq=False)
-class PackedExperts:
+class PackedExperts(ExpertsByHandle):
     """Made by `pack_experts`. A copy of it is itself: nothing in it ever changes but the copies of LoRA factors."""
 
     kind: PackedKind
@@ -46,21 +41,10 @@ class PackedExperts:
     shares: tuple[NodeExperts, ...] = field(repr=False)
     places: tuple[Place, ...] = field(repr=False)
     copies: FactorCopies = field(repr=False, default_factory=FactorCopies)
-    # int64 scalar by which an operator, whose arguments are tensors, finds these experts again
-    handle: Tensor = field(
-        repr=False, default_factory=lambda: torch.tensor(next(_numbers), dtype=torch.int64, device=CPU)
-    )
 
     placement = "packed"
     dtype = torch.bfloat16  # of x, y and what is between them
     device = CPU
-
-    def __post_init__(self) -> None:
-        _by_number[int(self.handle)] = self
-
-    @staticmethod
-    def of_handle(handle: Tensor) -> PackedExperts:
-        return _by_number[int(handle)]
 
     @property
     def nodes(self) -> int:
@@ -92,9 +76,6 @@ class PackedExperts:
     def nbytes(self) -> int:
         """Of the packed weights as they are now: W, Wᵀ once a backward has been, scales, sums and biases."""
         return sum(tensor.nbytes for share in self.shares for tensor in _tensors(share))
-
-    def __deepcopy__(self, memo: dict) -> PackedExperts:
-        return self
 
     def __reduce__(self) -> tuple:
         raise TypeError(

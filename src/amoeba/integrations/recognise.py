@@ -27,7 +27,7 @@ from transformers import activations
 
 from amoeba.config import Activation, ActivationKind
 from amoeba.proof.reference.experts import activate, activate_backward, join_gate_up, split_gate_up
-from amoeba.tracing import constant_when_traced
+from amoeba.torch_internals import constant_when_traced
 
 logger = logging.getLogger("amoeba")
 

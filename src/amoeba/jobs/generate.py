@@ -23,7 +23,8 @@ from typing import Any, Literal
 import torch
 
 from amoeba import lora
-from amoeba.backends.registry import Request, backends_for
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import explain
 from amoeba.data.chat_template import by_template
 from amoeba.data.documents import Message, shown
 from amoeba.data.token_rows import begin_tokens
@@ -282,13 +283,10 @@ def _backend_of(module: Any) -> tuple[str, str]:
     weights = expert_weights(module, plan)
     x_TH = weights.gate_up_EJH.new_zeros(1, weights.hidden)
     routing = Routing(torch.zeros(1, 1, dtype=torch.int64, device=x_TH.device), x_TH.new_ones(1, 1))
-    refused: list[str] = []
-    for backend in backends_for(weights.device):
-        why_not = backend.why_not(Request(x_TH, routing, weights))
-        if why_not is None:
-            return backend.name, "; ".join(refused) or f"{backend.summary}, the first choice on {weights.device.type}"
-        refused.append(f"{backend.name} {why_not}")
-    raise AssertionError("the warm-up ran, so a backend serves this")
+    backend, refused = explain(Request(x_TH, routing, weights))
+    assert backend is not None  # the warm-up ran
+    reasons = "; ".join(f"{name} {reason}" for name, reason in refused.items())
+    return backend.name, reasons or f"{backend.summary}, the first choice on {weights.device.type}"
 
 
 def _sampling(options: GenerationOptions, own: Any) -> dict[str, Any]:

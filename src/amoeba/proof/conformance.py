@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amoeba.backends.backend import Request
 from amoeba.backends.composed import experts_composed
-from amoeba.backends.registry import Request, backends_for
+from amoeba.backends.registry import backends_of
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.cpu.packed_weights import PackedKind, load_packed
@@ -45,6 +46,7 @@ from amoeba.proof.cases import (
 )
 from amoeba.proof.reference import experts as reference
 from amoeba.routing import Routing
+from amoeba.weights import ExpertWeights
 
 # Worst seen in all cases on a CPU with AMX (2026-11-15): 9e-16, 7e-7, 7e-3, 9e-4.
 TOLERANCE: dict[torch.dtype, float] = {
@@ -95,7 +97,7 @@ def poisoned_memory() -> Iterator[None]:
 
 def backend_names(device: torch.device) -> tuple[str, ...]:
     """All that can be checked on this kind of device."""
-    return (*(backend.name for backend in backends_for(device)), COMPOSED, *PACKED)
+    return (*(backend.name for backend in backends_of(ExpertWeights, device)), COMPOSED, *PACKED)
 
 
 def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -107,7 +109,7 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
     made = example(case, dtype)
     tensors, routing, _ = _placed(made, case, device, dtype)
     request = Request(tensors["x"], routing, weights_of(tensors, case.activation), lora_of(tensors), case.recompute)
-    for backend in backends_for(device):
+    for backend in backends_of(ExpertWeights, device):
         if backend.name == backend_name:
             return backend.why_not(request)
     raise bad_value(

@@ -29,18 +29,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from amoeba.backends.operator import Problem
 from amoeba.kernels.decode import configuration as configurations
 from amoeba.kernels.decode.at_once import down_at_once, up_at_once
 from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_expert
 from amoeba.kernels.decode.by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.problem import Problem
 
 
 def decode(problem: Problem, *, configuration: Configuration | None = None) -> Tensor:
     """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
     tokens, top_k = problem.expert_TK.shape
-    num_experts, hidden, intermediate = problem.down_EHI.shape
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
     x_TH = problem.x_TH.contiguous()
     if tokens * top_k == 0:
         return torch.zeros_like(x_TH)
@@ -66,10 +66,10 @@ def _chosen(problem: Problem) -> Configuration:
     return configurations.configuration(
         tokens,
         top_k,
-        *problem.down_EHI.shape,
-        gated=problem.activation.gated,
+        *problem.weights.down_EHI.shape,
+        gated=problem.weights.activation.gated,
         itemsize=problem.x_TH.element_size(),
-        contiguous_rows=problem.gate_up_EJH.stride(2) == problem.down_EHI.stride(2) == 1,
+        contiguous_rows=problem.weights.gate_up_EJH.stride(2) == problem.weights.down_EHI.stride(2) == 1,
         overlap=_can_overlap(problem.x_TH.device),
     )
 

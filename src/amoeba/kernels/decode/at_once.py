@@ -15,28 +15,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.backends.operator import Problem
 from amoeba.errors import bad_value
 from amoeba.kernels import activation as activations
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.tiles import bias_or, load_tile
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.problem import Problem
 
 
 def up_at_once(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
     (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
     if tile.depth < hidden:
         raise bad_value("tile", f"a depth of {hidden} or more, whole rows of the weights", tile, "decode by slot")
-    bias_EJ, has_bias = bias_or(x_TH, problem.gate_up_bias_EJ)
+    bias_EJ, has_bias = bias_or(x_TH, problem.weights.gate_up_bias_EJ)
     _up_at_once[(slots * cdiv(intermediate, tile.columns),)](
         x_TH,
         expert_TK,
-        problem.gate_up_EJH,
+        problem.weights.gate_up_EJH,
         bias_EJ,
         a_NI,
-        *problem.gate_up_EJH.stride(),
-        problem.gate_up_EJH.shape[0],
+        *problem.weights.gate_up_EJH.stride(),
+        problem.weights.gate_up_EJH.shape[0],
         hidden,
         intermediate,
         expert_TK.shape[1],
@@ -45,9 +45,9 @@ def up_at_once(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, 
         HAS_BIAS=has_bias,
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden == tile.depth,
-        INTERLEAVED=problem.activation.interleaved,
+        INTERLEAVED=problem.weights.activation.interleaved,
         OVERLAP=chosen.overlap,
-        **constants(problem.activation),
+        **constants(problem.weights.activation),
         num_warps=tile.warps,
     )
 
@@ -56,16 +56,16 @@ def down_at_once(
     problem: Problem, a_NI: Tensor, expert_TK: Tensor, weight_TK: Tensor, y_TH: Tensor, chosen: Configuration
 ) -> None:
     (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
-    bias_EH, has_bias = bias_or(y_TH, problem.down_bias_EH)
+    bias_EH, has_bias = bias_or(y_TH, problem.weights.down_bias_EH)
     _down_at_once[(tokens * cdiv(hidden, tile.columns),)](
         a_NI,
         expert_TK,
         weight_TK,
-        problem.down_EHI,
+        problem.weights.down_EHI,
         bias_EH,
         y_TH,
-        *problem.down_EHI.stride(),
-        problem.down_EHI.shape[0],
+        *problem.weights.down_EHI.stride(),
+        problem.weights.down_EHI.shape[0],
         hidden,
         intermediate,
         K=expert_TK.shape[1],

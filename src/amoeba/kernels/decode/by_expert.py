@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.backends.operator import Problem
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.tiles import activate, bias_or, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.problem import Problem
 
 # A program by expert finds its chunk's slots by comparing ranks with ids, this many pairs at once. More take registers
 # from the products, and with them programs from an SM: by Triton 3.6's compiler for sm_90, 16 ranks x 512 ids need 180
@@ -31,15 +31,15 @@ COMBINE_TILE = 2048
 
 def up_by_expert(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
     (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
-    num_experts = problem.gate_up_EJH.shape[0]
-    bias_EJ, has_bias = bias_or(x_TH, problem.gate_up_bias_EJ)
+    num_experts = problem.weights.gate_up_EJH.shape[0]
+    bias_EJ, has_bias = bias_or(x_TH, problem.weights.gate_up_bias_EJ)
     _up_by_expert[(min(slots, num_experts) * cdiv(intermediate, tile.columns),)](
         x_TH,
         expert_TK,
-        problem.gate_up_EJH,
+        problem.weights.gate_up_EJH,
         bias_EJ,
         a_NI,
-        *problem.gate_up_EJH.stride(),
+        *problem.weights.gate_up_EJH.stride(),
         num_experts,
         hidden,
         intermediate,
@@ -54,8 +54,8 @@ def up_by_expert(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor
         HAS_BIAS=has_bias,
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden % tile.depth == 0,
-        INTERLEAVED=problem.activation.interleaved,
-        **constants(problem.activation),
+        INTERLEAVED=problem.weights.activation.interleaved,
+        **constants(problem.weights.activation),
         num_stages=tile.stages,
         num_warps=tile.warps,
     )
@@ -63,15 +63,15 @@ def up_by_expert(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor
 
 def down_by_expert(problem: Problem, a_NI: Tensor, expert_TK: Tensor, y_NH: Tensor, chosen: Configuration) -> None:
     (slots, hidden), intermediate, tile = y_NH.shape, a_NI.shape[1], chosen.down
-    num_experts = problem.down_EHI.shape[0]
-    bias_EH, has_bias = bias_or(a_NI, problem.down_bias_EH)
+    num_experts = problem.weights.down_EHI.shape[0]
+    bias_EH, has_bias = bias_or(a_NI, problem.weights.down_bias_EH)
     _down_by_expert[(min(slots, num_experts) * cdiv(hidden, tile.columns),)](
         a_NI,
         expert_TK,
-        problem.down_EHI,
+        problem.weights.down_EHI,
         bias_EH,
         y_NH,
-        *problem.down_EHI.stride(),
+        *problem.weights.down_EHI.stride(),
         num_experts,
         hidden,
         intermediate,

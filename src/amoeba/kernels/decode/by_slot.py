@@ -12,24 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.backends.operator import Problem
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.tiles import activate, bias_or, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import cdiv, quick
+from amoeba.problem import Problem
 
 
 def up_by_slot(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
     (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
-    bias_EJ, has_bias = bias_or(x_TH, problem.gate_up_bias_EJ)
+    bias_EJ, has_bias = bias_or(x_TH, problem.weights.gate_up_bias_EJ)
     _up_by_slot[(slots * cdiv(intermediate, tile.columns),)](
         x_TH,
         expert_TK,
-        problem.gate_up_EJH,
+        problem.weights.gate_up_EJH,
         bias_EJ,
         a_NI,
-        *problem.gate_up_EJH.stride(),
-        problem.gate_up_EJH.shape[0],
+        *problem.weights.gate_up_EJH.stride(),
+        problem.weights.gate_up_EJH.shape[0],
         hidden,
         intermediate,
         expert_TK.shape[1],
@@ -39,9 +39,9 @@ def up_by_slot(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, 
         HAS_BIAS=has_bias,
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden % tile.depth == 0,
-        INTERLEAVED=problem.activation.interleaved,
+        INTERLEAVED=problem.weights.activation.interleaved,
         OVERLAP=chosen.overlap,
-        **constants(problem.activation),
+        **constants(problem.weights.activation),
         num_warps=tile.warps,
     )
 
@@ -50,16 +50,16 @@ def down_by_token(
     problem: Problem, a_NI: Tensor, expert_TK: Tensor, weight_TK: Tensor, y_TH: Tensor, chosen: Configuration
 ) -> None:
     (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
-    bias_EH, has_bias = bias_or(y_TH, problem.down_bias_EH)
+    bias_EH, has_bias = bias_or(y_TH, problem.weights.down_bias_EH)
     _down_by_token[(tokens * cdiv(hidden, tile.columns),)](
         a_NI,
         expert_TK,
         weight_TK,
-        problem.down_EHI,
+        problem.weights.down_EHI,
         bias_EH,
         y_TH,
-        *problem.down_EHI.stride(),
-        problem.down_EHI.shape[0],
+        *problem.weights.down_EHI.stride(),
+        problem.weights.down_EHI.shape[0],
         hidden,
         intermediate,
         K=expert_TK.shape[1],

@@ -1,0 +1,101 @@
+"""What a backend is: a name, the kinds of weights it serves, the reason why it cannot serve a request, and `run`.
+
+class Halves(PassesBackend):
+    name, summary, kinds = "halves", "both halves, one after the other", (HalvedExperts,)
+
+    def why_not(self, request): return None
+    def forward(self, problem, save): ...                        # y_TH, saved
+    def backward(self, problem, saved, dy_TH, needs): ...        # Gradients
+
+amoeba.register_backend(Halves())
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from amoeba.backends.experts_operator import ExpertsOperator, SavedRows
+from amoeba.problem import Gradients, Needs, Problem, Save
+from amoeba.routing import Routing
+from amoeba.weights import AnyExperts, LoraFactors
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One call of the seam, as a backend sees it.
+
+    lora:      low-rank updates of the projections.
+    recompute: save x alone for backward and compute the up projection again there.
+    """
+
+    x_TH: Tensor
+    routing: Routing
+    weights: AnyExperts
+    lora: LoraFactors | None = None
+    recompute: bool = False
+
+
+class Backend(ABC):
+    """One way to compute experts.
+
+    kinds:           the kinds of weights it serves; of others it is not asked.
+    preference:      among the backends of a kind the highest that has no reason against a request is chosen.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    kinds: ClassVar[tuple[type, ...]]
+
+    def preference(self, device: torch.device) -> int:
+        """device: where the weights are."""
+        return 0
+
+    @abstractmethod
+    def why_not(self, request: Request) -> str | None:
+        """Why it cannot serve this request, as the rest of a sentence that begins with its name; or None."""
+
+    @abstractmethod
+    def run(self, request: Request) -> Tensor:
+        """y_TH, differentiable."""
+
+
+class PassesBackend(Backend):
+    """A backend made of a forward and a backward (see `ExpertsOperator`), for one kind of weights.
+
+    operator_name: of `torch.ops.amoeba`; the backend's own name, unless it is taken.
+    traced:        what forward saves in a traced graph; None: backward calls forward again there.
+    """
+
+    operator_name: ClassVar[str | None] = None
+    traced: ClassVar[SavedRows | None] = None
+
+    def __init__(self) -> None:
+        (kind,) = self.kinds
+        name = self.operator_name or self.name
+        self.operator = ExpertsOperator(name, kind, self.forward, self.backward, traced=self.traced)
+
+    @abstractmethod
+    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Any]:
+        """y_TH, and what backward needs where save is "h"."""
+
+    @abstractmethod
+    def backward(self, problem: Problem, saved: Any, dy_TH: Tensor, needs: Needs) -> Gradients:
+        """saved: as forward gave it, or None where save was not "h"."""
+
+    def prepared(self, problem: Problem, gradient: bool) -> Problem:
+        """Before the pass, and seen by autograd: factors in the dtype of the weights."""
+        if problem.lora is None:
+            return problem
+        return problem._replace(lora=problem.lora.to(problem.weights.dtype))
+
+    def run(self, request: Request) -> Tensor:
+        routing = request.routing
+        problem = Problem(request.x_TH, routing.expert_TK, routing.weight_TK, request.weights, request.lora)
+        gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in problem.tensors())
+        save: Save = "nothing" if not gradient else "inputs" if request.recompute else "h"
+        return self.operator(self.prepared(problem, gradient), save)

@@ -1,0 +1,377 @@
+"""Sorted rows by our own kernels: plain Triton, or Gluon on Hopper. The rows of `triton`.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+Rows are gathered as the products load them, so `gather` and `x` copy nothing; the routing weights enter in `combine`,
+in fp32. With LoRA factors the up projection and dA' are not fused with the activation, their low-rank terms come
+between.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from amoeba.backends import low_rank
+from amoeba.backends.low_rank import ByToken, RowProducts, Rows
+from amoeba.backends.sorted_rows import ActivationGradients, SortedRows
+from amoeba.cpu.pointers import place_of
+from amoeba.kernels import activation_backward_product, grouped_product, weight_gradient
+from amoeba.kernels.activate import activate, activate_backward
+from amoeba.kernels.combine import combine, slot_gradient
+from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
+from amoeba.kernels.sort import sort_rows
+from amoeba.problem import Problem, Saved
+
+# What H and I have to be multiples of in the kernels for Hopper.
+HOPPER_WIDTH = 64
+
+
+class TritonRows(SortedRows):
+    """Plain Triton: any dtype, any strides, any GPU that Triton serves, and the interpreter."""
+
+    def __init__(self, problem: Problem, order_N: Tensor, slot_row_N: Tensor, offs_E: Tensor) -> None:
+        self.problem = problem
+        self.order_N, self.slot_row_N, self.offs_E = order_N, slot_row_N, offs_E  # int32, see `amoeba.layout.Layout`
+
+    @classmethod
+    def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
+        problem = with_plain_rows(problem)
+        maps = sort_rows(problem.expert_TK, problem.weights.num_experts) if saved is None else saved[1:]
+        if why_not_hopper(problem) is not None:
+            return TritonRows(problem, *maps)
+        return HopperRows(problem._replace(x_TH=_in_whole_pieces(problem.x_TH)), *maps)
+
+    def save(self, h_NJ: Tensor) -> Saved:
+        return Saved(h_NJ, self.order_N, self.slot_row_N, self.offs_E)
+
+    def gather(self, rows_TH: Tensor) -> ByToken:
+        return ByToken(rows_TH)
+
+    @property
+    def x(self) -> ByToken:
+        return ByToken(self.problem.x_TH)
+
+    @property
+    def thin(self) -> RowProducts:
+        return self
+
+    @property
+    def top_k(self) -> int:
+        return self.problem.expert_TK.shape[1]
+
+    def new_rows(self, width: int) -> Tensor:
+        x_TH = self.problem.x_TH
+        return torch.empty((self.problem.rows, width), dtype=x_TH.dtype, device=x_TH.device)
+
+    def hidden(self) -> Tensor:
+        h_NJ, _ = self.up(True)
+        assert h_NJ is not None
+        return h_NJ
+
+    def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
+        weights = self.problem.weights
+        apart = self._activates_apart()
+        h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if want_h or apart else None
+        a_NI = self.new_rows(weights.intermediate)
+        if h_NJ is not None and apart:
+            self._multiply_x(h_NJ)
+            low_rank.add_to_h(self.problem, self.thin, self.x, h_NJ)
+            activate(h_NJ, weights.activation, a_NI, self.offs_E)
+        else:
+            self._multiply_x_and_activate(h_NJ, a_NI)
+        return h_NJ, a_NI
+
+    def _activates_apart(self) -> bool:
+        return self.problem.lora is not None
+
+    def _multiply_x(self, h_NJ: Tensor) -> None:
+        """h = gathered x · gate_upᵀ + bias."""
+        weights = self.problem.weights
+        grouped_product.multiply_rows(
+            self.problem.x_TH,
+            weights.gate_up_EJH.transpose(1, 2),
+            self.offs_E,
+            h_NJ,
+            order_N=self.order_N,
+            top_k=self.top_k,
+            bias_EO=weights.gate_up_bias_EJ,
+        )
+
+    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor) -> None:
+        weights = self.problem.weights
+        grouped_product.multiply_rows_activated(
+            self.problem.x_TH,
+            weights.gate_up_EJH,
+            self.offs_E,
+            weights.activation,
+            h_NJ,
+            a_NI,
+            order_N=self.order_N,
+            top_k=self.top_k,
+            bias_EJ=weights.gate_up_bias_EJ,
+        )
+
+    def down(self, a_NI: Tensor) -> Tensor:
+        y_NH = self.new_rows(self.problem.weights.hidden)
+        self._multiply_a(a_NI, y_NH)
+        low_rank.add_to_y(self.problem, self.thin, a_NI, y_NH)
+        return y_NH
+
+    def _multiply_a(self, a_NI: Tensor, y_NH: Tensor) -> None:
+        weights = self.problem.weights
+        matrix_EIH = weights.down_EHI.transpose(1, 2)
+        grouped_product.multiply_rows(a_NI, matrix_EIH, self.offs_E, y_NH, bias_EO=weights.down_bias_EH)
+
+    def combine(self, rows_NH: Tensor, *, weighted: bool) -> Tensor:
+        out_TH = torch.empty_like(self.problem.x_TH)
+        weight_TK = self.problem.weight_TK if weighted else None
+        combine(rows_NH, self.slot_row_TK, weight_TK, out_TH)
+        return out_TH
+
+    @property
+    def slot_row_TK(self) -> Tensor:
+        return self.slot_row_N.view_as(self.problem.expert_TK)
+
+    def activation_backward(
+        self, dy: Rows, h_NJ: Tensor, want_scaled_a: bool, *, overwrite_h: bool
+    ) -> ActivationGradients:
+        dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
+        return self._activation_backward(_rows_of_tokens(dy), h_NJ, dh_NJ, want_scaled_a)
+
+    def _activation_backward(
+        self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
+    ) -> ActivationGradients:
+        if self.problem.lora is not None:
+            return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, want_scaled_a)
+        weights = self.problem.weights
+        scaled_a_NI = self.new_rows(weights.intermediate) if want_scaled_a else None
+        ds_N = activation_backward_product.down_backward(
+            dy_TH,
+            weights.down_EHI,
+            self.offs_E,
+            h_NJ,
+            self.problem.weight_TK,
+            weights.activation,
+            dh_NJ,
+            scaled_a_NI,
+            self.order_N,
+            top_k=self.top_k,
+        )
+        return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
+
+    def _activation_backward_in_steps(
+        self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
+    ) -> ActivationGradients:
+        problem = self.problem
+        da_NI = self.new_rows(problem.weights.intermediate)
+        self._multiply_dy(dy_TH, da_NI)
+        dlow_NR = low_rank.add_to_da(problem, self.thin, ByToken(dy_TH), da_NI)
+        scaled_a_NI = da_NI if want_scaled_a else None
+        activation = problem.weights.activation
+        ds_N = activate_backward(
+            da_NI, h_NJ, problem.weight_TK, self.order_N, activation, dh_NJ, scaled_a_NI, self.offs_E
+        )
+        return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, dlow_NR)
+
+    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor) -> None:
+        """dA' = gathered dy · down."""
+        matrix = self.problem.weights.down_EHI
+        grouped_product.multiply_rows(dy_TH, matrix, self.offs_E, da_NI, order_N=self.order_N, top_k=self.top_k)
+
+    def slot_gradient(self, ds_N: Tensor, dy: Rows) -> Tensor:
+        problem, bias_EH = self.problem, self.problem.weights.down_bias_EH
+        through_bias = None if bias_EH is None else bias_dot(_rows_of_tokens(dy), bias_EH, problem.expert_TK)
+        d_weight = torch.empty_like(problem.weight_TK, memory_format=torch.contiguous_format)
+        slot_gradient(ds_N, self.slot_row_TK, through_bias, d_weight)
+        return d_weight
+
+    def bias_gradient(self, grad: Rows, bias_EO: Tensor, *, weighted: bool) -> Tensor:
+        gradient = torch.empty_like(bias_EO)
+        if not weighted:
+            assert isinstance(grad, Tensor)
+            sum_per_expert(grad, self.offs_E, gradient)
+        else:
+            weight_TK = self.problem.weight_TK
+            sum_per_expert(
+                _rows_of_tokens(grad), self.offs_E, gradient, order_N=self.order_N, weight_TK=weight_TK, by_token=True
+            )
+        return gradient
+
+    def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
+        dx_NH = self.new_rows(self.problem.weights.hidden)
+        self._multiply_dh(dh_NJ, dx_NH)
+        return dx_NH
+
+    def _multiply_dh(self, dh_NJ: Tensor, dx_NH: Tensor) -> None:
+        grouped_product.multiply_rows(dh_NJ, self.problem.weights.gate_up_EJH, self.offs_E, dx_NH)
+
+    def multiply(self, rows: Rows, matrix_EIO: Tensor) -> Tensor:
+        out_NO = self.new_rows(matrix_EIO.shape[2])
+        rows, order_N = self._gathered(rows)
+        top_k = self.top_k if order_N is not None else 1
+        grouped_product.multiply_rows(rows, matrix_EIO, self.offs_E, out_NO, order_N=order_N, top_k=top_k)
+        return out_NO
+
+    def add_product(self, rows_NI: Tensor, matrix_EIO: Tensor, out_NO: Tensor) -> None:
+        out_NO += self.multiply(rows_NI, matrix_EIO)
+
+    def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
+        gradient = torch.empty_like(weight_EOI)
+        grad, left_order_N = self._gathered(grad)
+        rows, right_order_N = self._gathered(rows)
+        return weight_gradient.weight_gradient(
+            grad,
+            rows,
+            self.offs_E,
+            gradient,
+            left_order_N=left_order_N,
+            right_order_N=right_order_N,
+            top_k=self.top_k,
+            heaviest_E=self.heaviest_E,
+        )
+
+    def _gathered(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        return (rows.rows_TW, self.order_N) if isinstance(rows, ByToken) else (rows, None)
+
+    @cached_property
+    def heaviest_E(self) -> Tensor:
+        return weight_gradient.heaviest_first(self.offs_E)
+
+
+class HopperRows(TritonRows):
+    """Gluon's kernels. dA' is written before its activation is taken back: fused into one kernel the two took 1.9 ms
+    where one after the other takes 1.2 + 0.6 (H200, T=32768 H=2048 I=768 E=128 K=8, 2026-11-15)."""
+
+    def gather(self, rows_TH: Tensor) -> ByToken:
+        return ByToken(_in_whole_pieces(rows_TH))
+
+    @cached_property
+    def thin(self) -> RowProducts:
+        return _ThinRows(self)
+
+    def _activates_apart(self) -> bool:
+        weights = self.problem.weights
+        return self.problem.lora is not None or weights.activation.interleaved or weights.gate_up_EJH.stride(2) != 1
+
+    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor) -> None:
+        from amoeba.kernels.hopper import product
+
+        weights = self.problem.weights
+        product.up(
+            self.problem.x_TH,
+            self.order_N,
+            self.top_k,
+            weights.gate_up_EJH,
+            self.table,
+            weights.activation,
+            a_NI,
+            h_NJ=h_NJ,
+            bias_EJ=weights.gate_up_bias_EJ,
+        )
+
+    def _multiply_x(self, h_NJ: Tensor) -> None:
+        weights = self.problem.weights
+        self._multiply(self.problem.x_TH, weights.gate_up_EJH, h_NJ, by_token=True, bias_EO=weights.gate_up_bias_EJ)
+
+    def _multiply_a(self, a_NI: Tensor, y_NH: Tensor) -> None:
+        self._multiply(a_NI, self.problem.weights.down_EHI, y_NH, bias_EO=self.problem.weights.down_bias_EH)
+
+    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor) -> None:
+        self._multiply(dy_TH, self.problem.weights.down_EHI.transpose(1, 2), da_NI, by_token=True)
+
+    def _multiply_dh(self, dh_NJ: Tensor, dx_NH: Tensor) -> None:
+        self._multiply(dh_NJ, self.problem.weights.gate_up_EJH.transpose(1, 2), dx_NH)
+
+    def _multiply(
+        self, rows: Tensor, matrix_EOI: Tensor, out_NO: Tensor, *, by_token: bool = False, bias_EO: Tensor | None = None
+    ) -> None:
+        from amoeba.kernels.hopper import product
+
+        if by_token:
+            order_N, top_k = self.order_N, self.top_k
+            product.multiply(rows, matrix_EOI, self.table, out_NO, order_N=order_N, top_k=top_k, bias_EO=bias_EO)
+        else:
+            product.multiply(rows, matrix_EOI, self.table, out_NO, bias_EO=bias_EO)
+
+    def _activation_backward(
+        self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
+    ) -> ActivationGradients:
+        return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, want_scaled_a)
+
+    def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
+        from amoeba.kernels.hopper import gradient as gradients
+
+        gradient = torch.empty_like(weight_EOI)
+        # the kernel gathers its left side and writes (left, right)
+        if isinstance(grad, ByToken):
+            left, right, out = grad, rows, gradient
+        else:
+            left, right, out = rows, grad, gradient.transpose(1, 2)  # type: ignore[assignment]
+        assert isinstance(right, Tensor)
+        gradients.weight_gradient(
+            _rows_of_tokens(left), self.order_N, self.top_k, right, self.offs_E, self.heaviest_E, out
+        )
+        return gradient
+
+    @cached_property
+    def table(self) -> Tensor:
+        from amoeba.kernels.hopper import product
+
+        return product.tile_table(self.offs_E, self.problem.rows)
+
+
+class _ThinRows(TritonRows):
+    """The products with LoRA factors on Hopper, of any rank: by plain Triton."""
+
+    def __init__(self, of: TritonRows) -> None:
+        super().__init__(of.problem, of.order_N, of.slot_row_N, of.offs_E)
+        self._of = of
+
+    @cached_property
+    def heaviest_E(self) -> Tensor:
+        return self._of.heaviest_E
+
+
+def _rows_of_tokens(rows: Rows) -> Tensor:
+    assert isinstance(rows, ByToken)
+    return rows.rows_TW
+
+
+def with_plain_rows(problem: Problem) -> Problem:
+    """The rows of x contiguous in themselves, the small tensors as a whole."""
+    x_TH, weights = problem.x_TH, problem.weights
+    gate_up_bias, down_bias = weights.gate_up_bias_EJ, weights.down_bias_EH
+    if not all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias)):
+        biases = (None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
+        weights = weights.unchecked(weights.gate_up_EJH, weights.down_EHI, *biases, weights.activation)
+    return problem._replace(
+        x_TH=x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(),
+        weight_TK=problem.weight_TK.contiguous(),
+        expert_TK=problem.expert_TK.contiguous(),
+        weights=weights,
+    )
+
+
+def _in_whole_pieces(rows_TH: Tensor) -> Tensor:
+    """A copy, unless the compiler can see that 16 bytes at a time may be read: from the address and the row stride."""
+    whole = rows_TH.stride(1) == 1 and rows_TH.stride(0) % 16 == 0 and place_of(rows_TH) % 16 == 0
+    return rows_TH if whole else rows_TH.clone(memory_format=torch.contiguous_format)
+
+
+def why_not_hopper(problem: Problem) -> str | None:
+    """The reason why plain Triton computes the products instead."""
+    x_TH = problem.x_TH
+    if x_TH.device.type != "cuda" or torch.cuda.get_device_capability(x_TH.device)[0] != 9:
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if x_TH.dtype not in (torch.bfloat16, torch.float16):
+        return f"multiplies bf16 and fp16, x is {x_TH.dtype}"
+    for name, width in (("H", x_TH.shape[1]), ("I", problem.weights.down_EHI.shape[2])):
+        if width % HOPPER_WIDTH:
+            return f"needs {name} to be a multiple of {HOPPER_WIDTH}, it is {width}"
+    for name, weight in (("gate_up", problem.weights.gate_up_EJH), ("down", problem.weights.down_EHI)):
+        if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()) or place_of(weight) % 16:
+            return f"needs {name} in one piece, its strides are {weight.stride()}"
+    return None

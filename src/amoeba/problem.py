@@ -1,0 +1,126 @@
+"""What a backend computes with and what it gives back, below backends and kernels alike.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+    y_TH, saved = forward(problem, save="h")
+    gradients = backward(problem, saved, dy_TH, needs)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amoeba.layout import Layout, build_layout
+from amoeba.weights import LORA_NAMES, LoraFactors
+
+# What forward saves for backward: h and how the rows were sorted; nothing beyond the inputs, which autograd keeps, so
+# that backward computes h again; or nothing, since there will be no backward.
+Save = Literal["h", "inputs", "nothing"]
+
+
+class Problem(NamedTuple):
+    """All that goes into the experts of one layer in one pass."""
+
+    x_TH: Tensor
+    expert_TK: Tensor
+    weight_TK: Tensor
+    weights: Any  # a kind of weights, which its backends know: for most of them ExpertWeights
+    lora: LoraFactors | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.expert_TK.shape[0] * self.expert_TK.shape[1]
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of an operator's arguments: x, ids and weights of the routing, the kind's own, the factors."""
+        factors = _NO_FACTORS if self.lora is None else self.lora.six()
+        return (*self[:3], *self.weights.tensors(), *factors)
+
+    def differentiable(self) -> dict[str, Tensor | None]:
+        """By the names of `Needs`, those that can have a gradient."""
+        of_weights = zip(self.weights.operands(), self.weights.tensors(), strict=False)
+        factors = _NO_FACTORS if self.lora is None else self.lora.six()
+        return {
+            "x": self.x_TH,
+            "weight": self.weight_TK,
+            **{operand.name: tensor for operand, tensor in of_weights if operand.differentiable},
+            **dict(zip(LORA_NAMES, factors, strict=True)),
+        }
+
+
+_NO_FACTORS = (None,) * len(LORA_NAMES)
+
+
+class Saved(NamedTuple):
+    """What forward saves for backward where rows are sorted: h and the maps of the rows.
+
+    The maps are empty where a backend sorts again in backward.
+    """
+
+    h_NJ: Tensor
+    order_N: Tensor
+    slot_row_N: Tensor
+    offs_E: Tensor
+
+    @staticmethod
+    def of(h_NJ: Tensor, layout: Layout) -> Saved:
+        return Saved(h_NJ, layout.order_N, layout.slot_row_N, layout.offs_E)
+
+    @staticmethod
+    def without_maps(h_NJ: Tensor, map_dtype: torch.dtype = torch.int64) -> Saved:
+        dtypes = (map_dtype, map_dtype, torch.int32)
+        return Saved(h_NJ, *(h_NJ.new_empty(0, dtype=dtype) for dtype in dtypes))
+
+    def layout(self, top_k: int) -> Layout:
+        return Layout(self.order_N, self.slot_row_N, self.offs_E, self.order_N, top_k)
+
+
+def layout_of(problem: Problem, saved: Saved | None) -> Layout:
+    if saved is None:
+        return build_layout(problem.expert_TK, problem.weights.num_experts)
+    return saved.layout(problem.expert_TK.shape[1])
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    x: bool
+    weight: bool
+    gate_up: bool = False
+    down: bool = False
+    gate_up_bias: bool = False
+    down_bias: bool = False
+    gate_lora_a: bool = False
+    gate_lora_b: bool = False
+    up_lora_a: bool = False
+    up_lora_b: bool = False
+    down_lora_a: bool = False
+    down_lora_b: bool = False
+
+
+class Gradients(NamedTuple):
+    """By the names of `Needs`, those that were asked for."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate_lora_a: Tensor | None = None
+    gate_lora_b: Tensor | None = None
+    up_lora_a: Tensor | None = None
+    up_lora_b: Tensor | None = None
+    down_lora_a: Tensor | None = None
+    down_lora_b: Tensor | None = None
+
+    @staticmethod
+    def zeros(problem: Problem, needs: Needs) -> Gradients:
+        """What no routed rows at all give."""
+        sources = problem.differentiable().items()
+        wanted = {name: source for name, source in sources if source is not None and getattr(needs, name)}
+        nothing = {"x": None, "weight": None}
+        return Gradients(**nothing | {name: torch.zeros_like(source) for name, source in wanted.items()})
