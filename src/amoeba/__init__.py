@@ -14,42 +14,60 @@ from amoeba._version import __version__
 
 if TYPE_CHECKING:
     from amoeba import lora
+    from amoeba.backends.backend import Backend, PassesBackend, Request
+    from amoeba.backends.registry import explain, register_backend
     from amoeba.config import Activation, MoEConfig, RouterConfig
     from amoeba.cpu.packed_experts import pack_experts
     from amoeba.experts import experts
     from amoeba.integrations.placement import place_experts as place_experts
     from amoeba.layer import MoE
+    from amoeba.placement import Placement
+    from amoeba.placements import register_placement
     from amoeba.routing import Routing, route
     from amoeba.weights import ExpertWeights, LoraFactors
 
 # place_experts is not among them: it needs transformers, and `from amoeba import *` should need torch alone.
 __all__ = [
     "Activation",
+    "Backend",
     "ExpertWeights",
     "LoraFactors",
     "MoE",
     "MoEConfig",
+    "PassesBackend",
+    "Placement",
+    "Request",
     "RouterConfig",
     "Routing",
     "__version__",
     "experts",
+    "explain",
     "lora",
     "pack_experts",
     "register",
+    "register_backend",
+    "register_placement",
     "route",
 ]
 
 _HOME = {
     "Activation": "amoeba.config",
+    "Backend": "amoeba.backends.backend",
     "ExpertWeights": "amoeba.weights",
     "LoraFactors": "amoeba.weights",
     "MoE": "amoeba.layer",
     "MoEConfig": "amoeba.config",
     "RouterConfig": "amoeba.config",
     "Routing": "amoeba.routing",
+    "PassesBackend": "amoeba.backends.backend",
+    "Placement": "amoeba.placement",
+    "Request": "amoeba.backends.backend",
     "experts": "amoeba.experts",
+    "explain": "amoeba.backends.registry",
     "pack_experts": "amoeba.cpu.packed_experts",
     "place_experts": "amoeba.integrations.placement",
+    "register_backend": "amoeba.backends.registry",
+    "register_placement": "amoeba.placements",
     "route": "amoeba.routing",
 }
 

@@ -98,7 +98,7 @@ def bench(
     ] = None,
     ours: Annotated[
         list[str] | None,
-        typer.Option("--ours", help='Of ours this one, as the table calls it ("packed bf16"). May be repeated.'),
+        typer.Option("--ours", help='Of ours this one, as the table calls it ("cpu-bf16"). May be repeated.'),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")] = None,
     json: Json = False,

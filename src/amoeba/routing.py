@@ -23,6 +23,7 @@ from torch.nn import functional
 from amoeba.backends import fused_router
 from amoeba.config import RouterConfig
 from amoeba.errors import bad_value
+from amoeba.torch_internals import inside_backward
 
 # DeepSeek-V3 in transformers divides sigmoid scores by their sum plus this
 DENOMINATOR_FLOOR = 1e-20
@@ -426,8 +427,7 @@ def record_routing(
     steps: Tensor,
 ) -> None:
     """An operator of its own so that the question below is asked at run time, also in compiled graphs."""
-    inside_backward = torch._C._current_graph_task_id() != -1
-    if inside_backward:  # activation checkpointing runs the forward a second time
+    if inside_backward():  # activation checkpointing runs the forward a second time
         return
     num_experts = load_E.shape[0]
     load_E += _count(expert_TK.reshape(1, -1), num_experts)[0]

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
-from amoeba.operands import Operand, operands_of, rebuilt, values_of
+from amoeba.operands import Operand, operands_of
+
+_ACTIVATION_FIELDS = tuple(operand.name for operand in operands_of(Activation))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,7 @@ class ExpertWeights:
         return self.gate_up_EJH, self.down_EHI, self.gate_up_bias_EJ, self.down_bias_EH
 
     def constants(self) -> tuple[Any, ...]:
-        return values_of(self.activation)
+        return tuple(getattr(self.activation, name) for name in _ACTIVATION_FIELDS)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> ExpertWeights:
@@ -133,7 +135,7 @@ class ExpertWeights:
 
 @functools.lru_cache
 def _activation(constants: tuple[Any, ...]) -> Activation:
-    return rebuilt(Activation, constants)
+    return Activation(*constants)
 
 
 class AnyExperts(Protocol):

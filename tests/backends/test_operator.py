@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from amoeba import Activation, Routing, experts
-from amoeba.backends import registry
+from amoeba.backends import grouped
 from amoeba.backends.composed import experts_composed
 from amoeba.layout import build_layout
 from amoeba.proof.reference.experts import activate
@@ -162,7 +162,7 @@ class TestAutocast:
     @pytest.mark.parametrize("name", ["auto", "eager", "grouped"])
     def test_bf16_out_and_fp32_gradients(self, name, monkeypatch):
         # grouped leaves bf16 to eager on CPUs that only emulate it; asked for, it is right all the same
-        monkeypatch.setattr(registry, "has_bf16_instructions", lambda: True)
+        monkeypatch.setattr(grouped, "has_bf16_instructions", lambda: True)
         layer = Layer()
         expected = layer.gradients("eager")
         with torch.autocast("cpu", dtype=torch.bfloat16):

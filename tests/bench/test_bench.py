@@ -392,7 +392,7 @@ class TestLora:
     def test_packed_experts_and_the_loop_are_timed_beside_our_backends(self):
         (report,) = run_suite([self.shape], CPU, [torch.float32], ["training"], repeats=1)
         timed = {m.implementation for m in report.measurements if m.status == "timed"}
-        assert {"amoeba packed bf16", "amoeba packed int8", "amoeba in float32", LOOP, f"{LOOP} in float32"} <= timed
+        assert {"amoeba cpu-bf16", "amoeba cpu-int8", "amoeba in float32", LOOP, f"{LOOP} in float32"} <= timed
         assert report.dtype == torch.bfloat16
         assert report.flops == 2 * cost.forward_flops(rows=self.shape.rows, hidden=64, intermediate=32)
         assert not [m.reason for m in report.measurements if m.status == "refused"]
@@ -401,8 +401,8 @@ class TestLora:
         shape = Shape("decode", tokens=1, hidden=64, intermediate=32, experts=6, top_k=2, forward_only=True)
         (report,) = run_suite([shape], CPU, [torch.bfloat16], ["forward"], repeats=1, peers=())
         timed = {m.implementation: m for m in report.measurements if m.status == "timed"}
-        assert {"amoeba packed bf16", "amoeba packed int8", "amoeba in float32"} <= set(timed)
-        read = [timed[f"amoeba {name}"] for name in ("packed int8", "packed bf16", "in float32")]
+        assert {"amoeba cpu-bf16", "amoeba cpu-int8", "amoeba in float32"} <= set(timed)
+        read = [timed[f"amoeba {name}"] for name in ("cpu-int8", "cpu-bf16", "in float32")]
         assert [round(m.weight_bytes_per_second * m.median_ms / 1e3 / report.weight_bytes, 6) for m in read] == [
             0.5,
             1,
@@ -412,14 +412,14 @@ class TestLora:
     def test_int8_has_its_own_tolerance_and_is_refused_beyond_it(self, monkeypatch):
         monkeypatch.setitem(implementations_module.INT8_TOLERANCE, "gradient", 1e-4)
         (report,) = run_suite([self.shape], CPU, [torch.bfloat16], ["training"], repeats=1)
-        (int8,) = (m for m in report.measurements if m.implementation == "amoeba packed int8")
+        (int8,) = (m for m in report.measurements if m.implementation == "amoeba cpu-int8")
         assert int8.status == "refused" and "x " in int8.reason and "output" not in int8.reason
 
     def test_what_does_not_fit_is_left_out_with_the_sizes(self, monkeypatch):
         monkeypatch.setattr(implementations_module, "available_memory", lambda device: 1000)
         found, left_out = implementations(make_workload(self.shape, CPU, torch.bfloat16), training=True)
-        assert "GiB are free" in left_out["amoeba packed bf16"]
-        assert not [candidate for candidate in found if "packed" in candidate.name]
+        assert "GiB are free" in left_out["amoeba cpu-bf16"]
+        assert not [candidate for candidate in found if "cpu-" in candidate.name]
 
 
 @pytest.mark.gpu

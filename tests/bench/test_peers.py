@@ -105,13 +105,13 @@ def test_of_ours_only_those_that_were_asked_for():
     workload = make_workload(TINY, CPU, torch.bfloat16, training=False)
     found, left_out = implementations(workload, training=True, peers=["loop"], ours=["eager", "in float32"])
     assert [each.name for each in found if each.ours] == ["amoeba eager", "amoeba in float32"]
-    assert left_out["amoeba packed bf16"] == left_out["amoeba cpu"] == "was not asked for"
+    assert left_out["amoeba cpu-bf16"] == left_out["amoeba cpu"] == "was not asked for"
     assert [each.name for each in found if not each.ours] == ["torch loop", "torch loop in float32"]
 
 
 def test_the_command_line_says_who_took_part():
-    words = command_line([SHAPES["lora_small"]], CPU, [torch.bfloat16], "training", 3, ["loop"], ["packed bf16"])
-    assert words.endswith("--peer loop --ours 'packed bf16'")
+    words = command_line([SHAPES["lora_small"]], CPU, [torch.bfloat16], "training", 3, ["loop"], ["cpu-bf16"])
+    assert words.endswith("--peer loop --ours cpu-bf16")
     assert choose_peers(["kt_kernel"]) == ("kt_kernel",)
     with pytest.raises(ValueError, match="kt_kernel"):
         choose_peers(["kt"])
@@ -123,5 +123,5 @@ def test_a_name_of_ours_that_nobody_has_is_said(kt_kernel):
     named = {name.removeprefix("amoeba ") for name in (*(each.name for each in found), *left_out) if "amoeba" in name}
     assert choose_ours(sorted(named)) == tuple(sorted(named)), "whatever a table shows can be asked for"
     assert choose_ours([]) is None
-    with pytest.raises(ValueError, match=r"packed bf17.*Leave it out"):
-        choose_ours(["packed bf17"])
+    with pytest.raises(ValueError, match=r"cpu-bf17.*Leave it out"):
+        choose_ours(["cpu-bf17"])

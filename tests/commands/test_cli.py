@@ -31,6 +31,7 @@ from amoeba.commands.options import DTYPES
 from amoeba.commands.output import Output, strict_json
 from amoeba.commands.rich_output import RichOutput
 from amoeba.cpu.build import CoreUnavailable
+from amoeba.placements import all_placements
 from amoeba.proof import conformance
 from amoeba.proof.cases import Case
 from amoeba.weights import ExpertWeights
@@ -69,7 +70,8 @@ def test_verify_passes_and_names_every_backend_and_gradient():
     assert {row["backend"] for row in document["backends"]} == set(conformance.backend_names(torch.device("cpu")))
     for row in document["backends"]:
         if row["cases_checked"]:
-            base = set() if row["backend"] in conformance.PACKED else {"gate_up", "down", "down_bias"}
+            placed = {placement.name for placement in all_placements()}
+            base = set() if row["backend"] in placed else {"gate_up", "down", "down_bias"}
             assert {"inference", "output", "x", "weight"} | base <= set(row["worst"])
     assert "every gradient within tolerance" in result.stdout
     for name in ("eager", "float32", "bfloat16", "gate_up_bias", "tolerance"):
@@ -189,7 +191,8 @@ def test_doctor_describes_the_machine_and_every_backend():
     assert document["machine"]["cpu"]["cores"] >= 1
     assert document["versions"]["torch"] == torch.__version__
     assert document["bfloat16_on_cpu"]["computed_in"] in ("bfloat16", "float32")
-    assert (document["packed_experts"]["path"] is None) != (document["packed_experts"]["why_not"] is None)
+    assert [row["name"] for row in document["placements"]] == ["cpu-bf16", "cpu-int8"]
+    assert all((row["how"] is None) != (row["why_not"] is None) for row in document["placements"])
     names = {backend.name for backend in registry.backends_of(ExpertWeights, torch.device("cpu"))}
     assert {row["backend"] for row in document["backends"] if row["device"] == "cpu"} == names
     for row in document["backends"]:
@@ -224,10 +227,11 @@ def test_doctor_says_why_experts_cannot_be_packed(monkeypatch):
     def unavailable():
         raise CoreUnavailable("no C++ compiler was found")
 
-    monkeypatch.setattr("amoeba.commands.doctor.current_path", unavailable)
+    monkeypatch.setattr("amoeba.cpu.placements.load_packed", unavailable)
     result = invoke("doctor", "--json")
-    assert "none: no C++ compiler was found" in result.stdout
-    assert last_line(result)["packed_experts"] == {"path": None, "why_not": "no C++ compiler was found"}
+    assert "packed for the CPU in int8; not here: no C++ compiler was found" in result.stdout
+    for row in last_line(result)["placements"]:
+        assert (row["how"], row["why_not"]) == (None, "no C++ compiler was found")
 
 
 def test_bench_writes_a_document_and_refuses_to_overwrite_it(tmp_path):

@@ -52,7 +52,7 @@ print(experts(torch.randn(3, 8), Routing(torch.tensor([[0], [1], [3]]), torch.on
 
 
 def test_asking_for_the_core_by_name_without_it_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amoeba.backends.registry.why_no_core", lambda: "no C++ compiler was found")
+    monkeypatch.setattr("amoeba.backends.cpu.why_no_core", lambda: "no C++ compiler was found")
     weights = ExpertWeights(torch.randn(4, 16, 8), torch.randn(4, 8, 8))
     with pytest.raises(ValueError, match=r"no C\+\+ compiler was found"):
         experts(torch.randn(1, 8), Routing(torch.tensor([[0]]), torch.ones(1, 1)), weights, backend="cpu")

@@ -56,8 +56,8 @@ def paths(device: str) -> Iterator[Case]:
         resident = [(name, dtype) for name in ("triton", "eager") for dtype in ("bfloat16", "float16", "float32")]
         resident += [("grouped", "bfloat16"), ("eager", "float64")]
     places = [(backend, dtype, "resident", 1) for backend, dtype in resident]
-    places += [("cpu", "bfloat16", "packed-bf16", 1), ("cpu", "bfloat16", "packed-bf16", 2)]
-    places += [("cpu", "bfloat16", "packed-int8", 1)]
+    places += [("cpu", "bfloat16", "cpu-bf16", 1), ("cpu", "bfloat16", "cpu-bf16", 2)]
+    places += [("cpu", "bfloat16", "cpu-int8", 1)]
     for backend, dtype, placement, nodes in places:
         interpreted = backend == "triton" and device == "cpu"
         plain = Case(

@@ -33,7 +33,7 @@ class Case:
     seed: int
     device: str = "cpu"
     backend: str = "auto"
-    placement: str = "resident"  # or packed-bf16, packed-int8
+    placement: str = "resident"  # or cpu-bf16, cpu-int8
     nodes: int = 1  # of packed experts
     threads: int = 1
     dtype: str = "float32"
@@ -135,7 +135,7 @@ def draw(seed: int, device: str = "cpu") -> Case:
 
 
 def _where(rng: random.Random, device: str) -> dict[str, Any]:
-    placement = rng.choices(("resident", "packed-bf16", "packed-int8"), (75, 15, 10))[0]
+    placement = rng.choices(("resident", "cpu-bf16", "cpu-int8"), (75, 15, 10))[0]
     if placement != "resident":
         nodes = rng.choices((1, 2, 3), (6, 2, 1))[0]
         return {
@@ -216,7 +216,7 @@ def _expert(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
         "down_bias": bias,
     }
     # int8's scales are not exact, and an h without a bias may lie on the kink itself
-    if fields["placement"] == "packed-int8" and (limit or kind == "relu"):
+    if fields["placement"] == "cpu-int8" and (limit or kind == "relu"):
         drawn["gate_up_bias"] = True
     return drawn
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.proof.conformance import PACKED, TOLERANCE
+from amoeba.proof import conformance
+from amoeba.proof.conformance import TOLERANCE
 
 from .case import Case
 from .tensors import Made
@@ -61,8 +62,7 @@ def tolerance(case: Case, name: str, found: Tensor) -> float:
     """A gradient comes in the dtype of its tensor, which may hold less than what it was computed in."""
     if not case.packed:
         return max(TOLERANCE[case.computes_in], TOLERANCE[found.dtype])
-    row = PACKED[case.placement]
-    return row.output if name == "output" else row.gradients
+    return conformance.tolerance(case.placement, torch.bfloat16, name)
 
 
 def _meets_nan(case: Case, made: Made, name: str) -> Tensor:

@@ -37,7 +37,7 @@ def cases(device: str) -> Iterator[Case]:
         places = [(name, "bfloat16", "resident") for name in ("triton", "grouped", "eager")]
     elif current_path() > Path.GENERIC:
         places.append(("cpu", "bfloat16", "resident"))
-    places += [("cpu", "bfloat16", "packed-bf16"), ("cpu", "bfloat16", "packed-int8")]
+    places += [("cpu", "bfloat16", "cpu-bf16"), ("cpu", "bfloat16", "cpu-int8")]
     for backend, dtype, placement in places:
         yield Case(
             seed=1,

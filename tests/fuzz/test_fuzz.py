@@ -65,7 +65,7 @@ class TestCases:
         drawn = [draw(seed, device) for seed in range(3000)]
         assert {layout for case in drawn for layout in case.layouts.values()} == set(LAYOUTS) - {"plain"}
         words = {
-            "placement": {"resident", "packed-bf16", "packed-int8"},
+            "placement": {"resident", "cpu-bf16", "cpu-int8"},
             "nodes": {1, 2, 3},
             "dtype": {"float64", "float32", "bfloat16", "float16"},
             "kind": {"silu", "gelu", "gelu_tanh", "relu", "relu2"},

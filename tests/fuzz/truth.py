@@ -63,7 +63,7 @@ def _noises(case: Case, number: int) -> tuple[Noise, Noise, Noise]:
         """Far from 0, 1 + erf(h) and its like are what is left of two numbers next to each other."""
         return wide * uniform(h)
 
-    if case.placement == "packed-int8":
+    if case.placement == "cpu-int8":
         return (relative(ROUNDING[torch.bfloat16]) if case.has_kink else of_rows), of_rows, of_slope
     # sums are in fp32 at least, and a sum of n is off by some √n roundings
     summed = wide * math.sqrt(max(case.hidden, case.intermediate))

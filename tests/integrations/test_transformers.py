@@ -26,6 +26,8 @@ from transformers.integrations.moe import use_experts_implementation
 import amoeba
 import amoeba.integrations.transformers as integration
 from amoeba import Activation
+from amoeba.integrations import experts_module
+from amoeba.integrations.experts_module import ATTRIBUTE
 from tiny_models import (
     EXPERTS,
     HIDDEN,
@@ -80,7 +82,7 @@ def test_logits_and_all_gradients_equal_eager(model_type: str) -> None:
     found = model_parity(model)
     print(model_type, found)
     assert found.holds, found
-    assert {vars(module)[integration.PLAN].fused for module in experts_of(model)} == {MODELS[model_type]}
+    assert {vars(module)[ATTRIBUTE].fused for module in experts_of(model)} == {MODELS[model_type]}
 
 
 def test_unknown_gate_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +97,7 @@ def test_unknown_gate_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     found = model_parity(model)
     print(found)
     assert found.holds, found
-    assert {vars(module)[integration.PLAN].fused for module in experts_of(model)} == {None}
+    assert {vars(module)[ATTRIBUTE].fused for module in experts_of(model)} == {None}
 
 
 @pytest.mark.parametrize("model_type", GENERATING)
@@ -273,7 +275,7 @@ def test_layouts(layout: str, tokens: int, top_k: int) -> None:
     found = experts_parity(module, experts_inputs(tokens, top_k))
     print(layout, found)
     assert found.holds, found
-    assert (vars(module)[integration.PLAN].fused is None) == ("norm" in layout)
+    assert (vars(module)[ATTRIBUTE].fused is None) == ("norm" in layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -365,7 +367,7 @@ def test_what_a_module_holds_is_checked_in_its_first_call() -> None:
 
 def recognised(module: Any) -> Activation | None:
     module(*experts_inputs(tokens=3, top_k=2))
-    return vars(module)[integration.PLAN].fused
+    return vars(module)[ATTRIBUTE].fused
 
 
 ACTIVATIONS: dict[str, Activation | None] = {
@@ -544,15 +546,15 @@ def test_a_change_of_gate_is_noticed_after_forget(monkeypatch: pytest.MonkeyPatc
     module = make_experts(_swiglu)
     assert recognised(module) is not None
     monkeypatch.setattr(type(module), "_apply_gate", _up_first)
-    integration.forget(module)
+    experts_module.forget(module)
     assert recognised(module) is None
 
 
 def test_a_module_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module = make_experts(_swiglu)
     calls = []
-    original = integration._find_out
-    monkeypatch.setattr(integration, "_find_out", lambda m: calls.append(m) or original(m))
+    original = experts_module.find_out
+    monkeypatch.setattr(integration, "find_out", lambda m: calls.append(m) or original(m))
     for _ in range(3):
         recognised(module)
     assert len(calls) == 1
@@ -585,13 +587,13 @@ def test_first_call_under_any_mode(model_type: str) -> None:
         module.config._experts_implementation = "amoeba"
         with context():
             module(*inputs)
-        assert vars(module)[integration.PLAN].fused == MODELS[model_type]
+        assert vars(module)[ATTRIBUTE].fused == MODELS[model_type]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         module = build_experts(model_type, name)
         module.config._experts_implementation = "amoeba"
         assert module(*experts_inputs(tokens=3, top_k=2)).shape == (3, HIDDEN)
-    assert vars(module)[integration.PLAN].fused == MODELS[model_type]
-    assert integration._find_out(build_experts(model_type, name).to("meta")).fused == MODELS[model_type]
+    assert vars(module)[ATTRIBUTE].fused == MODELS[model_type]
+    assert experts_module.find_out(build_experts(model_type, name).to("meta")).fused == MODELS[model_type]
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
@@ -737,7 +739,7 @@ def test_bf16_on_gpu(model_type: str, tokens: int) -> None:
     exact = run_experts(copy.deepcopy(module).float(), "eager", (inputs[0].float(), index, inputs[2].float()))
     ours, eager = run_experts(module, "amoeba", inputs), run_experts(module, "eager", inputs)
     assert_close(ours, eager, 2e-2)
-    assert vars(module)[integration.PLAN].fused == MODELS[model_type]
+    assert vars(module)[ATTRIBUTE].fused == MODELS[model_type]
     if tokens >= 63:
         assert_as_accurate(ours, eager, exact)
 

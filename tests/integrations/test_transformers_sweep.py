@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-import amoeba.integrations.transformers as integration
+from amoeba.integrations.experts_module import ATTRIBUTE
 from tiny_models import build, build_experts, experts_classes, experts_inputs, experts_of, experts_parity, model_parity
 
 # Classes whose text model cannot be run on token ids alone -> why.
@@ -71,7 +71,7 @@ def _try(model_type: str, experts_class: str) -> str:
     else:
         model = build(model_type, experts_class)
         found, where, modules = model_parity(model), type(model).__name__, experts_of(model)
-    plans = [vars(module)[integration.PLAN] for module in modules if integration.PLAN in vars(module)]
+    plans = [vars(module)[ATTRIBUTE] for module in modules if ATTRIBUTE in vars(module)]
     assert plans, f"{where} never called its experts through amoeba"
     assert found.holds, f"{where}: {found}"
     how = plans[0].fused or "its own functions"

@@ -25,13 +25,14 @@ from typer.testing import CliRunner
 
 from amoeba import lora
 from amoeba.cli import app
+from amoeba.cpu import placements as cpu_placements
 from amoeba.cpu import planner as planner_module
+from amoeba.cpu.build import CoreUnavailable
 from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, pad_rows
 from amoeba.data.corpus import load_corpus
 from amoeba.data.token_rows import NO_LABEL, PackedDataset
 from amoeba.data.tokenizer import train_tokenizer
-from amoeba.integrations import placement as placement_module
-from amoeba.integrations.placement import Placed, _why_no_packing, place_experts
+from amoeba.integrations.placement import Placed, place_experts
 from amoeba.jobs.finetune import AdapterKept, finetune
 from amoeba.jobs.merge import merge
 from amoeba.jobs.settings import FinetuneSettings, load_settings, settings_of
@@ -54,7 +55,7 @@ TINY = {
     "warmup_steps": 2,
     "held_out": 0.1,
 }
-needs_engine = pytest.mark.skipif(_why_no_packing() is not None, reason=str(_why_no_packing()))
+needs_engine = pytest.mark.skipif(cpu_placements._why_not() is not None, reason=str(cpu_placements._why_not()))
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -443,11 +444,14 @@ def test_an_unknown_placement_is_refused_and_resident_changes_nothing() -> None:
 
 
 def test_packed_experts_without_a_compiler_are_refused_and_auto_keeps_them_resident(monkeypatch: Any) -> None:
-    monkeypatch.setattr(placement_module, "_why_no_packing", lambda: "no C++ compiler was found")
+    def unavailable() -> None:
+        raise CoreUnavailable("no C++ compiler was found")
+
+    monkeypatch.setattr(cpu_placements, "load_packed", unavailable)
     model = build("qwen3_moe").to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"compiles the CPU core, for cpu-int8; got no C\+\+ compiler was found"):
+    with pytest.raises(ValueError, match=r"a machine that serves cpu-int8; got no C\+\+ compiler was found"):
         place_experts(model, "cpu-int8")
-    monkeypatch.setattr(placement_module, "has_bf16_instructions", lambda: True)
+    monkeypatch.setattr(cpu_placements, "has_bf16_instructions", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert place_experts(model, "auto") == Placed("resident", "no C++ compiler was found")
 

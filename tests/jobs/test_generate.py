@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from amoeba.backends.registry import backends_of
 from amoeba.commands import generate as command
+from amoeba.cpu import placements as cpu_placements
 from amoeba.data import token_stream
 from amoeba.integrations import placement
 from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
@@ -38,7 +39,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
 GREEDY = GenerationOptions(max_new_tokens=17, temperature=0)
-needs_engine = pytest.mark.skipif(placement._why_no_packing() is not None, reason=str(placement._why_no_packing()))
+needs_engine = pytest.mark.skipif(cpu_placements._why_not() is not None, reason=str(cpu_placements._why_not()))
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -262,12 +263,13 @@ def test_a_model_without_experts_runs_as_it_is_with_the_reason(tmp_path, announc
 @needs_engine
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_experts_may_be_packed_for_the_cpu(folder, kind, monkeypatch):
-    packed, pack = [], placement.pack_experts
-    monkeypatch.setattr(placement, "pack_experts", lambda *a, **k: packed.append(k["kind"]) or pack(*a, **k))
+    packed, place = [], placement.place
+    monkeypatch.setattr(placement, "place", lambda module, chosen: packed.append(chosen.name) or place(module, chosen))
     report = run(folder, options=dataclasses.replace(GREEDY, experts=f"cpu-{kind}"))
     layers = AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers
-    assert packed == [kind] * layers
-    assert (report.placement, report.backend, report.backend_reason) == (f"cpu-{kind}", "cpu", "where they are packed")
+    assert packed == [f"cpu-{kind}"] * layers
+    assert (report.placement, report.backend) == (f"cpu-{kind}", "cpu")
+    assert "where the experts are packed" in report.backend_reason
     assert report.generated_tokens == GREEDY.max_new_tokens or report.stopped == "end of text"
 
 

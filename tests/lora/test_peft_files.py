@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import amoeba.lora.peft_files as peft_files
+from amoeba.integrations.experts_module import ExpertsLayout, layouts_of
 from amoeba.lora.adapter_config import alpha_for
-from amoeba.lora.factors import ExpertsLayout, LoraFactors, from_peft, layouts_of, to_peft
+from amoeba.lora.factors import LoraFactors, from_peft, to_peft
 from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
 from tiny_models import EXPERTS, HIDDEN, TOLERANCE, build, relative, token_ids
 

@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional
 
 from amoeba import Activation, cpu_features
-from amoeba.backends import registry
+from amoeba.backends import grouped, registry
 from amoeba.config import ActivationKind
+from amoeba.placements import all_placements
 from amoeba.proof import conformance
 from amoeba.proof.cases import (
     ACTIVATIONS,
@@ -30,7 +31,6 @@ from amoeba.proof.cases import (
 )
 from amoeba.proof.conformance import (
     COMPOSED,
-    PACKED,
     backend_names,
     check,
     poisoned_memory,
@@ -42,6 +42,7 @@ from amoeba.proof.conformance import (
 from amoeba.weights import LORA_NAMES, ExpertWeights
 
 CPU = torch.device("cpu")
+PLACED = [placement.name for placement in all_placements()]
 
 
 def groups(thorough):
@@ -62,7 +63,7 @@ def parameters(device, dtypes, thorough):
         for (name, lot), dtype in itertools.product(groups(thorough).items(), dtypes)
         for backend in backend_names(device)
         if (backend, device) != ("triton", CPU)  # that is the interpreter, which takes seconds a case: see below
-        and (backend not in PACKED or dtype == torch.bfloat16)  # packed experts have no other
+        and (backend not in PLACED or dtype == torch.bfloat16)  # packed experts have no other
     ]
 
 
@@ -92,7 +93,7 @@ REFUSALS = {
     "grouped": ("multiple of 16 bytes", "takes fp32 and bf16", "is bf16 only"),
     "triton": (),
     COMPOSED: ("nothing to recompute",),
-    **dict.fromkeys(PACKED, ("compute in bf16", "C++ core", "compiler", "cache folder", "compiled")),
+    **dict.fromkeys(PLACED, ("computes in bfloat16", "C++ core", "compiler", "cache folder", "compiled")),
 }
 
 
@@ -111,7 +112,7 @@ def prove_on_this_cpu(lot, backend, dtype, monkeypatch):
     # grouped leaves bf16 to eager on CPUs that only emulate it; it is proven all the same
     if backend == "grouped" and dtype == torch.bfloat16:
         lot = in_emulated_bf16(lot)
-    monkeypatch.setattr(registry, "has_bf16_instructions", lambda: True)
+    monkeypatch.setattr(grouped, "has_bf16_instructions", lambda: True)
     assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])
 
 
@@ -346,7 +347,7 @@ class TestTheMeasure:
             torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("backend", PACKED)
+@pytest.mark.parametrize("backend", PLACED)
 def test_packed_experts_have_the_same_tolerance_in_every_case_and_every_gradient_is_compared(backend):
     clamped = Case(9, 2, CLAMPED_SWIGLU, bias=True, lora="all", rank=5)
     result = verify_case(clamped, backend, CPU, torch.bfloat16)
@@ -372,7 +373,7 @@ class TestVerify:
         assert [result.refused is not None for result in results if result.backend == COMPOSED] == [False, True]
         table = worst(results)
         # on a machine with a GPU the kernels run there, elsewhere in the interpreter
-        elsewhere = {*PACKED} | ({"triton"} if torch.cuda.is_available() else set())
+        elsewhere = {*PLACED} | ({"triton"} if torch.cuda.is_available() else set())
         assert set(table) == {(name, torch.float32) for name in backend_names(CPU) if name not in elsewhere}
         assert set(table["eager", torch.float32]) == {"output", "inference", "x", "weight", "gate_up", "down"}
         assert table["eager", torch.float32]["x"] == max(r.errors["x"] for r in results if r.backend == "eager")

@@ -83,6 +83,7 @@ class ExpertsOperator:
             backward=self._traced_backward,
             fake=self._fake,
             saved=range(1, len(results)),
+            overwrites_saved=True,
         )
 
     def __call__(self, problem: Problem, save: Save) -> Tensor:

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from amoeba.backends import operators
 from amoeba.config import RouterConfig
-from amoeba.operands import Operand, operands_of, rebuilt, values_of
+from amoeba.operands import Operand, operands_of
 
 # of amoeba.kernels.router, which may not be imported here
 MAX_COLUMNS, MAX_TOP_K = 512, 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+_FIELDS = tuple(operand.name for operand in operands_of(RouterConfig))
 _TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -57,7 +58,7 @@ def why_not_shape(dtype: torch.dtype, config: RouterConfig) -> str | None:
 def fused_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32): `route` without noise and capacity."""
     bias_E = None if bias_E is None else bias_E.detach()
-    weight_TK, scores_TE, expert_TK = _operator(logits_TE, bias_E, *values_of(config))
+    weight_TK, scores_TE, expert_TK = _operator(logits_TE, bias_E, *(getattr(config, name) for name in _FIELDS))
     return expert_TK, weight_TK, scores_TE
 
 
@@ -68,13 +69,13 @@ def _power_of_two(number: int) -> int:
 def _forward(logits_TE: Tensor, bias_E: Tensor | None, *config: Any) -> tuple[Tensor, Tensor, Tensor]:
     from amoeba.kernels.router import router_forward
 
-    expert_TK, weight_TK, scores_TE = router_forward(logits_TE, rebuilt(RouterConfig, config), bias_E)
+    expert_TK, weight_TK, scores_TE = router_forward(logits_TE, RouterConfig(*config), bias_E)
     return weight_TK, scores_TE, expert_TK
 
 
 def _fake(logits_TE: Tensor, bias_E: Tensor | None, *config: Any) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits_TE.shape
-    top_k = rebuilt(RouterConfig, config).top_k
+    top_k = RouterConfig(*config).top_k
     return (
         logits_TE.new_empty((num_tokens, top_k), dtype=torch.float32),
         logits_TE.new_empty((num_tokens, num_experts), dtype=torch.float32),
@@ -85,7 +86,7 @@ def _fake(logits_TE: Tensor, bias_E: Tensor | None, *config: Any) -> tuple[Tenso
 def _keep(arguments: tuple) -> tuple:
     """1 - σ(x) cannot be had from σ(x) close to 1; a softmax needs nothing of the logits but their dtype."""
     logits_TE, _, *config = arguments
-    kept = logits_TE if rebuilt(RouterConfig, config).score == "sigmoid" else logits_TE.new_empty(0)
+    kept = logits_TE if RouterConfig(*config).score == "sigmoid" else logits_TE.new_empty(0)
     return kept, None, *config
 
 
@@ -94,7 +95,7 @@ def _backward(arguments: tuple, saved: tuple, gradients: Sequence[Any], needs: S
 
     logits_TE, _, *flat = arguments
     weight_TK, scores_TE, expert_TK = saved
-    config = rebuilt(RouterConfig, flat)
+    config = RouterConfig(*flat)
     dweight_TK, dscores_TE = gradients
     logits, dtype = logits_TE if config.score == "sigmoid" else None, logits_TE.dtype
     return [router_backward(expert_TK, weight_TK, scores_TE, dweight_TK, dscores_TE, logits, config, dtype)]

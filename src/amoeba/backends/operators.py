@@ -58,6 +58,7 @@ def define(
     differentiable_results: int = 1,
     saved: Sequence[int] = (),
     keep: Callable[[tuple], tuple] = lambda arguments: arguments,
+    overwrites_saved: bool = False,
     remedy: str = REMEDY,
 ) -> Operator:
     """Defines amoeba::<name> and its backward.
@@ -66,6 +67,7 @@ def define(
     saved:                  which results backward gets, by their places.
     keep:                   the arguments as they are saved for backward: one that is not needed there becomes an empty
                             tensor.
+    overwrites_saved:       backward may, so that is_grads_batched=True, which would run it several times, is refused.
     fake_backward:          by default a gradient is like its argument.
     remedy:                 for whoever asks for second derivatives.
     """
@@ -109,7 +111,8 @@ def define(
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:
             return (None,) * count
-        refuse_batched(f"amoeba::{name}", present[0])
+        if overwrites_saved:
+            refuse_batched(f"amoeba::{name}", present[0])
         kept = ctx.saved_tensors  # activation checkpointing gives them out once
         given: list[Any] = [None] * count
         for place, value in zip((*tensors, *others), (*kept[: len(tensors)], *ctx.others), strict=True):

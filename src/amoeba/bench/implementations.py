@@ -1,6 +1,6 @@
 """Who computes the experts: our backends through the seam, transformers' ways through its own module, and for experts
-with LoRA factors also our experts packed for the CPU (for inference in bf16, too), a loop over them in plain torch, and
-kt-kernel where it is installed.
+with LoRA factors also our experts in every other placement (for inference in bf16, too), a loop over them in plain
+torch, and kt-kernel where it is installed.
 
     found, left_out = implementations(workload, training=True)
     y_TH = found[0].run()
@@ -21,14 +21,13 @@ from torch import Tensor
 from amoeba import cost
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of, explain
-from amoeba.bench.implementation import INT8_TOLERANCE, Implementation
+from amoeba.bench.implementation import Implementation
 from amoeba.bench.kt_kernel import kt_kernel_peers
 from amoeba.bench.workload import Workload
-from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.packed_experts import pack_experts
-from amoeba.cpu.packed_weights import PackedKind
 from amoeba.experts import experts
 from amoeba.machine import available_memory
+from amoeba.placement import LayerSizes
+from amoeba.placements import all_placements
 from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, ExpertWeights
 
@@ -54,7 +53,7 @@ def implementations(
     found, left_out = _our_backends(workload)
     lora, infers = workload.lora is not None, workload.device.type == "cpu" and not training
     if lora or (infers and workload.dtype == torch.bfloat16):
-        for more in (_packed, _in_fp32):
+        for more in (_elsewhere, _in_fp32):
             more_found, more_left_out = more(workload, ours)
             found, left_out = found + more_found, left_out | more_left_out
     others, others_left_out = _lora_peers(workload, peers) if lora else _transformers_ways(workload, training, peers)
@@ -102,7 +101,8 @@ def _transformers_ways(
 def names_of_ours() -> list[str]:
     """What `ours` may name."""
     backends = [backend.name for backend in backends_of(ExpertWeights, torch.device("cpu"))]
-    return [*backends, "packed bf16", "packed int8", "in float32", THROUGH_TRANSFORMERS.removeprefix("amoeba ")]
+    placed = [placement.name for placement in all_placements() if placement.offered]
+    return [*backends, *placed, "in float32", THROUGH_TRANSFORMERS.removeprefix("amoeba ")]
 
 
 def chosen_by_auto(workload: Workload) -> str | None:
@@ -140,30 +140,30 @@ def _through_seam(workload: Workload, backend: str) -> Tensor:
     return experts(workload.x_TH, _routing(workload), weights, lora=workload.lora, backend=backend)
 
 
-def _packed(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Implementation], dict[str, str]]:
-    """Packed once, before anything is timed."""
+def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Implementation], dict[str, str]]:
+    """Experts in every placement that users may name, placed once, before anything is timed."""
     found, left_out = [], {}
     source = ExpertWeights(workload.gate_up_EJH.detach(), workload.down_EHI.detach())
-    kinds: tuple[PackedKind, ...] = ("bf16", "int8")
-    for kind in kinds:
-        name, reason = f"amoeba packed {kind}", None
-        if workload.device.type != "cpu":
-            reason = "is for experts on the CPU"
+    sizes = LayerSizes(source.num_experts, source.hidden, source.intermediate)
+    for placement in all_placements():
+        if not placement.offered:
+            continue
+        name, reason = f"amoeba {placement.name}", None
+        if placement.home is not None and placement.home != workload.device:
+            reason = f"is for experts on the {placement.home.type.upper()}"
+        elif workload.dtype not in placement.tolerances:
+            reason = f"does not compute in {workload.dtype}"
         if not _is_wanted(name, ours):
             reason = _NOT_ASKED_FOR
-        needed = 2 * _weight_bytes(workload, 1 if kind == "int8" else 2)  # W and its transpose
-        reason = reason or _why_no_memory(needed, workload.device)
-        if reason is None:
-            try:
-                weights = pack_experts(source, kind)
-            except CoreUnavailable as error:
-                reason = str(error)
+        expert_bytes = 0 if placement.expert_bytes is None else placement.expert_bytes(sizes)
+        reason = reason or _why_no_memory(sizes.experts * expert_bytes, workload.device) or placement.why_not()
         if reason is not None:
             left_out[name] = reason
             continue
-        run = functools.partial(_placed, workload, weights)
-        int8 = kind == "int8"
-        found.append(Implementation(name, True, run, INT8_TOLERANCE if int8 else None, itemsize=1 if int8 else 2))
+        run = functools.partial(_placed, workload, placement.make(source))
+        output, gradients = placement.tolerances[workload.dtype]
+        tolerance = None if output is None or gradients is None else {"output": output, "gradient": gradients}
+        found.append(Implementation(name, True, run, tolerance, itemsize=placement.itemsize))
     return found, left_out
 
 

@@ -12,19 +12,14 @@ from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of
 from amoeba.commands.options import DTYPES, dtype_name
 from amoeba.commands.output import Output
-from amoeba.cpu.build import CoreUnavailable, library_states
-from amoeba.cpu.packed_weights import current_path
+from amoeba.cpu.build import library_states
 from amoeba.cpu_features import compute_dtype, cpu_flags
 from amoeba.machine import available_memory, commit, flags_looked_for, machine, versions
+from amoeba.placements import all_placements
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
 _GIB = 2**30
-_PATHS = {
-    "amx": "products by AMX tiles, of few rows by AVX-512 dot products",
-    "avx512": "products by AVX-512 dot products",
-    "generic": "products by plain vectors",
-}
 # A small layer that no backend has a reason to refuse for its sizes.
 _TOKENS, _TOP_K, _EXPERTS, _HIDDEN, _INTERMEDIATE = 4, 2, 4, 64, 64
 
@@ -38,7 +33,7 @@ def run(output: Output) -> dict[str, Any]:
         "versions": versions(),
         "waiting_threads": _waiting_threads(),
         "bfloat16_on_cpu": _bfloat16_on_cpu(),
-        "packed_experts": _packed_experts(),
+        "placements": _placements(),
         "backends": [row for device in _devices() for row in _backends_on(device)],
         "compiled_libraries": _compiled_libraries(),  # after those that were just asked for
     }
@@ -75,12 +70,15 @@ def _bfloat16_on_cpu() -> dict[str, str]:
     return {"computed_in": dtype_name(chosen), "why": why}
 
 
-def _packed_experts() -> dict[str, str | None]:
-    """How products with experts packed for the CPU are formed here, or why there are none."""
-    try:
-        return {"path": current_path().name.lower(), "why_not": None}
-    except CoreUnavailable as reason:
-        return {"path": None, "why_not": str(reason)}
+def _placements() -> list[dict[str, str | None]]:
+    """Where experts can be kept here, other than as plain tensors, and how they are computed with."""
+    rows: list[dict[str, str | None]] = []
+    for placement in all_placements():
+        if placement.offered:
+            why_not = placement.why_not()
+            how = placement.how() if why_not is None else None
+            rows.append({"name": placement.name, "summary": placement.summary, "how": how, "why_not": why_not})
+    return rows
 
 
 def _compiled_libraries() -> dict[str, Any]:
@@ -153,9 +151,10 @@ def _print(document: dict[str, Any], output: Output) -> None:
     output.heading("bf16 on this CPU")
     bfloat16 = document["bfloat16_on_cpu"]
     output.line(f"  computed in {bfloat16['computed_in']}: {bfloat16['why']}")
-    output.heading("experts packed for the CPU, bf16 and int8")
-    packed = document["packed_experts"]
-    output.line(f"  {_PATHS[packed['path']]}" if packed["path"] else f"  none: {packed['why_not']}")
+    output.heading("placements of experts")
+    for row in document["placements"]:
+        what = f"not here: {row['why_not']}" if row["why_not"] else row["how"]
+        output.facts([(row["name"], f"{row['summary']}; {what}" if what else row["summary"])])
     compiled = document["compiled_libraries"]
     output.heading("compiled libraries")
     output.facts([("folder", compiled["folder"]), *((each["name"], each["what"]) for each in compiled["libraries"])])

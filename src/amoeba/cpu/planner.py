@@ -23,18 +23,11 @@ from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, load_
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU
 from amoeba.machine import available_memory
+from amoeba.placement import LayerSizes
 from amoeba.weights import LoraFactors
 
 KeepName = Literal["retain", "recompute"]
 _TILE = 32  # copies of factors are padded to whole tiles in both dimensions
-
-
-class LayerSizes(NamedTuple):
-    experts: int
-    hidden: int
-    intermediate: int
-    activation: Activation | None = None
-    bias: bool = False
 
 
 class Item(NamedTuple):

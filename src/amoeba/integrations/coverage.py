@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from amoeba.errors import bad_value
+from amoeba.integrations.experts_module import is_experts
 
 
 class Coverage(NamedTuple):
@@ -42,7 +43,7 @@ def coverage(model: nn.Module) -> Coverage:
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
-        if hasattr(module, "is_concatenated"):  # the decorator's mark
+        if is_experts(module):
             ours.append(name)
         elif _holds_experts(module):
             others[name] = type(module).__name__
@@ -73,4 +74,4 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def _holds_or_hands_over(module: nn.Module) -> bool:
-    return hasattr(module, "is_concatenated") or type(module).__name__.endswith("Experts")
+    return is_experts(module) or type(module).__name__.endswith("Experts")

@@ -9,88 +9,58 @@ The modules keep their parameters and their checkpoints. How a module's experts 
 biased, ungated) is read from its flags and served by strides. Its activation is recognised by evaluating it on a few
 numbers; one that is not recognised, and a norm after the expert, are called as they are.
 
-What the first call finds out about a module is kept on the module. A later change of its act_fn, limit or alpha is
-noticed; after a change of `_apply_gate` or of a flag, call `forget(module)`.
+What the first call finds out about a module is kept on it, see `experts_module`.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amoeba.backends.composed import experts_composed
-from amoeba.config import Activation
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.integrations.coverage import coverage
+from amoeba.integrations.experts_module import ATTRIBUTE, ExpertsModule, find_out, forget, stored
 from amoeba.lora.experts_lora import CHILD as LORA
 from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights, LoraFactors
+from amoeba.weights import AnyExperts, ExpertWeights, LoraFactors
 
 try:
     from transformers import PreTrainedModel
     from transformers.integrations import finegrained_fp8
     from transformers.integrations.moe import ExpertsInterface
-
-    from amoeba.integrations.recognise import numbers_of, recognise_by_class, recognise_by_trial
 except ImportError as error:
     raise ImportError(
         f"amoeba.register: expected transformers 5.8 or newer; got: {error}. Install it: pip install 'amoeba-moe[hf]'."
     ) from error
 
-logger = logging.getLogger("amoeba")
-
 NAME = "amoeba"
 
-PLAN = "_amoeba_plan"
-PACKED = "_amoeba_packed"  # where `placement` leaves a module's packed experts
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
-    """What is known about a module after its first call."""
-
-    fused: Activation | None  # None: the module's own functions are called
-    up_name: str
-    has_gate: bool
-    has_bias: bool
-    has_norm: bool
-    transposed: bool
-    # what the activation was concluded from
-    act_fn: Any
-    numbers: tuple[tuple[str, float], ...]
-
-    def holds(self, module: Any) -> bool:
-        if self.act_fn is not module._modules.get("act_fn"):
-            return False
-        return not self.numbers or all(module.__dict__.get(name) == number for name, number in self.numbers)
+__all__ = ["NAME", "experts_forward", "forget", "register"]
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in place of the module's own forward: (T, H), (T, K), (T, K) -> (T, H)."""
-    if PACKED in module.__dict__:
-        from amoeba.integrations.placement import experts_forward_packed
-
-        return experts_forward_packed(module, hidden_states, top_k_index, top_k_weights)
-    plan = module.__dict__.get(PLAN)
+    found = module.__dict__.get(ATTRIBUTE)
     make = _checked if torch.compiler.is_compiling() else _unchecked
-    if plan is None or not plan.holds(module):
-        plan, make = _find_out(module), _checked
-    gate_up, down, gate_up_bias, down_bias = _stored(module, plan)
+    if found is None or not found.holds(module):
+        found, make = find_out(module), _checked
+    routing = make(Routing, expert_TK=top_k_index, weight_TK=top_k_weights, trusted=True)
+    adapter = module._modules.get(LORA)
+    if found.placed is not None:
+        return _through_placed(found.placed, hidden_states, routing, adapter)
+    gate_up, down, gate_up_bias, down_bias = stored(module, found)
     x, dtype = hidden_states, hidden_states.dtype
     if dtype != gate_up.dtype and not torch.is_autocast_enabled(x.device.type):
         x = _cast_as(x, gate_up)
-    routing = make(Routing, expert_TK=top_k_index, weight_TK=top_k_weights, trusted=True)
-    adapter = module._modules.get(LORA)
     lora = None if adapter is None else adapter.factors()
-    if plan.fused is None:
-        y = _call_own_functions(module, plan, x, routing, lora, gate_up, down, gate_up_bias, down_bias)
+    if found.fused is None:
+        y = _call_own_functions(module, found, x, routing, lora, gate_up, down, gate_up_bias, down_bias)
     else:
         weights = make(
             ExpertWeights,
@@ -98,41 +68,30 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             down_EHI=down,
             gate_up_bias_EJ=gate_up_bias,
             down_bias_EH=down_bias,
-            activation=plan.fused,
+            activation=found.fused,
         )
         y = experts(x, routing, weights, lora=lora)
     return y if y.dtype == dtype else y.to(dtype)
 
 
-def plan_of(module: Any) -> _Plan:
-    """What is known about an experts module, found out now if it was not called yet."""
-    plan = module.__dict__.get(PLAN)
-    return plan if plan is not None and plan.holds(module) else _find_out(module)
-
-
-def expert_weights(module: Any, plan: _Plan) -> ExpertWeights:
-    """The module's own tensors as the seam takes them."""
-    assert plan.fused is not None
-    return ExpertWeights(*_stored(module, plan), activation=plan.fused)
-
-
-def forget(module: nn.Module) -> None:
-    """Lets every experts module inside be looked at again in its next call."""
-    for inner in module.modules():
-        inner.__dict__.pop(PLAN, None)
+def _through_placed(weights: AnyExperts, x_TH: Tensor, routing: Routing, adapter: Any) -> Tensor:
+    """x may be in any dtype and wherever these experts take it from."""
+    lora = None if adapter is None else adapter.factors(weights.device)
+    with torch.autocast(x_TH.device.type, enabled=False):
+        y_TH = experts(x_TH.to(weights.dtype), routing, weights, lora=lora)
+    return y_TH.to(x_TH.dtype)
 
 
 def _call_own_functions(
-    module: Any, plan: _Plan, x_TH: Tensor, routing: Routing, lora: LoraFactors | None, *tensors: Tensor | None
+    module: Any, found: ExpertsModule, x_TH: Tensor, routing: Routing, lora: LoraFactors | None, *tensors: Tensor | None
 ) -> Tensor:
     device = x_TH.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x_TH, tensors = x_TH.to(dtype), tuple(None if t is None else t.to(dtype) for t in tensors)
-    gate = module._apply_gate if plan.has_gate else module.act_fn
-    finish = module.post_expert_norm if plan.has_norm else None
+    gate = module._apply_gate if found.has_gate else module.act_fn
+    finish = module.post_expert_norm if found.has_norm else None
     lora = None if lora is None else lora.to(x_TH.dtype)
-    interleaved = plan.has_gate and not getattr(module, "is_concatenated", True)
     return experts_composed(
         x_TH,
         routing,
@@ -140,25 +99,8 @@ def _call_own_functions(
         gate=gate,
         finish=finish,
         lora=lora,
-        interleaved=interleaved,
+        interleaved=found.interleaved,
     )
-
-
-def _stored(module: Any, plan: _Plan) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """gate_up_EJH, down_EHI and their biases: views of what the module has."""
-    gate_up, down = _tensor(module, plan.up_name), _tensor(module, "down_proj")
-    gate_up_bias = down_bias = None
-    if plan.has_bias:
-        gate_up_bias, down_bias = _tensor(module, plan.up_name + "_bias"), _tensor(module, "down_proj_bias")
-    if plan.transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    return gate_up, down, gate_up_bias, down_bias
-
-
-def _tensor(module: Any, name: str) -> Tensor:
-    """module.name, several times faster where it is an ordinary parameter (a parametrised one is not)."""
-    found = module._parameters.get(name)
-    return getattr(module, name) if found is None else found
 
 
 def _cast_as(x_TH: Tensor, weight: Tensor) -> Tensor:
@@ -181,34 +123,6 @@ def _unchecked(kind: Any, **fields: Any) -> Any:
     instance = object.__new__(kind)
     instance.__dict__.update(fields)
     return instance
-
-
-def _find_out(module: Any) -> _Plan:
-    has_gate, has_norm = getattr(module, "has_gate", True), getattr(module, "has_post_expert_norm", False)
-    tracing = torch.compiler.is_compiling()
-    activation = recognise_by_class(module, has_gate) if tracing else recognise_by_trial(module, has_gate)
-    plan = _Plan(
-        fused=None if has_norm else activation,
-        up_name="gate_up_proj" if has_gate else "up_proj",
-        has_gate=has_gate,
-        has_bias=getattr(module, "has_bias", False),
-        has_norm=has_norm,
-        transposed=getattr(module, "is_transposed", False),
-        act_fn=module._modules.get("act_fn"),
-        numbers=numbers_of(module),
-    )
-    if not tracing:
-        module.__dict__[PLAN] = plan
-        _announce(type(module).__name__, plan.fused)
-    return plan
-
-
-@functools.cache
-def _announce(class_name: str, activation: Activation | None) -> None:
-    if activation is None:
-        logger.info("%s: calling the module's own activation (and norm), which is slower", class_name)
-    else:
-        logger.info("%s: activation %s, fused", class_name, activation)
 
 
 def _refuse_fp8(*_: Any, **__: Any) -> Tensor:

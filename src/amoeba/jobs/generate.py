@@ -55,7 +55,7 @@ class GenerationOptions:
     chat: bool = False
     device: torch.device | None = None
     dtype: torch.dtype | None = None
-    experts: str = "auto"  # where they are kept, as placement.PLACEMENTS names it
+    experts: str = "auto"  # where they are kept, as amoeba.placements names it
     trust_remote_code: bool = False  # whether Python code in the model's folder may run
 
     def __post_init__(self) -> None:
@@ -254,12 +254,12 @@ def _choose_device(asked: torch.device | None) -> torch.device:
 def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
     """Runs one token; returns the backends that served the experts, or None, and why these."""
     from amoeba.integrations.coverage import coverage
-    from amoeba.integrations.transformers import PACKED, PLAN
+    from amoeba.integrations.experts_module import experts_modules, was_called
 
     with torch.no_grad():
         ids = torch.tensor([[token]], dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=False)
-    served = [module for module in model.modules() if PLAN in module.__dict__ or PACKED in module.__dict__]
+    served = [module for module in experts_modules(model).values() if was_called(module)]
     if not served:
         others = coverage(model).others
         how = f"has its experts computed by {coverage(model)}" if others else "has no experts"
@@ -273,15 +273,12 @@ def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
 
 def _backend_of(module: Any) -> tuple[str, str]:
     """The backend that `auto` takes for this module, and why."""
-    from amoeba.integrations.transformers import PACKED, PLAN, expert_weights
+    from amoeba.integrations.experts_module import weights_of
 
-    if PACKED in module.__dict__:
-        return "cpu", "where they are packed"
-    plan = module.__dict__[PLAN]
-    if plan.fused is None:
+    weights = weights_of(module)
+    if weights is None:
         return "composed", f"the activation or norm of {type(module).__name__} is called as it is"
-    weights = expert_weights(module, plan)
-    x_TH = weights.gate_up_EJH.new_zeros(1, weights.hidden)
+    x_TH = torch.zeros(1, weights.hidden, dtype=weights.dtype, device=weights.device)
     routing = Routing(torch.zeros(1, 1, dtype=torch.int64, device=x_TH.device), x_TH.new_ones(1, 1))
     backend, refused = explain(Request(x_TH, routing, weights))
     assert backend is not None  # the warm-up ran

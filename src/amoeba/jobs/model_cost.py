@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from amoeba.lora.factors import layouts_of_placed
+from amoeba.integrations.experts_module import experts_modules, layout_of, placed_in
 
 
 def training_flops_per_token(model: Any, tokens_per_row: float) -> float:
@@ -33,7 +33,9 @@ def _at_work(model: Any) -> Iterator[tuple[float, bool]]:
         stacked = parameter.dim() == 3 and parameter.shape[0] == experts
         if parameter is not embedding or tied:
             yield parameter.numel() * (share if stacked else 1.0), parameter.requires_grad
-    for layout in layouts_of_placed(model):
+    for module in experts_modules(model).values():  # those that are no parameters any more
+        if (layout := layout_of(module)) is None or placed_in(module) is None:
+            continue
         yield layout.num_experts * layout.hidden * layout.intermediate * (3 if layout.gated else 2) * share, False
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
+from amoeba.integrations.experts_module import layouts_of
 from amoeba.lora import linears
 from amoeba.lora.adapter_config import scalings_of_others
 from amoeba.lora.attaching import (
@@ -31,7 +32,6 @@ from amoeba.lora.attaching import (
 )
 from amoeba.lora.base_model import base_of, check_base
 from amoeba.lora.experts_lora import stored_tensors
-from amoeba.lora.factors import layouts_of
 from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
 from amoeba.lora.targets import routers_of
 

@@ -17,14 +17,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
 from amoeba.integrations.coverage import coverage
+from amoeba.integrations.experts_module import ExpertsLayout, home_of_factors, layouts_of, placed_in
 from amoeba.lora import linears
 from amoeba.lora.experts_lora import CHILD, ExpertsLora, fresh_factors
-from amoeba.lora.factors import ExpertsLayout, layouts_of
 from amoeba.lora.targets import EXPERTS, choose, routers_of
 from amoeba.weights import LoraFactors
 
@@ -147,7 +146,8 @@ def start(model: nn.Module, config: dict[str, Any]) -> Attached:
 
 def add_experts(model: nn.Module, state: Attached, name: str, factors: LoraFactors) -> None:
     experts: Any = model.get_submodule(name)
-    layer = ExpertsLora(factors, *home_of_factors(experts), stays=experts.down_proj.is_meta).train(experts.training)
+    elsewhere = placed_in(experts) is not None
+    layer = ExpertsLora(factors, *home_of_factors(experts), stays=elsewhere).train(experts.training)
     state.experts[name] = layer
     experts.register_module(CHILD, layer)
 
@@ -172,14 +172,6 @@ def add_whole_modules(model: nn.Module, state: Attached, names: list[str]) -> No
         for parameter in module.parameters():
             parameter.requires_grad_(True)
     state.config["modules_to_save"] = names
-
-
-def home_of_factors(experts: nn.Module) -> tuple[torch.dtype, torch.device]:
-    """Dtype and device for the factors of an experts module."""
-    weight: Any = experts.down_proj
-    dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
-    # experts that were packed for the CPU leave a shape behind
-    return dtype, torch.device("cpu") if weight.is_meta else weight.device
 
 
 def whole_tensors(model: nn.Module, state: Attached) -> dict[str, Tensor]:

@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from amoeba.errors import bad_value
+from amoeba.integrations.experts_module import layouts_of
 from amoeba.lora.adapter_config import UP_PARAMETERS, another_model, is_targeted
-from amoeba.lora.factors import layouts_of
 from amoeba.lora.peft_files import PROJECTIONS, Adapter
 
 logger = logging.getLogger("amoeba")

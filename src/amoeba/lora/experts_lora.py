@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.lora.factors import ExpertsLayout
+from amoeba.integrations.experts_module import ExpertsLayout
 from amoeba.weights import LoraFactors
 
 PROJECTIONS = ("gate", "up", "down")

@@ -17,31 +17,16 @@ the experts alternate. `in` is what the projection reads and `out` what it makes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
+from amoeba.integrations.experts_module import ExpertsLayout
 from amoeba.proof.reference.experts import join_gate_up, split_gate_up
 from amoeba.weights import LoraFactors
-
-
-@dataclass(frozen=True)
-class ExpertsLayout:
-    """How a model keeps one layer's experts: what a file of factors alone does not say."""
-
-    num_experts: int
-    hidden: int
-    intermediate: int
-    gated: bool = True
-    interleaved: bool = False  # rows of gate and up in turns, as in gpt-oss; else all of gate first
-    transposed: bool = False  # weights stored as (E, in, out)
-
-    def __str__(self) -> str:
-        return f"{self.num_experts} experts of hidden {self.hidden} and intermediate {self.intermediate}"
 
 
 class StackedLora(NamedTuple):
@@ -56,26 +41,6 @@ class PeftFactors(NamedTuple):
     gate_up: StackedLora | None
     down: StackedLora | None
     gate_rank: int | None  # so many of gate_up's ranks are gate's and the rest up's; None: all are both's
-
-
-def layouts_of(model: nn.Module) -> dict[str, ExpertsLayout]:
-    """Module name -> layout, for every module of a transformers model that holds stacked experts."""
-    found = {}
-    for name, module in model.named_modules():
-        down = getattr(module, "down_proj", None)
-        if not (isinstance(down, Tensor) and down.dim() == 3 and hasattr(module, "is_concatenated")):
-            continue
-        gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
-        experts, hidden, intermediate = down.transpose(1, 2).shape if transposed else down.shape
-        found[name] = ExpertsLayout(
-            experts, hidden, intermediate, gated, gated and not getattr(module, "is_concatenated", True), transposed
-        )
-    return found
-
-
-def layouts_of_placed(model: nn.Module) -> list[ExpertsLayout]:
-    """Those of the modules whose weights are elsewhere (amoeba.integrations.placement), so that no parameter counts."""
-    return [layout for name, layout in layouts_of(model).items() if model.get_submodule(name).down_proj.is_meta]
 
 
 def from_peft(

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
+from amoeba.integrations.experts_module import ExpertsLayout, check_own_parameters
 from amoeba.lora import linears
 from amoeba.lora.attaching import attached_to
 from amoeba.lora.experts_lora import CHILD
-from amoeba.lora.factors import ExpertsLayout
 from amoeba.weights import LoraFactors
 
 
@@ -30,13 +30,8 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
     if state.merged:
         raise bad_value("model", "one whose factors are not merged", "one whose are", "call amoeba.lora.unmerge first")
     for name in state.experts:
-        if model.get_submodule(name).down_proj.is_meta:
-            raise bad_value(
-                "model",
-                "experts as ordinary tensors",
-                f"{name}, packed for the CPU",
-                "load the model again without a placement, load the adapter, and merge there",
-            )
+        remedy = "load the model again without a placement, load the adapter, and merge there"
+        check_own_parameters(model.get_submodule(name), name, remedy)
     base: dict[str, Tensor] = {}
 
     def replace(name: str, parameter: Tensor, merged: Tensor) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.files import write_whole
+from amoeba.integrations.experts_module import ExpertsLayout
 from amoeba.lora.adapter_config import (
     CONFIG_NAME,
     UP_PARAMETERS,
@@ -44,16 +45,7 @@ from amoeba.lora.adapter_config import (
     read_config,
     scalings_of_others,
 )
-from amoeba.lora.factors import (
-    ExpertsLayout,
-    LoraFactors,
-    StackedLora,
-    fit_together,
-    from_peft,
-    rescaled,
-    to_peft,
-    wrong_shapes,
-)
+from amoeba.lora.factors import LoraFactors, StackedLora, fit_together, from_peft, rescaled, to_peft, wrong_shapes
 
 TENSORS_NAME = "adapter_model.safetensors"
 SWAPPED_BEFORE = (0, 19)

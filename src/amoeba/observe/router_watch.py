@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
+from amoeba.integrations.experts_module import is_experts
 from amoeba.lora.targets import ROUTER_NAMES
 from amoeba.routing import Routing, RoutingStatistics, load_balance_loss, z_loss
+from amoeba.torch_internals import inside_backward
 
 
 class RouterWatch:
@@ -49,7 +51,7 @@ class RouterWatch:
         self.coactivation.append(torch.zeros(count, count, dtype=torch.float32, device=device))
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if not module.training or _in_backward():
+            if not module.training or inside_backward():
                 return
             found = [*args, *kwargs.values()]
             expert_TK, weight_TK = found[1].detach(), found[2].detach()
@@ -64,7 +66,7 @@ class RouterWatch:
 
         def keep_logits(module: nn.Module, args: tuple, output: Any) -> None:
             logits = _logits_of(output)
-            if _in_backward():
+            if inside_backward():
                 return
             if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == count and module.training:
                 self._logits[layer] = logits
@@ -153,14 +155,9 @@ def check_balance(model: nn.Module, balance: str, z_loss_coefficient: float) -> 
         watch.must_have(None)
 
 
-def _in_backward() -> bool:
-    """In what activation checkpointing computes again."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _is_experts(module: Any) -> bool:
     """Those that transformers hands over: they are called with the experts and weights that the router chose."""
-    return hasattr(module, "is_concatenated") and hasattr(module, "num_experts")
+    return is_experts(module) and hasattr(module, "num_experts")
 
 
 def _logits_of(output: Any) -> Any:

@@ -28,11 +28,10 @@ from torch import Tensor
 from amoeba.backends.backend import Request
 from amoeba.backends.composed import experts_composed
 from amoeba.backends.registry import backends_of
-from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.packed_experts import pack_experts
-from amoeba.cpu.packed_weights import PackedKind, load_packed
 from amoeba.errors import bad_value
 from amoeba.experts import experts
+from amoeba.placement import Placement
+from amoeba.placements import all_placements
 from amoeba.proof.cases import (
     FREEZABLE,
     Case,
@@ -60,24 +59,6 @@ TOLERANCE: dict[torch.dtype, float] = {
 COMPOSED = "composed"
 
 
-class PackedRow(NamedTuple):
-    """The `cpu` backend with weights packed before the pass."""
-
-    kind: PackedKind
-    nodes: int
-    output: float  # tolerances
-    gradients: float
-
-
-# Worst seen on a CPU with AMX in all cases, on each of its paths (2026-11-15): bf16 output 4.9e-3 and gradients 5.8e-3,
-# int8 2.7e-2 and 3.3e-2. With an h that is rounded before it is activated, a single row has 5.6e-3.
-PACKED: dict[str, PackedRow] = {
-    "packed-bf16": PackedRow("bf16", 1, 5e-3, 1e-2),
-    "packed-bf16-nodes3": PackedRow("bf16", 3, 5e-3, 1e-2),
-    "packed-int8": PackedRow("int8", 1, 3e-2, 5e-2),
-}
-
-
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fills whatever torch allocates uninitialised with NaN, and makes nondeterministic operations raise."""
@@ -97,15 +78,16 @@ def poisoned_memory() -> Iterator[None]:
 
 def backend_names(device: torch.device) -> tuple[str, ...]:
     """All that can be checked on this kind of device."""
-    return (*(backend.name for backend in backends_of(ExpertWeights, device)), COMPOSED, *PACKED)
+    backends = (backend.name for backend in backends_of(ExpertWeights, device))
+    return (*backends, COMPOSED, *(placement.name for placement in all_placements()))
 
 
 def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason for which the backend does not serve this case; None if it does."""
     if backend_name == COMPOSED:
         return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
-    if backend_name in PACKED:
-        return _why_not_packed(device, dtype)
+    if (placement := _placement(backend_name)) is not None:
+        return _why_not_placed(placement, device, dtype)
     made = example(case, dtype)
     tensors, routing, _ = _placed(made, case, device, dtype)
     request = Request(tensors["x"], routing, weights_of(tensors, case.activation), lora_of(tensors), case.recompute)
@@ -120,23 +102,24 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
     )
 
 
-def _why_not_packed(device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype != torch.bfloat16:
-        return f"packed experts compute in bf16, x would be {dtype}"
-    if device.type not in ("cpu", "cuda"):
-        return f"x comes from the CPU or a CUDA device, not from {device.type}"
-    try:
-        load_packed()
-    except CoreUnavailable as error:
-        return str(error)
-    return None
+def _placement(backend_name: str) -> Placement | None:
+    """Experts that are placed elsewhere stand among the backends under the name of their placement."""
+    return next((placement for placement in all_placements() if placement.name == backend_name), None)
+
+
+def _why_not_placed(placement: Placement, device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype not in placement.tolerances:
+        dtypes = ", ".join(str(each).removeprefix("torch.") for each in placement.tolerances)
+        return f"computes in {dtypes}, x would be {dtype}"
+    if device.type not in placement.x_from:
+        return f"takes x from {' or '.join(placement.x_from)}, not from {device.type}"
+    return placement.why_not()
 
 
 def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Errors by name: output (with gradient), inference (without), and the gradient of each input that wants one."""
     made = example(case, dtype)
-    packed = backend_name in PACKED
-    tensors, routing, dy_TH = _placed(made, case, device, dtype, packed)
+    tensors, routing, dy_TH = _placed(made, case, device, dtype, _placement(backend_name))
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     with poisoned_memory():
         with torch.no_grad():
@@ -150,24 +133,25 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
 
 
 def _placed(
-    made: Example, case: Case, device: torch.device, dtype: torch.dtype, packed: bool = False
+    made: Example, case: Case, device: torch.device, dtype: torch.dtype, placement: Placement | None = None
 ) -> tuple[dict[str, Tensor], Routing, Tensor]:
-    """The inputs, the routing, and dy, as a user would hand them in; packed: weights frozen, and factors on the CPU."""
+    """The inputs, the routing, and dy, as a user would hand them in; the weights of a placement are frozen."""
     tensors = {}
+    at_home = device if placement is None or placement.home is None else placement.home
+    frozen = case.frozen or placement is not None
     for name, tensor in made.inputs.items():
-        home = torch.device("cpu") if packed and name not in ("x", "weight") else device
+        home = device if name in ("x", "weight") else at_home
         placed = tensor.to(home, weight_dtype(case, dtype) if name == "weight" else dtype)
         if case.storage == "transposed" and placed.dim() == 3:
             placed = placed.transpose(1, 2).contiguous().transpose(1, 2)
-        tensors[name] = placed.requires_grad_(not ((case.frozen or packed) and name in FREEZABLE))
+        tensors[name] = placed.requires_grad_(not (frozen and name in FREEZABLE))
     return tensors, Routing(made.expert_TK.to(device), tensors["weight"]), made.dy_TH.to(device, dtype)
 
 
 def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name: str) -> Tensor:
     x_TH, weights, lora = tensors["x"], weights_of(tensors, case.activation), lora_of(tensors)
-    if backend_name in PACKED:
-        packed = pack_experts(weights, PACKED[backend_name].kind, PACKED[backend_name].nodes)
-        return experts(x_TH, routing, packed, lora=lora, backend="cpu", recompute=case.recompute)
+    if (placement := _placement(backend_name)) is not None:
+        return experts(x_TH, routing, placement.make(weights), lora=lora, recompute=case.recompute)
     if backend_name != COMPOSED:
         return experts(x_TH, routing, weights, lora=lora, backend=backend_name, recompute=case.recompute)
     wide = torch.promote_types(x_TH.dtype, torch.float32)
@@ -183,10 +167,11 @@ def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name:
 
 def tolerance(backend_name: str, dtype: torch.dtype, name: str) -> float:
     """How far that output or gradient may be from the truth, in every case."""
-    row = PACKED.get(backend_name)
-    if row is None:
+    placement = _placement(backend_name)
+    if placement is None:
         return TOLERANCE[dtype]
-    return row.output if name in ("output", "inference") else row.gradients
+    output, gradients = placement.tolerances[dtype]
+    return (output if name in ("output", "inference") else gradients) or TOLERANCE[dtype]
 
 
 def _error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:

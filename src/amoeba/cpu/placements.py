@@ -1,0 +1,112 @@
+"""Experts packed for the CPU's matrix units, as placements."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from amoeba.cost import weight_bytes
+from amoeba.cpu.build import CoreUnavailable
+from amoeba.cpu.node_library import load_node
+from amoeba.cpu.packed_experts import pack_experts
+from amoeba.cpu.packed_weights import PackedKind, current_path, load_packed
+from amoeba.cpu.places import numa_cores
+from amoeba.cpu.planner import Plan, check_memory, plan
+from amoeba.cpu.pointers import CPU
+from amoeba.cpu_features import has_bf16_instructions
+from amoeba.placement import LayerSizes, Load, Placement, Situation, Tolerance
+
+# Of a GPU's free memory, kept for what generating needs beside the model: keys, values and what passes through.
+_SHARE_BESIDE = 0.15
+_PATHS = {
+    "amx": "products by AMX tiles, of few rows by AVX-512 dot products",
+    "avx512": "products by AVX-512 dot products",
+    "generic": "products by plain vectors",
+}
+_REMEDY = "Place them as cpu-int8, pass fewer tokens at once (batch size, sequence length), or use checkpointing."
+
+
+def _why_not() -> str | None:
+    try:
+        load_packed(), load_node()
+    except CoreUnavailable as reason:
+        return str(reason)
+    return None
+
+
+def _how() -> str:
+    return _PATHS[current_path().name.lower()]
+
+
+def _chosen(situation: Situation) -> tuple[bool, str]:
+    if situation.free_bytes is not None:
+        needed, free = situation.expert_bytes, situation.free_bytes
+        sizes = f"{needed / 2**30:.1f} GiB of experts, {free / 2**30:.1f} GiB free on the GPU"
+        fits = 2 * needed <= free if situation.trains else situation.model_bytes <= (1 - _SHARE_BESIDE) * free
+        return not fits, sizes
+    if not situation.trains:
+        return False, "a CPU reads them where they lie"
+    if situation.dtype != torch.bfloat16:
+        return False, f"the weights are {situation.dtype}, which packing would round"
+    if not has_bf16_instructions():
+        return False, "this CPU has no bf16 instructions"
+    reason = _why_not()
+    return reason is None, reason or "this CPU has bf16 instructions"
+
+
+def _check_memory(layers: Mapping[LayerSizes, int], load: Load, freed: int, *, kind: PackedKind) -> tuple[Plan, ...]:
+    """Raises MemoryError where the packed experts would not fit beside the rest, their own tensors being freed."""
+    plans = tuple(
+        plan(
+            sizes,
+            kind=kind,
+            nodes=len(numa_cores()),
+            ranks=(load.rank,) * 3,
+            max_len=load.tokens,
+            top_k=load.top_k,
+            keep="recompute" if load.recompute else "retain",
+            factor_itemsize=4,
+            layers=count,
+        )
+        for sizes, count in layers.items()
+    )
+    together = plans[0] if len(plans) == 1 else Plan(sum((p.items for p in plans), ()), "layers of several sizes")
+    check_memory(together, already=freed, remedy=_REMEDY)
+    return plans
+
+
+def _expert_bytes(sizes: LayerSizes, *, itemsize: int) -> int:
+    """W and its transpose."""
+    gated = sizes.activation is None or sizes.activation.gated
+    one = weight_bytes(experts=1, hidden=sizes.hidden, intermediate=sizes.intermediate, itemsize=itemsize, gated=gated)
+    return 2 * one
+
+
+def _packed(name: str, kind: PackedKind, tolerance: Tolerance, nodes: int | None = None) -> Placement:
+    """nodes: None for one per NUMA node."""
+    itemsize = 1 if kind == "int8" else 2
+    return Placement(
+        name,
+        f"packed for the CPU in {kind}",
+        make=functools.partial(pack_experts, kind=kind, nodes="auto" if nodes is None else nodes),
+        tolerances={torch.bfloat16: tolerance},
+        why_not=_why_not,
+        home=CPU,
+        how=_how,
+        itemsize=itemsize,
+        expert_bytes=functools.partial(_expert_bytes, itemsize=itemsize),
+        check_memory=functools.partial(_check_memory, kind=kind),
+        chosen=_chosen if name == "cpu-bf16" else lambda situation: (False, ""),
+        offered=nodes is None,
+    )
+
+
+# Worst seen on a CPU with AMX in all cases, on each of its paths (2026-11-15): bf16 output 4.9e-3 and gradients 5.8e-3,
+# int8 2.7e-2 and 3.3e-2. With an h that is rounded before it is activated, a single row has 5.6e-3.
+CPU_PLACEMENTS = (
+    _packed("cpu-bf16", "bf16", Tolerance(5e-3, 1e-2)),
+    _packed("cpu-int8", "int8", Tolerance(3e-2, 5e-2)),
+    _packed("cpu-bf16-3-nodes", "bf16", Tolerance(5e-3, 1e-2), nodes=3),
+)

@@ -1,0 +1,223 @@
+"""An experts module of transformers, described once: how it stores its experts, what it computes, where they are.
+
+E experts · H hidden · I intermediate · J = 2I or I
+
+    experts_modules(model)                # name -> module, those that transformers hands over
+    layout_of(module)                     # sizes and storage, read from its flags
+    described(module)                     # the same with its activation, found out in the first call
+    place(module, placement)              # its experts elsewhere; described(module).placed is where
+
+transformers' decorator `use_experts_implementation` marks such modules. What is found out about one is kept on it, in
+one attribute. A later change of its act_fn, limit or alpha is noticed; after a change of `_apply_gate` or of a flag,
+call `forget(module)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amoeba.config import Activation
+from amoeba.errors import bad_value
+from amoeba.placement import Placement
+from amoeba.weights import AnyExperts, ExpertWeights
+
+logger = logging.getLogger("amoeba")
+
+ATTRIBUTE = "_amoeba"
+
+
+@dataclass(frozen=True)
+class ExpertsLayout:
+    """How a model keeps one layer's experts: what a file of factors alone does not say."""
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    gated: bool = True
+    interleaved: bool = False  # rows of gate and up in turns, as in gpt-oss; else all of gate first
+    transposed: bool = False  # weights stored as (E, in, out)
+
+    def __str__(self) -> str:
+        return f"{self.num_experts} experts of hidden {self.hidden} and intermediate {self.intermediate}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ExpertsModule:
+    """What is known about a module after its first call."""
+
+    fused: Activation | None  # None: the module's own functions are called
+    up_name: str
+    has_gate: bool
+    has_bias: bool
+    has_norm: bool
+    interleaved: bool
+    transposed: bool
+    # what the activation was concluded from
+    act_fn: Any
+    numbers: tuple[tuple[str, float], ...]
+    # where its experts are, unless they are its own parameters
+    placed: AnyExperts | None = None
+    placement: Placement | None = None
+
+    def holds(self, module: Any) -> bool:
+        if self.act_fn is not module._modules.get("act_fn"):
+            return False
+        return not self.numbers or all(module.__dict__.get(name) == number for name, number in self.numbers)
+
+
+def is_experts(module: Any) -> bool:
+    """Whether transformers hands its computation over."""
+    return hasattr(module, "is_concatenated")  # the decorator's mark
+
+
+def experts_modules(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def layout_of(module: Any) -> ExpertsLayout | None:
+    """None for experts that are not stacked."""
+    down = getattr(module, "down_proj", None)
+    if not (isinstance(down, Tensor) and down.dim() == 3):
+        return None
+    gated, transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
+    experts, hidden, intermediate = down.transpose(1, 2).shape if transposed else down.shape
+    return ExpertsLayout(experts, hidden, intermediate, gated, _interleaved(module), transposed)
+
+
+def layouts_of(model: nn.Module) -> dict[str, ExpertsLayout]:
+    """Module name -> layout, for every module that holds stacked experts."""
+    found = {name: layout_of(module) for name, module in experts_modules(model).items()}
+    return {name: layout for name, layout in found.items() if layout is not None}
+
+
+def described(module: Any) -> ExpertsModule:
+    """What is known about an experts module, found out now if it was not called yet."""
+    known = module.__dict__.get(ATTRIBUTE)
+    return known if known is not None and known.holds(module) else find_out(module)
+
+
+def was_called(module: Any) -> bool:
+    return ATTRIBUTE in module.__dict__
+
+
+def find_out(module: Any) -> ExpertsModule:
+    from amoeba.integrations.recognise import numbers_of, recognise_by_class, recognise_by_trial
+
+    has_gate, has_norm = getattr(module, "has_gate", True), getattr(module, "has_post_expert_norm", False)
+    tracing = torch.compiler.is_compiling()
+    activation = recognise_by_class(module, has_gate) if tracing else recognise_by_trial(module, has_gate)
+    found = ExpertsModule(
+        fused=None if has_norm else activation,
+        up_name="gate_up_proj" if has_gate else "up_proj",
+        has_gate=has_gate,
+        has_bias=getattr(module, "has_bias", False),
+        has_norm=has_norm,
+        interleaved=_interleaved(module),
+        transposed=getattr(module, "is_transposed", False),
+        act_fn=module._modules.get("act_fn"),
+        numbers=numbers_of(module),
+    )
+    if not tracing:
+        module.__dict__[ATTRIBUTE] = found
+        _announce(type(module).__name__, found.fused)
+    return found
+
+
+def forget(module: nn.Module) -> None:
+    """Lets every experts module inside be looked at again in its next call; experts that were placed stay so."""
+    for inner in module.modules():
+        if placed_in(inner) is None:
+            inner.__dict__.pop(ATTRIBUTE, None)
+
+
+def stored(module: Any, found: ExpertsModule) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """gate_up_EJH, down_EHI and their biases: views of what the module has."""
+    gate_up, down = _tensor(module, found.up_name), _tensor(module, "down_proj")
+    gate_up_bias = down_bias = None
+    if found.has_bias:
+        gate_up_bias, down_bias = _tensor(module, found.up_name + "_bias"), _tensor(module, "down_proj_bias")
+    if found.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return gate_up, down, gate_up_bias, down_bias
+
+
+def weights_of(module: Any) -> AnyExperts | None:
+    """Its experts as the seam takes them, wherever they are; None where its own functions have to be called."""
+    found = described(module)
+    if found.placed is not None or found.fused is None:
+        return found.placed
+    return ExpertWeights(*stored(module, found), activation=found.fused)
+
+
+def placed_in(module: Any) -> AnyExperts | None:
+    """Its experts, if they are no longer its own parameters."""
+    known = module.__dict__.get(ATTRIBUTE)
+    return None if known is None else known.placed
+
+
+def place(module: Any, placement: Placement) -> None:
+    """Its experts placed elsewhere, its parameters freed.
+
+    Their shapes stay behind as tensors on the meta device, which are no parameters: `model.to`, optimizers and
+    state_dict do not see them, and saving the module raises, since its experts would be missing.
+    """
+    weights = resident(module)
+    module.__dict__[ATTRIBUTE] = replace(described(module), placed=placement.make(weights), placement=placement)
+    for name in list(module._parameters):
+        parameter = module._parameters.pop(name)
+        if parameter is not None:
+            module.__dict__[name] = torch.empty_like(parameter, device="meta")
+    module.register_state_dict_pre_hook(_refuse_to_save)
+
+
+def resident(module: Any) -> ExpertWeights:
+    """Its own parameters as weights; ValueError where its own functions have to be called with them."""
+    found = described(module)
+    if found.fused is None:
+        expected = "an activation that aMoEba computes itself"
+        raise bad_value("experts", expected, f"that of {type(module).__name__}", "keep the experts resident")
+    with torch.no_grad():
+        return ExpertWeights(*stored(module, found), activation=found.fused)
+
+
+def check_own_parameters(module: Any, name: str, remedy: str) -> None:
+    """ValueError where the module's experts are elsewhere."""
+    known = module.__dict__.get(ATTRIBUTE)
+    if known is not None and known.placed is not None:
+        raise bad_value("model", "experts as ordinary tensors", f"{name}, {known.placement.summary}", remedy)
+
+
+def home_of_factors(module: Any) -> tuple[torch.dtype, torch.device]:
+    """Dtype and device for LoRA factors: beside the experts, wherever they are; fp32 beside half precision."""
+    weights = placed_in(module) or module.down_proj
+    dtype = torch.float32 if weights.dtype.itemsize < 4 else weights.dtype
+    return dtype, weights.device
+
+
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    remedy = "save the adapter (amoeba.lora.save), or load the model again without a placement and save that"
+    check_own_parameters(module, prefix.rstrip("."), remedy)
+
+
+def _interleaved(module: Any) -> bool:
+    return getattr(module, "has_gate", True) and not getattr(module, "is_concatenated", True)
+
+
+def _tensor(module: Any, name: str) -> Tensor:
+    """module.name, several times faster where it is an ordinary parameter (a parametrised one is not)."""
+    found = module._parameters.get(name)
+    return getattr(module, name) if found is None else found
+
+
+@functools.cache
+def _announce(class_name: str, activation: Activation | None) -> None:
+    if activation is None:
+        logger.info("%s: calling the module's own activation (and norm), which is slower", class_name)
+    else:
+        logger.info("%s: activation %s, fused", class_name, activation)

@@ -1,0 +1,97 @@
+"""A place where experts can be kept, as a user names it, and all that others have to know of it.
+
+    HALVED = Placement(
+        "halved", "as two half stacks", make=halve, backends=(HalvesBackend(),), tolerances={torch.float32: Tolerance()}
+    )
+    amoeba.register_placement(HALVED)
+    amoeba.place_experts(model, "halved")
+
+Placing is making one kind of weights out of resident ones. What a placement does not say of itself nobody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from amoeba.config import Activation
+from amoeba.weights import AnyExperts, ExpertWeights
+
+if TYPE_CHECKING:
+    from amoeba.backends.backend import Backend
+
+
+class LayerSizes(NamedTuple):
+    experts: int
+    hidden: int
+    intermediate: int
+    activation: Activation | None = None
+    bias: bool = False
+
+
+class Load(NamedTuple):
+    """What placed experts will be used for, as far as memory goes."""
+
+    tokens: int  # of a pass
+    rank: int  # of LoRA factors on all projections
+    top_k: int = 8
+    recompute: bool = False  # activation checkpointing saves nothing between the passes
+
+
+class Situation(NamedTuple):
+    """What `auto` chooses by."""
+
+    device: torch.device  # where the rest of the model will be
+    trains: bool  # LoRA factors beside the experts; else the model generates
+    dtype: torch.dtype  # of the experts
+    expert_bytes: int
+    model_bytes: int
+    free_bytes: int | None  # on the GPU
+
+
+class Tolerance(NamedTuple):
+    """How far output and gradients may be from the truth, relative in the L2 norm; None: as resident experts."""
+
+    output: float | None = None
+    gradients: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """
+    name:       as `place_experts` and the commands' --experts take it.
+    summary:    where experts are then, as the end of "experts ...".
+    make:       the placed experts, out of resident ones, which may go afterwards.
+    backends:   what computes with them; registered with the placement.
+    tolerances: for each dtype that x may have, what `amoeba verify` allows.
+    why_not:    why not on this machine, or None.
+    home:       where resident weights have to be to be placed; None: anywhere.
+    x_from:     kinds of devices that x may come from.
+    how:        how it computes on this machine, for `amoeba doctor`.
+    itemsize:   bytes of a number of the placed weights as they are read; None: as many as one of x has.
+    expert_bytes: of one placed expert, as backward needs it, for experts of these sizes.
+    check_memory: (sizes of layers, load, bytes that will be freed) -> plans to print; MemoryError where it cannot fit.
+    chosen:     for `auto`: whether it is the right one, and why or why not; "" if there is nothing to say.
+    offered:    whether users may name it; else it is there to be proven.
+    """
+
+    name: str
+    summary: str
+    make: Callable[[ExpertWeights], AnyExperts]
+    tolerances: Mapping[torch.dtype, Tolerance]
+    backends: Sequence[Backend] = ()
+    why_not: Callable[[], str | None] = lambda: None
+    home: torch.device | None = None
+    x_from: Sequence[str] = ("cpu", "cuda")
+    how: Callable[[], str] = lambda: ""
+    itemsize: int | None = None
+    expert_bytes: Callable[[LayerSizes], int] | None = None
+    check_memory: Callable[[Mapping[LayerSizes, int], Load, int], tuple[Any, ...]] | None = None
+    chosen: Callable[[Situation], tuple[bool, str]] = field(default=lambda situation: (False, ""))
+    offered: bool = True
+
+    def __deepcopy__(self, memo: dict) -> Placement:
+        return self
