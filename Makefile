@@ -43,9 +43,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# The documentation site, into build/docs; a broken link or page fails. Open build/docs/index.html.
+# The documentation site, into build/docs; a broken link or page fails (with --quiet it would not).
 docs: $(DOCS_INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
 	$(BIN)/amoeba bench $(BENCH)
