@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 NEEDS := aMoEba needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)
 # Threads that wait give their core away instead of spinning: on a busy machine five times faster (docs/log.md).
 YIELDING := OMP_WAIT_POLICY=passive
@@ -11,7 +12,7 @@ BENCH ?=
 DEMO := runs/demo
 AMOEBA := $(YIELDING) $(BIN)/amoeba
 
-.PHONY: demo test test-older-cpus test-thorough lint bench clean
+.PHONY: demo test test-older-cpus test-thorough lint docs bench clean
 
 # Trains a small model on Python's own manual, shows what its experts do, lets it speak, teaches it to answer questions
 # with LoRA, and asks it one. Minutes on two cores.
@@ -42,6 +43,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# The documentation site, into build/docs; a broken link or page fails (with --quiet it would not).
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(INSTALLED)
 	$(BIN)/amoeba bench $(BENCH)
 
@@ -56,4 +61,8 @@ $(INSTALLED): pyproject.toml
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1). $(NEEDS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	@touch $@

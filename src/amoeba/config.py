@@ -1,8 +1,8 @@
-"""What a mixture-of-experts layer is: its sizes, its activation, its router. Frozen and validated.
+"""The sizes, activation and router of a mixture-of-experts layer. Frozen and validated.
 
     config = MoEConfig(hidden_size=512, intermediate_size=256, router=RouterConfig(num_experts=32, top_k=4))
 
-A bad value raises ValueError at construction, with the field's name, what it accepts, what came and what to do.
+A bad value raises ValueError at construction, with the field's name, what was expected, what came and what to do.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ GroupScore = Literal["top2_sum", "max"]
 
 @dataclass(frozen=True)
 class Activation:
-    """What happens between the two projections of an expert.
+    """What an expert computes between its two projections.
 
-    gated:   a = act(gate) * (up + up_shift), where h holds gate and up; otherwise a = act(h).
-    alpha:   the slope inside silu, g * sigmoid(alpha * g).
-    limit:   clamps gate to (-inf, limit] and up to [-limit, limit] before the activation; inf clamps nothing.
-             An ungated h is clamped like a gate.
+    kind:        the function act: silu, gelu, gelu_tanh, relu, or relu2 (relu squared).
+    gated:       a = act(gate) * (up + up_shift), where h holds gate and up; otherwise a = act(h).
+    alpha:       the slope inside silu, g * sigmoid(alpha * g).
+    limit:       clamps gate to (-inf, limit] and up to [-limit, limit] before the activation; inf clamps nothing.
+                 An ungated h is clamped like a gate.
+    up_shift:    added to up before it is multiplied with the gate.
     interleaved: h holds gate0, up0, gate1, up1, ... instead of all gates and then all ups.
 
     gpt-oss is Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True).
@@ -74,15 +76,17 @@ class Activation:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How logits become experts and weights.
+    """How the router turns logits into experts and weights.
 
+    num_experts:     E, the number of experts.
+    top_k:           K, the number of experts per token.
     score:           softmax over all experts, then top-k; sigmoid per expert, then top-k; or top-k of the logits,
                      then softmax over the chosen ("topk_softmax").
     renormalize:     divide the chosen weights by their sum (softmax and sigmoid).
     scaling_factor:  multiplies the weights at the end.
     n_group, topk_group: choose experts only from the best topk_group of n_group equal groups.
     group_score:     what ranks a group: the sum of its two best experts (DeepSeek-V3) or its best (DeepSeek-V2).
-    selection_bias:  a bias per expert that takes part in the choice and not in the weight (aux-free balancing).
+    selection_bias:  a bias per expert that is used for the choice but not for the weight (aux-free balancing).
     jitter:          in training, logits are multiplied by uniform noise in [1 - jitter, 1 + jitter].
     capacity_factor: an expert takes at most ceil(capacity_factor * T * K / E) rows, the rest are dropped;
                      None, the default, drops nothing.
@@ -143,7 +147,15 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A whole layer: router, routed experts, and shared experts that every token visits."""
+    """A whole layer: router, routed experts, and shared experts, which see every token.
+
+    hidden_size:              H.
+    intermediate_size:        I of each routed expert.
+    router:                   how experts are chosen.
+    activation:               of the routed experts; the shared experts are silu-gated.
+    bias:                     whether both projections of the routed experts have a bias.
+    shared_intermediate_size: I of all shared experts together; 0 for none.
+    """
 
     hidden_size: int
     intermediate_size: int

@@ -1,4 +1,4 @@
-"""A whole mixture-of-experts layer, for those who have no Hugging Face model: router, experts, shared experts.
+"""A whole mixture-of-experts layer, for use without a Hugging Face model: router, experts, shared experts.
 
 T tokens · E experts · H hidden · I intermediate · J = 2I (gated: gate and up) or I
 
@@ -37,10 +37,12 @@ INITIAL_STD = 0.02
 
 
 class MoE(nn.Module):
-    """y = Σ_k weight_k · expert_k(x) + shared_experts(x).
+    """A mixture-of-experts layer: y = Σ_k weight_k · expert_k(x) + shared_experts(x).
 
     backend, recompute: as in `amoeba.experts`.
-    statistics:         what the router did in training since the last reset; not part of the state dict.
+
+    The attribute `statistics` records what the router does in training (see `RoutingStatistics`); it is not part of
+    the state dict, which has transformers' names:
 
         gate.weight (E, H)                            gate.e_score_correction_bias (E), with selection_bias
         experts.gate_up_proj (E, J, H)                experts.gate_up_proj_bias (E, J), with bias
@@ -69,7 +71,7 @@ class MoE(nn.Module):
         self.register_load_state_dict_post_hook(_bring_statistics_along)
 
     def forward(self, x: Tensor, return_routing: bool = False) -> Tensor | tuple[Tensor, Routing]:
-        """(..., H) -> (..., H), and with return_routing the Routing of the flattened tokens, for the losses."""
+        """x (..., H) -> y (..., H); with return_routing also the Routing of the flattened tokens, for the losses."""
         hidden = self.config.hidden_size
         if x.dim() == 0 or x.shape[-1] != hidden:
             raise bad_value(
@@ -89,10 +91,10 @@ class MoE(nn.Module):
         return (y, routing) if return_routing else y
 
     def update_balance(self, rate: float) -> None:
-        """Aux-free balancing: moves the selection bias against the load recorded since the last call; then resets it.
+        """Aux-free balancing: moves the selection bias against the load recorded since the last call, then resets it.
 
-        Call it once per optimizer step, after reading statistics.summary() where that is wanted. Under data
-        parallelism sum the load first, or the ranks drift apart: torch.distributed.all_reduce(statistics.load_E).
+        Call it once per optimizer step, after reading statistics.summary() if you want it. Under data parallelism sum
+        the load first, or the ranks drift apart: torch.distributed.all_reduce(statistics.load_E).
         """
         bias_E = self.gate.e_score_correction_bias
         if bias_E is None:
@@ -106,7 +108,7 @@ class MoE(nn.Module):
         self.statistics.reset()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew, as at construction; biases become 0 and the statistics are forgotten."""
+        """Draws all weights again, as at construction; biases become 0 and the statistics are reset."""
         self.gate.reset_parameters()
         self.experts.reset_parameters()
         if self.shared_experts is not None:
@@ -129,7 +131,7 @@ class MoE(nn.Module):
 
 
 class Router(nn.Module):
-    """x_TH -> Routing. The bias that only takes part in the choice stays in fp32 (or fp64) through every cast."""
+    """x_TH -> Routing. The selection bias, used only for the choice, stays in fp32 (or fp64) through every cast."""
 
     e_score_correction_bias: Tensor | None
 
@@ -179,7 +181,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """(x_TH, Routing) -> y_TH: the parameters of the routed experts and their way to `amoeba.experts`."""
+    """(x_TH, Routing) -> y_TH: the parameters of the routed experts, computed by `amoeba.experts`."""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class Experts(nn.Module):
 
 
 class SharedExperts(nn.Module):
-    """What every token visits: one silu-gated MLP, as wide as all shared experts together."""
+    """The experts that see every token: one silu-gated MLP, as wide as all shared experts together."""
 
     def __init__(
         self,

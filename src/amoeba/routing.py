@@ -1,4 +1,4 @@
-"""From router logits to experts and weights; the losses and the bookkeeping that keep experts evenly used.
+"""From router logits to experts and weights, and the losses and statistics that keep experts evenly used.
 
     routing = route(x_TH @ gate_EH.T, RouterConfig(num_experts=64, top_k=8), training=True)
     y_TH = experts(x_TH, routing, weights)
@@ -31,14 +31,14 @@ DENOMINATOR_FLOOR = 1e-20
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Who computes each token, and how much each answer counts.
+    """Which experts each token goes to, and with what weight.
 
-    expert_TK: int32 or int64; an id outside [0, E) means that the slot belongs to nobody here.
-    weight_TK: floating; carries the gradient to the router.
+    expert_TK: int32 or int64; an id outside [0, E) is a sentinel, a slot without an expert here.
+    weight_TK: floating point; carries the gradient to the router.
     logits_TE: the logits that were scored (after noise, in the precision of the scores), for `z_loss`.
     scores_TE: softmax or sigmoid of the logits, before any choice; differentiable, for losses and statistics.
     trusted:   the weights need no `check_values`, because `route` made them.
-    chosen_TK: the choice before capacity dropped any slot; None means that it is expert_TK.
+    chosen_TK: the choice before capacity dropped any slot; None if it is the same as expert_TK.
     """
 
     expert_TK: Tensor
@@ -85,7 +85,7 @@ class Routing:
         return self.expert_TK.shape[1]
 
     def check_values(self) -> None:
-        """Raise ValueError when a weight is NaN or negative. Waits for the device once."""
+        """Raises ValueError if a weight is NaN or negative. Waits for the device once."""
         weight_TK = self.weight_TK.detach()
         # min() of anything with a NaN is NaN, so one comparison finds both faults
         if weight_TK.numel() == 0 or weight_TK.min().item() >= 0:
@@ -109,20 +109,20 @@ def route(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> Routing:
-    """Choose top_k experts for each token and weigh them.
+    """Chooses top_k experts for each token and their weights.
 
-    expert_TK is int64, best first; weight_TK is fp32, or fp64 for fp64 logits.
+    In the result, expert_TK is int64, best first; weight_TK is fp32, or fp64 for fp64 logits.
 
-    bias_E takes part in the choice and not in the weights; it is required where config.selection_bias is set,
-    and refused elsewhere. In training, config.jitter multiplies the logits by noise; leave generator at None
-    under activation checkpointing, which replays the default generator only.
+    bias_E is used for the choice but not for the weights; it is required where config.selection_bias is set, and
+    refused elsewhere. In training, config.jitter multiplies the logits by noise; leave generator at None under
+    activation checkpointing, which replays only the default generator.
 
-    Slots over config.capacity_factor get expert id E and weight 0. First choices are served before second
-    choices, and among equals the earlier token.
+    Slots over the capacity of an expert (config.capacity_factor) get expert id E and weight 0. First choices are
+    served before second choices, and among equals the earlier token.
 
-    A logit of -inf is an expert that gets no weight. Where a token's scores are not defined (a NaN among its logits,
-    in a softmax also +inf or nothing but -inf; or a NaN in the bias), its weights are NaN, and so are what the experts
-    make of them and the gradient of its chosen logits. No other token's are.
+    An expert with a logit of -inf gets no weight. Where a token's scores are undefined (a NaN among its logits, with
+    softmax also +inf or nothing but -inf; or a NaN in the bias), its weights are NaN, and so are its output and the
+    gradient of its chosen logits. Other tokens are not affected.
     """
     _check_route(logits_TE, config, bias_E)
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
@@ -234,10 +234,12 @@ def _over_capacity(chosen_TK: Tensor, num_experts: int, capacity_factor: float) 
 
 
 def load_balance_loss(routing: Routing, num_experts: int, attention_mask: Tensor | None = None) -> Tensor:
-    """Switch's loss, E · Σ_e f_e P_e, with f_e = (rows sent to e) / T and P_e the mean probability of e.
+    """The load-balancing loss of Switch, E · Σ_e f_e P_e, with f_e = (rows sent to e) / T and P_e e's mean probability.
 
-    Equals transformers' load_balancing_loss_func; perfectly balanced it is top_k. Slots that capacity dropped
-    count for the expert they were meant for. attention_mask: (T,), 0 for the tokens to leave out.
+    Equal to transformers' load_balancing_loss_func; it is top_k when perfectly balanced. Slots that capacity dropped
+    count for the expert they were meant for.
+
+    attention_mask: (T,), 0 for the tokens to leave out.
     """
     probability_TE = _probabilities(_scores(routing, num_experts))
     chosen_TK = _choice(routing)
@@ -260,13 +262,13 @@ def load_balance_loss(routing: Routing, num_experts: int, attention_mask: Tensor
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """mean(logsumexp(logits)²): keeps logits small. 0 for no tokens."""
+    """mean(logsumexp(logits)²), which keeps logits small. 0 for no tokens."""
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     return logits_TE.logsumexp(dim=-1).square().sum() / max(logits_TE.shape[0], 1)
 
 
 def sequence_balance_loss(routing: Routing, num_experts: int, sequence_length: int) -> Tensor:
-    """DeepSeek-V3's loss per sequence (eq. 17-20, without α), averaged over sequences; balanced it is 1.
+    """The loss per sequence of DeepSeek-V3 (eq. 17-20, without α), averaged over sequences; it is 1 when balanced.
 
     Σ_e f_e P_e with f_e = E / (K·S) · (rows of e in the sequence) and P_e the mean over the sequence of the
     scores divided by their sum. Tokens come sequence by sequence, sequence_length each.
@@ -341,13 +343,13 @@ def _count(expert_BN: Tensor, num_experts: int) -> Tensor:
 
 
 class RoutingStatistics(nn.Module):
-    """Counts what a router does, on the device, without waiting for it.
+    """Statistics of a router, kept on the device, without waiting for it.
 
         statistics = RoutingStatistics(num_experts=64)
         statistics.record(routing)              # each step; a recompute in backward is not counted again
-        statistics.summary()["max_violation"]   # a tensor: reading it is what waits
+        statistics.summary()["max_violation"]   # a tensor: only reading it waits for the device
 
-    After to_empty() call reset(): the buffers are not part of checkpoints.
+    The buffers are not part of checkpoints; call reset() after to_empty().
     """
 
     load_E: Tensor
@@ -373,7 +375,7 @@ class RoutingStatistics(nn.Module):
         return self
 
     def record(self, routing: Routing) -> None:
-        """Add one call of the router. Without scores_TE its entropy is not counted."""
+        """Adds one call of the router. Without scores_TE its entropy is not counted."""
         scores_TE = None if routing.scores_TE is None else _scores(routing, self.num_experts).detach()
         record_routing(
             routing.expert_TK,
@@ -388,7 +390,7 @@ class RoutingStatistics(nn.Module):
         )
 
     def summary(self) -> dict[str, Tensor]:
-        """Since the last reset, all on the device:
+        """What happened since the last reset, as tensors on the device:
 
         load_E         rows per expert, dropped slots not counted
         entropy        of the normalised scores, mean over tokens, in nats; NaN when no token had scores
@@ -407,6 +409,7 @@ class RoutingStatistics(nn.Module):
         }
 
     def reset(self) -> None:
+        """Starts again from zero."""
         for buffer in self.buffers():
             buffer.zero_()
 

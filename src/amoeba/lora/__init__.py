@@ -4,11 +4,11 @@
     ...train it with transformers.Trainer or a loop of your own...
     lora.save(model, "adapter")        # peft.PeftModel.from_pretrained reads it
     lora.load(fresh_model, "adapter")  # so do we
-    lora.merge(model)                  # W + scaling · B @ A in place of W; unmerge puts the very W back
+    lora.merge(model)                  # W + scaling · B @ A in place of W; unmerge restores W, bit for bit
 
 `factors` holds the six factors of one layer and their form in PEFT, `peft_files` reads and writes adapter folders, with
 `adapter_config` for their config; the rest is about models. Importing this package imports neither peft nor safetensors
-nor transformers; peft is needed for targets outside the experts only.
+nor transformers; peft is only needed for targets outside the experts.
 """
 
 from amoeba.lora.adapter_folder import load, save

@@ -37,7 +37,7 @@ from amoeba.lora.targets import routers_of
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors; other files in the folder stay."""
+    """Writes the adapter as a PEFT folder: adapter_config.json and adapter_model.safetensors; other files stay."""
     state = attached_to(model)
     layouts = [state.layouts[name] for name in state.experts] or list(state.layouts.values())
     whole = {f"{linears.PREFIX}{name}": tensor for name, tensor in whole_tensors(model, state).items()}
@@ -53,7 +53,13 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
 
 def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> Attached:
-    """Puts the adapter of the folder onto the model. ValueError where it is one of another model: names and shapes."""
+    """Puts the adapter in a folder onto the model: one that `save` wrote, or PEFT, or with one file entry per expert.
+
+    trainable: leave the factors trainable; otherwise the whole model is frozen, for inference.
+
+    On a model that already has factors, the numbers of the file are copied into them. An adapter of another model, by
+    names, shapes or recorded base, raises ValueError.
+    """
     adapter = read_adapter(folder, layouts_of(model))
     state = model.__dict__.get(STATE)
     if state is None:

@@ -32,7 +32,7 @@ STATE = "_amoeba_lora"
 
 @dataclass
 class Attached:
-    """What hangs on a model. The modules are the same whether they are in the model's tree or, merged, beside it."""
+    """The adapter of a model. Its modules stay the same, in the model's tree or, while merged, beside it."""
 
     config: dict[str, Any]  # of adapter_config.json: r, lora_alpha, modules_to_save, ...
     experts: dict[str, ExpertsLora] = field(default_factory=dict)  # by the name of the experts module
@@ -44,7 +44,7 @@ class Attached:
     merged: bool = False
 
     def trainable(self) -> int:
-        """Numbers in the factors, without what is trained whole."""
+        """How many numbers the factors have, not counting modules that are trained in full."""
         of_experts = sum(p.numel() for layer in self.experts.values() for p in layer.parameters())
         return of_experts + sum(f.numel() for layer in self.linears.values() for f in linears.factors_of(layer))
 
@@ -58,11 +58,16 @@ def attach(
     train_router: bool = False,
     share_a: bool = True,
 ) -> Attached:
-    """Puts fresh factors on the targets and freezes the rest; until they are trained, the model computes what it did.
+    """Puts new LoRA factors on the targets and freezes all else; until they are trained, the output is unchanged.
 
-    targets: "experts", "gate", "up", "down", names of parameters or linear layers by their ends ("gate_up_proj",
-    "q_proj"), or "all-linear". share_a: gate and up have one A, so that PEFT's file has rank r; else it has 2r.
-    train_router: the routers are trained whole and saved with the adapter.
+    r:            the rank.
+    alpha:        the update is scaled by alpha / r.
+    targets:      "experts", "gate", "up", "down", names of parameters or linear layers by their ends ("gate_up_proj",
+                  "q_proj"), or "all-linear".
+    train_router: the routers are trained in full and saved with the adapter.
+    share_a:      gate and up share one A, so that PEFT's file has rank r; otherwise it has 2r.
+
+    Factors beside weights of half precision are fp32. Targets outside the experts need the package peft.
     """
     check_rank_and_alpha(r, alpha)
     prepare(model)
@@ -87,7 +92,7 @@ def check_rank_and_alpha(r: Any, alpha: Any) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Takes the factors off. The base weights are what they were before `attach`, or the merged ones if merged."""
+    """Removes the factors. The base weights are then those from before `attach`, or the merged ones if merged."""
     state = attached_to(model)
     if not state.merged:
         linears.unwrap(model, state.linears)

@@ -3,7 +3,7 @@
 E experts · H hidden · I intermediate · J = 2I (gated) or I · R LoRA rank
 
     merge(model)          # W + scaling · B @ A in place of W, added in fp32 and rounded once
-    unmerge(model)        # the very W again, bit for bit
+    unmerge(model)        # W again, bit for bit
 
 A rounded sum cannot be undone by a subtraction, so merge keeps the weights that it replaces: until unmerge or detach
 the adapted layers are in memory twice. `merge(model, keep_base=False)` keeps nothing and cannot be undone.
@@ -26,6 +26,12 @@ from amoeba.weights import LoraFactors
 
 @torch.no_grad()
 def merge(model: nn.Module, *, keep_base: bool = True) -> None:
+    """Adds the factors into the weights, in fp32 and rounded once; the model is then a plain one without factors.
+
+    keep_base: keep the replaced weights in memory for `unmerge`; without them the merge cannot be undone.
+
+    Experts that are packed for the CPU cannot be merged.
+    """
     state = attached_to(model)
     if state.merged:
         raise bad_value("model", "one whose factors are not merged", "one whose are", "call amoeba.lora.unmerge first")
@@ -52,6 +58,7 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
 
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
+    """Undoes `merge`: restores the base weights, bit for bit, and puts the factors back beside them."""
     state = attached_to(model)
     if not state.merged:
         raise bad_value("model", "one whose factors are merged", "one whose are not", "there is nothing to undo")
