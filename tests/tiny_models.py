@@ -307,3 +307,22 @@ def experts_parity(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> 
     )
     eager = run_experts(module, "eager", inputs)
     return parity(run_experts(module, "amoeba", inputs), eager, exact)
+
+
+END = "<end>"
+
+
+def byte_tokenizer() -> Any:
+    """One token per byte, so that every character beyond ASCII is torn between tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    byte_tokenizer().save_pretrained(folder)

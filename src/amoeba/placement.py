@@ -1,10 +1,9 @@
 """A place where experts can be kept, as a user names it, and all that others have to know of it.
 
-    HALVED = Placement(
-        "halved", "as two half stacks", make=halve, backends=(HalvesBackend(),), tolerances={torch.float32: Tolerance()}
-    )
-    amoeba.register_placement(HALVED)
-    amoeba.place_experts(model, "halved")
+    tolerances = {torch.float32: Tolerance()}
+    MINE = Placement("mine", "kept in my way", make=my_experts, backends=(MyBackend(),), tolerances=tolerances)
+    amoeba.register_placement(MINE)
+    amoeba.place_experts(model, "mine")
 
 Placing is making one kind of weights out of resident ones. What a placement does not say of itself nobody asks.
 """

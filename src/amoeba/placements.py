@@ -1,6 +1,6 @@
 """The placements there are, by name.
 
-register_placement(HALVED)
+register_placement(MINE)
 placement_named("cpu-int8").make(weights)
 """
 

@@ -345,12 +345,12 @@ class TestInsideTorch:
     def test_opcheck(self):
         layer = PackedLayer()
         packed = layer.pack()
-        tensors = layer.x_TH, layer.expert_TK, layer.weight_TK, *layer.lora.six()
-        arguments = (*tensors, layer.lora.scaling, packed.handle)
+        tensors = layer.x_TH, layer.expert_TK, layer.weight_TK, packed.handle, *layer.lora.six()
+        arguments = (*tensors, layer.lora.scaling)
         torch.library.opcheck(torch.ops.amoeba.packed.default, arguments)
         frozen = tuple(tensor.detach() for tensor in tensors)
         for needs in ([True] * 8, [True, False] * 4):
-            given = (*frozen, layer.lora.scaling, packed.handle, layer.dy_TH, needs)
+            given = (*frozen, layer.lora.scaling, layer.dy_TH, needs)
             torch.library.opcheck(torch.ops.amoeba.packed_backward.default, given)
 
 

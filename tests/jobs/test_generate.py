@@ -31,24 +31,14 @@ from amoeba.integrations import placement
 from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
 from amoeba.weights import ExpertWeights
 from planted_backend import Planted, plant
-from tiny_models import randomise, tiny_config
+from tiny_models import byte_tokenizer, randomise, save_byte_tokenizer, tiny_config
 
-END = "<end>"
 POSITIONS = 64
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
 GREEDY = GenerationOptions(max_new_tokens=17, temperature=0)
 needs_engine = pytest.mark.skipif(cpu_placements._why_not() is not None, reason=str(cpu_placements._why_not()))
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that every character beyond ASCII is torn between tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
 
 
 def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
@@ -67,7 +57,7 @@ def save(folder: Path, model_class, config) -> Path:
             parameter *= 2  # against models that repeat their last token
         model.lm_head.weight[256] = 0  # nearly never the end
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    save_byte_tokenizer(folder)
     return folder
 
 

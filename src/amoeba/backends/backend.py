@@ -1,13 +1,13 @@
 """What a backend is: a name, the kinds of weights it serves, the reason why it cannot serve a request, and `run`.
 
-class Halves(PassesBackend):
-    name, summary, kinds = "halves", "both halves, one after the other", (HalvedExperts,)
+class MyBackend(PassesBackend):
+    name, summary, kinds = "mine", "one expert at a time", (MyExperts,)
 
     def why_not(self, request): return None
     def forward(self, problem, save): ...                        # y_TH, saved
     def backward(self, problem, saved, dy_TH, needs): ...        # Gradients
 
-amoeba.register_backend(Halves())
+amoeba.register_backend(MyBackend())
 """
 
 from __future__ import annotations

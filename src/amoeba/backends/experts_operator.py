@@ -31,7 +31,7 @@ from amoeba.backends.transforms import refuse_batched
 from amoeba.operands import Operand
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.torch_internals import has_dispatch_mode, transformed
-from amoeba.weights import LORA_NAMES, LoraFactors
+from amoeba.weights import LORA_NAMES, ExpertsByHandle, LoraFactors
 
 Result = TypeVar("Result")
 Forward = Callable[[Problem, Save], tuple[Tensor, Any]]
@@ -82,6 +82,7 @@ class ExpertsOperator:
             forward=self._traced_forward,
             backward=self._traced_backward,
             fake=self._fake,
+            fake_backward=self._fake_contiguous if traced is None else None,
             saved=range(1, len(results)),
             overwrites_saved=True,
         )
@@ -93,7 +94,9 @@ class ExpertsOperator:
             if save == "nothing":
                 return self.forward(problem, save)[0]
             scaling = 1.0 if lora is None else lora.scaling
-            return _Direct.apply(self, save, problem.weights.constants(), scaling, *problem.tensors())
+            # a handle does not keep alive what it stands for
+            owner = problem.weights if issubclass(self.kind, ExpertsByHandle) else None
+            return _Direct.apply(self, owner, save, problem.weights.constants(), scaling, *problem.tensors())
         return self._operator(*self._flat(problem), *(() if self.traced is None else (save == "h",)))[0]
 
     def problem(self, tensors: Sequence[Any], constants: tuple[Any, ...], scaling: float) -> Problem:
@@ -144,17 +147,28 @@ class ExpertsOperator:
         return (y_TH, *(saved or self.traced.nothing(problem.x_TH)))
 
     def _traced_backward(
-        self, arguments: tuple, saved: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: Sequence[bool]
+        self, arguments: tuple, saved: Sequence[Tensor], gradients: Sequence[Any], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         problem, (dy_TH,) = self._of_arguments(arguments), gradients
-        assert dy_TH is not None
         if self.traced is None:
             _, again = self.forward(problem, "h")
         else:
             again = Saved(*saved) if arguments[-1] else None
         named = dict(zip(self._gradient_names, needs, strict=True))
         found = self.backward(problem, again, dy_TH.contiguous(), Needs(**named))
-        return [getattr(found, name) for name in self._gradient_names]
+        gradients = [getattr(found, name) for name in self._gradient_names]
+        if self.traced is not None:
+            return gradients
+        return [None if gradient is None else gradient.contiguous() for gradient in gradients]
+
+    def _fake_contiguous(
+        self, arguments: tuple, saved: Sequence[Tensor], gradients: Sequence[Any], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        sources = [each for each, operand in zip(arguments, self._tensors, strict=False) if operand.differentiable]
+        return [
+            torch.empty_like(source, memory_format=torch.contiguous_format) if need and source is not None else None
+            for source, need in zip(sources, needs, strict=True)
+        ]
 
     def _fake(self, *arguments: Any) -> Sequence[Tensor]:
         x_TH = arguments[0]
@@ -187,20 +201,27 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, operator: ExpertsOperator, save: Save, constants: tuple, scaling: float, *tensors: Tensor | None
+        ctx: Any,
+        operator: ExpertsOperator,
+        owner: Any,
+        save: Save,
+        constants: tuple,
+        scaling: float,
+        *tensors: Tensor | None,
     ) -> Tensor:
         y_TH, saved = operator.forward(operator.problem(tensors, constants, scaling), save)
         # Saved as tensors, all of it is freed by backward, and activation checkpointing can drop it.
         kept: list[Tensor] = []
         ctx.saved_structure = _without_tensors(saved, kept)
         ctx.operator, ctx.constants, ctx.scaling, ctx.inputs = operator, constants, scaling, len(tensors)
+        ctx.owner = owner
         ctx.save_for_backward(*tensors, *kept)
         ctx.set_materialize_grads(False)
         return y_TH
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor | None) -> tuple:
-        others, operator = 4, ctx.operator
+        others, operator = 5, ctx.operator
         if dy_TH is None:
             return (None,) * (others + ctx.inputs)
         kept = ctx.saved_tensors  # activation checkpointing gives them out once

@@ -168,7 +168,7 @@ def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name:
 def tolerance(backend_name: str, dtype: torch.dtype, name: str) -> float:
     """How far that output or gradient may be from the truth, in every case."""
     placement = _placement(backend_name)
-    if placement is None:
+    if placement is None or dtype not in placement.tolerances:
         return TOLERANCE[dtype]
     output, gradients = placement.tolerances[dtype]
     return (output if name in ("output", "inference") else gradients) or TOLERANCE[dtype]
