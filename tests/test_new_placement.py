@@ -8,6 +8,7 @@ Experts are held as two half stacks behind a handle; each half computes the rows
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import amoeba
-from amoeba import Activation, ExpertWeights, PassesBackend, Placement, Request, Routing, experts
-from amoeba.backends import eager
+from amoeba import Activation, ExpertWeights, PassesBackend, Placement, Request, Routing, experts, placements
+from amoeba.backends import eager, registry
 from amoeba.cli import app
 from amoeba.placement import Tolerance
 from amoeba.placements import placement_names
@@ -129,7 +130,16 @@ HALVED = Placement(
     backends=(HalvesBackend(),),
     tolerances={torch.float32: Tolerance(), torch.bfloat16: Tolerance(1e-2, 2e-2)},
 )
-amoeba.register_placement(HALVED)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    """For the tests of this file alone."""
+    before = dict(placements._placements), list(registry._backends)
+    amoeba.register_placement(HALVED)
+    yield
+    placements._placements, registry._backends = before
+    registry._serving.clear()
 
 
 # --- and what it has to work in ---------------------------------------------------------------------------------------

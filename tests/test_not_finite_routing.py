@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from amoeba import MoE, MoEConfig
-from amoeba.backends.fused_router import fused_route
 from amoeba.config import RouterConfig
+from amoeba.fused_router import fused_route
 from amoeba.proof.reference.router import router_backward, router_forward
 from amoeba.routing import route
 from small_layer import kernel_device

@@ -163,7 +163,8 @@ def train(
     }  # fmt: skip
     output = start(verbose)
     from amoeba.commands import train as train_command
-    from amoeba.jobs.settings import TrainSettings, settings_of
+    from amoeba.jobs.resume import settings_of
+    from amoeba.jobs.settings import TrainSettings
 
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}

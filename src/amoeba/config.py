@@ -16,6 +16,8 @@ from amoeba.errors import bad_value
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid", "topk_softmax"]
 GroupScore = Literal["top2_sum", "max"]
+# DeepSeek-V3 in transformers divides sigmoid scores by their sum plus this.
+DENOMINATOR_FLOOR = 1e-20
 
 
 @dataclass(frozen=True)

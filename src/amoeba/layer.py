@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from amoeba.backends.transforms import reverse_only
 from amoeba.config import MoEConfig, RouterConfig
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.routing import Routing, RoutingStatistics, route, update_selection_bias_
 from amoeba.torch_internals import transformed
+from amoeba.transforms import reverse_only
 from amoeba.weights import ExpertWeights
 
 INITIAL_STD = 0.02

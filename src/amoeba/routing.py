@@ -20,13 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from amoeba.backends import fused_router
-from amoeba.config import RouterConfig
+from amoeba import fused_router
+from amoeba.config import DENOMINATOR_FLOOR, RouterConfig
 from amoeba.errors import bad_value
 from amoeba.torch_internals import inside_backward
-
-# DeepSeek-V3 in transformers divides sigmoid scores by their sum plus this
-DENOMINATOR_FLOOR = 1e-20
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,12 @@ from torch.autograd import forward_ad
 from amoeba import MoE, MoEConfig, Routing, experts
 from amoeba.backends.backend import Request
 from amoeba.backends.composed import experts_composed
-from amoeba.backends.fused_router import fused_route
 from amoeba.backends.registry import backends_of
 from amoeba.config import RouterConfig
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.cpu.packed_weights import load_packed
+from amoeba.fused_router import fused_route
 from amoeba.proof.reference.experts import activate
 from amoeba.routing import load_balance_loss
 from amoeba.weights import ExpertWeights

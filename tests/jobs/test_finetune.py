@@ -35,7 +35,8 @@ from amoeba.data.tokenizer import train_tokenizer
 from amoeba.integrations.placement import Placed, place_experts
 from amoeba.jobs.finetune import AdapterKept, finetune
 from amoeba.jobs.merge import merge
-from amoeba.jobs.settings import FinetuneSettings, load_settings, settings_of
+from amoeba.jobs.resume import settings_of
+from amoeba.jobs.settings import FinetuneSettings, load_settings
 from amoeba.jobs.training_loop import Rows, make_trainer
 from amoeba.observe.run_log import read_run
 from tiny_models import build, experts_inputs, experts_of, relative, token_ids

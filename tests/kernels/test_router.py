@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from amoeba import fused_router
 from amoeba import routing as routing_module
-from amoeba.backends import fused_router
-from amoeba.backends.fused_router import fused_route, why_not, why_not_shape
 from amoeba.config import RouterConfig
+from amoeba.fused_router import fused_route, why_not, why_not_shape
 from amoeba.kernels import router as kernels
 from amoeba.proof.reference.router import router_backward as reference_backward
 from amoeba.routing import load_balance_loss, route, z_loss

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.backends import operators
+from amoeba import operators
 from amoeba.backends.allocate import empty_rows
 from amoeba.backends.grouped import bias_of_row, sum_per_expert, weight_gradient
 from amoeba.backends.rowwise import sum_rows

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from amoeba.backends import operators
-from amoeba.backends.transforms import refuse_batched
+from amoeba import operators
 from amoeba.operands import Operand
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.torch_internals import has_dispatch_mode, transformed
+from amoeba.transforms import refuse_batched
 from amoeba.weights import LORA_NAMES, ExpertsByHandle, LoraFactors
 
 Result = TypeVar("Result")

@@ -71,7 +71,8 @@ def finetune(
         "held_out": None if held_out is None else _share_or_file(held_out),
     }  # fmt: skip
     output = start(verbose)
-    from amoeba.jobs.settings import FinetuneSettings, settings_of
+    from amoeba.jobs.resume import settings_of
+    from amoeba.jobs.settings import FinetuneSettings
 
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}

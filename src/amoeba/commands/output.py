@@ -75,17 +75,6 @@ class Output:
         print(json.dumps(strict_json(document), allow_nan=False), flush=True)
 
 
-def make_output(verbose: bool = False) -> Output:
-    try:
-        from amoeba.commands.rich_output import RichOutput
-    except ImportError:
-        output = Output()
-    else:
-        output = RichOutput()
-    output.verbose = verbose
-    return output
-
-
 def strict_json(value: Any) -> Any:
     """The same value with infinities and NaN, which JSON does not have, as strings."""
     return finite(value, str)

@@ -11,7 +11,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from amoeba.commands.output import Output, make_output
+from amoeba.commands.make_output import make_output
+from amoeba.commands.output import Output
 
 _verbose_everywhere = False
 

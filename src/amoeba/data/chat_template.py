@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from amoeba.data.documents import Message
+from amoeba.data.documents import Completion, Conversation, Document, Message, Text
 from amoeba.errors import bad_value, one_line
 
 if TYPE_CHECKING:
@@ -25,6 +25,22 @@ if TYPE_CHECKING:
 TEMPLATE_SECONDS = 10.0
 TEMPLATE_CHARACTERS = 1_000_000
 TIMES_LONGER = 10  # than the messages
+
+
+def render(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """The document as one string; messages by the tokenizer's chat template, or `role: content` lines without one.
+
+    A prompt and its completion are joined as they are, as TRL does.
+    """
+    match document:
+        case Text(text):
+            return text
+        case Completion(prompt, completion):
+            return prompt + completion
+        case Conversation(messages=messages):
+            if tokenizer is None or not tokenizer.chat_template:
+                return "\n".join(f"{role}: {content}" for role, content in messages)
+            return by_template(messages, tokenizer)
 
 
 def by_template(

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from amoeba.errors import bad_value
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 RECORD_FIELDS = ("text", "messages", "prompt", "completion")
 RECORDS = "`text`, or `messages`, or `prompt` and `completion`"
@@ -42,24 +39,6 @@ class Completion:
 
 
 Document = Text | Conversation | Completion
-
-
-def render(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The document as one string; messages by the tokenizer's chat template, or `role: content` lines without one.
-
-    A prompt and its completion are joined as they are, as TRL does.
-    """
-    match document:
-        case Text(text):
-            return text
-        case Completion(prompt, completion):
-            return prompt + completion
-        case Conversation(messages=messages):
-            if tokenizer is None or not tokenizer.chat_template:
-                return "\n".join(f"{role}: {content}" for role, content in messages)
-            from amoeba.data.chat_template import by_template
-
-            return by_template(messages, tokenizer)
 
 
 def is_blank(document: Document) -> bool:

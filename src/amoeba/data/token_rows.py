@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from amoeba.data.documents import Document, render
+from amoeba.data.chat_template import render
+from amoeba.data.documents import Document
 from amoeba.errors import bad_value
 
 if TYPE_CHECKING:

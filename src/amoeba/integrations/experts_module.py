@@ -30,6 +30,7 @@ from amoeba.weights import AnyExperts, ExpertWeights
 logger = logging.getLogger("amoeba")
 
 ATTRIBUTE = "_amoeba"
+LORA = "lora_factors"  # the child that holds LoRA factors, an amoeba.lora.experts_lora.ExpertsLora
 
 
 @dataclass(frozen=True)

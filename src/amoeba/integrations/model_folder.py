@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from amoeba.errors import bad_value, is_out_of_memory, one_line
-from amoeba.lora.adapter_config import CONFIG_NAME
 
 logger = logging.getLogger("amoeba")
 
 TRUST_FLAG = "--trust-remote-code"
+ADAPTER_CONFIG = "adapter_config.json"  # as PEFT names it
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -143,12 +143,12 @@ def has_weights(folder: Path) -> bool:
 def find_adapter(folder: str | Path) -> Path:
     path = Path(folder).expanduser()
     for candidate in (path, path / ADAPTER_FOLDER):
-        if (candidate / CONFIG_NAME).is_file():
+        if (candidate / ADAPTER_CONFIG).is_file():
             return candidate
     got = "a folder without one" if path.is_dir() else "no such folder"
     raise bad_value(
         "--adapter",
-        f"a folder with {CONFIG_NAME}, or a finished run of amoeba finetune",
+        f"a folder with {ADAPTER_CONFIG}, or a finished run of amoeba finetune",
         f"{str(folder)!r}, {got}",
         "check the path; a run that was interrupted has its adapter in checkpoints/",
     )

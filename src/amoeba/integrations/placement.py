@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from amoeba.errors import bad_value
-from amoeba.integrations.experts_module import experts_modules, place, resident
-from amoeba.lora.experts_lora import CHILD as LORA
+from amoeba.integrations.experts_module import LORA, experts_modules, place, resident
 from amoeba.placement import LayerSizes, Load, Situation
 from amoeba.placements import AUTO, RESIDENT, all_placements, placement_named
 

@@ -25,8 +25,7 @@ from amoeba.backends.composed import experts_composed
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.integrations.coverage import coverage
-from amoeba.integrations.experts_module import ATTRIBUTE, ExpertsModule, find_out, forget, stored
-from amoeba.lora.experts_lora import CHILD as LORA
+from amoeba.integrations.experts_module import ATTRIBUTE, LORA, ExpertsModule, find_out, forget, stored
 from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, ExpertWeights, LoraFactors
 

@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from amoeba.errors import bad_value
 from amoeba.jobs.manifest import DIGEST, MANIFEST, damages, digest_fits
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
-from amoeba.jobs.settings import AT_RESUME, RunSettings
+from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_file
 from amoeba.shell import shell_command, shell_words
 
 Report = TypeVar("Report", bound=RunReport)
@@ -87,6 +87,24 @@ def go_on(
 
 
 # --- the record of the run
+
+
+def settings_of(kind: type[Settings], resume: str | None, config: str | None, given: dict[str, Any]) -> Settings:
+    """Of a new run, or of the one in the folder `resume`: then what is neither given nor in the file `config` is the
+    run's own, and whether the rest may be another is seen when it goes on (`amoeba.jobs.resume`)."""
+    if resume is None:
+        return load_settings(config, given, kind)
+    if not (Path(resume) / "config.json").is_file():
+        raise bad_value("--resume", "the folder of an earlier run", resume, "check the path, or leave --resume out")
+    earlier = settings_of_run(Path(resume))
+    unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
+    if unknown:
+        other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
+        raise bad_value("--resume", "a run of this command", f"one with {', '.join(unknown)}", f"use {other} --resume")
+    told = (read_file(config, kind) if config else {}) | given
+    if "out" in told and Path(told["out"]).resolve() != Path(resume).resolve():
+        raise bad_value("--out", f"the folder of --resume ({resume}), or nothing", told["out"], "leave --out out")
+    return kind(**(earlier | told | {"out": resume}))
 
 
 def settings_of_run(folder: Path) -> dict[str, Any]:

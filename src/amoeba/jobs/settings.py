@@ -162,26 +162,6 @@ def _check_count(name: str, value: Any) -> None:
         raise bad_value(name, "an integer of at least 1", repr(value), f"set {name} to a positive integer")
 
 
-def settings_of(kind: type[Settings], resume: str | None, config: str | None, given: dict[str, Any]) -> Settings:
-    """Of a new run, or of the one in the folder `resume`: then what is neither given nor in the file `config` is the
-    run's own, and whether the rest may be another is seen when it goes on (`amoeba.jobs.resume`)."""
-    from amoeba.jobs.resume import settings_of_run
-
-    if resume is None:
-        return load_settings(config, given, kind)
-    if not (Path(resume) / "config.json").is_file():
-        raise bad_value("--resume", "the folder of an earlier run", resume, "check the path, or leave --resume out")
-    earlier = settings_of_run(Path(resume))
-    unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
-    if unknown:
-        other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
-        raise bad_value("--resume", "a run of this command", f"one with {', '.join(unknown)}", f"use {other} --resume")
-    told = (_read(config, kind) if config else {}) | given
-    if "out" in told and Path(told["out"]).resolve() != Path(resume).resolve():
-        raise bad_value("--out", f"the folder of --resume ({resume}), or nothing", told["out"], "leave --out out")
-    return kind(**(earlier | told | {"out": resume}))
-
-
 def load_settings(
     yaml_file: str | None,
     given: dict[str, Any],
@@ -190,7 +170,7 @@ def load_settings(
     """Defaults, then the preset's own, then the file, then what was given."""
     from amoeba.jobs.presets import training_defaults
 
-    told = (_read(yaml_file, kind) if yaml_file else {}) | given
+    told = (read_file(yaml_file, kind) if yaml_file else {}) | given
     if kind is TrainSettings:
         model = told.setdefault("model", TrainSettings.model)
         told = training_defaults(model) | {"out": f"runs/{Path(model).name}"} | told
@@ -201,7 +181,7 @@ def load_settings(
     return kind(**told)
 
 
-def _read(yaml_file: str, kind: type[RunSettings]) -> dict[str, Any]:
+def read_file(yaml_file: str, kind: type[RunSettings]) -> dict[str, Any]:
     import yaml
 
     path = Path(yaml_file)

@@ -24,10 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.config import RouterConfig
+from amoeba.config import DENOMINATOR_FLOOR, RouterConfig
 from amoeba.errors import bad_value
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.routing import DENOMINATOR_FLOOR
 
 MAX_COLUMNS = 512  # a row stays in registers
 MAX_TOP_K = 16  # each choice is a pass over the row

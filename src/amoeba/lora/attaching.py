@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from amoeba.errors import bad_value
 from amoeba.integrations.coverage import coverage
-from amoeba.integrations.experts_module import ExpertsLayout, home_of_factors, layouts_of, placed_in
+from amoeba.integrations.experts_module import LORA, ExpertsLayout, home_of_factors, layouts_of, placed_in
 from amoeba.lora import linears
-from amoeba.lora.experts_lora import CHILD, ExpertsLora, fresh_factors
+from amoeba.lora.experts_lora import ExpertsLora, fresh_factors
 from amoeba.lora.targets import EXPERTS, choose, routers_of
 from amoeba.weights import LoraFactors
 
@@ -97,7 +97,7 @@ def detach(model: nn.Module) -> None:
     if not state.merged:
         linears.unwrap(model, state.linears)
         for name in state.experts:
-            delattr(model.get_submodule(name), CHILD)
+            delattr(model.get_submodule(name), LORA)
         for name, base in state.replaced.items():
             _tensor_of(model, name).data.copy_(base)
     for name, parameter in model.named_parameters():
@@ -154,7 +154,7 @@ def add_experts(model: nn.Module, state: Attached, name: str, factors: LoraFacto
     elsewhere = placed_in(experts) is not None
     layer = ExpertsLora(factors, *home_of_factors(experts), stays=elsewhere).train(experts.training)
     state.experts[name] = layer
-    experts.register_module(CHILD, layer)
+    experts.register_module(LORA, layer)
 
 
 def add_linears(model: nn.Module, state: Attached, ranks: dict[str, tuple[int, float]]) -> None:

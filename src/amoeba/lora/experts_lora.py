@@ -22,7 +22,6 @@ from amoeba.weights import LoraFactors
 
 PROJECTIONS = ("gate", "up", "down")
 SHARED_A = "gate_up_lora_a"
-CHILD = "lora_factors"  # the name under which an experts module has its ExpertsLora
 
 
 class ExpertsLora(nn.Module):

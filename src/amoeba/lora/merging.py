@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
-from amoeba.integrations.experts_module import ExpertsLayout, check_own_parameters
+from amoeba.integrations.experts_module import LORA, ExpertsLayout, check_own_parameters
 from amoeba.lora import linears
 from amoeba.lora.attaching import attached_to
-from amoeba.lora.experts_lora import CHILD
 from amoeba.weights import LoraFactors
 
 
@@ -52,7 +51,7 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
         module, layout = model.get_submodule(name), state.layouts[name]
         for parameter_name, merged in _merged_experts(module, layout, lora.factors()).items():
             replace(f"{name}.{parameter_name}", getattr(module, parameter_name), merged)
-        delattr(module, CHILD)
+        delattr(module, LORA)
     state.merged, state.base = True, base if keep_base else None
 
 
@@ -74,7 +73,7 @@ def unmerge(model: nn.Module) -> None:
     linears.rewrap(model, state.linears)
     for name, layer in state.experts.items():
         experts = model.get_submodule(name)
-        experts.register_module(CHILD, layer.to(next(experts.parameters()).device).train(experts.training))
+        experts.register_module(LORA, layer.to(next(experts.parameters()).device).train(experts.training))
     state.merged, state.base = False, None
 
 

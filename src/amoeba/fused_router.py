@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.backends import operators
+from amoeba import operators
 from amoeba.config import RouterConfig
 from amoeba.operands import Operand, operands_of
 

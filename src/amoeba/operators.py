@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.backends.transforms import REMEDY, differentiable, once, refuse_batched
 from amoeba.operands import Operand
+from amoeba.transforms import REMEDY, differentiable, once, refuse_batched
 
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Any]  # a tensor, or None
