@@ -1,4 +1,4 @@
-"""The row mapping: sorted by expert, stable in row_id, exactly invertible, padded without overlap, on 1 to 4 ranks.
+"""The row mapping: sorted by expert, stable in row_id, exactly invertible, on 1 to 4 ranks.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · W ranks
 """
@@ -129,90 +129,28 @@ def test_row_ids_of_a_large_job_do_not_wrap():
     assert [int(part) for part in split_row_id(torch.tensor([row_id]), tokens, top_k)] == [rank, 17, 3]
 
 
-@properties
-@given(routed(), st.integers(1, 9))
-def test_padding(job, block):
-    num_experts = job.num_experts
-    layout = build_layout(job.ids_WTK.flatten(0, 1), num_experts)
-    padded = layout.padded(block)
-    rows, owned = layout.order_N.shape[0], int(layout.offs_E[-1])
-    starts, ends = [0, *layout.offs_E.tolist()[:-1]], layout.offs_E.tolist()
-    pad_starts, pad_ends = [0, *padded.offs_pad_E.tolist()[:-1]], padded.offs_pad_E.tolist()
-
-    for e in range(num_experts):
-        assert pad_ends[e] % block == 0
-        assert 0 <= (pad_ends[e] - pad_starts[e]) - (ends[e] - starts[e]) < block
-        # an expert's rows lie side by side from the start of its padded range
-        assert padded.dest_N[starts[e] : ends[e]].tolist() == [
-            pad_starts[e] + place for place in range(ends[e] - starts[e])
-        ]
-    dest = padded.dest_N.tolist()
-    assert len(set(dest[:owned])) == owned
-    assert all(0 <= place < padded.max_rows for place in dest[:owned])
-    assert dest[owned:] == [padded.max_rows] * (rows - owned)
-    assert pad_ends[-1] <= padded.max_rows
-    assert padded.max_rows % block == 0
-    assert {table.dtype for table in (padded.dest_N, padded.offs_pad_E, padded.tile_expert, padded.tile_row)} == {
-        torch.int32
-    }
-
-
-@properties
-@given(routed(), st.integers(1, 9))
-def test_tiles_cover_every_row_exactly_once(job, block):
-    layout = build_layout(job.ids_WTK.flatten(0, 1), job.num_experts)
-    padded = layout.padded(block)
-    ends = layout.offs_E.tolist()
-    used = padded.offs_pad_E.tolist()[-1] // block
-    assert used <= padded.tile_expert.shape[0] == padded.tile_row.shape[0] == padded.max_rows // block
-
-    covered = []
-    for tile, (expert, first) in enumerate(zip(padded.tile_expert.tolist(), padded.tile_row.tolist(), strict=True)):
-        if tile >= used:
-            assert expert == job.num_experts
-            continue
-        here = range(first, min(first + block, ends[expert]))
-        assert here, "a tile without rows"
-        assert padded.dest_N[here.start : here.stop].tolist() == [tile * block + place for place in range(len(here))]
-        covered += here
-    assert covered == list(range(ends[-1]))
-
-
-def test_the_grid_is_no_larger_than_the_worst_routing_needs():
-    """One row for each expert is the worst there is, and fills the grid."""
-    padded = build_layout(torch.arange(5).view(5, 1), 5).padded(128)
-    assert padded.max_rows == 5 * 128 == int(padded.offs_pad_E[-1])
-
-
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_no_tokens(top_k):
     layout = build_layout(torch.empty(0, top_k, dtype=torch.int64), 3)
     assert layout.offs_E.tolist() == [0, 0, 0]
     assert layout.order_N.shape == layout.slot_row_N.shape == layout.token_N.shape == (0,)
-    padded = layout.padded(16)
-    assert padded.max_rows == 0
-    assert padded.offs_pad_E.tolist() == [0, 0, 0]
 
 
-def test_all_rows_nobodys():
+def test_sentinels_alone():
     layout = build_layout(torch.tensor([[-1, 9], [2, 5]]), 2)
     assert layout.offs_E.tolist() == [0, 0]
     assert layout.slot_row_N.tolist() == [4, 4, 4, 4]
-    assert layout.padded(8).offs_pad_E.tolist() == [0, 0]
 
 
 def test_nothing_of_the_layout_waits_for_the_device():
     """Built on meta tensors: reading a single value would raise."""
     expert_TK = torch.empty(7, 2, dtype=torch.int64, device="meta")
-    padded = build_layout(expert_TK, 3, rank=1).padded(16)
-    assert padded.dest_N.shape == (14,)
+    assert build_layout(expert_TK, 3, rank=1).slot_row_N.shape == (14,)
     row_N = torch.empty(5, dtype=torch.int64, device="meta")
-    assert build_layout_from_rows(row_N, row_N, 3, top_k=2).padded(16).dest_N.shape == (5,)
+    assert build_layout_from_rows(row_N, row_N, 3, top_k=2).slot_row_N.shape == (5,)
 
 
 def test_errors_say_what_to_do():
-    with pytest.raises(ValueError, match=r"block: expected at least 1; got 0\. Use the kernel's BLOCK_M"):
-        build_layout(torch.zeros(1, 1, dtype=torch.int64), 1).padded(0)
     with pytest.raises(
         ValueError, match=r"row_id_N: expected one id per row, shape \(3,\); got \(2,\)\. Send the row_id"
     ):

@@ -1,14 +1,13 @@
-"""The row mapping that every backend shares: routed rows, sorted by expert, and the way back.
+"""The row mapping: routed rows, sorted by expert, and the way back.
 
-T tokens · K experts per token · N = T·K routed rows · E experts · M padded rows · W ranks
+T tokens · K experts per token · N = T·K routed rows · E experts · W ranks
 
 A routed row is named anywhere in the job by `row_id = (src_rank·T + token)·K + slot`. Rows are sorted by expert and,
-within an expert, by row_id. Rows whose expert id lies outside [0, E) belong to nobody here: they sort behind
-`offs_E[-1]` and no backend computes them.
+within an expert, by row_id. Rows whose expert id lies outside [0, E) are sentinels: they sort behind `offs_E[-1]` and no
+backend computes them. The kernels on a GPU have a counting sort of their own, which gives the same maps.
 
     layout = build_layout(routing.expert_TK, num_experts=E)
     rows_NH = x_TH[layout.token_N]            # sorted rows; expert e owns rows offs_E[e-1] : offs_E[e]
-    tiles = layout.padded(block=128)          # rows of each expert padded to whole tiles
 
 Everything is computed on the device, without host synchronisation and without atomics on floats.
 """
@@ -43,26 +42,6 @@ class Layout:
     def token_N(self) -> Tensor:
         """Token of each sorted row, counted over the ranks: src_rank·T + token."""
         return self.row_id_N // self.top_k
-
-    def padded(self, block: int) -> PaddedLayout:
-        return _pad(self, block)
-
-
-@dataclass(frozen=True, eq=False)
-class PaddedLayout:
-    """The rows of each expert padded to a multiple of `block`, in tables of a size known without a host sync.
-
-    dest_N:     int32, sorted row -> padded row; `max_rows` for a row that belongs to nobody here
-    offs_pad_E: int32, cumulative ends of the experts' padded rows (no leading 0)
-    tile_expert, tile_row: int32, tile -> expert and first sorted row; expert E for tiles past the last
-    """
-
-    dest_N: Tensor
-    offs_pad_E: Tensor
-    tile_expert: Tensor
-    tile_row: Tensor
-    block: int
-    max_rows: int
 
 
 def build_layout(expert_TK: Tensor, num_experts: int, *, rank: int = 0) -> Layout:
@@ -109,28 +88,3 @@ def _sorted_by_expert(
     slot_row_N = torch.where(owned_N, inverse_N, rows)
     row_id_sorted_N = order_N + first_row_id if row_id_N is None else row_id_N[order_N]
     return Layout(order_N, slot_row_N, offs_E, row_id_sorted_N, top_k)
-
-
-def _pad(layout: Layout, block: int) -> PaddedLayout:
-    if block < 1:
-        raise bad_value("block", "at least 1", block, "use the kernel's BLOCK_M")
-    offs_E = layout.offs_E
-    device, rows, experts = offs_E.device, layout.order_N.shape[0], offs_E.shape[0]
-    start_E = torch.cat((offs_E.new_zeros(1), offs_E[:-1]))
-    tiles_E = (offs_E - start_E + (block - 1)) // block
-    offs_tile_E = torch.cumsum(tiles_E, 0, dtype=torch.int32)
-    offs_pad_E = offs_tile_E * block
-    start_pad_E = offs_pad_E - tiles_E * block
-
-    max_tiles = (rows + min(experts, rows) * (block - 1)) // block
-    max_rows = max_tiles * block
-    tile = torch.arange(max_tiles, device=device, dtype=torch.int32)
-    tile_expert = torch.searchsorted(offs_tile_E, tile, right=True, out_int32=True)
-    owner = tile_expert.clamp(max=experts - 1)
-    tile_row = start_E[owner] + tile * block - start_pad_E[owner]
-
-    row_N = torch.arange(rows, device=device, dtype=torch.int32)
-    expert_N = torch.searchsorted(offs_E, row_N, right=True, out_int32=True)
-    owner_N = expert_N.clamp(max=experts - 1)
-    dest_N = torch.where(expert_N < experts, row_N - start_E[owner_N] + start_pad_E[owner_N], max_rows)
-    return PaddedLayout(dest_N.to(torch.int32), offs_pad_E, tile_expert, tile_row, block, max_rows)
