@@ -3,8 +3,8 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · W ranks
 
 A routed row is named anywhere in the job by `row_id = (src_rank·T + token)·K + slot`. Rows are sorted by expert and,
-within an expert, by row_id. Rows whose expert id lies outside [0, E) are sentinels: they sort behind `offs_E[-1]` and no
-backend computes them. The kernels on a GPU have a counting sort of their own, which gives the same maps.
+within an expert, by row_id. Rows whose expert id lies outside [0, E) are sentinels: they sort behind `offs_E[-1]` and
+no backend computes them. The kernels on a GPU have a counting sort of their own, which gives the same maps.
 
     layout = build_layout(routing.expert_TK, num_experts=E)
     rows_NH = x_TH[layout.token_N]            # sorted rows; expert e owns rows offs_E[e-1] : offs_E[e]
