@@ -73,7 +73,7 @@ _HOME = {
 
 
 def register() -> None:
-    """Makes experts_implementation="amoeba" known to Hugging Face transformers."""
+    """Makes experts_implementation="amoeba" known to Hugging Face transformers, 5.8 or newer."""
     from amoeba.integrations.transformers import register as register_with_transformers
 
     register_with_transformers()

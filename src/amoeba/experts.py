@@ -6,7 +6,7 @@ T tokens · K experts per token · E experts · H hidden
     y_TH = experts(x_TH, routing, weights, lora=LoraFactors(down_lora_a=a_ERI, down_lora_b=b_EHR, scaling=2.0))
 
 Gradients go to x, to weight_TK (and so to the router), and to every weight, bias and LoRA factor that requires them. An
-expert id outside [0, E) belongs to nobody here: it costs nothing, adds nothing, and its weight gets gradient zero.
+expert id outside [0, E) is a sentinel: it costs nothing, adds nothing, and its weight gets gradient zero.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ def experts(
 ) -> Tensor:
     """y_TH = Σ_k weight[t, k] · expert[t, k](x_t).
 
+    x_TH: the tokens, batch and sequence flattened, in the dtype of the weights.
+    routing: which experts each token goes to, and with which weights (see `Routing`); ids outside [0, E) are sentinels.
+    weights: ExpertWeights, or another kind such as PackedExperts, which x may reach from a GPU.
     lora: low-rank updates of the projections, computed row by row and never merged into the weights. Beside frozen
     weights only the factors' gradients are computed.
-    weights: ExpertWeights, or another kind such as PackedExperts, which x may reach from a GPU.
+    backend: "auto" for the fastest that serves this call, or the name of one; `amoeba.explain` tells which and why.
     recompute: save x alone for backward and compute the up projection again there.
+
     Under autocast x and the weights are cast to the autocast dtype, and y comes in it.
     """
     device = x_TH.device.type

@@ -31,7 +31,13 @@ _ACTIVATION_FIELDS = tuple(operand.name for operand in operands_of(Activation))
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
-    """Experts resident as plain tensors on one device."""
+    """Experts resident as plain tensors on one device, all in one dtype.
+
+    gate_up_EJH: the up projection, J = 2I with a gate (all gates first, unless activation.interleaved) or I without.
+    down_EHI: the down projection.
+    gate_up_bias_EJ, down_bias_EH: biases, or None.
+    activation: what comes between the two; silu with a gate by default.
+    """
 
     gate_up_EJH: Tensor
     down_EHI: Tensor

@@ -92,7 +92,10 @@ def pack_experts(
 ) -> PackedExperts:
     """Packs gate_up and then down, each node its own part in its own memory; the weights may go afterwards.
 
-    nodes: "auto" for one per NUMA node; any number of them works on any machine. threads: of all nodes together.
+    kind: "bf16", or "int8", which takes half the memory and rounds the weights and the rows of x.
+    nodes: "auto" for one per NUMA node; any number of them works on any machine.
+    threads: of all nodes together; None for torch's number.
+
     Beside the packed weights this takes the memory of one node's part of gate_up, where gate and up have to be joined.
     """
     if kind not in ("bf16", "int8"):

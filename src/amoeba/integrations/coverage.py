@@ -37,6 +37,7 @@ class Coverage(NamedTuple):
 
 
 def coverage(model: nn.Module) -> Coverage:
+    """Which experts of a model aMoEba computes, by the names of their modules, and which keep to their own code."""
     ours: list[str] = []
     others: dict[str, str] = {}
     inside = ""  # the experts that were found last; what is in them is part of them

@@ -28,6 +28,8 @@ logger = logging.getLogger("amoeba")
 
 
 class Placed(NamedTuple):
+    """Where the experts are now, and why there."""
+
     placement: str
     reason: str
     plans: tuple[Any, ...] = ()  # of their memory, where that was asked for
@@ -43,8 +45,11 @@ def place_experts(
 ) -> Placed:
     """Places the experts of every layer, one after the other, and frees their tensors; "resident" changes nothing.
 
-    load: then their memory is planned first, and MemoryError says what would not fit and what to change.
-    trains, device: what for, and where the rest of the model will be (None: on a GPU, if there is one), for "auto".
+    placement: "resident", "cpu-bf16", "cpu-int8", "auto", or one that was registered.
+    load: how large a pass will be. Then the memory is planned first, and MemoryError says what would not fit and what
+    to change.
+    trains: for "auto", whether LoRA factors will be trained beside the experts; else the model generates.
+    device: for "auto", where the rest of the model will be; None for a GPU, if there is one.
     """
     check_placement(placement)
     modules = experts_modules(model)
