@@ -2,7 +2,7 @@
 // instruction sets; prints the worst relative error and fails above 1e-5. It includes the source, so that a build for
 // another architecture needs nothing but its compiler:
 //   aarch64-linux-gnu-g++ -std=c++17 -O3 -static tests/core_check.cpp -o check && qemu-aarch64-static ./check
-#include "../src/amoeba/cpu/csrc/core.cpp"
+#include "../../src/amoeba/cpu/csrc/core.cpp"
 
 #include <cstdio>
 #include <limits>

@@ -17,9 +17,9 @@ struct Factor {  // (E, rows, columns) at any strides, bf16 or fp32; data is nul
       if (along == 1 && step == 1) {
         int64_t i = 0;
         for (; i + TILE <= count; i += TILE) store(out + i, load(source + i));
-        for (; i < count; ++i) put(out[i], widen(source[i]));
+        for (; i < count; ++i) out[i] = round_to_bf16(widen(source[i]));
       } else {
-        for (int64_t i = 0; i < count; ++i) put(out[i * step], widen(source[i * along]));
+        for (int64_t i = 0; i < count; ++i) out[i * step] = round_to_bf16(widen(source[i * along]));
       }
     };
     is_float ? copy(static_cast<const float*>(data)) : copy(static_cast<const uint16_t*>(data));

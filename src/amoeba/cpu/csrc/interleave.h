@@ -66,7 +66,7 @@ inline void pack_pairs(const WideRows& wide, const SortedRows& s, int64_t start,
 
 #ifdef AMOEBA_AVX512
 // Sixteen lines of sixteen words, turned in registers.
-inline void turn_lines(__m512i line[TILE]) {
+inline void transpose_lines(__m512i line[TILE]) {
   __m512i t[TILE];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
@@ -97,12 +97,12 @@ inline void turn_lines(__m512i line[TILE]) {
 
 // out[w][c] = word w of line(c), which are sixteen words that lie together.
 template <class Line>
-inline void turn_tile(const Line& line, uint32_t* out) {
+inline void transpose_tile(const Line& line, uint32_t* out) {
 #ifdef AMOEBA_AVX512
   __m512i words[TILE];
 #pragma GCC unroll 16
   for (int c = 0; c < TILE; ++c) words[c] = _mm512_loadu_si512(line(c));
-  turn_lines(words);
+  transpose_lines(words);
 #pragma GCC unroll 16
   for (int w = 0; w < TILE; ++w) _mm512_store_si512(out + w * TILE, words[w]);
 #else

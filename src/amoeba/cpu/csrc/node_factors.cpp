@@ -23,12 +23,10 @@ class Lines {
       for (int64_t t = 0; t < tiles; ++t)
         for (int64_t half = 0; half < 2; ++half, words += TILE_WORDS) {
           const uint32_t* from = source + (rank + half * TILE) * stride + t * TILE;
-          if (rank + half * TILE >= ranks_) {
+          if (rank + half * TILE < ranks_)
+            transpose_tile([&](int64_t r) { return from + r * stride; }, words);
+          else
             std::memset(words, 0, TILE_WORDS * sizeof(uint32_t));
-            continue;
-          }
-          for (int64_t r = 0; r < TILE; ++r)
-            for (int64_t w = 0; w < TILE; ++w) words[w * TILE + r] = from[r * stride + w];
         }
   }
 
@@ -36,18 +34,17 @@ class Lines {
   void as_depth(const PackedMatrix& out, int64_t expert) const {
     uint32_t* words = place(out, expert);
     for (int64_t column = 0; column < stride_; column += PANEL)
-      for (int64_t rank = 0; rank < padded_; rank += PANEL)
-        for (int64_t half = 0; half < 2; ++half)
-          for (int64_t w = 0; w < TILE; ++w, words += TILE) {
-            const uint16_t *even = values_ + (rank + 2 * w) * stride_ + column + half * TILE, *odd = even + stride_;
-            for (int64_t c = 0; c < TILE; ++c) words[c] = even[c] | uint32_t(odd[c]) << 16;
-          }
+      for (int64_t rank = 0; rank < padded_; rank += PANEL, words += 2 * TILE_WORDS)
+        for (int64_t w = 0; w < TILE; ++w) {
+          const uint16_t* even = values_ + (rank + 2 * w) * stride_ + column;
+          pack_pair(even, even + stride_, words + w * TILE, words + TILE_WORDS + w * TILE);
+        }
   }
 
  private:
   static uint32_t* place(const PackedMatrix& out, int64_t expert) {
     auto* packed = static_cast<uint32_t*>(const_cast<void*>(out.data));
-    return packed + expert * packed_elements<Bf16>(out.columns, out.depth) / Bf16::PER_WORD;
+    return packed + expert * packed_words(out.columns, out.depth, Bf16::PER_WORD);
   }
   uint16_t* values_;
   int64_t ranks_, places_, stride_, padded_;

@@ -43,7 +43,7 @@ inline void pack_left(const WideRows& left, const SortedRows& s, int64_t start, 
     for (int64_t half = 0; half < 2; ++half)
       for (int64_t t = 0; t < tiles; ++t, out += TILE_WORDS) {
         const uint32_t* tile = pairs + (2 * t + half) * TILE_WORDS;
-        turn_tile([&](int64_t w) { return tile + w * TILE; }, out);
+        transpose_tile([&](int64_t w) { return tile + w * TILE; }, out);
       }
   }
 }
