@@ -22,7 +22,7 @@ void amoeba_rows_f32(int64_t experts, const int32_t* offs, const float* rows, in
     const int64_t e = job / cuts.per_expert, first = job % cuts.per_expert * cuts.width;
     const int64_t start = start_of(offs, e), end = offs[e], width = std::min(cuts.width, columns - first);
     const ExpertProduct product{{rows, row_stride, index}, matrix + e * matrix_e, matrix_k, matrix_n,
-                          bias ? bias + e * columns : nullptr, out, out_stride, depth};
+                                bias ? bias + e * columns : nullptr, out, out_stride, depth};
     for (int64_t r = start; r < end; r += ROW_BLOCK) {
       const int64_t count = std::min<int64_t>(ROW_BLOCK, end - r);
       if (matrix_k == 1)

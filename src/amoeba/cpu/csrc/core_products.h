@@ -11,13 +11,7 @@
 namespace amoeba {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int VECTORS = 4;  // 32 registers: 6 x 4 accumulators, 4 vectors, a broadcast
-#elif defined(__AVX__)
-constexpr int VECTORS = 2;  // 16 registers: 6 x 2 accumulators
-#else
-constexpr int VECTORS = 4;  // NEON: 32 registers
-#endif
+constexpr int VECTORS = LANES == 8 ? 2 : 4;  // 6 x 4 sums in 32 registers (AVX-512, NEON), 6 x 2 in 16 (AVX)
 constexpr int TILE_ROWS = 6;
 constexpr int TILE_COLUMNS = LANES * VECTORS;
 constexpr int64_t SUM_BLOCK = 256;      // of the summed dimension: a packed panel of 128 x 64 stays in the L1 cache
@@ -56,28 +50,13 @@ void tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const fl
 
 using Tile = void (*)(int64_t, const float*, int64_t, int64_t, const float*, int64_t, float*, int64_t, bool);
 
-template <int V>
-Tile tile_of_rows(int64_t rows) {
-  switch (rows) {
-    case 1: return tile<1, V>;
-    case 2: return tile<2, V>;
-    case 3: return tile<3, V>;
-    case 4: return tile<4, V>;
-    case 5: return tile<5, V>;
-    default: return tile<6, V>;
-  }
-}
-
+template <int R = TILE_ROWS, int V = VECTORS>
 Tile tile_for(int64_t rows, int64_t vectors) {
-  switch (vectors) {
-    case 1: return tile_of_rows<1>(rows);
-    case 2: return tile_of_rows<2>(rows);
-#if !defined(__AVX__) || defined(__AVX512F__)
-    case 3: return tile_of_rows<3>(rows);
-    case 4: return tile_of_rows<4>(rows);
-#endif
-    default: std::abort();
-  }
+  if constexpr (R > 1)
+    if (rows < R) return tile_for<R - 1, V>(rows, vectors);
+  if constexpr (V > 1)
+    if (vectors < V) return tile_for<R, V - 1>(rows, vectors);
+  return tile<R, V>;
 }
 
 // Columns [first, first + width) of a product, width <= TILE_COLUMNS, for all `rows` rows of a. A width that is no

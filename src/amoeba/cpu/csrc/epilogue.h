@@ -1,4 +1,4 @@
-// What becomes of the sums of a node's products: called for up to 32 sorted rows from `r` on and one unit of columns.
+// Epilogues of a NUMA node's products, each called for up to 32 sorted rows from `r` on and one unit of columns.
 #pragma once
 #include "node.h"
 
@@ -66,7 +66,7 @@ struct RowsEpilogue : PrefetchesNothing {
   }
 };
 
-// h = sums + bias where it is asked for, and a = act(h), of the sums and not of what is left of them in bf16
+// h = sums + bias where it is asked for, and a = act(h), of the sums before they are rounded to bf16
 struct UpEpilogue : PrefetchesNothing {
   static constexpr bool OF_INT8_TOO = true;
   const Node& node;
@@ -101,7 +101,7 @@ struct UpEpilogue : PrefetchesNothing {
     }
   }
 
-  // Gate and up in turns, or no gate.
+  // Gate and up interleaved, or no gate.
   template <bool ONLY_SILU, class Sums>
   void panel(int64_t expert, int64_t column, int64_t r, int64_t rows, const Sums& sums) const {
     const Activation& activation = node.activation;
@@ -168,7 +168,7 @@ struct DownEpilogue {
         const int64_t skip = half * TILE, count = width - skip;
         Floats16 gate, up = {};
         if (activation.interleaved) {
-          read_in_turns(h_row + 2 * skip, count, gate, up);
+          read_interleaved(h_row + 2 * skip, count, gate, up);
         } else {
           gate = load_some(h_row + skip, count);
           if (activation.gated) up = load_some(h_row + I + skip, count);
@@ -178,7 +178,7 @@ struct DownEpilogue {
         values[half] = slopes.a;
         product[half] = da * slopes.a;
         dgate[half] = scale * da * slopes.dgate, dup[half] = scale * da * slopes.dup;
-        if (activation.interleaved) write_in_turns(dh_row + 2 * skip, count, dgate[half], dup[half]);
+        if (activation.interleaved) write_interleaved(dh_row + 2 * skip, count, dgate[half], dup[half]);
       }
       ds[unit * slots + row] = total(product[0] + product[1]);
       a.put(row, column, values[0], values[1], width);
@@ -188,13 +188,13 @@ struct DownEpilogue {
     }
   }
 
-  static void read_in_turns(const uint16_t* h, int64_t count, Floats16& gate, Floats16& up) {
+  static void read_interleaved(const uint16_t* h, int64_t count, Floats16& gate, Floats16& up) {
     for (int64_t k = 0; k < TILE; ++k) {
       gate[k] = k < count ? widen(h[2 * k]) : 0;
       up[k] = k < count ? widen(h[2 * k + 1]) : 0;
     }
   }
-  static void write_in_turns(uint16_t* dh, int64_t count, Floats16 dgate, Floats16 dup) {
+  static void write_interleaved(uint16_t* dh, int64_t count, Floats16 dgate, Floats16 dup) {
     for (int64_t k = 0; k < std::min(TILE, count); ++k) {
       dh[2 * k] = round_to_bf16(dgate[k]);
       dh[2 * k + 1] = round_to_bf16(dup[k]);

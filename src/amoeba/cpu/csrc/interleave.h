@@ -1,11 +1,17 @@
-// Rows of bf16 into words: two rows in turns, and tiles of sixteen by sixteen words turned.
+// Rows of bf16 into words: pairs of rows interleaved, and tiles of sixteen by sixteen words transposed.
 #pragma once
 #include "words.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-struct SortedRows {
+constexpr int64_t DEPTH_ROWS = 512;  // rows of a gradient's depth that are packed at a time
+
+struct SortedRows {  // as in RowMap, and the token of each row
   const int32_t *first, *order, *token;
+};
+
+struct GradientJob {  // some panels of one expert's gradient
+  int64_t product, expert, first_panel, panels;
 };
 
 // Rows that are the depth of a product, a pair of them to a word.
@@ -65,7 +71,7 @@ inline void pack_pairs(const WideRows& wide, const SortedRows& s, int64_t start,
 }
 
 #ifdef AMOEBA_AVX512
-// Sixteen lines of sixteen words, turned in registers.
+// Sixteen lines of sixteen words, transposed in registers.
 inline void transpose_lines(__m512i line[TILE]) {
   __m512i t[TILE];
 #pragma GCC unroll 8

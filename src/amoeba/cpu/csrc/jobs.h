@@ -1,4 +1,4 @@
-// A list of jobs over OpenMP's threads, whoever is free takes the next; without OpenMP one after another.
+// A list of jobs over OpenMP's threads, each of which takes the next when it is free; without OpenMP one after another.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -10,7 +10,7 @@ namespace [[gnu::visibility("hidden")]] amoeba {
 
 constexpr size_t HUGE_PAGE = 2 << 20;
 
-inline void ask_for_huge_pages(void* data, int64_t bytes) {  // fewer misses of the TLB; a wish, so no error
+inline void ask_for_huge_pages(void* data, int64_t bytes) {  // fewer misses of the TLB; where it is refused, nothing is lost
 #ifdef __linux__
   const uintptr_t begin = (uintptr_t(data) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
   const uintptr_t end = (uintptr_t(data) + bytes) / HUGE_PAGE * HUGE_PAGE;

@@ -1,7 +1,7 @@
-// Forward and backward of one node's packed experts: each is one call, a few lists of jobs one after another.
+// Forward and backward of one NUMA node's experts: each is one call, a few lists of jobs one after another.
 //
 //   forward   sort | low = c x Aᵀ | h, a | low = c a Aᵀ | rows = a W2ᵀ | y = sum of weight . row
-//   backward  (h again, where it was not kept) | c dy B | dA' = dy W2: ds, a, dh | c dh B | dx rows = dh W1 and the
+//   backward  (h again, where it was not saved) | c dy B | dA' = dy W2: ds, a, dh | c dh B | dx rows = dh W1 and the
 //             gradients of the factors | sums of dx rows and of ds | gradients of the weights, where they are asked for
 //
 // Rows between the phases are bf16, sums fp32 until they are activated; every sum has one order, whatever the number of
@@ -201,12 +201,12 @@ class Run {
     const SortedRows sorted{map_.first, map_.order, token_};
     std::vector<Job> jobs;
     if (wants_x) jobs = list_jobs(p, node_.experts, map_.first, pool_.threads());
-    const std::vector<ThinJob> thin_jobs = list_thin_jobs(products, node_.experts, map_.first, pool_.threads());
+    const std::vector<GradientJob> thin_jobs = list_thin_jobs(products, node_.experts, map_.first, pool_.threads());
     const RowsEpilogue<uint16_t> epilogue{{}, {rows, node_.hidden, owned_, true}, nullptr};
     const int64_t large = int64_t(jobs.size());
     pool_.run(large + int64_t(thin_jobs.size()), [&](int64_t i) {
       if (i < large) return run_job(p, jobs[i], Input{dh, node_.width}, epilogue);
-      const ThinJob& job = thin_jobs[i - large];
+      const GradientJob& job = thin_jobs[i - large];
       const ThinProduct& thin = products[job.product];
       with_way<Bf16>(Path(node_.path), thin.ranks, [&](auto way) { run_thin<decltype(way)>(thin, sorted, job); });
     });
@@ -255,7 +255,7 @@ class Run {
   // out[t] = sum over k of weight . row; without weights, of the rows themselves
   void combine(const uint16_t* rows, const float* weight, float* out) {
     const int64_t H = node_.hidden, K = batch_.top_k, parts = batch_.tokens < pool_.threads() ? ceil_div(H, 256) : 1;
-    const int64_t wide = ceil_div(ceil_div(H, parts), TILE) * TILE;
+    const int64_t wide = round_up(ceil_div(H, parts), TILE);
     in_blocks(batch_.tokens * parts, wide * K, [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; ++i) {
         const int64_t t = i / parts, begin = i % parts * wide, end = std::min(H, begin + wide);

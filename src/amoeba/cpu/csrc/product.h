@@ -1,4 +1,4 @@
-// A product of sorted rows with packed weights, cut into jobs; what becomes of the sums is the caller's.
+// A product of sorted rows with packed weights, cut into jobs; what becomes of the sums is the epilogue's.
 //
 //   Product p;                                                   // its weights, the update that joins them, the path
 //   for each job of list_jobs(p, ...): run_job(p, job, input, epilogue)
@@ -101,10 +101,10 @@ inline void pack_row_int8(const uint16_t* row, int64_t depth, int64_t tiles, con
     for (int64_t k = 0; k < depth; ++k) values[k] = widen(row[k]);
   for (int64_t k = 0; k < depth; ++k) largest = std::max(largest, bits_of(values[k]) & 0x7fffffff);
   std::fill(values + depth, values + tiles * STEP, 0.0f);
-  const bool nothing = largest < bits_of(1e-30f), strange = largest >= 0x7f800000;
-  if (strange) std::fill(values, values + depth, 0.0f);  // no int8 says NaN or infinity: the scale does, for all of them
-  const float inverse = nothing || strange ? 0 : 127 / float_of(largest);
-  *scale = nothing ? 0 : strange ? float_of(0x7fc00000) : float_of(largest) / 127;
+  const bool nothing = largest < bits_of(1e-30f), infinite = largest >= 0x7f800000;
+  if (infinite) std::fill(values, values + depth, 0.0f);  // int8 has no NaN and no infinity: the scale is NaN instead
+  const float inverse = nothing || infinite ? 0 : 127 / float_of(largest);
+  *scale = nothing ? 0 : infinite ? float_of(0x7fc00000) : float_of(largest) / 127;
   for (int64_t t = 0; t < tiles; ++t) {
     uint8_t q[STEP];
     for (int64_t k = 0; k < STEP; ++k) q[k] = uint8_t(int(values[t * STEP + k] * inverse + 128.5f) - 128 + ROW_OFFSET);
@@ -267,7 +267,7 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
   }
 }
 
-// Row r's share of the first panels of a job, which come nearer while its rows are packed.
+// Row r's share of the first panels of a job, prefetched while its rows are packed.
 inline void fetch_share(const Product& p, const Job& job, int64_t r) {
   const int64_t lines = p.weights.tiles * 2 * TILE, from = lines * r / job.rows, to = lines * (r + 1) / job.rows;
   for (int which = 0; which < (p.second ? 2 : 1); ++which)
@@ -325,7 +325,7 @@ inline std::vector<Job> list_jobs(const Product& p, int64_t experts, const int32
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t start = first[e], count = first[e + 1] - start, parts = ceil_div(count, most);
     if (count <= 0) continue;
-    const int64_t size = ceil_div(ceil_div(count, parts), PANEL) * PANEL;
+    const int64_t size = round_up(ceil_div(count, parts), PANEL);
     for (int64_t r = 0; r < count; r += size) blocks.push_back({e, start + r, std::min(size, count - r), 0, p.units});
   }
   const int64_t wanted = threads > 1 ? JOBS_PER_THREAD * threads : 1;

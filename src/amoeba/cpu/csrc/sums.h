@@ -42,13 +42,13 @@ struct Prefetches {
 };
 
 // The whole depth, and then the depth of a second pair of matrices (bf16): a low-rank update is joined so. While they
-// are summed, `lines` cache lines from `ahead` on come nearer in every step of depth.
+// are summed, `lines` cache lines from `ahead` on are prefetched in every step of depth.
 struct Depth {
   Stretch whole, update;
   const uint32_t* ahead = nullptr;
   int64_t lines = 0;
   bool add = false;  // to what the sums are already
-  const Prefetches* prefetches = nullptr;  // of the rows, which come nearer too
+  const Prefetches* prefetches = nullptr;  // of each row
 };
 
 // ------------------------------------------------------------------------- plain vectors and AVX-512 dot products
@@ -58,7 +58,7 @@ template <int R, int COLUMNS, class Arithmetic>
 struct VectorBlock {
   using Vector = typename Arithmetic::Vector;
   static constexpr int COUNT = COLUMNS / LANES;
-  static constexpr int64_t AHEAD = 4 * 512;  // words: 8 KiB of weights are under way, past the page
+  static constexpr int64_t AHEAD = 4 * 512;  // words: 8 KiB of weights are prefetched, past the page
 
   template <class Sum>
   [[gnu::noinline]]  // one copy for all products: node.cpp compiles in 26 s instead of 37 (haswell, 2026-11-15)

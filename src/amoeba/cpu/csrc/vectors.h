@@ -46,6 +46,12 @@ template <int N = 16>
 inline FloatsOf<N> load(const float* p) { return load_as<float, N>(p); }
 template <int N = 16>
 inline FloatsOf<N> load(const uint16_t* p) {  // bf16
+#ifdef __AVX512F__
+  if constexpr (N == 16) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return (FloatsOf<N>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+  }
+#endif
   using Wide = typename VectorOf<uint32_t, N>::Type;
   return (FloatsOf<N>)(__builtin_convertvector(load_as<uint16_t, N>(p), Wide) << 16);
 }
@@ -86,14 +92,17 @@ inline Floats16 splat(float value) { return Floats16{} + value; }
 template <class Mask, class Vector>
 inline Vector select(Mask mask, Vector yes, Vector no) { return mask ? yes : no; }
 
+// The sum of all lanes: the upper half is added to the lower, again and again.
 template <class Vector>
-inline float total(Vector v) {  // in pairs, so that the compiler halves the vector each time
-  constexpr int COUNT = sizeof(Vector) / sizeof(float);
-  float lanes[COUNT];
-  std::memcpy(lanes, &v, sizeof(lanes));
-  for (int width = COUNT / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+inline float total(Vector v) {
+  constexpr int HALF = sizeof(Vector) / sizeof(float) / 2;
+  if constexpr (HALF == 1) {
+    return v[0] + v[1];
+  } else {
+    FloatsOf<HALF> half[2];
+    std::memcpy(half, &v, sizeof(v));
+    return total(half[0] + half[1]);
+  }
 }
 
 }  // namespace amoeba
