@@ -1,7 +1,7 @@
 // Compares the sums of packed rows and columns with plain loops: int8 to the bit, with the bytes that saturate first;
-// bf16 within 1e-5. Built by tests/test_cpu_sums.py for several instruction sets. It includes the headers, so that a
+// bf16 within 1e-5. Built by tests/cpu/test_sums.py for several instruction sets. It includes the headers, so that a
 // build for another architecture needs nothing but its compiler:
-//   aarch64-linux-gnu-g++ -std=c++17 -O2 -static -march=armv8.2-a+dotprod tests/sums_check.cpp -o check
+//   aarch64-linux-gnu-g++ -std=c++17 -O2 -static -march=armv8.2-a+dotprod tests/cpu/sums_check.cpp -o check
 //   qemu-aarch64-static ./check
 #include "../../src/amoeba/cpu/csrc/pack.h"
 #include "../../src/amoeba/cpu/csrc/product.h"
