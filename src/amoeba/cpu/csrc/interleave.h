@@ -70,6 +70,13 @@ inline void pack_pairs(const WideRows& wide, const SortedRows& s, int64_t start,
   }
 }
 
+// Sixteen words that lie together into column c of a tile.
+inline void put_column(const void* line, int64_t c, uint32_t* tile) {
+  const Words16 words = load_as<uint32_t, TILE>(line);
+#pragma GCC unroll 16
+  for (int w = 0; w < TILE; ++w) tile[w * TILE + c] = words[w];
+}
+
 #ifdef AMOEBA_AVX512
 // Sixteen lines of sixteen words, transposed in registers.
 inline void transpose_lines(__m512i line[TILE]) {
@@ -112,11 +119,7 @@ inline void transpose_tile(const Line& line, uint32_t* out) {
 #pragma GCC unroll 16
   for (int w = 0; w < TILE; ++w) _mm512_store_si512(out + w * TILE, words[w]);
 #else
-  for (int64_t c = 0; c < TILE; ++c) {
-    uint32_t words[TILE];
-    std::memcpy(words, line(c), sizeof(words));
-    for (int64_t w = 0; w < TILE; ++w) out[w * TILE + c] = words[w];
-  }
+  for (int64_t c = 0; c < TILE; ++c) put_column(line(c), c, out);
 #endif
 }
 

@@ -12,13 +12,13 @@ void pack_expert(int64_t columns, int64_t depth, typename Kind::Element* packed,
   auto* words = reinterpret_cast<uint32_t*>(packed);
   for (int64_t panel = 0; panel < panels_of(columns); ++panel)
     for (int64_t t = 0; t < tiles; ++t)
-      for (int64_t half = 0; half < 2; ++half, words += TILE_WORDS) {
-        const int64_t first = panel * PANEL + half * TILE;
-        alignas(64) typename Kind::Element lines[TILE][STEP] = {};
-        for (int64_t c = 0; c < std::min(TILE, columns - first); ++c)
-          line(first + c, t * STEP, std::min(STEP, depth - t * STEP), lines[c]);
-        transpose_tile([&](int64_t c) { return lines[c]; }, words);
-      }
+      for (int64_t half = 0; half < 2; ++half, words += TILE_WORDS)
+        for (int64_t c = 0; c < TILE; ++c) {
+          const int64_t column = panel * PANEL + half * TILE + c;
+          alignas(64) typename Kind::Element values[STEP] = {};
+          if (column < columns) line(column, t * STEP, std::min(STEP, depth - t * STEP), values);
+          put_column(values, c, words);
+        }
 }
 
 inline void copy_bf16(const uint16_t* source, int64_t count, uint16_t* out) {

@@ -38,6 +38,9 @@ using Floats16 = FloatsOf<16>;
 using Integers16 = VectorOf<int32_t, 16>::Type;
 using Words16 = VectorOf<uint32_t, 16>::Type;
 
+template <class Mask, class Vector>
+inline Vector select(Mask mask, Vector yes, Vector no) { return mask ? yes : no; }
+
 template <class T, int N>
 inline typename VectorOf<T, N>::Type load_as(const void* p) {
   return *static_cast<const typename VectorOf<T, N>::Anywhere*>(p);
@@ -65,7 +68,7 @@ inline void store(uint16_t* p, Floats16 v) {  // as round_to_bf16
 #else
   using Halves = VectorOf<uint16_t, 16>::Anywhere;
   const Words16 bits = (Words16)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  const Words16 halves = (bits & 0x7fffffff) > 0x7f800000 ? Words16{} + 0x7fc0 : rounded;
+  const Words16 halves = select((bits & 0x7fffffff) > 0x7f800000, Words16{} + 0x7fc0, rounded);
   *reinterpret_cast<Halves*>(p) = __builtin_convertvector(halves, Halves);
 #endif
 }
@@ -89,8 +92,6 @@ template <class T>
 inline void store_some(T* p, Floats16 v, int64_t count) { count >= 16 ? store(p, v) : store_part(p, v, count); }
 
 inline Floats16 splat(float value) { return Floats16{} + value; }
-template <class Mask, class Vector>
-inline Vector select(Mask mask, Vector yes, Vector no) { return mask ? yes : no; }
 
 // The sum of all lanes: the upper half is added to the lower, again and again.
 template <class Vector>
