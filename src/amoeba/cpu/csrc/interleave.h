@@ -70,9 +70,9 @@ inline void pack_pairs(const WideRows& wide, const SortedRows& s, int64_t start,
   }
 }
 
-// Sixteen words that lie together into column c of a tile.
+// Sixteen words that lie together, as bf16 do or better aligned, into column c of a tile.
 inline void put_column(const void* line, int64_t c, uint32_t* tile) {
-  const Words16 words = load_as<uint32_t, TILE>(line);
+  const Words16 words = (Words16)load_as<uint16_t, 2 * TILE>(line);
 #pragma GCC unroll 16
   for (int w = 0; w < TILE; ++w) tile[w * TILE + c] = words[w];
 }
