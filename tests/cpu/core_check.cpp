@@ -1,8 +1,8 @@
-// Compares the CPU core with plain loops in double, over awkward sizes. Built by tests/test_cpu_core.py for several
+// Compares the CPU core with plain loops in double, over awkward sizes. Built by tests/cpu/test_core.py for several
 // instruction sets; prints the worst relative error and fails above 1e-5. It includes the source, so that a build for
 // another architecture needs nothing but its compiler:
-//   aarch64-linux-gnu-g++ -std=c++17 -O3 -static tests/core_check.cpp -o check && qemu-aarch64-static ./check
-#include "../src/amoeba/cpu/csrc/core.cpp"
+//   aarch64-linux-gnu-g++ -std=c++17 -O3 -static tests/cpu/core_check.cpp -o check && qemu-aarch64-static ./check
+#include "../../src/amoeba/cpu/csrc/core.cpp"
 
 #include <cstdio>
 #include <limits>

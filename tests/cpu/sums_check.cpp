@@ -1,10 +1,10 @@
 // Compares the sums of packed rows and columns with plain loops: int8 to the bit, with the bytes that saturate first;
-// bf16 within 1e-5. Built by tests/test_cpu_sums.py for several instruction sets. It includes the headers, so that a
+// bf16 within 1e-5. Built by tests/cpu/test_sums.py for several instruction sets. It includes the headers, so that a
 // build for another architecture needs nothing but its compiler:
-//   aarch64-linux-gnu-g++ -std=c++17 -O2 -static -march=armv8.2-a+dotprod tests/sums_check.cpp -o check
+//   aarch64-linux-gnu-g++ -std=c++17 -O2 -static -march=armv8.2-a+dotprod tests/cpu/sums_check.cpp -o check
 //   qemu-aarch64-static ./check
-#include "../src/amoeba/cpu/csrc/pack.h"
-#include "../src/amoeba/cpu/csrc/product.h"
+#include "../../src/amoeba/cpu/csrc/pack.h"
+#include "../../src/amoeba/cpu/csrc/product.h"
 
 #include <cstdio>
 #include <random>
@@ -93,7 +93,7 @@ static void check_sums(const char* what) {
       }
 }
 
-struct IntoFloats : TouchesNothing {
+struct IntoFloats : PrefetchesNothing {
   static constexpr bool OF_INT8_TOO = true;
   float* out;
   int64_t stride;
@@ -114,7 +114,7 @@ static void check_int8_product(Path path, const char* what, int64_t rows, int64_
   Buffer<int8_t> packed;
   std::vector<float> scale(columns), out(rows * columns);
   std::vector<int32_t> sum(columns);
-  pack_int8(columns, depth, w.data(), depth, 1, packed.get(packed_elements<Int8>(columns, depth)), scale.data(),
+  pack_int8(columns, depth, w.data(), depth, 1, packed.get(packed_words(columns, depth, Int8::PER_WORD) * Int8::PER_WORD), scale.data(),
             sum.data());
   Product p;
   p.weights = {reinterpret_cast<uint32_t*>(packed.data), scale.data(), sum.data(), nullptr, depth, columns,

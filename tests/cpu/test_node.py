@@ -301,13 +301,13 @@ def test_factors_packed_again_use_the_memory_of_those_that_are_gone_and_of_no_ot
         return forward(mine, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, keep="nothing")[0]
 
     first = NodeFactors.pack(mine, layer.lora, workers)
-    before, place = output(first), first._structure.up_a.data
+    before, place = output(first), first.structure.up_a.data
     second = NodeFactors.pack(mine, other.lora, workers)
     assert not torch.equal(output(second), before)
     assert torch.equal(output(first), before)
     del first
     third = NodeFactors.pack(mine, layer.lora, workers)
-    assert third._structure.up_a.data == place
+    assert third.structure.up_a.data == place
     assert torch.equal(output(third), before)
 
 

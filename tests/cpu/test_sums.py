@@ -18,6 +18,7 @@ CROSS_COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("
 # the instruction set -> what of it the plain way takes for int8 and bf16
 X86 = {
     "x86-64": "16-bit pairs, fp32, 4 lanes",
+    "sandybridge": "16-bit pairs, half a vector at a time, fp32, 8 lanes",
     "haswell": "16-bit pairs, fp32 with FMA, 8 lanes",
     "alderlake": "AVX-VNNI, fp32 with FMA, 8 lanes",
     "skylake-avx512": "16-bit pairs, fp32 with FMA, 16 lanes",

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, PassNeeds
+from amoeba.cpu.node import NodeCache, PassNeeds
+from amoeba.cpu.node_experts import NodeExperts
+from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.packed_weights import Path, current_path
 from amoeba.cpu.places import Place, places_for

@@ -13,13 +13,13 @@ import functools
 import logging
 import os
 from pathlib import Path
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation, ActivationKind
+from amoeba.config import Activation
 from amoeba.cpu.build import CoreUnavailable, load, with_library
+from amoeba.cpu.node_library import ACTIVATION_KINDS
 from amoeba.cpu.pointers import (
     CPU,
     address,
@@ -35,7 +35,6 @@ from amoeba.torch_internals import constant_when_traced
 logger = logging.getLogger("amoeba")
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}  # the order of `enum Kind`
 
 # fmt: off
 _SIGNATURES = {
@@ -226,7 +225,8 @@ class Core:
             address_of_lines("down_EHI", down_EHI, weight_dtype, (experts, hidden, intermediate)),
             down_e, down_row,
             optional_address("down_bias_EH", down_bias_EH, torch.float32, (experts, hidden)),
-            _KINDS[activation.kind], activation.interleaved, activation.alpha, activation.limit, activation.up_shift,
+            ACTIVATION_KINDS[activation.kind], activation.interleaved,
+            activation.alpha, activation.limit, activation.up_shift,
             order + 8 * slots, order + 4 * slots * (width + 2), order,
             address("y_TH", y_TH, torch.float32, (tokens, hidden)), torch.get_num_threads(),
         )  # fmt: skip

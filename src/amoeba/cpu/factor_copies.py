@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from amoeba.cpu.node import NodeExperts, NodeFactors
+from amoeba.cpu.node_experts import NodeExperts
+from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.places import Place, run_everywhere

@@ -1,4 +1,4 @@
-"""One node's share of the experts: forward, and backward from what forward left, each one call of compiled code.
+"""The passes over one NUMA node's experts: forward, and backward from what it saved, each one call of compiled code.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate of this node's block ·
 J = 2I or I · R LoRA rank
@@ -6,166 +6,35 @@ J = 2I or I · R LoRA rank
     y_TH, cache = forward(node, factors, x_TH, expert_TK, weight_TK, pool, keep="h")      # y fp32: this node's part
     gradients = backward(node, factors, cache, dy_TH, pool, needs)
 
-Weights are packed and frozen, or stored (`StoredWeights`) and then given gradients too. Sums are in fp32; h, a, the
-low-rank products and each expert's rows of y and dx are rounded to bf16 in between. The same inputs give the same bits,
-whatever the number of threads.
+Sums are in fp32; h, a, the low-rank products and each expert's rows of y and dx are rounded to bf16 in between. The
+same inputs give the same bits, whatever the number of threads.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import weakref
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation, ActivationKind
-from amoeba.cpu.node_library import FACTOR_MATRICES, CBatch, CFactors, CGradients, CNode, CWeightTarget, load_node
-from amoeba.cpu.packed_weights import (
-    PackedKind,
-    PackedWeights,
-    _Packing,
-    current_path,
-    empty_in_huge_pages,
-    load_packed,
-    packing_address,
-)
-from amoeba.cpu.pointers import (
-    CPU,
-    address,
-    address_at_strides,
-    address_of_lines,
-    address_to_write,
-    optional_address,
-)
+from amoeba.cpu.node_experts import NodeExperts, describe_matrix
+from amoeba.cpu.node_factors import NodeFactors, factor_shape, padded
+from amoeba.cpu.node_library import CBatch, CGradients, CNode, CWeightTarget, load_node
+from amoeba.cpu.packed_weights import PackedWeights, current_path, empty_in_huge_pages, load_packed
+from amoeba.cpu.pointers import CPU, address, address_of_lines, address_to_write, optional_address
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu.stored import StoredWeights
 from amoeba.errors import bad_value
-from amoeba.weights import LORA_NAMES, LoraFactors
+from amoeba.weights import LORA_NAMES
 
 Keep = Literal["nothing", "h", "x"]
-_KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
-_PANEL = 32  # columns that the low-rank products are padded to, and the depth of a tile in bf16
-
-
-@dataclass(frozen=True, eq=False)
-class NodeExperts:
-    """One node's share of the experts: a contiguous block of I."""
-
-    gate_up: PackedWeights | StoredWeights  # (E, J, H)
-    down: PackedWeights | StoredWeights  # (E, H, I)
-    gate_up_bias_EJ: Tensor | None  # fp32, contiguous
-    down_bias_EH: Tensor | None  # fp32, contiguous; under several nodes only the first has it
-    activation: Activation
-
-    def __post_init__(self) -> None:
-        gate_up, down = self.gate_up, self.down
-        width = self.activation.width(down.in_features)
-        if gate_up.kind != down.kind:
-            raise bad_value("down", f"{gate_up.kind}, the kind of gate_up", down.kind, "pack both in one kind")
-        got, wanted = (gate_up.experts, gate_up.out_features, gate_up.in_features), (down.experts, width, self.hidden)
-        if got != wanted:
-            raise bad_value("gate_up", f"shape {wanted}, to go with {down}", got, "check activation.gated")
-        self._bias_addresses()
-
-    @property
-    def hidden(self) -> int:
-        return self.down.out_features
-
-    def _bias_addresses(self) -> tuple[int | None, int | None]:
-        experts, width = self.gate_up.experts, self.gate_up.out_features
-        return (
-            optional_address("gate_up_bias_EJ", self.gate_up_bias_EJ, torch.float32, (experts, width)),
-            optional_address("down_bias_EH", self.down_bias_EH, torch.float32, (experts, self.hidden)),
-        )
-
-    @functools.cached_property
-    def _plain(self) -> CNode:
-        return self._structure()
-
-    @functools.cached_property
-    def _spare(self) -> list[Tensor]:
-        """Memory of factors that are gone. Factors are packed again after every step of an optimizer, and memory that
-        is new to the process costs more time than the packing."""
-        return []
-
-    def _take_memory(self, size: int) -> Tensor:
-        while self._spare:
-            memory = self._spare.pop()
-            if memory.numel() == size:
-                return memory
-        return empty_in_huge_pages(size)
-
-    def _structure(self) -> CNode:
-        c = self._sizes()
-        _describe("gate_up", c.gate_up, self.gate_up.kind, self.gate_up.experts, self.gate_up.forward)
-        _describe("down", c.down, self.down.kind, self.down.experts, self.down.forward)
-        c.gate_up_bias, c.down_bias = self._bias_addresses()
-        return c
-
-    def _sizes(self) -> CNode:
-        """Without any address."""
-        down, activation, c = self.down, self.activation, CNode()
-        c.int8, c.experts, c.width = down.kind == "int8", down.experts, self.gate_up.out_features
-        c.hidden, c.intermediate = down.out_features, down.in_features
-        c.activation.kind, c.activation.alpha = _KINDS[activation.kind], activation.alpha
-        c.activation.gated, c.activation.interleaved = activation.gated, activation.interleaved
-        c.activation.limit, c.activation.up_shift = activation.limit, activation.up_shift
-        return c
-
-
-@dataclass(frozen=True, eq=False)
-class NodeFactors:
-    """Copies of one node's part of the factors in bf16 and in the order of the tiles, for both passes; by `pack`."""
-
-    lora_names: frozenset[str]
-    ranks: tuple[int, int, int]  # of gate, up, down
-    node: NodeExperts = field(repr=False)
-    _structure: CNode = field(repr=False)
-
-    @staticmethod
-    def pack(node: NodeExperts, lora: LoraFactors, pool: WorkerPool) -> NodeFactors:
-        """From bf16 or fp32 at any strides."""
-        names = lora.tensors()
-        _check_pairs(names, node.activation.gated)
-        experts, hidden, intermediate = node.down.experts, node.down.out_features, node.down.in_features
-        width = node.gate_up.out_features
-        gate, up, down = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
-        both = gate + up
-        of_up = (both, hidden), (width, both), (both, width), (hidden, both)
-        of_down = (down, intermediate), (hidden, down), (down, hidden), (intermediate, down)
-        shapes = dict(zip(FACTOR_MATRICES, (*of_up, *of_down), strict=True))
-        sizes = {name: experts * _padded(columns) * _padded(depth) for name, (columns, depth) in shapes.items()}
-        size = 2 * sum(sizes.values())
-        memory = node._take_memory(size)
-        c, start = node._structure(), address("memory", memory, torch.uint8, (size,))
-        c.gate_rank, c.up_rank, c.down_rank, c.scaling = gate, up, down, lora.scaling
-        for name, (columns, depth) in shapes.items():
-            if sizes[name]:
-                matrix = getattr(c, name)
-                matrix.data = start
-                matrix.columns, matrix.depth = columns, depth
-                start += 2 * sizes[name]
-        given = CFactors()
-        for name, tensor in names.items():
-            factor = getattr(given, name.replace("lora_", ""))
-            factor.is_float = tensor.dtype == torch.float32
-            dtype = torch.float32 if factor.is_float else torch.bfloat16
-            factor.data = address_at_strides(name, tensor, dtype, _factor_shape(node, (gate, up, down), name))
-            factor.stride_e, factor.stride_row, factor.stride_column = tensor.stride()
-        load_node().pack_factors(pool.handle, ctypes.byref(c), ctypes.byref(given))
-        packed = NodeFactors(frozenset(names), (gate, up, down), node, c)
-        weakref.finalize(packed, node._spare.append, memory).atexit = False  # who reads the memory holds `packed`
-        return packed
 
 
 @dataclass(frozen=True, eq=False)
 class NodeCache:
-    """What forward leaves for backward; what is None of map, h_NJ and the low-rank products is made again."""
+    """What forward saves for backward; what is None of map, h_NJ and the low-rank products is made again."""
 
     x_TH: Tensor
     expert_TK: Tensor
@@ -221,7 +90,7 @@ def forward(
     *,
     keep: Keep,
 ) -> tuple[Tensor, NodeCache | None]:
-    """This node's part of y (T, H) in fp32; x bf16, weight fp32, expert int64 (ids outside [0, E) are nobody's)."""
+    """This node's part of y (T, H) in fp32; x bf16, weight fp32, expert int64 (ids outside [0, E) are sentinels)."""
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.contiguous()
     c = _node_structure(node, factors)
     batch = _batch(node, x_TH, expert_TK, weight_TK)
@@ -233,7 +102,7 @@ def forward(
             width = node.gate_up.out_features
             h = empty_in_huge_pages(slots, 2 * width).view(torch.bfloat16)
             gate, up, down = (0, 0, 0) if factors is None else factors.ranks
-            low, down_low = (x_TH.new_empty(slots, _padded(r)) if r else None for r in (gate + up, down))
+            low, down_low = (x_TH.new_empty(slots, padded(r)) if r else None for r in (gate + up, down))
         cache = NodeCache(x_TH, expert_TK, weight_TK, row_map, h, low, down_low)
         _describe_cache(node, factors, batch, cache)
     y_TH = torch.empty(x_TH.shape, dtype=torch.float32, device=CPU)
@@ -253,15 +122,15 @@ def backward(
     """From dy (T, H) in bf16; those of x and weight are this node's parts and add up. Idle experts get zeros."""
     dy = address_of_lines("dy_TH", dy_TH, torch.bfloat16, (cache.x_TH.shape[0], node.hidden))
     c = _node_structure(node, factors)
-    _describe("down", c.down_transposed, node.down.kind, node.down.experts, node.down.transposed)
-    _describe("gate_up", c.gate_up_transposed, node.gate_up.kind, node.gate_up.experts, node.gate_up.transposed)
+    describe_matrix("down", c.down_transposed, node.down.kind, node.down.experts, node.down.transposed)
+    describe_matrix("gate_up", c.gate_up_transposed, node.gate_up.kind, node.gate_up.experts, node.gate_up.transposed)
     batch = _batch(node, cache.x_TH, cache.expert_TK, cache.weight_TK)
     _describe_cache(node, factors, batch, cache)
     gradients = PassGradients(
         _empty(dy_TH.shape) if needs.x else None,
         _empty(cache.weight_TK.shape) if needs.weight else None,
         **{
-            name: _empty(_factor_shape(node, factors.ranks, name))
+            name: _empty(factor_shape(node, factors.ranks, name))
             for name in LORA_NAMES
             if factors is not None and name in factors.lora_names and getattr(needs, name)
         },
@@ -291,9 +160,9 @@ def workspace_bytes(
     threads grow to where all rows meet in one expert; cache: what `keep` leaves, without x. `ranks` are those of gate,
     up and down.
     """
-    c, batch = node._sizes(), CBatch(tokens=tokens, top_k=top_k)
+    c, batch = node.sizes(), CBatch(tokens=tokens, top_k=top_k)
     c.gate_rank, c.up_rank, c.down_rank = ranks
-    low, down_low = _padded(ranks[0] + ranks[1]), _padded(ranks[2])
+    low, down_low = padded(ranks[0] + ranks[1]), padded(ranks[2])
     somewhere = 1  # only whether a pointer is null is looked at
     c.up_a.data, c.down_a.data = somewhere if low else None, somewhere if down_low else None
     slots = tokens * top_k
@@ -311,14 +180,10 @@ def workspace_bytes(
     return {"forward": sizes[0], "backward": sizes[1] if trains else 0, "thread": thread, "cache": cache}
 
 
-def _padded(size: int) -> int:
-    return -(-size // _PANEL) * _PANEL
-
-
 def _node_structure(node: NodeExperts, factors: NodeFactors | None) -> CNode:
     if factors is not None and factors.node is not node:
         raise bad_value("factors", "those that were packed for this node", "another node's", "pack them for this one")
-    c = node._plain if factors is None else factors._structure
+    c = node.plain_structure if factors is None else factors.structure
     c.path = current_path()
     return c
 
@@ -340,33 +205,12 @@ def _describe_cache(node: NodeExperts, factors: NodeFactors | None, batch: CBatc
     gate, up, down = (0, 0, 0) if factors is None else factors.ranks
     batch.map = optional_address("map", cache.map, torch.int32, (_map_size(node, slots),))
     batch.h = optional_address("h_NJ", cache.h_NJ, torch.bfloat16, (slots, node.gate_up.out_features))
-    batch.low = optional_address("low_NR", cache.low_NR, torch.bfloat16, (slots, _padded(gate + up)))
-    batch.down_low = optional_address("down_low_NR", cache.down_low_NR, torch.bfloat16, (slots, _padded(down)))
+    batch.low = optional_address("low_NR", cache.low_NR, torch.bfloat16, (slots, padded(gate + up)))
+    batch.down_low = optional_address("down_low_NR", cache.down_low_NR, torch.bfloat16, (slots, padded(down)))
 
 
 def _map_size(node: NodeExperts, slots: int) -> int:
     return node.down.experts + 1 + 2 * slots
-
-
-def _describe(name: str, matrix: ctypes.Structure, kind: PackedKind, experts: int, packing: _Packing) -> None:
-    if matrix.data is None:
-        of_columns, of_depth = (experts, packing.columns), (experts, packing.depth)
-        matrix.column_scale = optional_address("column_scale_EC", packing.column_scale_EC, torch.float32, of_columns)
-        matrix.sum = optional_address("sum_EC", packing.sum_EC, torch.int32, of_columns)
-        matrix.depth_scale = optional_address("depth_scale_ED", packing.depth_scale_ED, torch.float32, of_depth)
-        matrix.columns, matrix.depth = packing.columns, packing.depth
-        if packing.stride_ECD is not None:
-            matrix.stored = 1
-            matrix.stride_e, matrix.stride_column, matrix.stride_k = packing.stride_ECD
-        matrix.data = packing_address(name, kind, experts, packing)
-
-
-def _factor_shape(node: NodeExperts, ranks: tuple[int, int, int], name: str) -> tuple[int, int, int]:
-    projection, _, which = name.split("_")
-    rank = dict(zip(("gate", "up", "down"), ranks, strict=True))[projection]
-    outer, inner = node.down.out_features, node.down.in_features  # H and I
-    fan_in, fan_out = (inner, outer) if projection == "down" else (outer, inner)
-    return (node.down.experts, rank, fan_in) if which == "a" else (node.down.experts, fan_out, rank)
 
 
 def _empty_gradient(weights: PackedWeights | StoredWeights) -> Tensor:
@@ -404,12 +248,3 @@ def _target(gradient: Tensor | None) -> CWeightTarget:
 
 def _of_gradient(gradient: Tensor | None) -> int | None:
     return None if gradient is None else address("gradient", gradient, torch.float32, tuple(gradient.shape))
-
-
-def _check_pairs(names: Collection[str], gated: bool) -> None:
-    for projection in ("gate", "up", "down"):
-        pair = {f"{projection}_lora_a", f"{projection}_lora_b"}
-        present = pair.intersection(names)
-        if present and (present != pair or (projection == "gate" and not gated)):
-            allowed = "neither" if projection == "gate" and not gated else "both or neither"
-            raise bad_value("lora", f"{allowed} of {' and '.join(sorted(pair))}", sorted(present), "check the factors")

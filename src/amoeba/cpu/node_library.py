@@ -1,6 +1,7 @@
 """The compiled passes of one node (csrc/node.cpp) and the structures that they read.
 
-The fields stand in the order of csrc/node.h; who fills them in is node.py, who checks the tensors first.
+The fields stand in the order of csrc/node.h. node_experts.py, node_factors.py and node.py fill them in, and check the
+tensors first.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ import ctypes
 import functools
 from ctypes import Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path as FilePath
+from typing import get_args
 
+from amoeba.config import ActivationKind
 from amoeba.cpu.build import load, with_library
 
+# `enum ActivationKind` in csrc/activation.h
+ACTIVATION_KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
 # `enum Phase` in csrc/passes.h
 PHASES = (
     "sort", "low up", "up", "activate", "low down", "down", "combine",

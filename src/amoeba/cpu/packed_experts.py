@@ -21,7 +21,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.cpu.factor_copies import FactorCopies
-from amoeba.cpu.node import NodeExperts
+from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.places import Place, places_for, run_in_turn

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu import node as one_node
-from amoeba.cpu.node import Keep, NodeCache, NodeFactors, PassGradients, PassNeeds
+from amoeba.cpu.node import Keep, NodeCache, PassGradients, PassNeeds
+from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.partition import add_up
 from amoeba.cpu.places import run_everywhere

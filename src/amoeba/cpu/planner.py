@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from amoeba.config import Activation
-from amoeba.cpu.node import NodeExperts, workspace_bytes
+from amoeba.cpu.node import workspace_bytes
+from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.cpu.partition import Partition

@@ -1,9 +1,9 @@
 // What a piece of memory holds, in 64 bits: every word times an odd number that depends on its place, summed. One changed
 // word is always seen, any other change but for one in 2^64.
 #pragma once
-#include "words.h"
+#include "numbers.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 inline uint64_t checksum(const char* data, int64_t bytes) {
   constexpr uint64_t ODD = 0x9e3779b97f4a7c15u;  // word i is multiplied by ODD . (2 i + 1)
@@ -19,4 +19,4 @@ inline uint64_t checksum(const char* data, int64_t bytes) {
   return sum + rest * (ODD + 2 * ODD * uint64_t(words));
 }
 
-}  // namespace
+}  // namespace amoeba

@@ -7,6 +7,8 @@
 #include "core_products.h"
 #include "jobs.h"
 
+using namespace amoeba;
+
 extern "C" {
 
 int amoeba_lanes() { return LANES; }
@@ -15,12 +17,12 @@ int amoeba_lanes() { return LANES; }
 void amoeba_rows_f32(int64_t experts, const int32_t* offs, const float* rows, int64_t row_stride, const int64_t* index,
                      const float* matrix, int64_t matrix_e, int64_t matrix_k, int64_t matrix_n, const float* bias,
                      int64_t depth, int64_t columns, float* out, int64_t out_stride, int threads) {
-  const Chunks chunks(columns, experts, threads, TILE_COLUMNS);
-  run_jobs(experts * chunks.per_expert, threads, [&](int64_t job) {
-    const int64_t e = job / chunks.per_expert, first = job % chunks.per_expert * chunks.width;
-    const int64_t start = start_of(offs, e), end = offs[e], width = std::min(chunks.width, columns - first);
-    const Product product{{rows, row_stride, index}, matrix + e * matrix_e, matrix_k, matrix_n,
-                          bias ? bias + e * columns : nullptr, out, out_stride, depth};
+  const ColumnCuts cuts(columns, experts, threads, TILE_COLUMNS);
+  run_jobs(experts * cuts.per_expert, threads, [&](int64_t job) {
+    const int64_t e = job / cuts.per_expert, first = job % cuts.per_expert * cuts.width;
+    const int64_t start = start_of(offs, e), end = offs[e], width = std::min(cuts.width, columns - first);
+    const ExpertProduct product{{rows, row_stride, index}, matrix + e * matrix_e, matrix_k, matrix_n,
+                                bias ? bias + e * columns : nullptr, out, out_stride, depth};
     for (int64_t r = start; r < end; r += ROW_BLOCK) {
       const int64_t count = std::min<int64_t>(ROW_BLOCK, end - r);
       if (matrix_k == 1)
@@ -36,10 +38,10 @@ void amoeba_weight_gradient_f32(int64_t experts, const int32_t* offs, const floa
                                 const int64_t* left_index, int64_t left_columns, const float* right,
                                 int64_t right_stride, const int64_t* right_index, int64_t right_columns,
                                 float* gradient, int64_t gradient_e, int64_t gradient_row, int threads) {
-  const Chunks chunks(left_columns, experts, threads, 8 * TILE_ROWS);
-  run_jobs(experts * chunks.per_expert, threads, [&](int64_t job) {
-    const int64_t e = job / chunks.per_expert, first = job % chunks.per_expert * chunks.width;
-    const int64_t start = start_of(offs, e), end = offs[e], width = std::min(chunks.width, left_columns - first);
+  const ColumnCuts cuts(left_columns, experts, threads, 8 * TILE_ROWS);
+  run_jobs(experts * cuts.per_expert, threads, [&](int64_t job) {
+    const int64_t e = job / cuts.per_expert, first = job % cuts.per_expert * cuts.width;
+    const int64_t start = start_of(offs, e), end = offs[e], width = std::min(cuts.width, left_columns - first);
     float* out = gradient + e * gradient_e;
     if (start == end) {
       for (int64_t i = first; i < first + width; ++i)
@@ -56,7 +58,7 @@ void amoeba_swiglu_f32(int64_t rows, int64_t intermediate, const float* h, const
                        float up_shift, float* a, int threads) {
   const Swiglu swiglu{alpha, limit, up_shift, std::isfinite(limit)};
   constexpr int64_t STEP = 32;
-  run_jobs((rows + STEP - 1) / STEP, threads, [&](int64_t job) {
+  run_jobs(ceil_div(rows, STEP), threads, [&](int64_t job) {
     for (int64_t r = job * STEP; r < std::min(rows, (job + 1) * STEP); ++r) {
       const float *gate = h + r * 2 * intermediate, *up = gate + intermediate;
       for (int64_t i = 0; i < intermediate; i += LANES) {
@@ -73,27 +75,27 @@ void amoeba_swiglu_backward_f32(int64_t rows, int64_t intermediate, const float*
                                 int threads) {
   const Swiglu swiglu{alpha, limit, up_shift, std::isfinite(limit)};
   constexpr int64_t STEP = 32;
-  run_jobs((rows + STEP - 1) / STEP, threads, [&](int64_t job) {
+  run_jobs(ceil_div(rows, STEP), threads, [&](int64_t job) {
     for (int64_t r = job * STEP; r < std::min(rows, (job + 1) * STEP); ++r) {
       const float *gate = h + r * 2 * intermediate, *up = gate + intermediate, *grad = da + r * intermediate;
       float *dgate = dh + r * 2 * intermediate, *dup = dgate + intermediate;
-      Vector total{};
+      Floats sum{};
       for (int64_t i = 0; i < intermediate; i += LANES) {
         const auto v = swiglu.at(gate, up, i);
-        const Vector a = v.value * v.up, g = load(grad + i), scaled = g * scale[r];
-        const Vector slope = v.sigmoid * (1.0f + alpha * v.gate * (1.0f - v.sigmoid));
-        Vector dg = scaled * v.up * slope, du = scaled * v.value;
+        const Floats a = v.value * v.up, g = load<LANES>(grad + i), scaled = g * scale[r];
+        const Floats slope = v.sigmoid * (1.0f + alpha * v.gate * (1.0f - v.sigmoid));
+        Floats dg = scaled * v.up * slope, du = scaled * v.value;
         if (swiglu.clamped) {
-          const Vector raw = load(up + i);
-          dg = pick(load(gate + i) > limit, Vector{}, dg);
-          du = pick((raw > limit) | (raw < -limit), Vector{}, du);
+          const Floats raw = load<LANES>(up + i);
+          dg = select(load<LANES>(gate + i) > limit, Floats{}, dg);
+          du = select((raw > limit) | (raw < -limit), Floats{}, du);
         }
         store(dgate + i, dg);
         store(dup + i, du);
-        total += g * a;
+        sum += g * a;
         if (scaled_a) store(scaled_a + r * intermediate + i, a * scale[r]);
       }
-      ds[r] = sum_lanes(total);
+      ds[r] = total(sum);
     }
   });
 }
@@ -109,6 +111,6 @@ void amoeba_swiglu_backward_f32(int64_t rows, int64_t intermediate, const float*
                    alpha, limit, up_shift, h, a, order, y, threads);                                                  \
   }
 AMOEBA_DECODE(amoeba_decode_f32, float)
-AMOEBA_DECODE(amoeba_decode_bf16, Bf16)
+AMOEBA_DECODE(amoeba_decode_bf16, uint16_t)
 
 }  // extern "C"

@@ -1,54 +1,36 @@
 // A few tokens through all of their layer in one call; weights in fp32 or bf16, read where they lie.
 #pragma once
-#include "core_vectors.h"
+#include "core_activation.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
+namespace amoeba {
 namespace {
-
-struct Bf16 {  // the upper half of a float
-  uint16_t bits;
-  operator float() const {
-    const uint32_t wide = uint32_t(bits) << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof(value));
-    return value;
-  }
-};
-typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(2), may_alias));
-typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
-
-inline Vector load(const Bf16* p) {
-  const Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
-  Vector value;
-  std::memcpy(&value, &wide, sizeof(value));
-  return value;
-}
 
 constexpr int WEIGHT_ROWS = 4;  // rows of a weight that one pass over the input rows serves
 
 // out[j][r] = <w_j, rows[r]> for W rows of a weight and R input rows at once.
 template <int W, int R, class Weight>
 inline void dots(const Weight* w, int64_t w_row, const float* const* rows, int64_t n, float out[][4]) {
-  Vector sum[W][R] = {};
+  Floats sum[W][R] = {};
   int64_t k = 0;
   for (; k + LANES <= n; k += LANES) {
-    Vector right[R];
+    Floats right[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) right[r] = load(rows[r] + k);
+    for (int r = 0; r < R; ++r) right[r] = load<LANES>(rows[r] + k);
 #pragma GCC unroll 4
     for (int j = 0; j < W; ++j) {
-      const Vector left = load(w + j * w_row + k);
+      const Floats left = load<LANES>(w + j * w_row + k);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sum[j][r] += left * right[r];
     }
   }
   for (int j = 0; j < W; ++j)
     for (int r = 0; r < R; ++r) {
-      float total = sum_lanes(sum[j][r]);
-      for (int64_t i = k; i < n; ++i) total += float(w[j * w_row + i]) * rows[r][i];
-      out[j][r] = total;
+      float product = total(sum[j][r]);
+      for (int64_t i = k; i < n; ++i) product += widen(w[j * w_row + i]) * rows[r][i];
+      out[j][r] = product;
     }
 }
 
@@ -75,18 +57,6 @@ inline void each_weight_row(const Weight* w, int64_t w_row, int64_t from, int64_
   for (; j < to; ++j) {
     dots<1>(count, w + j * w_row, w_row, rows, n, products);
     take(j, products[0]);
-  }
-}
-
-enum Kind { SILU, GELU, GELU_TANH, RELU, RELU2 };
-
-inline float act(float z, int kind, float alpha) {
-  switch (kind) {
-    case SILU: return z / (1.0f + std::exp(-alpha * z));
-    case GELU: return 0.5f * z * (1.0f + std::erf(z * 0.70710678118654752f));
-    case GELU_TANH: return 0.5f * z * (1.0f + std::tanh(0.79788456080286536f * (z + 0.044715f * z * z * z)));
-    case RELU: return z <= 0 ? 0 : z;  // in this order a NaN stays one
-    default: return z <= 0 ? 0 : z * z;
   }
 }
 
@@ -186,3 +156,4 @@ void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int6
 }
 
 }  // namespace
+}  // namespace amoeba

@@ -5,55 +5,37 @@
 //   weight rows contiguous along the summed dimension -> weights are broadcast, the transposed rows are the vectors
 //   weight rows contiguous along the output dimension -> weights are the vectors, the rows are broadcast
 #pragma once
-#include "core_vectors.h"
+#include "memory.h"
+#include "vectors.h"
 
+namespace amoeba {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int VECTORS = 4;  // 32 registers: 6 x 4 accumulators, 4 vectors, a broadcast
-#elif defined(__AVX__)
-constexpr int VECTORS = 2;  // 16 registers: 6 x 2 accumulators
-#else
-constexpr int VECTORS = 4;  // NEON: 32 registers
-#endif
+constexpr int VECTORS = LANES == 8 ? 2 : 4;  // 6 x 4 sums in 32 registers (AVX-512, NEON), 6 x 2 in 16 (AVX)
 constexpr int TILE_ROWS = 6;
 constexpr int TILE_COLUMNS = LANES * VECTORS;
 constexpr int64_t SUM_BLOCK = 256;      // of the summed dimension: a packed panel of 128 x 64 stays in the L1 cache
 constexpr int64_t RIGHT_BLOCK = 512;    // columns of a gradient whose packed right side stays in the L2 cache
 constexpr int64_t ROW_BLOCK = 4 * TILE_COLUMNS;
 
-struct Buffer {  // grows, never shrinks, one per thread
-  float* data = nullptr;
-  size_t size = 0;
-  float* get(size_t count) {
-    if (count > size) {
-      std::free(data);
-      size = (count + 1023) / 1024 * 1024;
-      data = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
-      if (!data) std::abort();
-    }
-    return data;
-  }
-  ~Buffer() { std::free(data); }
-};
-thread_local Buffer packed_rows, packed_weights, tile_sums;
+thread_local Buffer<float> packed_rows, packed_weights, tile_sums;
 
 // c (rows x vectors) = [c +] a (rows x depth) . b (depth x vectors); a at any strides, b and c contiguous along a vector.
 template <int R, int V>
 void tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step, float* c,
           int64_t c_row, bool add) {
-  Vector sum[R][V];
+  Floats sum[R][V];
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < V; ++j) sum[i][j] = add ? load(c + i * c_row + j * LANES) : Vector{};
+    for (int j = 0; j < V; ++j) sum[i][j] = add ? load<LANES>(c + i * c_row + j * LANES) : Floats{};
   for (int64_t k = 0; k < depth; ++k) {
-    Vector right[V];
+    Floats right[V];
 #pragma GCC unroll 4
-    for (int j = 0; j < V; ++j) right[j] = load(b + j * LANES);
+    for (int j = 0; j < V; ++j) right[j] = load<LANES>(b + j * LANES);
 #pragma GCC unroll 8
     for (int i = 0; i < R; ++i) {
-      const Vector left = a[i * a_row] - Vector{};
+      const Floats left = a[i * a_row] - Floats{};
 #pragma GCC unroll 4
       for (int j = 0; j < V; ++j) sum[i][j] += left * right[j];
     }
@@ -68,35 +50,20 @@ void tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const fl
 
 using Tile = void (*)(int64_t, const float*, int64_t, int64_t, const float*, int64_t, float*, int64_t, bool);
 
-template <int V>
-Tile tile_of_rows(int64_t rows) {
-  switch (rows) {
-    case 1: return tile<1, V>;
-    case 2: return tile<2, V>;
-    case 3: return tile<3, V>;
-    case 4: return tile<4, V>;
-    case 5: return tile<5, V>;
-    default: return tile<6, V>;
-  }
-}
-
+template <int R = TILE_ROWS, int V = VECTORS>
 Tile tile_for(int64_t rows, int64_t vectors) {
-  switch (vectors) {
-    case 1: return tile_of_rows<1>(rows);
-    case 2: return tile_of_rows<2>(rows);
-#if !defined(__AVX__) || defined(__AVX512F__)
-    case 3: return tile_of_rows<3>(rows);
-    case 4: return tile_of_rows<4>(rows);
-#endif
-    default: std::abort();
-  }
+  if constexpr (R > 1)
+    if (rows < R) return tile_for<R - 1, V>(rows, vectors);
+  if constexpr (V > 1)
+    if (vectors < V) return tile_for<R, V - 1>(rows, vectors);
+  return tile<R, V>;
 }
 
 // Columns [first, first + width) of a product, width <= TILE_COLUMNS, for all `rows` rows of a. A width that is no
 // multiple of the vector goes through `scratch` so that nothing beside it is touched.
 void column_block(int64_t rows, int64_t width, int64_t depth, const float* a, int64_t a_row, int64_t a_step,
                   const float* b, int64_t b_step, float* c, int64_t c_row, bool add) {
-  const int64_t vectors = (width + LANES - 1) / LANES;
+  const int64_t vectors = ceil_div(width, LANES);
   const bool whole = width % LANES == 0;
   alignas(64) float scratch[TILE_ROWS * TILE_COLUMNS];
   for (int64_t i = 0; i < rows; i += TILE_ROWS) {
@@ -145,19 +112,19 @@ void pack_transposed(const RowSource& rows, int64_t first, int64_t count, int64_
 
 // packed[k][0 .. width) = rows[first_k + k][column ...], zero-padded to whole vectors; returns the row length.
 int64_t pack_panel(const RowSource& rows, int64_t first_k, int64_t depth, int64_t column, int64_t width, float* packed) {
-  const int64_t padded = (width + LANES - 1) / LANES * LANES;
+  const int64_t padded = round_up(width, LANES);
   for (int64_t k = 0; k < depth; ++k) {
     const float* source = rows[first_k + k] + column;
     float* out = packed + k * padded;
     int64_t j = 0;
-    for (; j + LANES <= width; j += LANES) store(out + j, load(source + j));
+    for (; j + LANES <= width; j += LANES) store(out + j, load<LANES>(source + j));
     for (; j < width; ++j) out[j] = source[j];
     for (; j < padded; ++j) out[j] = 0;
   }
   return padded;
 }
 
-struct Product {  // one expert's part of: out = rows . matrix (+ bias)
+struct ExpertProduct {  // one expert's part of: out = rows . matrix (+ bias)
   RowSource rows;
   const float* matrix;
   int64_t matrix_k, matrix_n;  // strides along the summed and the output dimension; one of them is 1
@@ -186,11 +153,11 @@ void store_transposed(const float* sums, int64_t padded, int64_t columns, int64_
 }
 
 // Weights contiguous along the summed dimension: out^T = W . rows^T, tile by tile, transposed on the way out.
-void rows_times_broadcast_weights(const Product& p, int64_t first_row, int64_t row_count, int64_t first_column,
+void rows_times_broadcast_weights(const ExpertProduct& p, int64_t first_row, int64_t row_count, int64_t first_column,
                                   int64_t columns) {
   for (int64_t r0 = 0; r0 < row_count; r0 += TILE_COLUMNS) {
     const int64_t count = std::min<int64_t>(TILE_COLUMNS, row_count - r0);
-    const int64_t padded = (count + LANES - 1) / LANES * LANES;
+    const int64_t padded = round_up(count, LANES);
     float* sums = tile_sums.get(columns * padded);
     for (int64_t k0 = 0; k0 < p.depth; k0 += SUM_BLOCK) {
       const int64_t depth = std::min(SUM_BLOCK, p.depth - k0);
@@ -205,7 +172,7 @@ void rows_times_broadcast_weights(const Product& p, int64_t first_row, int64_t r
 }
 
 // Weights contiguous along the output dimension: they are the vectors.
-void rows_times_vector_weights(const Product& p, int64_t first_row, int64_t row_count, int64_t first_column,
+void rows_times_vector_weights(const ExpertProduct& p, int64_t first_row, int64_t row_count, int64_t first_column,
                                int64_t columns) {
   const RowSource weights{p.matrix, p.matrix_k, nullptr};
   for (int64_t n0 = 0; n0 < columns; n0 += TILE_COLUMNS) {
@@ -254,7 +221,7 @@ void sum_of_outer_products(const RowSource& left, const RowSource& right, int64_
         for (int64_t n0 = 0; n0 < columns; n0 += TILE_COLUMNS) {
           const int64_t width = std::min<int64_t>(TILE_COLUMNS, columns - n0);
           column_block(count, width, depth, scalars, 1, TILE_ROWS, vectors + n0 * depth,
-                       (width + LANES - 1) / LANES * LANES, gradient + o * gradient_row + super + n0, gradient_row,
+                       round_up(width, LANES), gradient + o * gradient_row + super + n0, gradient_row,
                        r0 > 0);
         }
       }
@@ -262,15 +229,16 @@ void sum_of_outer_products(const RowSource& left, const RowSource& right, int64_
   }
 }
 
-struct Chunks {  // how many column chunks to cut each expert into, so that every thread finds work
+struct ColumnCuts {  // how many column chunks to cut each expert into, so that every thread finds work
   int64_t width, per_expert;
-  Chunks(int64_t columns, int64_t experts, int threads, int64_t unit) {
+  ColumnCuts(int64_t columns, int64_t experts, int threads, int64_t unit) {
     const int64_t wanted = threads <= 1 ? 1 : std::max<int64_t>(1, 6 * threads / std::max<int64_t>(1, experts));
-    width = std::max(unit, ((columns + wanted - 1) / wanted + unit - 1) / unit * unit);
-    per_expert = (columns + width - 1) / width;
+    width = std::max(unit, round_up(ceil_div(columns, wanted), unit));
+    per_expert = ceil_div(columns, width);
   }
 };
 
 inline int64_t start_of(const int32_t* offs, int64_t e) { return e ? offs[e - 1] : 0; }
 
 }  // namespace
+}  // namespace amoeba

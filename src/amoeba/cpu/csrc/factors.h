@@ -9,17 +9,17 @@ struct Factor {  // (E, rows, columns) at any strides, bf16 or fp32; data is nul
   int32_t is_float;
   int64_t stride_e, stride_row, stride_column;
 
-  // out[i] = expert e at (row, i), or with `turned` at (i, row), in bf16 at steps of `step`
-  void line(int64_t e, int64_t row, int64_t count, bool turned, uint16_t* out, int64_t step) const {
-    const int64_t along = turned ? stride_row : stride_column, across = turned ? stride_column : stride_row;
+  // out[i] = expert e at (row, i), or with `transposed` at (i, row), in bf16 at steps of `step`
+  void line(int64_t e, int64_t row, int64_t count, bool transposed, uint16_t* out, int64_t step) const {
+    const int64_t along = transposed ? stride_row : stride_column, across = transposed ? stride_column : stride_row;
     const auto copy = [&](const auto* source) {
       source += e * stride_e + row * across;
       if (along == 1 && step == 1) {
         int64_t i = 0;
         for (; i + TILE <= count; i += TILE) store(out + i, load(source + i));
-        for (; i < count; ++i) put(out[i], widen(source[i]));
+        for (; i < count; ++i) out[i] = round_to_bf16(widen(source[i]));
       } else {
-        for (int64_t i = 0; i < count; ++i) put(out[i * step], widen(source[i * along]));
+        for (int64_t i = 0; i < count; ++i) out[i * step] = round_to_bf16(widen(source[i * along]));
       }
     };
     is_float ? copy(static_cast<const float*>(data)) : copy(static_cast<const uint16_t*>(data));

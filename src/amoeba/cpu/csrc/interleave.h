@@ -1,11 +1,17 @@
-// Rows of bf16 into words: two rows in turns, and tiles of sixteen by sixteen words turned.
+// Rows of bf16 into words: pairs of rows interleaved, and tiles of sixteen by sixteen words transposed.
 #pragma once
 #include "words.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-struct SortedRows {
+constexpr int64_t DEPTH_ROWS = 512;  // rows of a gradient's depth that are packed at a time
+
+struct SortedRows {  // as in RowMap, and the token of each row
   const int32_t *first, *order, *token;
+};
+
+struct GradientJob {  // some panels of one expert's gradient
+  int64_t product, expert, first_panel, panels;
 };
 
 // Rows that are the depth of a product, a pair of them to a word.
@@ -64,9 +70,16 @@ inline void pack_pairs(const WideRows& wide, const SortedRows& s, int64_t start,
   }
 }
 
+// Sixteen words that lie together, as bf16 do or better aligned, into column c of a tile.
+inline void put_column(const void* line, int64_t c, uint32_t* tile) {
+  const Words16 words = (Words16)load_as<uint16_t, 2 * TILE>(line);
+#pragma GCC unroll 16
+  for (int w = 0; w < TILE; ++w) tile[w * TILE + c] = words[w];
+}
+
 #ifdef AMOEBA_AVX512
-// Sixteen lines of sixteen words, turned in registers.
-inline void turn_lines(__m512i line[TILE]) {
+// Sixteen lines of sixteen words, transposed in registers.
+inline void transpose_lines(__m512i line[TILE]) {
   __m512i t[TILE];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
@@ -97,20 +110,16 @@ inline void turn_lines(__m512i line[TILE]) {
 
 // out[w][c] = word w of line(c), which are sixteen words that lie together.
 template <class Line>
-inline void turn_tile(const Line& line, uint32_t* out) {
+inline void transpose_tile(const Line& line, uint32_t* out) {
 #ifdef AMOEBA_AVX512
   __m512i words[TILE];
 #pragma GCC unroll 16
   for (int c = 0; c < TILE; ++c) words[c] = _mm512_loadu_si512(line(c));
-  turn_lines(words);
+  transpose_lines(words);
 #pragma GCC unroll 16
   for (int w = 0; w < TILE; ++w) _mm512_store_si512(out + w * TILE, words[w]);
 #else
-  for (int64_t c = 0; c < TILE; ++c) {
-    uint32_t words[TILE];
-    std::memcpy(words, line(c), sizeof(words));
-    for (int64_t w = 0; w < TILE; ++w) out[w * TILE + c] = words[w];
-  }
+  for (int64_t c = 0; c < TILE; ++c) put_column(line(c), c, out);
 #endif
 }
 

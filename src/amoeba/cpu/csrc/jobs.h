@@ -1,9 +1,9 @@
-// A list of jobs over OpenMP's threads, whoever is free takes the next; without OpenMP one after another.
+// A list of jobs over OpenMP's threads, each of which takes the next when it is free; without OpenMP one after another.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
-namespace {
+namespace [[gnu::visibility("hidden")]] amoeba {
 
 template <class Job>
 void run_jobs(int64_t count, [[maybe_unused]] int threads, const Job& job) {
@@ -14,4 +14,4 @@ void run_jobs(int64_t count, [[maybe_unused]] int threads, const Job& job) {
   for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) job(i);
 }
 
-}  // namespace
+}  // namespace amoeba

@@ -1,4 +1,4 @@
-// The C interface of the worker pool and of one node's passes; the caller checked its tensors.
+// The C interface of the worker pool and of one NUMA node's passes; the caller checked its tensors.
 #include "checksum.h"
 #include "factors.h"
 #include "passes.h"
@@ -37,7 +37,7 @@ int64_t amoeba_node_workspace(const Node* node, const Batch* batch, int backward
 // What one thread's own buffers grow to at most in passes of this many slots.
 int64_t amoeba_node_thread_bytes(const Node* node, int64_t slots, int backward) {
   const Node& n = *node;
-  const int64_t padded = ceil_div(slots, TILE) * TILE, ranks = std::max(n.low_width(), n.down_low_width());
+  const int64_t padded = round_up(slots, TILE), ranks = std::max(n.low_width(), n.down_low_width());
   int64_t rows = 0;
   for (const int64_t depth : {n.hidden, n.intermediate, backward ? n.width : 0}) {
     const int64_t tiles = tiles_of(depth, n.int8 ? Int8::PER_WORD : Bf16::PER_WORD);

@@ -1,5 +1,5 @@
-// One node's experts and one pass over them, as node.py hands them over; the order of the fields is that of its
-// ctypes structures.
+// The experts of one NUMA node and one pass over them, as the ctypes structures of node_library.py: fields in the same
+// order.
 #pragma once
 #include "activation.h"
 #include "product.h"
@@ -39,8 +39,8 @@ struct Node {
 
   int64_t ranks() const { return up_a.data ? gate_rank + up_rank : 0; }
   int64_t down_ranks() const { return down_a.data ? down_rank : 0; }
-  int64_t low_width() const { return ceil_div(ranks(), PANEL) * PANEL; }
-  int64_t down_low_width() const { return ceil_div(down_ranks(), PANEL) * PANEL; }
+  int64_t low_width() const { return round_up(ranks(), PANEL); }
+  int64_t down_low_width() const { return round_up(down_ranks(), PANEL); }
   // Gate and up of the same columns are panels that lie a fixed number of panels apart.
   bool has_paired_panels() const { return activation.gated && !activation.interleaved && intermediate % PANEL == 0; }
   // Neither that nor both in one panel: h is written first and activated then.
@@ -53,7 +53,7 @@ struct Batch {
   int64_t x_stride;
   const int64_t* expert;  // (T, K)
   const float* weight;    // (T, K)
-  // kept for backward, or null
+  // saved for backward, or null
   int32_t* map;           // RowMap
   uint16_t* h;            // (N, J)
   uint16_t* low;          // (N, low_width) c x Aᵀ of gate and up

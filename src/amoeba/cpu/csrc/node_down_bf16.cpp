@@ -1,5 +1,5 @@
 #include "node_products.h"
 
 namespace amoeba {
-template AMOEBA_PRODUCT(Bf16, FinishDown);
+template AMOEBA_PRODUCT(Bf16, DownEpilogue);
 }  // namespace amoeba

@@ -1,5 +1,5 @@
 #include "node_products.h"
 
 namespace amoeba {
-template AMOEBA_PRODUCT(Int8, FinishDown);
+template AMOEBA_PRODUCT(Int8, DownEpilogue);
 }  // namespace amoeba

@@ -1,56 +1,53 @@
 #include "factors.h"
 
-#include "pack.h"
+#include "interleave.h"
 
 namespace amoeba {
 
-// A matrix of few lines (ranks) and many places, line after line, zeros up to whole panels both ways.
+// A factor as a matrix of one line per rank, zeros up to whole panels both ways.
 class Lines {
  public:
-  Lines(Buffer<uint16_t>& buffer, int64_t ranks, int64_t places)
-      : ranks_(ranks), places_(places), stride_(panels_of(places) * PANEL), padded_(panels_of(ranks) * PANEL) {
+  Lines(Buffer<uint16_t>& buffer, int64_t ranks, int64_t length)
+      : ranks_(ranks), stride_(round_up(length, PANEL)), padded_(round_up(ranks, PANEL)) {
     values_ = buffer.get(padded_ * stride_);
     std::memset(values_, 0, padded_ * stride_ * sizeof(uint16_t));
   }
   uint16_t* line(int64_t rank) { return values_ + rank * stride_; }
 
-  // Ranks are the columns, places the depth: words of two places go to the columns of their rank.
+  // Ranks are the columns, their lines the depth.
   void as_columns(const PackedMatrix& out, int64_t expert) const {
-    uint32_t* words = place(out, expert);
+    uint32_t* words = words_of(out, expert);
     const int64_t tiles = stride_ / PANEL, stride = stride_ / 2;
     const auto* source = reinterpret_cast<const uint32_t*>(values_);
     for (int64_t rank = 0; rank < padded_; rank += PANEL)
       for (int64_t t = 0; t < tiles; ++t)
         for (int64_t half = 0; half < 2; ++half, words += TILE_WORDS) {
           const uint32_t* from = source + (rank + half * TILE) * stride + t * TILE;
-          if (rank + half * TILE >= ranks_) {
+          if (rank + half * TILE < ranks_)
+            transpose_tile([&](int64_t r) { return from + r * stride; }, words);
+          else
             std::memset(words, 0, TILE_WORDS * sizeof(uint32_t));
-            continue;
-          }
-          for (int64_t r = 0; r < TILE; ++r)
-            for (int64_t w = 0; w < TILE; ++w) words[w * TILE + r] = from[r * stride + w];
         }
   }
 
-  // Places are the columns, ranks the depth: two ranks make the words of a line.
+  // Ranks are the depth, two of them to a word.
   void as_depth(const PackedMatrix& out, int64_t expert) const {
-    uint32_t* words = place(out, expert);
+    uint32_t* words = words_of(out, expert);
     for (int64_t column = 0; column < stride_; column += PANEL)
-      for (int64_t rank = 0; rank < padded_; rank += PANEL)
-        for (int64_t half = 0; half < 2; ++half)
-          for (int64_t w = 0; w < TILE; ++w, words += TILE) {
-            const uint16_t *even = values_ + (rank + 2 * w) * stride_ + column + half * TILE, *odd = even + stride_;
-            for (int64_t c = 0; c < TILE; ++c) words[c] = even[c] | uint32_t(odd[c]) << 16;
-          }
+      for (int64_t rank = 0; rank < padded_; rank += PANEL, words += 2 * TILE_WORDS)
+        for (int64_t w = 0; w < TILE; ++w) {
+          const uint16_t* even = values_ + (rank + 2 * w) * stride_ + column;
+          pack_pair(even, even + stride_, words + w * TILE, words + TILE_WORDS + w * TILE);
+        }
   }
 
  private:
-  static uint32_t* place(const PackedMatrix& out, int64_t expert) {
+  static uint32_t* words_of(const PackedMatrix& out, int64_t expert) {
     auto* packed = static_cast<uint32_t*>(const_cast<void*>(out.data));
-    return packed + expert * packed_elements<Bf16>(out.columns, out.depth) / Bf16::PER_WORD;
+    return packed + expert * packed_words(out.columns, out.depth, Bf16::PER_WORD);
   }
   uint16_t* values_;
-  int64_t ranks_, places_, stride_, padded_;
+  int64_t ranks_, stride_, padded_;
 };
 
 thread_local Buffer<uint16_t> factor_lines;

@@ -1,20 +1,20 @@
 // The products of a pass by what becomes of their sums. They are most of what the compiler has to do: each is compiled in
 // one of the units node_*.cpp, at the same time as the others, and only declared here.
 #pragma once
-#include "finish.h"
+#include "epilogue.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-#define AMOEBA_PRODUCT(KIND, FINISH) void run_job_of<KIND>(const Product&, const Job&, const Input&, const FINISH&)
+#define AMOEBA_PRODUCT(KIND, EPILOGUE) void run_job_of<KIND>(const Product&, const Job&, const Input&, const EPILOGUE&)
 
-extern template AMOEBA_PRODUCT(Bf16, FinishLow);
-extern template AMOEBA_PRODUCT(Bf16, FinishUp);
-extern template AMOEBA_PRODUCT(Int8, FinishUp);
-extern template AMOEBA_PRODUCT(Bf16, FinishRows<float>);
-extern template AMOEBA_PRODUCT(Int8, FinishRows<float>);
-extern template AMOEBA_PRODUCT(Bf16, FinishRows<uint16_t>);
-extern template AMOEBA_PRODUCT(Int8, FinishRows<uint16_t>);
-extern template AMOEBA_PRODUCT(Bf16, FinishDown);
-extern template AMOEBA_PRODUCT(Int8, FinishDown);
+extern template AMOEBA_PRODUCT(Bf16, LowRankEpilogue);
+extern template AMOEBA_PRODUCT(Bf16, UpEpilogue);
+extern template AMOEBA_PRODUCT(Int8, UpEpilogue);
+extern template AMOEBA_PRODUCT(Bf16, RowsEpilogue<float>);
+extern template AMOEBA_PRODUCT(Int8, RowsEpilogue<float>);
+extern template AMOEBA_PRODUCT(Bf16, RowsEpilogue<uint16_t>);
+extern template AMOEBA_PRODUCT(Int8, RowsEpilogue<uint16_t>);
+extern template AMOEBA_PRODUCT(Bf16, DownEpilogue);
+extern template AMOEBA_PRODUCT(Int8, DownEpilogue);
 
 }  // namespace amoeba

@@ -1,6 +1,6 @@
 #include "node_products.h"
 
 namespace amoeba {
-template AMOEBA_PRODUCT(Int8, FinishRows<float>);
-template AMOEBA_PRODUCT(Int8, FinishRows<uint16_t>);
+template AMOEBA_PRODUCT(Int8, RowsEpilogue<float>);
+template AMOEBA_PRODUCT(Int8, RowsEpilogue<uint16_t>);
 }  // namespace amoeba

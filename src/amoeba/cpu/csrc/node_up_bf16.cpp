@@ -1,5 +1,5 @@
 #include "node_products.h"
 
 namespace amoeba {
-template AMOEBA_PRODUCT(Bf16, FinishUp);
+template AMOEBA_PRODUCT(Bf16, UpEpilogue);
 }  // namespace amoeba

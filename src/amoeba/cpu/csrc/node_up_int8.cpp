@@ -1,5 +1,5 @@
 #include "node_products.h"
 
 namespace amoeba {
-template AMOEBA_PRODUCT(Int8, FinishUp);
+template AMOEBA_PRODUCT(Int8, UpEpilogue);
 }  // namespace amoeba

@@ -1,13 +1,8 @@
 // Matrices of experts into the order of the tiles (see words.h), zeros in the padding.
 #pragma once
-#include "words.h"
+#include "interleave.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
-
-template <class Kind>
-inline int64_t packed_elements(int64_t columns, int64_t depth) {
-  return panels_of(columns) * tiles_of(depth, Kind::PER_WORD) * 2 * TILE_WORDS * Kind::PER_WORD;
-}
 
 // line(column, first k, count, out): `count` elements of a column into a zeroed line; one packed expert of such lines.
 template <class Kind, class Line>
@@ -22,9 +17,7 @@ void pack_expert(int64_t columns, int64_t depth, typename Kind::Element* packed,
           const int64_t column = panel * PANEL + half * TILE + c;
           alignas(64) typename Kind::Element values[STEP] = {};
           if (column < columns) line(column, t * STEP, std::min(STEP, depth - t * STEP), values);
-          uint32_t lane[TILE];
-          std::memcpy(lane, values, sizeof(lane));
-          for (int64_t w = 0; w < TILE; ++w) words[w * TILE + c] = lane[w];
+          put_column(values, c, words);
         }
 }
 
@@ -40,7 +33,7 @@ void pack_bf16(int64_t columns, int64_t depth, const Source* weight, int64_t row
   pack_expert<Bf16>(columns, depth, packed, [&](int64_t n, int64_t k, int64_t count, uint16_t* out) {
     const Source* source = weight + n * row + k * step;
     if (step == 1) return copy_bf16(source, count, out);
-    for (int64_t i = 0; i < count; ++i) put(out[i], widen(source[i * step]));
+    for (int64_t i = 0; i < count; ++i) out[i] = round_to_bf16(widen(source[i * step]));
   });
 }
 
@@ -50,9 +43,9 @@ float largest_of(const Source* values, int64_t count, int64_t step) {
   float largest = 0, zero = 0;  // of finite numbers the products with zero add up to zero
   int64_t i = 0;
   if (step == 1) {
-    V most = {}, zeros = {};
+    Floats16 most = {}, zeros = {};
     for (; i + TILE <= count; i += TILE) {
-      const V value = load(values + i), size = select(value < V{}, -value, value);
+      const Floats16 value = load(values + i), size = select(value < Floats16{}, -value, value);
       most = select(size > most, size, most);
       zeros += value * 0.0f;
     }
@@ -95,7 +88,7 @@ void pack_int8(int64_t columns, int64_t depth, const Source* weight, int64_t row
 }
 
 // One packed expert of (columns, depth) into that of (depth, columns): a panel's tile is a tile's panel.
-inline void turn_bf16(int64_t columns, int64_t depth, const uint32_t* source, uint32_t* out) {
+inline void transpose_bf16(int64_t columns, int64_t depth, const uint32_t* source, uint32_t* out) {
   const int64_t panels = panels_of(columns), tiles = tiles_of(depth, Bf16::PER_WORD);
   for (int64_t panel = 0; panel < panels; ++panel)
     for (int64_t t = 0; t < tiles; ++t) {
@@ -113,11 +106,11 @@ inline void turn_bf16(int64_t columns, int64_t depth, const uint32_t* source, ui
 }
 
 // The same for four elements to a word; sum (depth) is that of each new column.
-inline void turn_int8(int64_t columns, int64_t depth, const uint32_t* source, uint32_t* out, int32_t* sum) {
+inline void transpose_int8(int64_t columns, int64_t depth, const uint32_t* source, uint32_t* out, int32_t* sum) {
   constexpr int64_t P = Int8::PER_WORD, STEP = TILE * P;
   const int64_t panels = panels_of(columns), tiles = tiles_of(depth, P);
   const int64_t new_tiles = tiles_of(columns, P);
-  std::memset(out, 0, packed_elements<Int8>(depth, columns));
+  std::memset(out, 0, packed_words(depth, columns, P) * sizeof(uint32_t));
   std::fill(sum, sum + depth, 0);
   for (int64_t panel = 0; panel < panels; ++panel)
     for (int64_t t = 0; t < tiles; ++t) {

@@ -38,8 +38,7 @@ void amoeba_ask_for_huge_pages(void* data, int64_t bytes) { ask_for_huge_pages(d
 
 // Bytes of one packed expert.
 int64_t amoeba_packed_bytes(int int8, int64_t columns, int64_t depth) {
-  const int64_t panels = (columns + PANEL - 1) / PANEL;
-  return panels * tiles_of(depth, int8 ? Int8::PER_WORD : Bf16::PER_WORD) * 2 * TILE_WORDS * int64_t(sizeof(uint32_t));
+  return packed_words(columns, depth, int8 ? Int8::PER_WORD : Bf16::PER_WORD) * int64_t(sizeof(uint32_t));
 }
 
 // weight[e][column][k] at any strides, fp32 or bf16. scale and sum (experts x columns) are written for int8 only.
@@ -73,9 +72,9 @@ void amoeba_pack_transposed(int int8, int64_t experts, int64_t columns, int64_t 
     char* out = static_cast<char*>(transposed) + e * to;
     const auto* words = reinterpret_cast<const uint32_t*>(source);
     if (int8)
-      turn_int8(columns, depth, words, reinterpret_cast<uint32_t*>(out), sum + e * depth);
+      transpose_int8(columns, depth, words, reinterpret_cast<uint32_t*>(out), sum + e * depth);
     else
-      turn_bf16(columns, depth, words, reinterpret_cast<uint32_t*>(out));
+      transpose_bf16(columns, depth, words, reinterpret_cast<uint32_t*>(out));
   });
 }
 

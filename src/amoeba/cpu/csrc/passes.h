@@ -1,7 +1,7 @@
-// Forward and backward of one node's packed experts: each is one call, a few lists of jobs one after another.
+// Forward and backward of one NUMA node's experts: each is one call, a few lists of jobs one after another.
 //
 //   forward   sort | low = c x Aᵀ | h, a | low = c a Aᵀ | rows = a W2ᵀ | y = sum of weight . row
-//   backward  (h again, where it was not kept) | c dy B | dA' = dy W2: ds, a, dh | c dh B | dx rows = dh W1 and the
+//   backward  (h again, where it was not saved) | c dy B | dA' = dy W2: ds, a, dh | c dh B | dx rows = dh W1 and the
 //             gradients of the factors | sums of dx rows and of ds | gradients of the weights, where they are asked for
 //
 // Rows between the phases are bf16, sums fp32 until they are activated; every sum has one order, whatever the number of
@@ -78,7 +78,7 @@ class Run {
     up(m.sums, m.h, m.low, m.a);
     low(LOW_DOWN, node_.down_a, Input{m.a, node_.intermediate}, m.down_low);
     multiply(product(node_.down, node_.down_b, m.down_low), Input{m.a, node_.intermediate},
-             FinishRows<uint16_t>{{}, {m.rows, node_.hidden, owned_, true}, node_.down_bias});
+             RowsEpilogue<uint16_t>{{}, {m.rows, node_.hidden, owned_, true}, node_.down_bias});
     clock_.end_of(DOWN);
     combine(m.rows, batch_.weight, y);
     clock_.end_of(COMBINE);
@@ -98,7 +98,7 @@ class Run {
     const Input dy{g.dy, g.dy_stride, token_};
     low(BACK_LOW_DOWN, node_.down_b_transposed, dy, m.down_dlow);
     multiply(product(node_.down_transposed, node_.down_a_transposed, m.down_dlow), dy,
-             FinishDown{node_, m.h, batch_.weight, map_.order, {m.a, I, owned_, false}, {m.dh, J, owned_, false}, m.ds,
+             DownEpilogue{node_, m.h, batch_.weight, map_.order, {m.a, I, owned_, false}, {m.dh, J, owned_, false}, m.ds,
                         batch_.slots()});
     clock_.end_of(BACK_DOWN);
     if (batch_.h && !batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, Input{m.a, I}, m.down_low);
@@ -151,10 +151,10 @@ class Run {
     return p;
   }
 
-  template <class Finish>
-  void multiply(const Product& p, const Input& input, const Finish& finish, int64_t most_rows = ROW_BLOCK) {
+  template <class Epilogue>
+  void multiply(const Product& p, const Input& input, const Epilogue& epilogue, int64_t most_rows = ROW_BLOCK) {
     const std::vector<Job> jobs = list_jobs(p, node_.experts, map_.first, pool_.threads(), most_rows);
-    pool_.run(int64_t(jobs.size()), [&](int64_t i) { run_job(p, jobs[i], input, finish); });
+    pool_.run(int64_t(jobs.size()), [&](int64_t i) { run_job(p, jobs[i], input, epilogue); });
   }
 
   // out = scaling . rows . factor
@@ -164,7 +164,7 @@ class Run {
     p.weights = factor.weights(false);
     p.path = Path(node_.path);
     p.units = p.weights.panels();
-    multiply(p, input, FinishLow{{}, {out, p.units * PANEL, owned_, false}, node_.scaling}, LOW_ROWS);
+    multiply(p, input, LowRankEpilogue{{}, {out, p.units * PANEL, owned_, false}, node_.scaling}, LOW_ROWS);
     clock_.end_of(phase);
   }
 
@@ -176,17 +176,17 @@ class Run {
     Product p = product(node_.gate_up, node_.up_b, low_rows);
     if (!node_.activates_later()) {
       if (node_.has_paired_panels()) p.second = p.units /= 2;
-      multiply(p, x, FinishUp{{}, node_, {h, J, owned_, true}, {a, I, owned_, false}});
+      multiply(p, x, UpEpilogue{{}, node_, {h, J, owned_, true}, {a, I, owned_, false}});
       return clock_.end_of(UP);
     }
-    multiply(p, x, FinishRows<float>{{}, {sums, J, owned_, false}, node_.gate_up_bias});
+    multiply(p, x, RowsEpilogue<float>{{}, {sums, J, owned_, false}, node_.gate_up_bias});
     clock_.end_of(UP);
     in_blocks(owned_, J, [&](int64_t from, int64_t to) {
       for (int64_t r = from; r < to; ++r) {
         const float* row = sums + r * J;
         for (int64_t j = 0; h && j < J; j += TILE) store_some(h + r * J + j, load_some(row + j, J - j), J - j);
         for (int64_t i = 0; i < I; i += TILE) {
-          const V value = activate<false>(load_some(row + i, I - i), load_some(row + I + i, I - i), node_.activation);
+          const Floats16 value = activate<false>(load_some(row + i, I - i), load_some(row + I + i, I - i), node_.activation);
           store_some(a + r * I + i, value, I - i);
         }
       }
@@ -201,12 +201,12 @@ class Run {
     const SortedRows sorted{map_.first, map_.order, token_};
     std::vector<Job> jobs;
     if (wants_x) jobs = list_jobs(p, node_.experts, map_.first, pool_.threads());
-    const std::vector<ThinJob> thin_jobs = list_thin_jobs(products, node_.experts, map_.first, pool_.threads());
-    const FinishRows<uint16_t> finish{{}, {rows, node_.hidden, owned_, true}, nullptr};
+    const std::vector<GradientJob> thin_jobs = list_thin_jobs(products, node_.experts, map_.first, pool_.threads());
+    const RowsEpilogue<uint16_t> epilogue{{}, {rows, node_.hidden, owned_, true}, nullptr};
     const int64_t large = int64_t(jobs.size());
     pool_.run(large + int64_t(thin_jobs.size()), [&](int64_t i) {
-      if (i < large) return run_job(p, jobs[i], Input{dh, node_.width}, finish);
-      const ThinJob& job = thin_jobs[i - large];
+      if (i < large) return run_job(p, jobs[i], Input{dh, node_.width}, epilogue);
+      const GradientJob& job = thin_jobs[i - large];
       const ThinProduct& thin = products[job.product];
       with_way<Bf16>(Path(node_.path), thin.ranks, [&](auto way) { run_thin<decltype(way)>(thin, sorted, job); });
     });
@@ -255,16 +255,16 @@ class Run {
   // out[t] = sum over k of weight . row; without weights, of the rows themselves
   void combine(const uint16_t* rows, const float* weight, float* out) {
     const int64_t H = node_.hidden, K = batch_.top_k, parts = batch_.tokens < pool_.threads() ? ceil_div(H, 256) : 1;
-    const int64_t wide = ceil_div(ceil_div(H, parts), TILE) * TILE;
+    const int64_t wide = round_up(ceil_div(H, parts), TILE);
     in_blocks(batch_.tokens * parts, wide * K, [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; ++i) {
         const int64_t t = i / parts, begin = i % parts * wide, end = std::min(H, begin + wide);
         for (int64_t c = begin; c < end; c += TILE) {
-          V sum = {};
+          Floats16 sum = {};
           for (int64_t k = 0; k < K; ++k) {
             const int32_t row = map_.slot_row[t * K + k];
             if (row < 0) continue;
-            const V value = load_some(rows + row * H + c, end - c);
+            const Floats16 value = load_some(rows + row * H + c, end - c);
             sum += weight ? weight[t * K + k] * value : value;
           }
           store_some(out + t * H + c, sum, end - c);
@@ -284,7 +284,7 @@ class Run {
         if (row >= 0 && node_.down_bias) {
           const uint16_t* dy = g.dy + slot / batch_.top_k * g.dy_stride;
           const float* bias = node_.down_bias + batch_.expert[slot] * H;
-          V product = {};
+          Floats16 product = {};
           for (int64_t c = 0; c < H; c += TILE) product += load_some(dy + c, H - c) * load_some(bias + c, H - c);
           sum += total(product);
         }

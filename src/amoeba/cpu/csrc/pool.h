@@ -4,7 +4,7 @@
 //   pool.run(count, [&](int64_t i) { ... });    // the caller works too; returns when all jobs are done
 //
 // A list is open as soon as its ticket is stored and done when its last job is: no thread has to have come by, so a
-// thread that the system holds back delays nobody but its own job. One list at a time; `busy` is held over a call.
+// thread that the system holds back delays only its own job. One list at a time; `busy` is held over a call.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -38,7 +38,7 @@ class Pool {
   static constexpr int PHASES = 16;
   double phase_seconds[PHASES] = {};
 
-  // cores[0] is the caller's, who is not pinned; the others each get a thread. Null: nobody is pinned.
+  // cores[0] is the caller's, who is not pinned; the others each get a thread. Null: none is pinned.
   Pool(int threads, const int32_t* cores) {
     for (int i = 1; i < threads; ++i) {
       workers_.emplace_back([this] { work(); });

@@ -1,11 +1,11 @@
-// A product of sorted rows with packed weights, cut into jobs; what becomes of the sums is the caller's.
+// A product of sorted rows with packed weights, cut into jobs; what becomes of the sums is the epilogue's.
 //
 //   Product p;                                                   // its weights, the update that joins them, the path
-//   for each job of list_jobs(p, ...): run_job(p, job, input, finish)
+//   for each job of list_jobs(p, ...): run_job(p, job, input, epilogue)
 //
-// finish(job, unit, r, rows, first, second): first.at(i, half) and second.at(i, half) are the sums of row r + i;
-// finish.touch(unit, r, touches) names the lines that it will read or write then;
-// Finish::OF_INT8_TOO is false where the weights are never int8.
+// epilogue(job, unit, r, rows, first, second): first.at(i, half) and second.at(i, half) are the sums of row r + i;
+// epilogue.prefetch(unit, r, prefetches) names the lines that it will read or write then;
+// Epilogue::OF_INT8_TOO is false where the weights are never int8.
 // A unit is one panel of columns, or two that belong together (gate and up).
 #pragma once
 #include "stored.h"
@@ -64,8 +64,8 @@ struct Input {
   const uint16_t* row(int64_t r) const { return rows + (token ? token[r] : r) * stride; }
 };
 
-struct TouchesNothing {
-  void touch(int64_t, int64_t, Touches&) const {}
+struct PrefetchesNothing {
+  void prefetch(int64_t, int64_t, Prefetches&) const {}
 };
 
 struct Job {
@@ -101,10 +101,10 @@ inline void pack_row_int8(const uint16_t* row, int64_t depth, int64_t tiles, con
     for (int64_t k = 0; k < depth; ++k) values[k] = widen(row[k]);
   for (int64_t k = 0; k < depth; ++k) largest = std::max(largest, bits_of(values[k]) & 0x7fffffff);
   std::fill(values + depth, values + tiles * STEP, 0.0f);
-  const bool nothing = largest < bits_of(1e-30f), strange = largest >= 0x7f800000;
-  if (strange) std::fill(values, values + depth, 0.0f);  // no int8 says NaN or infinity: the scale does, for all of them
-  const float inverse = nothing || strange ? 0 : 127 / float_of(largest);
-  *scale = nothing ? 0 : strange ? float_of(0x7fc00000) : float_of(largest) / 127;
+  const bool nothing = largest < bits_of(1e-30f), infinite = largest >= 0x7f800000;
+  if (infinite) std::fill(values, values + depth, 0.0f);  // int8 has no NaN and no infinity: the scale is NaN instead
+  const float inverse = nothing || infinite ? 0 : 127 / float_of(largest);
+  *scale = nothing ? 0 : infinite ? float_of(0x7fc00000) : float_of(largest) / 127;
   for (int64_t t = 0; t < tiles; ++t) {
     uint8_t q[STEP];
     for (int64_t k = 0; k < STEP; ++k) q[k] = uint8_t(int(values[t * STEP + k] * inverse + 128.5f) - 128 + ROW_OFFSET);
@@ -115,7 +115,7 @@ inline void pack_row_int8(const uint16_t* row, int64_t depth, int64_t tiles, con
 // pack(r, out) for every row, zeros up to a whole tile of rows.
 template <class Pack>
 uint32_t* pack_tiles(Buffer<uint32_t>& buffer, int64_t rows, int64_t tiles, const Pack& pack) {
-  const int64_t padded = ceil_div(rows, TILE) * TILE;
+  const int64_t padded = round_up(rows, TILE);
   uint32_t* packed = buffer.get(padded * tiles * TILE);
   for (int64_t r = 0; r < padded; ++r) {
     uint32_t* out = packed + r / TILE * tiles * TILE_WORDS + r % TILE * TILE;
@@ -129,23 +129,23 @@ uint32_t* pack_tiles(Buffer<uint32_t>& buffer, int64_t rows, int64_t tiles, cons
 
 // ------------------------------------------------------------------------------------------------------------- sums
 
-// The sums of up to 32 rows of one panel as fp32.
+// The sums of up to 32 rows of one panel, as fp32 for the epilogue.
 template <class Kind>
-struct Finished;
+struct PanelSums;
 
 template <>
-struct Finished<Bf16> {
+struct PanelSums<Bf16> {
   float* sums;
   int64_t width;
   void of_panel(const Product& p, int64_t, int64_t panel) {
     width = std::min(PANEL, p.weights.columns - panel * PANEL);
   }
   void of_rows(const float*) {}
-  V at(int64_t r, int half) const { return *reinterpret_cast<const V*>(sums + r * PANEL + half * TILE); }
+  Floats16 at(int64_t r, int half) const { return load(sums + r * PANEL + half * TILE); }
 };
 
 template <>
-struct Finished<Int8> {
+struct PanelSums<Int8> {
   int32_t* sums;
   alignas(64) float update[PANEL * PANEL];
   alignas(64) float column_scale[PANEL];
@@ -163,12 +163,12 @@ struct Finished<Int8> {
     }
   }
   void of_rows(const float* scales) { row_scale = scales; }
-  V at(int64_t r, int half) const {
+  Floats16 at(int64_t r, int half) const {
     const int64_t i = r * PANEL + half * TILE;
-    const VI sum = *reinterpret_cast<const VI*>(sums + i) - *reinterpret_cast<const VI*>(offset + half * TILE);
-    const V scale = row_scale[r] * *reinterpret_cast<const V*>(column_scale + half * TILE);
-    const V scaled = __builtin_convertvector(sum, V) * scale;
-    return updated ? scaled + *reinterpret_cast<const V*>(update + i) : scaled;
+    const Integers16 sum = load_as<int32_t, TILE>(sums + i) - load_as<int32_t, TILE>(offset + half * TILE);
+    const Floats16 scale = row_scale[r] * load(column_scale + half * TILE);
+    const Floats16 scaled = __builtin_convertvector(sum, Floats16) * scale;
+    return updated ? scaled + load(update + i) : scaled;
   }
 };
 
@@ -178,9 +178,9 @@ inline void fetch_lines(const uint32_t* first, int64_t lines) {
 
 // Where the packed rows of a job are too many for the L2 cache, they are taken in chunks of their depth, and the partial
 // sums of a few units wait for the next chunk: so each weight is read once for all rows.
-struct Chunks {
+struct DepthChunks {
   int64_t count, tiles, group;
-  Chunks(const Product& p, const Job& job) {
+  DepthChunks(const Product& p, const Job& job) {
     const int64_t row_tiles = ceil_div(job.rows, TILE), blocks = ceil_div(job.rows, PANEL);
     const int64_t panels = p.second ? 2 : 1;
     const int64_t tile_bytes = TILE_WORDS * int64_t(sizeof(uint32_t)) * (row_tiles + 2 * 2 * panels);
@@ -194,13 +194,13 @@ struct Chunks {
 
 // While a block of rows is summed, its share of the panel that follows comes into the L2 cache: else the first block
 // of every panel waits for memory (0.9 instead of 1.18 TFLOP/s at 128 rows).
-template <class Kind, class Way, class Finish>
+template <class Kind, class Way, class Epilogue>
 void run_units(const Product& p, const Job& job, const uint32_t* rows, const uint32_t* low, const float* scales,
-               const Finish& finish) {
+               const Epilogue& epilogue) {
   using Sum = typename Kind::Sum;
   const typename Way::Registers registers;
   (void)registers;
-  Chunks chunks(p, job);
+  DepthChunks chunks(p, job);
   const int64_t row_tile = p.weights.tiles * TILE_WORDS, low_tile = p.update.weights.tiles * TILE_WORDS;
   const int64_t blocks = ceil_div(job.rows, PANEL), end = job.first_unit + job.units, step_lines = 2 * TILE;
   const int panels = p.second ? 2 : 1;
@@ -214,8 +214,8 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
   uint32_t* packed = stored ? panel_words.get(panels * at_once * chunk_words) : nullptr;
   if (chunks.count == 1) chunks.group = at_once;
   auto* memory = reinterpret_cast<Sum*>(partial_sums.get(chunks.group * blocks * panels * PANEL * PANEL));
-  Finished<Kind> finished[2];
-  Touches touches;
+  PanelSums<Kind> sums[2];
+  Prefetches prefetches;
   for (int64_t group = job.first_unit; group < end; group += chunks.group) {
     const int64_t group_end = std::min(end, group + chunks.group);
     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
@@ -232,13 +232,13 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
               .pack(first_tile, tiles, packed + which * at_once * chunk_words, chunk_words);
         if (last)
           for (int which = 0; which < panels; ++which)
-            finished[which].of_panel(p, job.expert, unit + which * p.second);
+            sums[which].of_panel(p, job.expert, unit + which * p.second);
         for (int64_t i = 0; i < blocks; ++i) {
           const int64_t count = std::min(PANEL, job.rows - i * PANEL);
           const int64_t from = step_lines * i / blocks, share = step_lines * (i + 1) / blocks - from;
           const int64_t lines = Way::AHEAD && !stored && next_unit < end ? share : 0;
           for (int which = 0; which < panels; ++which) {
-            Finished<Kind>& out = finished[which];
+            PanelSums<Kind>& out = sums[which];
             const int64_t slot = chunks.count == 1 ? 0 : (unit - group) * blocks + i;
             out.sums = memory + (slot * panels + which) * PANEL * PANEL;
             out.of_rows(scales + i * PANEL);
@@ -251,31 +251,31 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
               update = {low + 2 * i * low_tile, low_tile, p.update.weights.panel(job.expert, unit + which * p.second),
                         p.update.weights.tiles};
             if (Way::AHEAD && last && which + 1 == panels) {
-              touches.count = 0;
-              finish.touch(unit, job.first_row + i * PANEL, touches);
-              depth.touches = touches.count ? &touches : nullptr;
+              prefetches.count = 0;
+              epilogue.prefetch(unit, job.first_row + i * PANEL, prefetches);
+              depth.prefetches = prefetches.count ? &prefetches : nullptr;
             }
             if constexpr (std::is_same_v<Kind, Bf16>) depth.update = update;
             Way::template multiply<Kind>(depth, count, out.sums);
             if constexpr (std::is_same_v<Kind, Int8>)
               if (update.tiles) Way::template multiply<Bf16>(Depth{update, {}, nullptr, 0, false}, count, out.update);
           }
-          if (last) finish(job, unit, job.first_row + i * PANEL, count, finished[0], finished[1]);
+          if (last) epilogue(job, unit, job.first_row + i * PANEL, count, sums[0], sums[1]);
         }
       }
     }
   }
 }
 
-// Row r's share of the first panels of a job, which come nearer while its rows are packed.
+// Row r's share of the first panels of a job, prefetched while its rows are packed.
 inline void fetch_share(const Product& p, const Job& job, int64_t r) {
   const int64_t lines = p.weights.tiles * 2 * TILE, from = lines * r / job.rows, to = lines * (r + 1) / job.rows;
   for (int which = 0; which < (p.second ? 2 : 1); ++which)
     fetch_lines(p.weights.panel(job.expert, job.first_unit + which * p.second) + from * TILE, to - from);
 }
 
-template <class Kind, class Finish>
-void run_job_of(const Product& p, const Job& job, const Input& input, const Finish& finish) {
+template <class Kind, class Epilogue>
+void run_job_of(const Product& p, const Job& job, const Input& input, const Epilogue& epilogue) {
   float* scales = row_scales.get(job.rows + PANEL);
   const Weights& w = p.weights;
   const float* depth_scale = w.depth_scale ? w.depth_scale + job.expert * w.depth : nullptr;
@@ -294,16 +294,16 @@ void run_job_of(const Product& p, const Job& job, const Input& input, const Fini
     });
   }
   with_way<Kind>(p.path, job.rows, [&](auto way) {
-    run_units<Kind, decltype(way)>(p, job, rows, low, scales, finish);
+    run_units<Kind, decltype(way)>(p, job, rows, low, scales, epilogue);
   });
 }
 
-template <class Finish>
-void run_job(const Product& p, const Job& job, const Input& input, const Finish& finish) {
-  if constexpr (Finish::OF_INT8_TOO) {
-    p.int8 ? run_job_of<Int8>(p, job, input, finish) : run_job_of<Bf16>(p, job, input, finish);
+template <class Epilogue>
+void run_job(const Product& p, const Job& job, const Input& input, const Epilogue& epilogue) {
+  if constexpr (Epilogue::OF_INT8_TOO) {
+    p.int8 ? run_job_of<Int8>(p, job, input, epilogue) : run_job_of<Bf16>(p, job, input, epilogue);
   } else {
-    run_job_of<Bf16>(p, job, input, finish);
+    run_job_of<Bf16>(p, job, input, epilogue);
   }
   end_of_streaming();
 }
@@ -325,7 +325,7 @@ inline std::vector<Job> list_jobs(const Product& p, int64_t experts, const int32
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t start = first[e], count = first[e + 1] - start, parts = ceil_div(count, most);
     if (count <= 0) continue;
-    const int64_t size = ceil_div(ceil_div(count, parts), PANEL) * PANEL;
+    const int64_t size = round_up(ceil_div(count, parts), PANEL);
     for (int64_t r = 0; r < count; r += size) blocks.push_back({e, start + r, std::min(size, count - r), 0, p.units});
   }
   const int64_t wanted = threads > 1 ? JOBS_PER_THREAD * threads : 1;

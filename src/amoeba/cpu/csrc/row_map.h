@@ -1,4 +1,4 @@
-// Routed slots (token t, choice k) to rows that are sorted by expert, stable in the slot.
+// The permutation of routed slots (token t, choice k) into rows that are sorted by expert, stable in the slot.
 #pragma once
 #include "words.h"
 
@@ -7,7 +7,7 @@ namespace [[gnu::visibility("hidden")]] amoeba {
 struct RowMap {
   int32_t* first = nullptr;     // (E + 1) the rows of expert e are first[e] .. first[e + 1]
   int32_t* order = nullptr;     // (N) sorted row -> slot t K + k
-  int32_t* slot_row = nullptr;  // (N) slot -> sorted row, -1 where its expert is nobody's here
+  int32_t* slot_row = nullptr;  // (N) slot -> sorted row, -1 where its expert id is a sentinel, outside [0, E)
 
   static int64_t size(int64_t experts, int64_t slots) { return experts + 1 + 2 * slots; }
   static RowMap in(int32_t* memory, int64_t experts, int64_t slots) {

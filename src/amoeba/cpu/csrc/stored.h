@@ -37,11 +37,11 @@ class StoredPanels {
   void by_columns(int64_t column, int64_t k, int64_t count, uint32_t* out) const {
     const uint16_t* from = from_ + column * column_ + k;
     if (count == PANEL && column + TILE <= width_)
-      return turn_tile([&](int64_t c) { return from + c * column_; }, out);
+      return transpose_tile([&](int64_t c) { return from + c * column_; }, out);
     alignas(64) uint16_t lines[TILE][PANEL] = {};
     for (int64_t c = 0; c < std::min(TILE, width_ - column); ++c)
       std::memcpy(lines[c], from + c * column_, count * sizeof(uint16_t));
-    turn_tile([&](int64_t c) { return lines[c]; }, out);
+    transpose_tile([&](int64_t c) { return lines[c]; }, out);
   }
 
   // A panel's words of k and k + 1; the columns of one k lie together, or nothing does.

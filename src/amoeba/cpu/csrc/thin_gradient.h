@@ -1,7 +1,7 @@
 // Gradients of low-rank factors: thinᵀ . wide, summed over the rows of each expert in fp32.
 //
-// thin (N, up to some tens of ranks) and wide (N, columns) are bf16. The rows are the depth here: thin is turned into
-// packed rows, one per rank, and wide into panels of pairs of rows, and the sums are those of every other product.
+// thin (N, up to some tens of ranks) and wide (N, columns) are bf16. The rows are the depth here: thin is transposed
+// into packed rows, one per rank, wide becomes panels of pairs of rows, and the sums are those of every other product.
 #pragma once
 #include "interleave.h"
 #include "sums.h"
@@ -30,13 +30,8 @@ struct ThinProduct {
   }
 };
 
-struct ThinJob {
-  int64_t product, expert, first_panel, panels;
-};
-
-constexpr int64_t GRADIENT_ROWS = 512;   // packed at a time
-constexpr int64_t GRADIENT_PANELS = 4;   // packed together: 256 bytes of every row
-constexpr int64_t WIDE_BYTES = GRADIENT_PANELS * GRADIENT_ROWS / PANEL * 2 * TILE_WORDS * int64_t(sizeof(uint32_t));
+constexpr int64_t WIDE_PANELS = 4;  // packed together: 256 bytes of every row
+constexpr int64_t WIDE_BYTES = WIDE_PANELS * DEPTH_ROWS / PANEL * 2 * TILE_WORDS * int64_t(sizeof(uint32_t));
 inline thread_local Buffer<uint32_t> thin_words, wide_words;
 inline thread_local Buffer<float> thin_sums;
 
@@ -46,7 +41,7 @@ inline uint32_t pair_of(float low, float high) {
 
 // [16 ranks][tile of rows][rank][pair of rows]
 inline void pack_thin(const ThinProduct& p, const SortedRows& s, int64_t start, int64_t rows, uint32_t* out) {
-  const int64_t tiles = ceil_div(rows, PANEL), padded = ceil_div(p.ranks, TILE) * TILE;
+  const int64_t tiles = ceil_div(rows, PANEL), padded = round_up(p.ranks, TILE);
   const auto value = [&](int64_t n, int64_t r) {
     if (n >= rows || r >= p.ranks) return 0.0f;
     const float thin = widen(p.thin[(start + n) * p.thin_stride + r]);
@@ -87,22 +82,22 @@ inline void store_gradient(const ThinProduct& p, int64_t expert, int64_t panel, 
 }
 
 template <class Way>
-void run_thin(const ThinProduct& p, const SortedRows& s, const ThinJob& job) {
+void run_thin(const ThinProduct& p, const SortedRows& s, const GradientJob& job) {
   const typename Way::Registers registers;
   (void)registers;
   const int64_t start = s.first[job.expert], rows = s.first[job.expert + 1] - start;
-  const int64_t padded = ceil_div(p.ranks, PANEL) * PANEL, group = GRADIENT_PANELS;
+  const int64_t padded = round_up(p.ranks, PANEL), group = WIDE_PANELS;
   uint32_t* thin = thin_words.get((ceil_div(rows, PANEL) + 1) * TILE * padded);
-  uint32_t* wide = wide_words.get(group * std::min(ceil_div(rows, PANEL) + 1, GRADIENT_ROWS / PANEL) * 2 * TILE_WORDS);
+  uint32_t* wide = wide_words.get(group * std::min(ceil_div(rows, PANEL) + 1, DEPTH_ROWS / PANEL) * 2 * TILE_WORDS);
   float* sums = thin_sums.get(group * padded * PANEL);
   const auto chunk_of = [&](int64_t n) { return thin + n / 2 * padded; };
-  for (int64_t n = 0; n < rows; n += GRADIENT_ROWS)
-    pack_thin(p, s, start + n, std::min(GRADIENT_ROWS, rows - n), chunk_of(n));
+  for (int64_t n = 0; n < rows; n += DEPTH_ROWS)
+    pack_thin(p, s, start + n, std::min(DEPTH_ROWS, rows - n), chunk_of(n));
   for (int64_t g = 0; g < job.panels; g += group) {
     const int64_t panel = job.first_panel + g, panels = std::min(group, job.panels - g);
     std::fill(sums, sums + group * padded * PANEL, 0.0f);
-    for (int64_t n = 0; n < rows; n += GRADIENT_ROWS) {
-      const int64_t count = std::min(GRADIENT_ROWS, rows - n), tiles = ceil_div(count, PANEL);
+    for (int64_t n = 0; n < rows; n += DEPTH_ROWS) {
+      const int64_t count = std::min(DEPTH_ROWS, rows - n), tiles = ceil_div(count, PANEL);
       pack_pairs(p.wide, s, start + n, count, panel, panels, wide);
       for (int64_t rank = 0; rank < p.ranks; rank += PANEL)
         for (int64_t i = 0; i < panels; ++i) {
@@ -120,10 +115,10 @@ void run_thin(const ThinProduct& p, const SortedRows& s, const ThinJob& job) {
 }
 
 // Experts with many rows are cut along the columns.
-inline std::vector<ThinJob> list_thin_jobs(const std::vector<ThinProduct>& products, int64_t experts,
+inline std::vector<GradientJob> list_thin_jobs(const std::vector<ThinProduct>& products, int64_t experts,
                                            const int32_t* first, int threads) {
   const auto count = int64_t(products.size());
-  std::vector<ThinJob> jobs;
+  std::vector<GradientJob> jobs;
   int64_t whole = 0;
   for (int64_t i = 0; i < count; ++i)
     if (products[i].wanted()) whole += panels_of(products[i].wide.columns) * first[experts];
@@ -133,7 +128,7 @@ inline std::vector<ThinJob> list_thin_jobs(const std::vector<ThinProduct>& produ
     const int64_t panels = panels_of(products[i].wide.columns);
     for (int64_t e = 0; e < experts; ++e) {
       const int64_t cuts = std::clamp<int64_t>(ceil_div(panels * (first[e + 1] - first[e]), fair), 1, panels);
-      const int64_t width = ceil_div(ceil_div(panels, cuts), GRADIENT_PANELS) * GRADIENT_PANELS;
+      const int64_t width = round_up(ceil_div(panels, cuts), WIDE_PANELS);
       for (int64_t panel = 0; panel < panels; panel += width)
         jobs.push_back({i, e, panel, std::min(width, panels - panel)});
     }

@@ -1,8 +1,8 @@
 // Gradients of the weights: leftᵀ . right, summed over the rows of each expert in fp32 and rounded once to bf16.
 //
-// The rows are the depth: left is turned into packed rows, one per column of left, right into panels of pairs of rows,
-// and the sums are those of every other product. Jobs are blocks of left's columns of one expert; no two of them write
-// the same place.
+// The rows are the depth: left is transposed into packed rows, one per column of left, right becomes panels of pairs of
+// rows, and the sums are those of every other product. Jobs are blocks of left's columns of one expert; no two of them
+// write to the same memory.
 #pragma once
 #include "interleave.h"
 #include "sums.h"
@@ -21,11 +21,6 @@ struct ColumnSums {  // of each expert's rows
   float* out = nullptr;  // (E, columns); null: not asked for
 };
 
-struct GradientJob {
-  int64_t product, expert, first_panel, panels;
-};
-
-constexpr int64_t DEPTH_ROWS = 512;          // rows that are packed at a time
 constexpr int64_t RIGHT_PANELS = 8;          // panels of right that are packed together: 512 bytes of every row
 constexpr int64_t LEFT_PANELS = 8;           // of a job at most
 constexpr int64_t LEFT_BYTES = 1 << 20;      // of the packed left side of a job
@@ -43,7 +38,7 @@ inline void pack_left(const WideRows& left, const SortedRows& s, int64_t start, 
     for (int64_t half = 0; half < 2; ++half)
       for (int64_t t = 0; t < tiles; ++t, out += TILE_WORDS) {
         const uint32_t* tile = pairs + (2 * t + half) * TILE_WORDS;
-        turn_tile([&](int64_t w) { return tile + w * TILE; }, out);
+        transpose_tile([&](int64_t w) { return tile + w * TILE; }, out);
       }
   }
 }

@@ -1,4 +1,4 @@
-// What becomes of the sums of a node's products: called for up to 32 sorted rows from `r` on and one unit of columns.
+// Epilogues of a NUMA node's products, each called for up to 32 sorted rows from `r` on and one unit of columns.
 #pragma once
 #include "node.h"
 
@@ -18,10 +18,10 @@ struct RowsOf {
     const bool whole_lines = uintptr_t(rows) % 64 == 0 && row_width % PANEL == 0;
     stream = may_stream && whole_lines && count * row_width * int64_t(sizeof(T)) >= STREAM_BYTES;
   }
-  void touch(int64_t row, int64_t column, Touches& touches) const {
-    if (!stream) touches.add(data + row * width + column, width);
+  void prefetch(int64_t row, int64_t column, Prefetches& prefetches) const {
+    if (!stream) prefetches.add(data + row * width + column, width);
   }
-  void put(int64_t row, int64_t column, V left, V right, int64_t count) const {
+  void put(int64_t row, int64_t column, Floats16 left, Floats16 right, int64_t count) const {
     store_panel(data + row * width + column, left, right, count, stream);
   }
 };
@@ -29,7 +29,7 @@ using RowsOut = RowsOf<uint16_t>;
 
 // Two halves of a panel of an fp32 vector per expert, or zeros.
 struct Bias {
-  V left = {}, right = {};
+  Floats16 left = {}, right = {};
   Bias(const float* bias, int64_t width, int64_t expert, int64_t column, int64_t count) {
     if (!bias) return;
     left = load_some(bias + expert * width + column, count);
@@ -38,7 +38,7 @@ struct Bias {
 };
 
 // scaling . sums, with zeros up to whole panels
-struct FinishLow : TouchesNothing {
+struct LowRankEpilogue : PrefetchesNothing {
   static constexpr bool OF_INT8_TOO = false;
   RowsOut out;
   float scaling;
@@ -52,7 +52,7 @@ struct FinishLow : TouchesNothing {
 
 // sums + bias
 template <class T>
-struct FinishRows : TouchesNothing {
+struct RowsEpilogue : PrefetchesNothing {
   static constexpr bool OF_INT8_TOO = true;
   RowsOf<T> out;
   const float* bias;
@@ -66,8 +66,8 @@ struct FinishRows : TouchesNothing {
   }
 };
 
-// h = sums + bias where it is asked for, and a = act(h), of the sums and not of what is left of them in bf16
-struct FinishUp : TouchesNothing {
+// h = sums + bias where it is asked for, and a = act(h), of the sums before they are rounded to bf16
+struct UpEpilogue : PrefetchesNothing {
   static constexpr bool OF_INT8_TOO = true;
   const Node& node;
   RowsOut h, a;
@@ -90,8 +90,8 @@ struct FinishUp : TouchesNothing {
     const Bias gate_bias(node.gate_up_bias, node.width, expert, column, width);
     const Bias up_bias(node.gate_up_bias, node.width, expert, I + column, width);
     for (int64_t i = 0; i < rows; ++i) {
-      const V gate[2] = {first.at(i, 0) + gate_bias.left, first.at(i, 1) + gate_bias.right};
-      const V up[2] = {second.at(i, 0) + up_bias.left, second.at(i, 1) + up_bias.right};
+      const Floats16 gate[2] = {first.at(i, 0) + gate_bias.left, first.at(i, 1) + gate_bias.right};
+      const Floats16 up[2] = {second.at(i, 0) + up_bias.left, second.at(i, 1) + up_bias.right};
       if (h.data) {
         h.put(r + i, column, gate[0], gate[1], width);
         h.put(r + i, I + column, up[0], up[1], width);
@@ -101,19 +101,19 @@ struct FinishUp : TouchesNothing {
     }
   }
 
-  // Gate and up in turns, or no gate.
+  // Gate and up interleaved, or no gate.
   template <bool ONLY_SILU, class Sums>
   void panel(int64_t expert, int64_t column, int64_t r, int64_t rows, const Sums& sums) const {
     const Activation& activation = node.activation;
     const Bias bias(node.gate_up_bias, node.width, expert, column, sums.width);
     for (int64_t i = 0; i < rows; ++i) {
-      const V left = sums.at(i, 0) + bias.left, right = sums.at(i, 1) + bias.right;
+      const Floats16 left = sums.at(i, 0) + bias.left, right = sums.at(i, 1) + bias.right;
       if (h.data) h.put(r + i, column, left, right, sums.width);
       if (activation.interleaved) {
         alignas(64) float z[PANEL], gate[TILE], up[TILE];
         store(z, left), store(z + TILE, right);
         for (int64_t k = 0; k < TILE; ++k) gate[k] = z[2 * k], up[k] = z[2 * k + 1];
-        const V value = activate<ONLY_SILU>(load(gate), load(up), activation);
+        const Floats16 value = activate<ONLY_SILU>(load(gate), load(up), activation);
         store_some(a.data + (r + i) * a.width + column / 2, value, sums.width / 2);
       } else {
         a.put(r + i, column, activate<ONLY_SILU>(left, left, activation),
@@ -124,7 +124,7 @@ struct FinishUp : TouchesNothing {
 };
 
 // From dA', in which there is no routing weight yet: ds = <dA', a> of each panel, a, and dh with the weight.
-struct FinishDown {
+struct DownEpilogue {
   static constexpr bool OF_INT8_TOO = true;
   const Node& node;
   const uint16_t* h;
@@ -136,15 +136,15 @@ struct FinishDown {
 
   // h comes from memory here, and what is written from other caches. One core, 128 rows of 768 x 2048: 11.2 instead of
   // 12.7 ms for bf16, 7.5 instead of 9.6 for int8 (16 experts; Xeon, family 6 model 207, 2026-11-15).
-  void touch(int64_t unit, int64_t r, Touches& touches) const {
+  void prefetch(int64_t unit, int64_t r, Prefetches& prefetches) const {
     const bool halves = node.activation.gated && !node.activation.interleaved;
     const int64_t column = unit * PANEL * (node.activation.interleaved ? 2 : 1);
     for (int64_t c = column; c < node.width; c += node.intermediate) {
-      touches.add(h + r * node.width + c, node.width);
-      dh.touch(r, c, touches);
+      prefetches.add(h + r * node.width + c, node.width);
+      dh.prefetch(r, c, prefetches);
       if (!halves) break;
     }
-    a.touch(r, unit * PANEL, touches);
+    a.prefetch(r, unit * PANEL, prefetches);
   }
 
   template <class Sums>
@@ -162,23 +162,23 @@ struct FinishDown {
       const uint16_t* h_row = h + row * node.width + first;
       uint16_t* dh_row = dh.data + row * node.width + first;
       const float scale = weight[order[row]];
-      V product[2], values[2], dgate[2], dup[2];
+      Floats16 product[2], values[2], dgate[2], dup[2];
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const int64_t skip = half * TILE, count = width - skip;
-        V gate, up = {};
+        Floats16 gate, up = {};
         if (activation.interleaved) {
-          read_in_turns(h_row + 2 * skip, count, gate, up);
+          read_interleaved(h_row + 2 * skip, count, gate, up);
         } else {
           gate = load_some(h_row + skip, count);
           if (activation.gated) up = load_some(h_row + I + skip, count);
         }
         const Slopes slopes = activate_backward<ONLY_SILU>(gate, up, activation);
-        const V da = sums.at(row - r, half);
+        const Floats16 da = sums.at(row - r, half);
         values[half] = slopes.a;
         product[half] = da * slopes.a;
         dgate[half] = scale * da * slopes.dgate, dup[half] = scale * da * slopes.dup;
-        if (activation.interleaved) write_in_turns(dh_row + 2 * skip, count, dgate[half], dup[half]);
+        if (activation.interleaved) write_interleaved(dh_row + 2 * skip, count, dgate[half], dup[half]);
       }
       ds[unit * slots + row] = total(product[0] + product[1]);
       a.put(row, column, values[0], values[1], width);
@@ -188,13 +188,13 @@ struct FinishDown {
     }
   }
 
-  static void read_in_turns(const uint16_t* h, int64_t count, V& gate, V& up) {
+  static void read_interleaved(const uint16_t* h, int64_t count, Floats16& gate, Floats16& up) {
     for (int64_t k = 0; k < TILE; ++k) {
       gate[k] = k < count ? widen(h[2 * k]) : 0;
       up[k] = k < count ? widen(h[2 * k + 1]) : 0;
     }
   }
-  static void write_in_turns(uint16_t* dh, int64_t count, V dgate, V dup) {
+  static void write_interleaved(uint16_t* dh, int64_t count, Floats16 dgate, Floats16 dup) {
     for (int64_t k = 0; k < std::min(TILE, count); ++k) {
       dh[2 * k] = round_to_bf16(dgate[k]);
       dh[2 * k + 1] = round_to_bf16(dup[k]);

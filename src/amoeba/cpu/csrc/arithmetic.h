@@ -1,10 +1,11 @@
-// The arithmetic of the plain-vector way: one word of a row meets LANES words of columns, by what the compiler was told
-// the CPU has.
+// The arithmetic of sums in vectors: one word of a row meets LANES words of columns, by what the compiler was told the
+// CPU has.
 //
-//   int8   VPDPBUSD (VNNI), SDOT (NEON), else two products of 16-bit halves (x86), else widened to 32 bits
-//   bf16   BFDOT (NEON), else fp32
+//   plain int8   VPDPBUSD (VNNI), SDOT (NEON), else two products of 16-bit halves (x86), else widened to 32 bits
+//   plain bf16   BFDOT (NEON), else fp32
+//   dots         VPDPBUSD and VDPBF16PS
 //
-// Arithmetic<float> (bf16) and Arithmetic<int32_t> (int8) have
+// An arithmetic has
 //   Vector                          LANES sums
 //   Rows<R>(words)                  the 16 words of each of R rows, as the products want them
 //   Columns(words)                  LANES words of columns, made ready once for all rows
@@ -15,23 +16,8 @@
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-#if defined(__AVX512BW__)
-constexpr int LANES = 16;
-#elif defined(__AVX2__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Anywhere __attribute__((vector_size(LANES * 4), aligned(4), may_alias));  // in memory, not as a value
-
-inline Words load_words(const uint32_t* p) { return *reinterpret_cast<const Anywhere*>(p); }
-
-template <class Sum>
-struct Arithmetic;
+using Shorts = VectorOf<int16_t, 2 * LANES>::Type;
+inline Words load_words(const uint32_t* p) { return load_as<uint32_t, LANES>(p); }
 
 // --------------------------------------------------------------------------------------------- words cut into halves
 
@@ -91,13 +77,17 @@ struct ShortArithmetic {
 
  private:
   static Integers pairs(uint32_t word, Shorts columns) {
-    const Words words = Words{} + word;
 #if defined(__AVX512BW__)
-    return (Integers)_mm512_madd_epi16((__m512i)words, (__m512i)columns);
-#elif defined(__AVX2__)
-    return (Integers)_mm256_madd_epi16((__m256i)words, (__m256i)columns);
-#else
-    return (Integers)_mm_madd_epi16((__m128i)words, (__m128i)columns);
+    return (Integers)_mm512_madd_epi16(_mm512_set1_epi32(int(word)), (__m512i)columns);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (Integers)_mm256_madd_epi16(_mm256_set1_epi32(int(word)), (__m256i)columns);
+#else  // integers are narrower than floats where AVX comes without AVX2, or AVX-512 without its BW
+    __m128i part[LANES / 4];
+    std::memcpy(part, &columns, sizeof(part));
+    for (__m128i& sums : part) sums = _mm_madd_epi16(_mm_set1_epi32(int(word)), sums);
+    Integers sums;
+    std::memcpy(&sums, part, sizeof(part));
+    return sums;
 #endif
   }
 };
@@ -111,6 +101,11 @@ struct WholeRows {
   const uint32_t* words;
   explicit WholeRows(const uint32_t* p) : words(p) {}
   const uint32_t* at(int r, int w) const { return words + r * TILE + w; }
+};
+struct WholeColumns {
+  Words words;
+  WholeColumns() = default;
+  explicit WholeColumns(const uint32_t* p) : words(load_words(p)) {}
 };
 
 struct WideningArithmetic {
@@ -140,11 +135,7 @@ struct VnniArithmetic {
   using Vector = Integers;
   template <int R>
   using Rows = WholeRows<R>;
-  struct Columns {
-    Words words;
-    Columns() = default;
-    explicit Columns(const uint32_t* p) : words(load_words(p)) {}
-  };
+  using Columns = WholeColumns;
   template <int W, int R>
   static Integers add(Integers sum, const Rows<R>& rows, int r, int w, const Columns& columns) {
     const Words word = Words{} + *rows.at(r, w + W);
@@ -157,19 +148,29 @@ struct VnniArithmetic {
 };
 #endif
 
+#ifdef AMOEBA_AVX512
+struct VdpArithmetic {
+  using Vector = Floats;
+  template <int R>
+  using Rows = WholeRows<R>;
+  using Columns = WholeColumns;
+  template <int W, int R>
+  static Floats add(Floats sum, const Rows<R>& rows, int r, int w, const Columns& columns) {
+    const Words word = Words{} + *rows.at(r, w + W);
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)word, (__m512bh)columns.words);
+  }
+};
+#endif
+
 #ifdef AMOEBA_SDOT
 struct SdotArithmetic {  // rows and columns with sign: ROW_OFFSET is 0
   using Vector = int32x4_t;
   template <int R>
   using Rows = WholeRows<R>;
-  struct Columns {
-    int8x16_t words;
-    Columns() = default;
-    explicit Columns(const uint32_t* p) : words(vreinterpretq_s8_u32(vld1q_u32(p))) {}
-  };
+  using Columns = WholeColumns;
   template <int W, int R>
   static Vector add(Vector sum, const Rows<R>& rows, int r, int w, const Columns& columns) {
-    return vdotq_laneq_s32(sum, columns.words, vreinterpretq_s8_u32(vld1q_u32(rows.at(r, w))), W);
+    return vdotq_laneq_s32(sum, (int8x16_t)columns.words, (int8x16_t)load_words(rows.at(r, w)), W);
   }
 };
 #endif
@@ -179,40 +180,36 @@ struct BfdotArithmetic {
   using Vector = float32x4_t;
   template <int R>
   using Rows = WholeRows<R>;
-  struct Columns {
-    bfloat16x8_t words;
-    Columns() = default;
-    explicit Columns(const uint32_t* p) : words(vreinterpretq_bf16_u32(vld1q_u32(p))) {}
-  };
+  using Columns = WholeColumns;
   template <int W, int R>
   static Vector add(Vector sum, const Rows<R>& rows, int r, int w, const Columns& columns) {
-    return vbfdotq_laneq_f32(sum, columns.words, vreinterpretq_bf16_u32(vld1q_u32(rows.at(r, w))), W);
+    return vbfdotq_laneq_f32(sum, (bfloat16x8_t)columns.words, (bfloat16x8_t)load_words(rows.at(r, w)), W);
   }
 };
 #endif
 
 // ------------------------------------------------------------------------------------------------------ what is taken
 
-#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-template <>
-struct Arithmetic<float> : BfdotArithmetic {};
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+using PlainInt8 = VnniArithmetic;
+#elif defined(__SSE2__)
+using PlainInt8 = ShortArithmetic;
+#elif defined(AMOEBA_SDOT)
+using PlainInt8 = SdotArithmetic;
 #else
-template <>
-struct Arithmetic<float> : FloatArithmetic {};
+using PlainInt8 = WideningArithmetic;
+#endif
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+using PlainBf16 = BfdotArithmetic;
+#else
+using PlainBf16 = FloatArithmetic;
 #endif
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-template <>
-struct Arithmetic<int32_t> : VnniArithmetic {};
-#elif defined(__SSE2__)
-template <>
-struct Arithmetic<int32_t> : ShortArithmetic {};
-#elif defined(AMOEBA_SDOT)
-template <>
-struct Arithmetic<int32_t> : SdotArithmetic {};
-#else
-template <>
-struct Arithmetic<int32_t> : WideningArithmetic {};
+template <class Kind>
+using PlainArithmetic = std::conditional_t<std::is_same_v<Kind, Bf16>, PlainBf16, PlainInt8>;
+#ifdef AMOEBA_AVX512
+template <class Kind>
+using DotArithmetic = std::conditional_t<std::is_same_v<Kind, Bf16>, VdpArithmetic, PlainInt8>;
 #endif
 
 }  // namespace amoeba

@@ -1,0 +1,105 @@
+"""One NUMA node's share of the experts, and the structure by which compiled code reads it.
+
+E experts · H hidden · I intermediate of this node's block · J = 2I or I
+
+    node = NodeExperts(PackedWeights.pack(gate_up_EJH), PackedWeights.pack(down_EHI), None, None, activation)
+
+Weights are packed and frozen, or stored (`StoredWeights`) and then given gradients too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.cpu.node_library import ACTIVATION_KINDS, CNode
+from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, empty_in_huge_pages, packing_address
+from amoeba.cpu.pointers import optional_address
+from amoeba.cpu.stored import StoredWeights
+from amoeba.errors import bad_value
+
+
+@dataclass(frozen=True, eq=False)
+class NodeExperts:
+    """One node's share of the experts: a contiguous block of I."""
+
+    gate_up: PackedWeights | StoredWeights  # (E, J, H)
+    down: PackedWeights | StoredWeights  # (E, H, I)
+    gate_up_bias_EJ: Tensor | None  # fp32, contiguous
+    down_bias_EH: Tensor | None  # fp32, contiguous; under several nodes only the first has it
+    activation: Activation
+
+    def __post_init__(self) -> None:
+        gate_up, down = self.gate_up, self.down
+        width = self.activation.width(down.in_features)
+        if gate_up.kind != down.kind:
+            raise bad_value("down", f"{gate_up.kind}, the kind of gate_up", down.kind, "pack both in one kind")
+        got, wanted = (gate_up.experts, gate_up.out_features, gate_up.in_features), (down.experts, width, self.hidden)
+        if got != wanted:
+            raise bad_value("gate_up", f"shape {wanted}, to go with {down}", got, "check activation.gated")
+        self._bias_addresses()
+
+    @property
+    def hidden(self) -> int:
+        return self.down.out_features
+
+    def _bias_addresses(self) -> tuple[int | None, int | None]:
+        experts, width = self.gate_up.experts, self.gate_up.out_features
+        return (
+            optional_address("gate_up_bias_EJ", self.gate_up_bias_EJ, torch.float32, (experts, width)),
+            optional_address("down_bias_EH", self.down_bias_EH, torch.float32, (experts, self.hidden)),
+        )
+
+    @functools.cached_property
+    def plain_structure(self) -> CNode:
+        return self.structure()
+
+    @functools.cached_property
+    def spare_memory(self) -> list[Tensor]:
+        """Memory of factors that are gone. Factors are packed again after every step of an optimizer, and memory that
+        is new to the process costs more time than the packing."""
+        return []
+
+    def take_memory(self, size: int) -> Tensor:
+        while self.spare_memory:
+            memory = self.spare_memory.pop()
+            if memory.numel() == size:
+                return memory
+        return empty_in_huge_pages(size)
+
+    def structure(self) -> CNode:
+        """For compiled code: sizes, W of forward and biases; factors and Wᵀ are added by those who need them."""
+        c = self.sizes()
+        describe_matrix("gate_up", c.gate_up, self.gate_up.kind, self.gate_up.experts, self.gate_up.forward)
+        describe_matrix("down", c.down, self.down.kind, self.down.experts, self.down.forward)
+        c.gate_up_bias, c.down_bias = self._bias_addresses()
+        return c
+
+    def sizes(self) -> CNode:
+        """Without any address."""
+        down, activation, c = self.down, self.activation, CNode()
+        c.int8, c.experts, c.width = down.kind == "int8", down.experts, self.gate_up.out_features
+        c.hidden, c.intermediate = down.out_features, down.in_features
+        c.activation.kind, c.activation.alpha = ACTIVATION_KINDS[activation.kind], activation.alpha
+        c.activation.gated, c.activation.interleaved = activation.gated, activation.interleaved
+        c.activation.limit, c.activation.up_shift = activation.limit, activation.up_shift
+        return c
+
+
+def describe_matrix(name: str, matrix: ctypes.Structure, kind: PackedKind, experts: int, packing: _Packing) -> None:
+    """Fills in where and what a packing is, once."""
+    if matrix.data is None:
+        of_columns, of_depth = (experts, packing.columns), (experts, packing.depth)
+        matrix.column_scale = optional_address("column_scale_EC", packing.column_scale_EC, torch.float32, of_columns)
+        matrix.sum = optional_address("sum_EC", packing.sum_EC, torch.int32, of_columns)
+        matrix.depth_scale = optional_address("depth_scale_ED", packing.depth_scale_ED, torch.float32, of_depth)
+        matrix.columns, matrix.depth = packing.columns, packing.depth
+        if packing.stride_ECD is not None:
+            matrix.stored = 1
+            matrix.stride_e, matrix.stride_column, matrix.stride_k = packing.stride_ECD
+        matrix.data = packing_address(name, kind, experts, packing)
