@@ -7,7 +7,8 @@ Both raise CoreUnavailable with a reason and a remedy. What was compiled lies in
 named by a hash of sources, headers, flags and CPU and one of the compiler: without a compiler, what another one made of
 the same sources serves. Where that folder cannot be used, a private one takes its place until this process ends, and a
 warning says so. $CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off; AMOEBA_CPU_SANITIZE=1 builds it with
-AddressSanitizer and UndefinedBehaviorSanitizer, whose runtime must then be preloaded (see tests/test_sanitizers.py).
+AddressSanitizer and UndefinedBehaviorSanitizer, whose runtime must then be preloaded (see
+tests/cpu/test_sanitizers.py).
 """
 
 from __future__ import annotations
