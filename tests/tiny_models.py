@@ -25,6 +25,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+import amoeba
+
 HIDDEN, VOCABULARY, EXPERTS, LAYERS = 32, 64, 6, 2
 TOLERANCE = 1e-5  # relative L2, fp32
 
@@ -129,6 +131,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 _DECORATED = re.compile(r"^@use_experts_implementation(?:\([^)]*\))?\s*\nclass (\w+)", re.MULTILINE)
+
+amoeba.register()
 
 
 class Outcome(NamedTuple):

@@ -241,11 +241,12 @@ OPERATOR_CONFIGS = [CONFIGS[name] for name in ("softmax_not_renormalised", "sigm
 @pytest.mark.parametrize("config", OPERATOR_CONFIGS)
 def test_the_operator_passes_opcheck(config, device):
     logits_TE, bias_E, *gradients = inputs(config, 9, device)
-    operators, flat = torch.ops.amoeba, fused_router._flat(config)
+    operators, flat = torch.ops.amoeba, [getattr(config, name) for name in fused_router._FIELDS]
     torch.library.opcheck(operators.fused_router.default, (logits_TE.clone().requires_grad_(), bias_E, *flat))
-    expert_TK, *kept = fused_route(logits_TE, config, bias_E)
+    expert_TK, weight_TK, scores_TE = fused_route(logits_TE, config, bias_E)
     for given in (gradients, (gradients[0], None), (None, gradients[1])):
-        arguments = (expert_TK, *kept, *given, logits_TE, *flat, torch.float32)
+        saved = (*fused_router._keep((logits_TE, bias_E, *flat)), weight_TK, scores_TE, expert_TK)
+        arguments = (*saved, *given, [True])
         torch.library.opcheck(operators.fused_router_backward.default, arguments)
 
 
