@@ -11,6 +11,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; to be set before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import quick_interpreter
 from amoeba import Routing
 from amoeba.backends.registry import Request, backends_for
 from amoeba.cpu import build, node, node_library, pool
@@ -25,6 +26,8 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quick_interpreter.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
