@@ -7,7 +7,7 @@ Both raise CoreUnavailable with a reason and a remedy. What was compiled lies in
 named by a hash of sources, headers, flags and CPU and one of the compiler: without a compiler, what another one made of
 the same sources serves. Where that folder cannot be used, a private one takes its place until this process ends, and a
 warning says so. $CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off; AMOEBA_CPU_SANITIZE=1 builds it with
-AddressSanitizer and UndefinedBehaviorSanitizer, whose runtime must then be preloaded (see tests/test_sanitizers.py).
+AddressSanitizer and UndefinedBehaviorSanitizer, whose runtime is to be preloaded (see tests/cpu/test_sanitizers.py).
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ LIBRARIES = ("core", "packed", "node")
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
-# Without the checks of every pointer that AddressSanitizer makes anyway, which take the compiler minutes.
+# Not optimised, which takes the compiler a third of the time; without the checks of every pointer that AddressSanitizer
+# makes anyway, which take it minutes.
 _SANITIZERS = (
-    "-O1",
+    "-O0",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,pointer-overflow,object-size,vptr",
