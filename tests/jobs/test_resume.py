@@ -28,6 +28,7 @@ from amoeba.jobs.resume import Earlier, began_with, check_data
 from amoeba.jobs.run_folder import checkpoints, remove_unfinished, run_folder
 from amoeba.jobs.settings import AT_RESUME, settings_of
 from amoeba.jobs.training_loop import WatchedTrainer
+from selection import quick
 from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -397,6 +398,7 @@ POISON = {
 }
 
 
+@quick(lambda what, command: command == "train" or what == "evaluation")
 @pytest.mark.parametrize("what", POISON)
 def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(
     what: str, inputs: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
@@ -429,6 +431,7 @@ def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(
 # --- full disks, and replacements that are cut short
 
 
+@quick(lambda when, command: command == "train" or when == "_save")
 @pytest.mark.parametrize("when", ["_save", "seal", "replace_folder"])
 def test_a_disk_that_fills_up_anywhere_in_a_checkpoint_leaves_the_last_one(
     when: str, run: Path, command: str, monkeypatch: pytest.MonkeyPatch
