@@ -217,9 +217,10 @@ def test_another_model_under_the_same_name_is_refused(run: Path, command: str, i
 OTHER: dict[str, Any] = {
     "model": "olmoe", "data": None, "held_out": 0.3, "batch_size": 3, "accumulation": 3, "sequence_length": 33,
     "steps": 13, "epochs": 2.0, "learning_rate": 2e-2, "warmup_steps": 3, "weight_decay": 0.3, "balance": "unlike",
-    "aux_loss_coefficient": 0.5, "z_loss_coefficient": 0.5, "bias_rate": 0.5, "seed": 7, "dtype": "bfloat16",
-    "vocab_size": 333, "r": 3, "alpha": 3.0, "targets": ("experts",), "train_router": False, "experts": "resident",
-    "log_every": 2, "eval_every": 5, "save_every": 5, "gradient_checkpointing": True, "out": None,
+    "minutes": 4.0, "aux_loss_coefficient": 0.5, "z_loss_coefficient": 0.5, "bias_rate": 0.5, "seed": 7,
+    "dtype": "bfloat16", "vocab_size": 333, "r": 3, "alpha": 3.0, "targets": ("experts",), "train_router": False,
+    "experts": "resident", "log_every": 2, "eval_every": 5, "save_every": 5, "gradient_checkpointing": True,
+    "out": None,
 }  # fmt: skip
 
 
