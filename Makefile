@@ -15,15 +15,15 @@ AMOEBA := $(YIELDING) $(BIN)/amoeba
 .PHONY: demo test test-older-cpus test-thorough lint docs bench clean
 
 # Trains a small model on Python's own manual, shows what its experts do, lets it speak, teaches it to answer questions
-# with LoRA, and asks it one. Minutes on two cores.
+# with LoRA, and asks it one. Five minutes on two cores with set-up: the faster the machine, the more steps fit in.
 demo: $(INSTALLED)
 	rm -rf $(DEMO) $(DEMO)-finetuned
-	$(AMOEBA) train --model demo --out $(DEMO)
+	$(AMOEBA) train --model demo --minutes 1.8 --batch-size 4 --out $(DEMO)
 	$(AMOEBA) report $(DEMO)
 	$(AMOEBA) generate $(DEMO)/model "The with statement" --max-new-tokens 80 --temperature 0.7 --seed 0
 	$(BIN)/python examples/make_instructions.py $(DEMO)-instructions.jsonl
 	$(AMOEBA) finetune $(DEMO)/model --data $(DEMO)-instructions.jsonl --out $(DEMO)-finetuned \
-		--targets all-linear --steps 200 --batch-size 16 --learning-rate 3e-3 --held-out 0.1 --log-every 20
+		--targets all-linear --steps 200 --minutes 0.6 --batch-size 16 --learning-rate 3e-3 --held-out 0.1 --log-every 20
 	$(AMOEBA) generate $(DEMO)/model "In Python, what is KeyError?" --chat --adapter $(DEMO)-finetuned
 
 test: lint

@@ -11,6 +11,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; to be set before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import quick_interpreter
 from amoeba import Routing
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of
@@ -20,6 +21,7 @@ from amoeba.cpu.packed_weights import Path, load_packed
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu_features import cpu_flags
 from amoeba.weights import ExpertWeights
+from selection import leave_the_rest_to_thorough, one_of_each_test
 from small_layer import Layer
 
 settings.register_profile("here", deadline=None)
@@ -27,18 +29,26 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quick_interpreter.install()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_the_rest_to_thorough(items)
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "needs a CUDA device; torch sees none here"
     if "amx_bf16" not in cpu_flags():
         missing["amx"] = "needs a CPU with AMX; this one has no amx_bf16"
-    for item in items:
-        for marker, reason in missing.items():
-            if item.get_closest_marker(marker) is not None:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    for marker, reason in missing.items():
+        # a thousand cases that are skipped for one reason say it once
+        said, unsaid = one_of_each_test([item for item in items if item.get_closest_marker(marker) is not None])
+        for item in said:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        config.hook.pytest_deselected(items=unsaid)
+        left_out = set(unsaid)
+        items[:] = [item for item in items if item not in left_out]
 
 
 _BEGAN = time.monotonic()

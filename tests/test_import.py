@@ -143,3 +143,20 @@ WAITING = """
 )
 def test_threads_wait_passively_before_torch_is_loaded_but_for_bench_and_doctor(words, given, expected):
     assert run_python(WAITING, words, *given).split() == [expected]
+
+
+IN_A_SCRIPT = """
+    import os, sys
+    os.environ.pop("OMP_WAIT_POLICY", None)
+    if sys.argv[1:] == ["set"]:
+        os.environ["OMP_WAIT_POLICY"] = "active"
+    if sys.argv[1:] == ["torch first"]:
+        sys.modules["torch"] = object()  # too late: it has read it
+    import amoeba
+    print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+@pytest.mark.parametrize(("how", "expected"), [("plain", "passive"), ("set", "active"), ("torch first", "None")])
+def test_threads_wait_passively_in_a_script_that_imports_amoeba_before_torch(how, expected):
+    assert run_python(IN_A_SCRIPT, how).split() == [expected]

@@ -1,6 +1,7 @@
 """aMoEba: one mixture-of-experts engine for PyTorch that takes the shape of the hardware it finds.
 
-Names are imported when they are first used, so that `import amoeba` itself costs nothing, not even torch.
+Names are imported when they are first used, so that `import amoeba` itself costs nothing, not even torch. If it comes
+before torch, torch's threads do not spin while they wait (waiting.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from amoeba._version import __version__
+from amoeba.waiting import wait_passively
 
 if TYPE_CHECKING:
     from amoeba import lora
@@ -49,6 +51,8 @@ __all__ = [
     "register_placement",
     "route",
 ]
+
+wait_passively()
 
 _HOME = {
     "Activation": "amoeba.config",

@@ -135,6 +135,7 @@ def train(
         str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per step and device.")] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
     sequence_length: Annotated[int | None, typer.Option("--sequence-length")] = None,
@@ -155,7 +156,7 @@ def train(
 ) -> None:
     """Train a mixture-of-experts language model, watch its experts, keep it as a Hugging Face folder."""
     flags = {
-        "model": model, "data": data, "out": out, "steps": steps, "batch_size": batch_size,
+        "model": model, "data": data, "out": out, "steps": steps, "minutes": minutes, "batch_size": batch_size,
         "accumulation": accumulation, "sequence_length": sequence_length, "learning_rate": learning_rate,
         "vocab_size": vocab_size, "balance": balance, "dtype": dtype, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,

@@ -14,6 +14,7 @@ from amoeba.backends.composed import experts_composed
 from amoeba.layout import build_layout
 from amoeba.proof.reference.experts import activate
 from amoeba.weights import LORA_NAMES
+from selection import quick
 from small_layer import SCALING, K, Layer
 
 GPT_OSS = Activation("silu", alpha=1.702, limit=0.7, up_shift=1.0, interleaved=True)
@@ -59,6 +60,7 @@ class TestSaved:
         y_TH.backward(layer.dy_TH)
         return extra
 
+    @quick(lambda backend, activation, rank: backend != "triton" or (activation == GPT_OSS) == (rank > 0))
     @pytest.mark.parametrize("activation", [Activation(), GPT_OSS, Activation("relu2", gated=False)])
     @pytest.mark.parametrize("rank", [0, 5], ids=["", "lora"])
     def test_h_and_the_row_maps(self, backend, activation, rank):
@@ -79,6 +81,7 @@ class TestSaved:
         for name, tensor in layer.tensors.items():
             assert torch.equal(tensor.grad, expected.tensors[name].grad), name
 
+    @quick(lambda backend, tokens: backend != "triton" or tokens in (1, 8))
     @pytest.mark.parametrize("tokens", [1, 2, 8, 20])
     def test_recompute_works_for_few_rows_too(self, backend, tokens):
         """Where a pass without gradient would go a shorter way."""
@@ -108,6 +111,7 @@ class TestCompiled:
         found = torch.autograd.grad(y_TH, list(named.values()), layer.dy_TH)
         return {"output": y_TH.detach()} | dict(zip(named, found, strict=True))
 
+    @quick(lambda backend, bias: bias or backend == "cpu")
     @pytest.mark.parametrize(("activation", "bias"), [(Activation(), False), (GPT_OSS, True)], ids=["silu", "gpt-oss"])
     def test_one_graph_with_the_same_gradients(self, backend, activation, bias):
         layer = Layer(activation, bias)
@@ -128,12 +132,12 @@ class TestCompiled:
     def test_one_graph_for_any_number_of_tokens(self, backend):
         plain, compiled, counted = self.compiled(Activation(), backend, dynamic=True)
         graphs = set()
-        for tokens in (13, 7) if backend == "triton" else (13, 7, 40, 13):  # in the interpreter a pass takes a second
+        for tokens in (13, 7):
             layer = Layer(tokens=tokens)
             assert_same(self.gradients(compiled, layer), self.gradients(plain, layer), exactly=True)
             graphs.add(counted.frame_count)
         assert len(graphs) == 1, "another number of tokens made torch compile again"
-        for tokens in (0,) if backend == "triton" else (0, 1):  # torch compiles these anew, as it always does
+        for tokens in (0, 1) if backend == "cpu" else (0,):  # torch compiles these anew, as it always does
             layer = Layer(tokens=tokens)
             assert_same(self.gradients(compiled, layer), self.gradients(plain, layer), exactly=True)
 
@@ -202,6 +206,7 @@ class TestAutocast:
             assert layer.run(backend).dtype == torch.float32
 
 
+@quick(lambda backend, use_reentrant: backend != "triton" or not use_reentrant)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_gives_equal_gradients(backend, use_reentrant):
     layer, expected = Layer(), Layer().gradients(backend)
@@ -237,6 +242,8 @@ class TestOpcheck:
             SCALING,
         )
 
+    @quick(lambda backend, save_h, tokens, rank: backend == "triton" or save_h == (tokens + rank > 2))
+    @quick(lambda backend, tokens, rank: backend == "cpu" or (tokens, rank) != (40, 0))
     @pytest.mark.parametrize("save_h", [True, False])
     @pytest.mark.parametrize(("tokens", "rank"), [(2, 0), (40, 0), (2, 5)])
     def test_forward(self, backend, save_h, tokens, rank):
@@ -247,6 +254,7 @@ class TestOpcheck:
         operator = getattr(torch.ops.amoeba, backend).default
         torch.library.opcheck(operator, (*self.arguments(Layer(GPT_OSS, tokens=tokens, rank=rank)), save_h))
 
+    @quick(lambda backend, bias, rank: backend in ("cpu", "triton") or (bias, rank) == (True, 5))
     @pytest.mark.parametrize(("bias", "rank"), [(True, 0), (False, 0), (True, 5)])
     def test_backward(self, backend, bias, rank):
         if backend == "triton" and (rank or not bias):
@@ -259,8 +267,7 @@ class TestOpcheck:
         operator = getattr(torch.ops.amoeba, f"{backend}_backward").default
         for needs in (
             [True] * 4 + [bias] * 2 + [rank > 0] * 6,
-            [True, True, False, False, False, False] + [rank > 0] * 6,
-            [False] * 3 + [True] + [False] * 8,
+            [False, True, False, True, False, False] + [rank > 0] * 6,
         ):
             torch.library.opcheck(operator, (*arguments, True, *saved, layer.dy_TH, needs))
 

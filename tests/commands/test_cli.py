@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -39,7 +38,7 @@ from planted_backend import Planted, plant
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TINY = "37,32,16,6,2"
-FEW = [Case(0, 2), Case(1, 2), Case(63, 2, bias=True, pattern="sentinels")]
+FEW = [Case(0, 2), Case(1, 2), Case(5, 2, bias=True, pattern="sentinels", num_experts=4)]
 SMALL = ceilings.Size(64, 1 << 20, 1)
 FOR_EVER = 10_000  # seconds
 
@@ -319,68 +318,103 @@ def test_an_unknown_option_exits_with_2():
     assert invoke("verify", "--dvice", "cpu").exit_code == 2
 
 
-def run_python(*words: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, check=False)
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 
 def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
     tiny = ("--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1")
-    done = run_python("-m", "amoeba", "bench", *tiny, "--json", "-v")
+    # as `python -m amoeba`, with ceilings that take no seconds
+    start = f"""
+        import runpy
+        from amoeba.bench import ceilings, timing
+        timing.LEAST_SECONDS = 0.0
+        ceilings.SIZES["cpu"] = ceilings.{SMALL}
+        runpy.run_module("amoeba", run_name="__main__")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(start), "bench", *tiny, "--json", "-v"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["document"] == "amoeba bench"
     assert "amoeba: experts of torch.float32 on cpu: backend" in done.stderr
 
 
-# Runs commands one after another as `python -m amoeba` does, where some packages cannot be imported.
+# Runs commands one after another as `python -m amoeba` does, where some packages cannot be imported: each set of them
+# in a process of its own, which takes over torch from the first.
 WITHOUT = """
-    import contextlib, io, json, pickle, runpy, sys
+    import contextlib, io, json, os, pickle, runpy, sys
 
-    absent = sys.argv[1:]
-
-    class Absent:
-        def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] in absent:
-                raise ImportError(f"No module named {name!r}", name=name)
-
-    sys.meta_path.insert(0, Absent())
     from amoeba.proof import conformance
     from amoeba.bench import ceilings, timing
-    from amoeba.commands import verify
 
-    few, small, for_ever, commands = pickle.load(sys.stdin.buffer)
-    conformance.cases = verify.cases = lambda thorough=False: few
-    verify.SECONDS = for_ever
-    timing.LEAST_SECONDS = 0.0
-    ceilings.SIZES["cpu"] = small
-    done = []
-    for words in commands:
-        sys.argv = ["amoeba", *words]
-        code, out, err = 0, io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                runpy.run_module("amoeba", run_name="__main__")
-            except SystemExit as left:
-                code = left.code or 0
-        done.append([code, out.getvalue(), err.getvalue()])
-    present = [name for name in absent if name in sys.modules]
-    print(json.dumps({"done": done, "present": present}))
+    class Absent:
+        def __init__(self, names):
+            self.names = names
+
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in self.names:
+                raise ImportError(f"No module named {name!r}", name=name)
+
+    few, small, for_ever, commands_without = pickle.load(sys.stdin.buffer)
+    for absent, commands in commands_without.items():
+        if os.fork():
+            assert os.wait()[1] == 0
+            continue
+        sys.meta_path.insert(0, Absent(absent))
+        from amoeba.commands import verify
+
+        conformance.cases = verify.cases = lambda thorough=False: few
+        verify.SECONDS = for_ever
+        timing.LEAST_SECONDS = 0.0
+        ceilings.SIZES["cpu"] = small
+        done = []
+        for words in commands:
+            sys.argv = ["amoeba", *words]
+            code, out, err = 0, io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                try:
+                    runpy.run_module("amoeba", run_name="__main__")
+                except SystemExit as left:
+                    code = left.code or 0
+            done.append([code, out.getvalue(), err.getvalue()])
+        present = [name for name in absent if name in sys.modules]
+        print(json.dumps({"done": done, "present": present}), flush=True)
+        os._exit(0)
 """
+TORCH_ALONE = ("typer", "rich", "click", "transformers", "yaml", "safetensors")
+VERIFY = ("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--json")
+BENCH = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "training", "--repeats", "1", "--json")
+BAD_USAGE = [
+    ("bench", "--shape", "1,2,3"),
+    ("bench", "--suite", "cpu", "--shape", "small"),
+    ("verify", "--device", "cpu", "--backend", "fastest"),
+    ("bench", "--repeats", "0"),
+    ("bench", "--repeats", "x"),
+    ("verify", "--dvice", "cpu"),
+    ("verify", "--thor"),
+    ("nothing",),
+    (),
+]
 
 
-def run_without(absent: Sequence[str], commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each command."""
+@pytest.fixture(scope="module")
+def run_without(tmp_path_factory):
+    """Exit code, stdout and stderr of a command, by the packages that are not there."""
+    into = str(tmp_path_factory.mktemp("bench"))
+    helps = [(name, "--help") for name in get_command(app).commands]
+    bench = (*BENCH, "--out", into)
+    commands = {TORCH_ALONE: [VERIFY, bench, bench, ("doctor", "--json"), *BAD_USAGE, *helps]}
+    commands |= {(name,): [("--version",), VERIFY[:-1]] for name in ("typer", "rich")}
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WITHOUT), *absent],
+        [sys.executable, "-c", textwrap.dedent(WITHOUT)],
         input=pickle.dumps((FEW, SMALL, FOR_EVER, commands)),
         capture_output=True,
-        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr.decode()
-    answer = json.loads(ran.stdout)
-    assert not answer["present"]
-    return answer["done"]
+    answers = dict(zip(commands, map(json.loads, ran.stdout.splitlines()), strict=True))
+    assert not any(answer["present"] for answer in answers.values())
+    return {absent: list(zip(commands[absent], answer["done"], strict=True)) for absent, answer in answers.items()}
 
 
 def outline(value):
@@ -390,21 +424,14 @@ def outline(value):
     return [outline(inner) for inner in value] if isinstance(value, list) else None
 
 
-VERIFY = ("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--json")
-
-
 def without_errors(text: str) -> str:
     """Rounding depends on what torch's products did before in a process, so the digits of an error may differ."""
     return re.sub(r"\d\.\de-\d\d", "#", text)
 
 
-def test_with_torch_alone_the_commands_say_and_return_the_same(tmp_path):
-    bench = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "training", "--repeats", "1", "--json")
-    folders = [str(tmp_path / "plain"), str(tmp_path / "typer")]
-    plain_verify, plain_bench, again, doctor = run_without(
-        ("typer", "rich", "click", "transformers", "yaml", "safetensors"),
-        [VERIFY, (*bench, "--out", folders[0]), (*bench, "--out", folders[0]), ("doctor", "--json")],
-    )
+def test_with_torch_alone_the_commands_say_and_return_the_same(run_without, tmp_path):
+    (_, plain_verify), (words, plain_bench), (_, again), (_, doctor) = run_without[TORCH_ALONE][:4]
+    folder = Path(words[-1])
 
     expected = invoke(*VERIFY)
     code, out, _ = plain_verify
@@ -412,10 +439,10 @@ def test_with_torch_alone_the_commands_say_and_return_the_same(tmp_path):
     assert without_errors(out).splitlines()[:-1] == without_errors(expected.stdout).splitlines()[:-1]
     assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
 
-    expected = invoke(*bench, "--out", folders[1])
+    expected = invoke(*BENCH, "--out", str(tmp_path))
     code, out, err = plain_bench
     assert (code, expected.exit_code) == (0, 0), err
-    (written,) = (tmp_path / "plain").iterdir()
+    (written,) = folder.iterdir()
     document, as_typer = json.loads(written.read_text()), last_line(expected)
     assert document == json.loads(out.splitlines()[-1])
     assert document["command"] == as_typer["command"]
@@ -437,19 +464,10 @@ def test_with_torch_alone_the_commands_say_and_return_the_same(tmp_path):
     assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
 
 
-def test_without_typer_and_rich_bad_usage_exits_with_2():
-    commands = [
-        ("bench", "--shape", "1,2,3"),
-        ("bench", "--suite", "cpu", "--shape", "small"),
-        ("verify", "--device", "cpu", "--backend", "fastest"),
-        ("bench", "--repeats", "0"),
-        ("bench", "--repeats", "x"),
-        ("verify", "--dvice", "cpu"),
-        ("verify", "--thor"),
-        ("nothing",),
-        (),
-    ]
-    for words, (code, out, err) in zip(commands, run_without(("typer", "rich"), commands), strict=True):
+def test_with_torch_alone_bad_usage_exits_with_2(run_without):
+    ran = [(words, done) for words, done in run_without[TORCH_ALONE] if words in BAD_USAGE]
+    assert len(ran) == len(BAD_USAGE)
+    for words, (code, out, err) in ran:
         expected = invoke(*words)
         assert (code, out) == (2, ""), words
         assert expected.exit_code == 2
@@ -459,19 +477,19 @@ def test_without_typer_and_rich_bad_usage_exits_with_2():
             assert "usage: amoeba" in err
 
 
-def test_without_typer_and_rich_every_option_is_there():
-    commands = get_command(app).commands
-    helps = run_without(("typer", "rich"), [(name, "--help") for name in commands])
-    for command, (code, out, _) in zip(commands.values(), helps, strict=True):
+def test_with_torch_alone_every_option_is_there(run_without):
+    helps = {words[0]: done for words, done in run_without[TORCH_ALONE] if words[1:] == ("--help",)}
+    for name, command in get_command(app).commands.items():
+        code, out, _ = helps[name]
         assert code == 0
         for parameter in command.params:
-            for name in parameter.opts if parameter.param_type_name == "option" else [parameter.name.upper()]:
-                assert name in out
+            for option in parameter.opts if parameter.param_type_name == "option" else [parameter.name.upper()]:
+                assert option in out
 
 
 @pytest.mark.parametrize("absent", ["typer", "rich"])
-def test_with_only_one_of_typer_and_rich_the_commands_run(absent):
-    version, verify = run_without((absent,), [("--version",), VERIFY[:-1]])
+def test_with_only_one_of_typer_and_rich_the_commands_run(run_without, absent):
+    (_, version), (_, verify) = run_without[(absent,)]
     assert version[:2] == [0, invoke("--version").stdout]
     assert verify[0] == 0
     assert without_errors(verify[1]) == without_errors(invoke(*VERIFY[:-1]).stdout)

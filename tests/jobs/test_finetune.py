@@ -39,6 +39,7 @@ from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import FinetuneSettings, load_settings
 from amoeba.jobs.training_loop import Rows, make_trainer
 from amoeba.observe.run_log import read_run
+from selection import quick
 from tiny_models import build, experts_inputs, experts_of, relative, token_ids
 from tiny_runs import Quiet
 
@@ -206,18 +207,12 @@ def test_the_merged_folder_gives_the_adapted_logits_in_plain_transformers(
 
 
 def test_merge_as_a_command_of_its_own(finished: tuple[Path, Any, Quiet], base: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "amoeba", "merge", str(base), "--adapter", str(finished[0]), "--json"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "merged")],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = ["merge", str(base), "--adapter", str(finished[0]), "--json"]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "merged")])
+    assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["model"] == str(tmp_path / "merged")
     assert "2 layers of experts and 2 linear layers changed" in done.stdout
-    assert "--out: expected a folder; got none" in CliRunner().invoke(app, command[3:]).output
+    assert "--out: expected a folder; got none" in CliRunner().invoke(app, command).output
 
 
 def test_generate_takes_the_adapter_and_its_chat_template(
@@ -293,6 +288,7 @@ def test_checkpoints_hold_the_adapter_and_not_the_model(finished: tuple[Path, An
     assert "model.safetensors" not in names
 
 
+@pytest.mark.thorough  # as `amoeba train` does it; of this command, signals are in test_kill_loop.py
 def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(base: Path, data: str, tmp_path: Path) -> None:
     folder = tmp_path / "stopped"
     flags = [
@@ -415,6 +411,7 @@ def test_a_run_of_train_is_not_taken_for_one_of_finetune(base: Path, tmp_path: P
         settings_of(FinetuneSettings, str(tmp_path), None, {})
 
 
+@quick(lambda command: command == "finetune")
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_a_missing_package_is_a_sentence(command: str, tmp_path: Path, base: Path, data: str) -> None:
     program = "import sys; sys.modules['tokenizers'] = None; from amoeba.cli import main; main()"

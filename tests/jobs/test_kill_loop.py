@@ -16,9 +16,10 @@ pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 HERE = Path(__file__).parents[1]
 
 
-def test_killed_and_resumed_runs_end_with_the_bits_of_undisturbed_ones() -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.thorough)])
+def test_killed_and_resumed_runs_end_with_the_bits_of_undisturbed_ones(kills: int) -> None:
     done = subprocess.run(
-        [sys.executable, str(HERE / "kill_loop.py"), "--rounds=1", "--kills=2", "--seed=0"],
+        [sys.executable, str(HERE / "kill_loop.py"), "--rounds=1", f"--kills={kills}", "--seed=0"],
         env={**os.environ, "PYTHONPATH": f"{HERE.parent / 'src'}{os.pathsep}{HERE}"},
         capture_output=True,
         text=True,

@@ -28,6 +28,7 @@ from amoeba.jobs.resume import Earlier, began_with, check_data, settings_of
 from amoeba.jobs.run_folder import checkpoints, remove_unfinished, run_folder
 from amoeba.jobs.settings import AT_RESUME
 from amoeba.jobs.training_loop import WatchedTrainer
+from selection import quick
 from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -216,9 +217,10 @@ def test_another_model_under_the_same_name_is_refused(run: Path, command: str, i
 OTHER: dict[str, Any] = {
     "model": "olmoe", "data": None, "held_out": 0.3, "batch_size": 3, "accumulation": 3, "sequence_length": 33,
     "steps": 13, "epochs": 2.0, "learning_rate": 2e-2, "warmup_steps": 3, "weight_decay": 0.3, "balance": "unlike",
-    "aux_loss_coefficient": 0.5, "z_loss_coefficient": 0.5, "bias_rate": 0.5, "seed": 7, "dtype": "bfloat16",
-    "vocab_size": 333, "r": 3, "alpha": 3.0, "targets": ("experts",), "train_router": False, "experts": "resident",
-    "log_every": 2, "eval_every": 5, "save_every": 5, "gradient_checkpointing": True, "out": None,
+    "minutes": 4.0, "aux_loss_coefficient": 0.5, "z_loss_coefficient": 0.5, "bias_rate": 0.5, "seed": 7,
+    "dtype": "bfloat16", "vocab_size": 333, "r": 3, "alpha": 3.0, "targets": ("experts",), "train_router": False,
+    "experts": "resident", "log_every": 2, "eval_every": 5, "save_every": 5, "gradient_checkpointing": True,
+    "out": None,
 }  # fmt: skip
 
 
@@ -397,6 +399,7 @@ POISON = {
 }
 
 
+@quick(lambda what, command: command == "train" or what == "evaluation")
 @pytest.mark.parametrize("what", POISON)
 def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(
     what: str, inputs: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
@@ -429,6 +432,7 @@ def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(
 # --- full disks, and replacements that are cut short
 
 
+@quick(lambda when, command: command == "train" or when == "_save")
 @pytest.mark.parametrize("when", ["_save", "seal", "replace_folder"])
 def test_a_disk_that_fills_up_anywhere_in_a_checkpoint_leaves_the_last_one(
     when: str, run: Path, command: str, monkeypatch: pytest.MonkeyPatch

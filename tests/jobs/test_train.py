@@ -40,12 +40,15 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     from pydoc_data.topics import topics
 
     path = tmp_path_factory.mktemp("data") / "corpus.txt"
-    path.write_text("\n\n".join(sorted(topics.values(), key=len)[:40]))
+    documents = sorted(topics.values(), key=len)
+    path.write_text("\n\n".join(documents[:40]))
+    path.with_name("held_out.txt").write_text(documents[40])  # a row or two: it is evaluated several times in each run
     return str(path)
 
 
 def settings(folder: Path, corpus_file: str, **changes: Any) -> TrainSettings:
-    return load_settings(None, TINY | {"data": corpus_file, "out": str(folder)} | changes)
+    held_out = str(Path(corpus_file).with_name("held_out.txt"))
+    return load_settings(None, TINY | {"data": corpus_file, "held_out": held_out, "out": str(folder)} | changes)
 
 
 def step_losses(folder: Path) -> list[float]:

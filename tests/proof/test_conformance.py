@@ -6,6 +6,7 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 import itertools
 import math
 import os
+from dataclasses import fields
 from typing import get_args
 
 import pytest
@@ -22,6 +23,7 @@ from amoeba.proof.cases import (
     CLAMPED_SWIGLU,
     PLAIN_RELU2,
     SCALING,
+    SILU,
     Case,
     Lora,
     Pattern,
@@ -45,10 +47,29 @@ CPU = torch.device("cpu")
 PLACED = [placement.name for placement in all_placements()]
 
 
-def groups(thorough):
+# Cases of which the GPU kernels need many, for their tiles; a CPU computes these of them.
+FOR_THE_GPU = {case for case in cases() if case.num_tokens == 399} - {
+    Case(399, 2, CLAMPED_SWIGLU, True, "sentinels", hidden=320, intermediate=192, storage="transposed", narrow=True),
+    Case(399, 2, SILU, False, "empty_experts", 320, 192, recompute=True, lora="all", rank=64, frozen=True),
+}
+ON_THE_CPU = [case for case in cases() if case not in FOR_THE_GPU]
+
+
+def one_of_each(found):
+    """As few of them as have every value of every property that one of them has, most telling first."""
+    seen, chosen = set(), []
+    for case in most_telling_first(found):
+        new = {(field.name, getattr(case, field.name)) for field in fields(case)} - seen
+        if new:
+            seen |= new
+            chosen.append(case)
+    return chosen
+
+
+def groups(chosen):
     """The cases in lots that are a test each; what a lot has in common is its name."""
     found = {}
-    for case in cases(thorough):
+    for case in chosen:
         activation = case.activation
         name = f"{activation.kind}-{'gated' if activation.gated else 'plain'}-T{case.num_tokens}-H{case.hidden}"
         name += f"-lora-{case.lora}" if case.lora != "none" else ""
@@ -56,11 +77,11 @@ def groups(thorough):
     return found
 
 
-def parameters(device, dtypes, thorough):
+def parameters(device, dtypes, chosen):
     # the backend varies fastest: the truth of a case is computed once for all of them
     return [
         pytest.param(lot, backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}-{name}")
-        for (name, lot), dtype in itertools.product(groups(thorough).items(), dtypes)
+        for (name, lot), dtype in itertools.product(groups(chosen).items(), dtypes)
         for backend in backend_names(device)
         if (backend, device) != ("triton", CPU)  # that is the interpreter, which takes seconds a case: see below
         and (backend not in PLACED or dtype == torch.bfloat16)  # packed experts have no other
@@ -97,13 +118,13 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float32, torch.bfloat16), False))
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float32, torch.bfloat16), ON_THE_CPU))
 def test_backend_agrees_with_the_reference(lot, backend, dtype, monkeypatch):
     prove_on_this_cpu(lot, backend, dtype, monkeypatch)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float32, torch.bfloat16), True))
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float32, torch.bfloat16), cases(True)))
 def test_backend_agrees_with_the_reference_in_every_case(lot, backend, dtype, monkeypatch):
     prove_on_this_cpu(lot, backend, dtype, monkeypatch)
 
@@ -121,23 +142,78 @@ def in_emulated_bf16(lot):
     return lot if cpu_features.has_bf16_instructions() else [case for case in lot if case.num_tokens <= 1]
 
 
-@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, (torch.float64, torch.float16), False))
+RARER = torch.float64, torch.float16
+
+
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, RARER, one_of_each(ON_THE_CPU)))
 def test_backend_agrees_in_the_rarer_dtypes(lot, backend, dtype):
+    assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, RARER, cases()))
+def test_backend_agrees_in_the_rarer_dtypes_at_length(lot, backend, dtype):
     assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])
 
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("backend", ["cpu", "eager", COMPOSED])
 def test_bf16_agrees_with_and_without_instructions_for_it(backend, native, monkeypatch):
-    lot = in_emulated_bf16(cases()) if native else cases()
+    """All cases as the other kind of CPU computes them, and a few as this one does, which has had them all above."""
+    lot = one_of_each(ON_THE_CPU) if native == cpu_features.has_bf16_instructions() else ON_THE_CPU
+    lot = in_emulated_bf16(lot) if native else lot
     monkeypatch.setattr(cpu_features, "has_bf16_instructions", lambda: native)
     assert_proven(lot, backend, CPU, torch.bfloat16, REFUSALS[backend])
 
 
 # What Triton's interpreter computes of `triton`: each of the suite's subjects once, where the GPU computes them all.
-# bf16 is missing: the interpreter multiplies it wrongly.
+# bf16 is missing: the interpreter multiplies it wrongly. A tile has 16 rows, or 64 where experts have more than 16.
 _ODD = {"hidden": 31, "intermediate": 23}
+_FEW = {"num_experts": 4}
 INTERPRETED = {
+    torch.float32: [
+        Case(31, 2, bias=True, pattern="sentinels", **_FEW),
+        Case(9, 2, Activation("gelu"), bias=True, pattern="zero_weights", **_FEW),
+        Case(9, 2, Activation("gelu_tanh"), pattern="empty_experts", storage="transposed"),
+        Case(9, 2, Activation("relu"), bias=True, pattern="sentinels", narrow=True, **_FEW),
+        Case(9, 2, Activation("relu2"), bias=True, pattern="sentinels", recompute=True, **_FEW),
+        Case(9, 2, Activation("silu", gated=False), bias=True, **_FEW),
+        Case(9, 2, Activation("gelu", gated=False), bias=True, pattern="nobody_here", **_FEW),
+        Case(9, 2, Activation("gelu", gated=False), bias=True, **_FEW),
+        Case(9, 2, Activation("gelu", gated=False, limit=0.75), bias=True, **_FEW),
+        Case(9, 1, Activation("gelu_tanh", gated=False), pattern="all_on_one", **_FEW),
+        Case(9, 2, Activation("relu", gated=False), bias=True, pattern="sentinels", **_FEW, **_ODD),
+        Case(9, 8, PLAIN_RELU2, pattern="sentinels"),
+        Case(19, 2, CLAMPED_SWIGLU, bias=True, pattern="sentinels", **_FEW),
+        Case(9, 2, Activation("silu", alpha=1.702, up_shift=-0.5), **_FEW),
+        Case(0, 2),
+        Case(0, 1, CLAMPED_SWIGLU, bias=True, recompute=True),
+        Case(1, 1),
+        Case(1, 8, CLAMPED_SWIGLU, bias=True, recompute=True),
+        Case(3, 4, bias=True, pattern="sentinels", hidden=128, intermediate=64, **_FEW),  # several tiles of columns
+        Case(63, 1, bias=True, pattern="all_on_one"),  # several tiles of 16 rows
+        Case(65, 2, bias=True, pattern="empty_experts", **_FEW),  # and of 64; too many tokens to be decoded
+        Case(17, 1, bias=True, num_experts=1),
+        Case(9, 2, PLAIN_RELU2, recompute=True, storage="transposed", narrow=True, **_FEW, **_ODD),
+        Case(9, 2, bias=True, pattern="sentinels", lora="all", rank=5, **_FEW),
+        Case(9, 2, CLAMPED_SWIGLU, True, "empty_experts", lora="all", rank=1, frozen=True),
+        Case(9, 2, PLAIN_RELU2, pattern="sentinels", recompute=True, lora="all", rank=8, **_FEW),
+        Case(9, 2, CLAMPED_SWIGLU, storage="transposed", lora="all", rank=5, **_FEW, **_ODD),
+        Case(17, 1, bias=True, pattern="all_on_one", lora="down", rank=5, frozen=True, **_FEW),
+        Case(3, 2, pattern="nobody_here", lora="all", **_FEW),
+        Case(1, 2, lora="gate_up", rank=5, frozen=True, **_FEW),
+        Case(0, 2, lora="all"),
+    ],
+    torch.float16: [
+        Case(0, 2),
+        Case(1, 8, bias=True),
+        Case(9, 2, Activation("gelu_tanh"), bias=True, pattern="sentinels", narrow=True, **_FEW),
+        Case(63, 1, CLAMPED_SWIGLU, bias=True, pattern="all_on_one", recompute=True),
+        Case(9, 2, PLAIN_RELU2, bias=True, pattern="sentinels", storage="transposed", **_FEW, **_ODD),
+        Case(9, 2, CLAMPED_SWIGLU, bias=True, pattern="sentinels", lora="all", rank=5, **_FEW),
+    ],
+}
+INTERPRETED_AT_LENGTH = {
     torch.float32: [
         *(
             Case(31, 2, Activation(kind, gated=gated), bias=True, pattern="sentinels", num_experts=4)
@@ -185,16 +261,27 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="with a GPU triton runs there")
-@pytest.mark.parametrize(
-    ("dtype", "case"),
-    [
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="with a GPU triton runs there")
+
+
+def each(chosen):
+    return [
         pytest.param(dtype, case, id=f"{str(dtype).removeprefix('torch.')}-{case.name}")
-        for dtype, chosen in INTERPRETED.items()
-        for case in chosen
-    ],
-)
+        for dtype, found in chosen.items()
+        for case in found
+    ]
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "case"), each(INTERPRETED))
 def test_triton_agrees_with_the_reference_in_the_interpreter(dtype, case):
+    assert_proven([case], "triton", CPU, dtype, expected_refusals=())
+
+
+@interpreted
+@pytest.mark.thorough
+@pytest.mark.parametrize(("dtype", "case"), each(INTERPRETED_AT_LENGTH))
+def test_triton_agrees_with_the_reference_in_the_interpreter_at_length(dtype, case):
     assert_proven([case], "triton", CPU, dtype, expected_refusals=())
 
 
@@ -205,12 +292,22 @@ def test_the_interpreter_meets_every_pattern_and_activation():
         *(case.activation for case in chosen),
         Activation("gelu_tanh", limit=0.75),  # clamps as the others do
     }
+    for name in ("bias", "recompute", "storage", "narrow", "frozen"):
+        assert len({getattr(case, name) for case in chosen}) == 2, name
+    assert {case.lora for case in chosen} == set(get_args(Lora)) - {"up"}
+
+
+def test_the_short_selections_leave_out_no_value_of_any_property():
+    for chosen in (ON_THE_CPU, one_of_each(ON_THE_CPU)):
+        for name in ("activation", "bias", "pattern", "num_experts", "recompute", "storage", "narrow", "lora", "rank"):
+            assert {getattr(case, name) for case in chosen} == {getattr(case, name) for case in cases()}, name
+    assert len(one_of_each(ON_THE_CPU)) < len(ON_THE_CPU) // 3
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("lot", "backend", "dtype"),
-    parameters(torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32), True),
+    parameters(torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32), cases(True)),
 )
 def test_backend_agrees_with_the_reference_on_a_gpu(lot, backend, dtype):
     assert_proven(lot, backend, torch.device("cuda"), dtype, REFUSALS[backend])

@@ -52,7 +52,7 @@ def _waiting_threads() -> dict[str, str | None]:
         what = "torch has one thread here"
     elif policy is None:
         what = "OMP_WAIT_POLICY is not set: they spin; where others compute too, set it to passive before Python starts"
-        what += " (every command but bench and doctor does so itself)"
+        what += ", or import amoeba before torch (every command but bench and doctor does so)"
     else:
         what = f"OMP_WAIT_POLICY={policy}"
     return {"omp_wait_policy": policy, "what": what}

@@ -44,6 +44,7 @@ def finetune(
     ] = None,
     epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data; default 3.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Steps in place of epochs.")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per step and device.")] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
     sequence_length: Annotated[int | None, typer.Option("--sequence-length", help="Tokens of a row at most.")] = None,
@@ -63,7 +64,8 @@ def finetune(
     """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
     flags: dict[str, Any] = {
         "model": model, "data": data, "out": out, "r": r, "alpha": alpha, "train_router": train_router or None,
-        "experts": experts, "epochs": epochs, "steps": steps, "batch_size": batch_size, "accumulation": accumulation,
+        "experts": experts, "epochs": epochs, "steps": steps, "minutes": minutes,
+        "batch_size": batch_size, "accumulation": accumulation,
         "sequence_length": sequence_length, "learning_rate": learning_rate,
         "gradient_checkpointing": gradient_checkpointing or None, "dtype": dtype, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from amoeba.commands.make_output import make_output
 from amoeba.commands.output import Output
+from amoeba.waiting import wait_as_torch_does
 
 _verbose_everywhere = False
 
@@ -26,11 +27,10 @@ def speak_up(wanted: bool) -> None:
 def start(verbose: bool, *, passive_waiting: bool = True) -> Output:
     """verbose: every decision with its reason, and what torch and transformers have to say.
 
-    passive_waiting: OpenMP's threads give their core away while they wait for each other instead of spinning, which on
-    a busy machine is several times faster (docs/log.md). What the user has set stays.
+    passive_waiting: whether torch's threads wait as they do wherever amoeba is imported first (waiting.py).
     """
-    if passive_waiting and "torch" not in sys.modules:  # read once, when torch loads its OpenMP
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if not passive_waiting:
+        wait_as_torch_does()
     verbose = verbose or _verbose_everywhere
     _show_log(verbose)
     if not verbose:

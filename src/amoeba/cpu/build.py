@@ -45,9 +45,10 @@ LIBRARIES = ("core", "packed", "node")
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
-# Without the checks of every pointer that AddressSanitizer makes anyway, which take the compiler minutes.
+# Not optimised, which takes the compiler a third of the time; without the checks of every pointer that AddressSanitizer
+# makes anyway, which take it minutes.
 _SANITIZERS = (
-    "-O1",
+    "-O0",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
     "-fno-sanitize=null,pointer-overflow,object-size,vptr",

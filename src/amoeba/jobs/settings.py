@@ -36,6 +36,7 @@ AT_RESUME: dict[str, AtResume] = {
     "sequence_length": "fixed",
     "steps": "fixed",  # the learning rate falls towards the last one
     "epochs": "fixed",
+    "minutes": "fixed",  # a checkpoint holds how many steps they came to
     "learning_rate": "fixed",
     "warmup_steps": "fixed",
     "weight_decay": "fixed",
@@ -61,6 +62,7 @@ class RunSettings:
     balance:  "aux" adds a load-balancing loss for each layer, "bias" shifts selection biases where the architecture
               has them, "none" leaves the router alone.
     z_loss_coefficient: of the loss that keeps router logits small, in any balance.
+    minutes:  no more steps than fit into these; how many, the speed of the machine decides (jobs/time_budget.py).
     """
 
     model: str
@@ -77,6 +79,7 @@ class RunSettings:
     z_loss_coefficient: float = 0.0
     bias_rate: float = 1e-3
     held_out: float | str = 0.05
+    minutes: float | None = None
     gradient_checkpointing: bool = False
     log_every: int = 10
     eval_every: int = 100
@@ -91,6 +94,9 @@ class RunSettings:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise bad_value(name, "a finite number of at least 0", repr(value), f"set {name} to such a number")
+        minutes = self.minutes
+        if minutes is not None and not (isinstance(minutes, int | float) and 0 < minutes < math.inf):
+            raise bad_value("minutes", "a number above 0", repr(minutes), "leave it out for all steps")
         if not isinstance(self.held_out, str) and not 0 < self.held_out < 1:
             raise bad_value("held_out", "a share between 0 and 1, or a file", self.held_out, "0.05 is customary")
         if self.balance not in get_args(Balance):

@@ -37,6 +37,7 @@ from amoeba.jobs.run_folder import (
 )
 from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.signals import stop_at_signals
+from amoeba.jobs.time_budget import TimeBudget
 from amoeba.shell import shell_command, shell_words
 
 CHECKPOINTS_KEPT = 2
@@ -81,6 +82,7 @@ class WatchedTrainer(Trainer):
     kept: Kept
     command: str  # that goes on with this run
     folder: Path  # of the run
+    budget: TimeBudget | None = None
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -275,6 +277,9 @@ def make_trainer(
         return log.gradient_norm
 
     trainer.accelerator.clip_grad_norm_ = clip_and_note
+    if settings.minutes is not None:
+        trainer.budget = TimeBudget(trainer, settings, console.say)
+        trainer.add_callback(trainer.budget)  # before the log, which writes at the last step
     trainer.add_callback(trainer.run_log)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -305,6 +310,8 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
             say(f"{later.name} was set aside in {later.parent}")
         log.forget_after(step_of(last) if last else -1)
         say(f"resuming from {last.name}" if last else "no checkpoint was finished: starting anew")
+    if trainer.budget is not None and last is not None:
+        trainer.budget.go_on_from(last)
     start_loss = trainer.held_out_loss_at_start()
     if last is not None and step_of(last) >= trainer.args.max_steps:
         trainer.take_up(last)
