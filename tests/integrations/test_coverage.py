@@ -131,7 +131,7 @@ def test_a_model_that_hands_nothing_over_says_so_when_it_is_made_and_when_it_is_
     with pytest.raises(ValueError, match=rf"{expected} compute for themselves"):
         lora.attach(model, 4, 8, ["experts"])
     assert not RouterWatch(model).names
-    assert place_experts(model, "auto").reason == "there are no experts to pack"
+    assert place_experts(model, "auto").reason == "there are no experts to place"
 
 
 @pytest.mark.filterwarnings("ignore")
