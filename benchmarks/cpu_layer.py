@@ -24,10 +24,11 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.cpu import packed_weights as packed
-from amoeba.cpu.node import NodeExperts, NodeFactors, PassNeeds, backward, forward
+from amoeba.cpu.node import NodeExperts, NodeFactors, backward, forward
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights
 from amoeba.cpu.pool import WorkerPool
-from amoeba.weights import LoraFactors
+from amoeba.problem import Needs
+from amoeba.weights import LORA_NAMES, LoraFactors
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,12 @@ def measure(
     expert_TK = torch.rand(tokens, shape.experts).argsort(1)[:, : shape.top_k].contiguous()
     weight_TK = torch.rand(tokens, shape.top_k)
     decode = tokens <= DECODE
-    keep = "nothing" if decode else "h"
+    save = "nothing" if decode else "h"
     factors = NodeFactors.pack(node, lora, pool)
     phases = Phases(pool)
 
     def go() -> object:
-        return forward(node, factors, x_TH, expert_TK, weight_TK, pool, keep=keep)  # type: ignore[arg-type]
+        return forward(node, factors, x_TH, expert_TK, weight_TK, pool, save=save)  # type: ignore[arg-type]
 
     for _ in range(3):
         go()
@@ -132,9 +133,9 @@ def measure(
         "forward_gbs": round(hit / took / 1e9, 1),
     }
     if not decode:
-        _, cache = forward(node, factors, x_TH, expert_TK, weight_TK, pool, keep="h")
+        _, cache = forward(node, factors, x_TH, expert_TK, weight_TK, pool, save="h")
         assert cache is not None
-        needs = PassNeeds(*[True] * 8)
+        needs = Needs(True, True, **dict.fromkeys(LORA_NAMES, True))
 
         def back() -> object:
             return backward(node, factors, cache, dy_TH, pool, needs)

@@ -23,7 +23,7 @@ def status(field: str) -> int:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
-def passes(kind: str, nodes: int, keep: str, tokens: int, experts: int) -> dict[str, int]:
+def passes(kind: str, nodes: int, recompute: bool, tokens: int, experts: int) -> dict[str, int]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape).mul_(0.05).bfloat16()
 
@@ -36,7 +36,7 @@ def passes(kind: str, nodes: int, keep: str, tokens: int, experts: int) -> dict[
     # the part of a pass that torch itself would allocate again and again is the same in all of them
     before = settled()
     packed = pack_experts(ExpertWeights(normal(experts, 2 * I, H), normal(experts, H, I)), kind, nodes)
-    engine = Engine(packed, lora, max_len=tokens, top_k=K, max_cache_depth=DEPTH, keep=keep)
+    engine = Engine(packed, lora, max_len=tokens, top_k=K, max_cache_depth=DEPTH, recompute=recompute)
     settled()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak starts again from here
@@ -55,6 +55,6 @@ def settled() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    kind, nodes, keep = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    passes(kind, nodes, keep, tokens=64, experts=2)  # libraries are loaded and threads started
-    print(json.dumps(passes(kind, nodes, keep, TOKENS, E)))
+    kind, nodes, recompute = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "recompute"
+    passes(kind, nodes, recompute, tokens=64, experts=2)  # libraries are loaded and threads started
+    print(json.dumps(passes(kind, nodes, recompute, TOKENS, E)))

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.cpu import build
-from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, PassNeeds, backward, forward, workspace_bytes
+from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, backward, forward, workspace_bytes
 from amoeba.cpu.packed_weights import PackedWeights
 from amoeba.cpu.pool import WorkerPool
+from amoeba.problem import Needs
 from amoeba.proof.reference.experts import experts_backward, experts_forward
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 KINDS = ["bf16", "int8"]
 LARGEST_ERROR = {"bf16": {"output": 5e-3, "gradient": 1e-2}, "int8": {"output": 3e-2, "gradient": 5e-2}}
-ALL = PassNeeds(*[True] * 8)
+ALL = Needs(True, True, **dict.fromkeys(LORA_NAMES, True))
 GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
 
 
@@ -77,10 +78,10 @@ class Layer:
         weights = PackedWeights.pack(self.gate_up, self.kind), PackedWeights.pack(self.down, self.kind)
         return NodeExperts(*weights, self.gate_up_bias, self.down_bias, self.activation)
 
-    def run(self, workers: WorkerPool, keep: str = "h", needs: PassNeeds = ALL) -> dict[str, Tensor]:
+    def run(self, workers: WorkerPool, save: str = "h", needs: Needs = ALL) -> dict[str, Tensor]:
         mine = self.node()
         factors = NodeFactors.pack(mine, self.lora, workers) if self.lora.tensors() else None
-        y_TH, cache = forward(mine, factors, self.x_TH, self.expert_TK, self.weight_TK, workers, keep=keep)
+        y_TH, cache = forward(mine, factors, self.x_TH, self.expert_TK, self.weight_TK, workers, save=save)
         found = {"output": y_TH}
         if cache is not None:
             gradients = backward(mine, factors, cache, self.dy_TH, workers, needs)
@@ -200,11 +201,11 @@ def test_projections_without_factors(path: str, kind: str, ranks: tuple[int, int
 @pytest.mark.parametrize("intermediate", [64, 31])
 def test_keeping_x_alone_gives_the_same_bits(path: str, kind: str, intermediate: int, workers: WorkerPool) -> None:
     layer = Layer(kind, intermediate=intermediate)
-    kept, again = layer.run(workers, keep="h"), layer.run(workers, keep="x")
+    kept, again = layer.run(workers, save="h"), layer.run(workers, save="inputs")
     for name in kept:
         assert torch.equal(kept[name], again[name]), name
     check(again, layer.expected(), kind)
-    assert torch.equal(layer.run(workers, keep="nothing")["output"], kept["output"])
+    assert torch.equal(layer.run(workers, save="nothing")["output"], kept["output"])
 
 
 class TestRouting:
@@ -261,7 +262,7 @@ def test_neither_threads_nor_repetition_change_a_bit(path: str, kind: str, worke
 def test_one_gradient_alone(path: str, only: str, workers: WorkerPool) -> None:
     layer = Layer()
     every = layer.run(workers)
-    alone = layer.run(workers, needs=PassNeeds(**{name: name == only for name in PassNeeds._fields}))  # type: ignore[arg-type]
+    alone = layer.run(workers, needs=Needs(**{name: name == only for name in Needs._fields}))  # type: ignore[arg-type]
     assert alone.keys() == {"output", only}
     assert torch.equal(alone[only], every[only])
 
@@ -298,7 +299,7 @@ def test_factors_packed_again_use_the_memory_of_those_that_are_gone_and_of_no_ot
     other.lora = LoraFactors(**{n: -2 * t for n, t in layer.lora.tensors().items()}, scaling=2.0)
 
     def output(factors: NodeFactors) -> Tensor:
-        return forward(mine, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, keep="nothing")[0]
+        return forward(mine, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, save="nothing")[0]
 
     first = NodeFactors.pack(mine, layer.lora, workers)
     before, place = output(first), first.structure.up_a.data
@@ -329,7 +330,7 @@ def test_the_workspace_is_predicted(workers: WorkerPool) -> None:
     assert least < sizes["forward"] < least + 16384
     assert least + 2 * slots * 2 * intermediate < sizes["backward"] < least + rows + 32768
     assert 80 * hidden * 2 < sizes["thread"] < 1 << 20
-    without = workspace_bytes(layer.node(), 40, 2, ranks=layer.ranks, keep="x")
+    without = workspace_bytes(layer.node(), 40, 2, ranks=layer.ranks, save="inputs")
     assert without["cache"] < sizes["cache"] and without["backward"] >= sizes["backward"]
 
 
@@ -348,7 +349,7 @@ node.gate_up.transposed, node.down.transposed
 factors = NodeFactors.pack(node, layer.lora, pool)
 sizes = workspace_bytes(node, 4000, 4, ranks=layer.ranks)
 before = resident()
-y, cache = forward(node, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, pool, keep="h")
+y, cache = forward(node, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, pool, save="h")
 gradients = backward(node, factors, cache, layer.dy_TH, pool, ALL)
 results = sum(t.nbytes for t in (y, *gradients) if t is not None)
 print(resident() - before - results, max(sizes["forward"], sizes["backward"]) + sizes["cache"], sizes["thread"])
@@ -373,15 +374,15 @@ class TestRefusals:
         x, expert, weight = layer.x_TH, layer.expert_TK, layer.weight_TK
         assert expert is not None
         good = (x, expert, weight)
-        forward(mine, None, *good, workers, keep="nothing")
+        forward(mine, None, *good, workers, save="nothing")
         for place, bad in [
             (0, x.float()), (0, x[:, :95]), (0, torch.zeros(96, 40, dtype=torch.bfloat16).t()), (0, x[0]), (0, x[:39]),
             (1, expert.int()), (1, expert[:, 0]), (1, expert[:39]), (2, weight.double()), (2, weight[:, :1]),
         ]:  # fmt: skip
             given = [bad if i == place else tensor for i, tensor in enumerate(good)]
             with pytest.raises(ValueError, match=r"expected .*; got "):
-                forward(mine, None, *given, workers, keep="nothing")
-        _, cache = forward(mine, None, *good, workers, keep="h")
+                forward(mine, None, *given, workers, save="nothing")
+        _, cache = forward(mine, None, *good, workers, save="h")
         assert isinstance(cache, NodeCache)
         for bad in (layer.dy_TH.float(), layer.dy_TH[:39], layer.dy_TH[:, :95]):
             with pytest.raises(ValueError, match=r"expected .*; got "):
@@ -414,7 +415,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="another node"):
             forward(
                 other, NodeFactors.pack(mine, layer.lora, workers), layer.x_TH, layer.expert_TK, layer.weight_TK,
-                workers, keep="nothing",
+                workers, save="nothing",
             )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Experts:
         self.weight_TK = torch.rand(50, 3)
 
     def run(self, pool: WorkerPool) -> Tensor:
-        return forward(self.node, None, self.x_TH, self.expert_TK, self.weight_TK, pool, keep="nothing")[0]
+        return forward(self.node, None, self.x_TH, self.expert_TK, self.weight_TK, pool, save="nothing")[0]
 
 
 @pytest.fixture(scope="module")

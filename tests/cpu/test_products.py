@@ -17,9 +17,10 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.cpu import packed_weights as packed
-from amoeba.cpu.node import NodeExperts, PassNeeds, backward, forward
+from amoeba.cpu.node import NodeExperts, backward, forward
 from amoeba.cpu.packed_weights import PackedWeights, Path
 from amoeba.cpu.pool import WorkerPool
+from amoeba.problem import Needs
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 COUNTS = (0, 1, 7, 31, 0, 33, 200, 0)  # rows per expert
 UNOWNED = 5
 SIZES = [(1, 1), (31, 760), (32, 32), (63, 199), (96, 31), (199, 96), (760, 63), (32, 1), (1, 199)]  # H, I
-ONLY_X = PassNeeds(x=True, weight=True)
+ONLY_X = Needs(x=True, weight=True)
 RELU = Activation("relu", gated=False)
 
 
@@ -57,7 +58,7 @@ class Case:
         x_TH, dy_TH = self.x_TH.clone(), self.dy_TH.clone()
         x_TH[~self.owned_T], dy_TH[~self.owned_T] = torch.nan, torch.nan
         weight_TK = torch.ones(len(x_TH), 1)
-        y_TH, cache = forward(node, None, x_TH, self.expert_T[:, None].contiguous(), weight_TK, workers, keep="h")
+        y_TH, cache = forward(node, None, x_TH, self.expert_T[:, None].contiguous(), weight_TK, workers, save="h")
         assert cache is not None and cache.h_NJ is not None
         gradients = backward(node, None, cache, dy_TH, workers, ONLY_X)
         assert gradients.x_TH is not None and gradients.weight_TK is not None

@@ -17,10 +17,11 @@ from torch import Tensor
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.backends import cpu_fused
 from amoeba.config import Activation
-from amoeba.cpu.node import NodeExperts, NodeFactors, PassNeeds, backward, forward
+from amoeba.cpu.node import NodeExperts, NodeFactors, backward, forward
 from amoeba.cpu.packed_weights import PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu.stored import StoredWeights
+from amoeba.problem import Needs
 from amoeba.proof.reference.experts import experts_backward, experts_forward
 from amoeba.weights import LORA_NAMES, LoraFactors
 
@@ -89,14 +90,14 @@ class Layer:
         stored = (StoredWeights(store(self.weights[name])) for name in ("gate_up", "down"))
         return NodeExperts(*stored, self.weights.get("gate_up_bias"), self.weights.get("down_bias"), self.activation)
 
-    def run(self, workers: WorkerPool, needs: PassNeeds | None = None, *, store=plain, keep="h") -> dict[str, Tensor]:
+    def run(self, workers: WorkerPool, needs: Needs | None = None, *, store=plain, save="h") -> dict[str, Tensor]:
         mine = self.node(store)
-        needs = needs or PassNeeds(*[True] * 10, *[self.bias] * 2)
+        needs = needs or Needs(*[True] * 4, *[self.bias] * 2, *[True] * 6)
         factors = NodeFactors.pack(mine, self.lora, workers) if self.rank else None
-        y_TH, cache = forward(mine, factors, self.x_TH, self.expert_TK, self.weight_TK, workers, keep=keep)
+        y_TH, cache = forward(mine, factors, self.x_TH, self.expert_TK, self.weight_TK, workers, save=save)
         assert cache is not None
         gradients = backward(mine, factors, cache, self.dy_TH, workers, needs)
-        named = dict(zip(PassNeeds._fields, gradients, strict=True))
+        named = dict(zip(Needs._fields, gradients, strict=True))
         return {"output": y_TH} | {name: gradient for name, gradient in named.items() if gradient is not None}
 
     def expected(self) -> dict[str, Tensor]:
@@ -175,18 +176,20 @@ def test_stored_weights_give_the_bits_of_packed_ones(path: str, store, workers: 
     weights = PackedWeights.pack(layer.weights["gate_up"]), PackedWeights.pack(layer.weights["down"])
     frozen = NodeExperts(*weights, layer.weights["gate_up_bias"], layer.weights["down_bias"], layer.activation)
     factors = NodeFactors.pack(frozen, layer.lora, workers)
-    y_TH, cache = forward(frozen, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, keep="h")
-    expected = backward(frozen, factors, cache, layer.dy_TH, workers, PassNeeds(*[True] * 8))
+    y_TH, cache = forward(frozen, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, save="h")
+    expected = backward(
+        frozen, factors, cache, layer.dy_TH, workers, Needs(True, True, **dict.fromkeys(LORA_NAMES, True))
+    )
     found = layer.run(workers, store=store)
     assert torch.equal(found["output"], y_TH)
-    for name, gradient in zip(PassNeeds._fields, expected, strict=True):
+    for name, gradient in zip(Needs._fields, expected, strict=True):
         assert gradient is None or torch.equal(found[name], gradient), name
 
 
 @pytest.mark.parametrize("only", WEIGHTS)
 def test_one_gradient_alone(path: str, only: str, workers: WorkerPool) -> None:
     layer = Layer()
-    alone = layer.run(workers, PassNeeds(**{name: name == only for name in PassNeeds._fields}))  # type: ignore[arg-type]
+    alone = layer.run(workers, Needs(**{name: name == only for name in Needs._fields}))  # type: ignore[arg-type]
     assert alone.keys() == {"output", only}
     assert torch.equal(alone[only], layer.run(workers)[only])
 
@@ -194,8 +197,8 @@ def test_one_gradient_alone(path: str, only: str, workers: WorkerPool) -> None:
 def test_neither_threads_nor_repetition_nor_what_is_kept_change_a_bit(path: str, workers: WorkerPool) -> None:
     layer = Layer(tokens=600, top_k=3, hidden=130, intermediate=72)
     first = layer.run(WorkerPool(1))
-    for other, keep in ((workers, "h"), (workers, "h"), (WorkerPool(5), "h"), (workers, "x")):
-        again = layer.run(other, keep=keep)
+    for other, save in ((workers, "h"), (workers, "h"), (WorkerPool(5), "h"), (workers, "inputs")):
+        again = layer.run(other, save=save)
         for name in first:
             assert torch.equal(first[name], again[name]), name
 
@@ -241,9 +244,9 @@ def test_packed_weights_are_frozen(workers: WorkerPool) -> None:
     layer = Layer(bias=False)
     weights = (PackedWeights.pack(layer.weights[name]) for name in ("gate_up", "down"))
     frozen = NodeExperts(*weights, None, None, layer.activation)
-    _, cache = forward(frozen, None, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, keep="h")
+    _, cache = forward(frozen, None, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, save="h")
     with pytest.raises(ValueError, match="frozen"):
-        backward(frozen, None, cache, layer.dy_TH, workers, PassNeeds(True, True, gate_up=True))
+        backward(frozen, None, cache, layer.dy_TH, workers, Needs(True, True, gate_up=True))
 
 
 @pytest.mark.skipif(not cpu_fused._multiplies_bf16(), reason="this CPU has no bf16 products")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.node import NodeCache, PassNeeds
+from amoeba.cpu.node import NodeCache
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.node_library import load_node
@@ -29,7 +29,6 @@ from amoeba.cpu.places import Place, places_for
 from amoeba.cpu.pointers import has_lines
 from amoeba.cpu.stored import StoredWeights
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.weights import LORA_NAMES
 
 logger = logging.getLogger("amoeba")
 
@@ -46,8 +45,8 @@ def forward(problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
 
     def run(place: Place) -> tuple[Tensor, NodeCache | None]:
         experts, factors = _experts(problem, place)
-        keep: one_node.Keep = "h" if save == "h" else "nothing"
-        return one_node.forward(experts, factors, x_TH, expert_TK, weight_TK, place.pool, keep=keep)
+        what: Save = "h" if save == "h" else "nothing"
+        return one_node.forward(experts, factors, x_TH, expert_TK, weight_TK, place.pool, save=what)
 
     y_TH, cache = _here(run)
     y_TH = y_TH.to(problem.x_TH.dtype)
@@ -60,21 +59,15 @@ def forward(problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
 def backward(problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
     cache = NodeCache(*_rows(problem), None, None if saved is None else saved.h_NJ, None, None)
 
-    def run(place: Place) -> one_node.PassGradients:
+    def run(place: Place) -> Gradients:
         experts, factors = _experts(problem, place)
-        return one_node.backward(experts, factors, cache, dy_TH, place.pool, PassNeeds(**needs._asdict()))
+        return one_node.backward(experts, factors, cache, dy_TH, place.pool, needs)
 
     found = _here(run)
-    lora = {} if problem.lora is None else problem.lora.tensors()
-    return Gradients(
-        _as(found.x_TH, problem.x_TH),
-        _as(found.weight_TK, problem.weight_TK),
-        found.gate_up_EJH,
-        found.down_EHI,
-        _as(found.gate_up_bias_EJ, problem.weights.gate_up_bias_EJ),
-        _as(found.down_bias_EH, problem.weights.down_bias_EH),
-        **{name: _as(getattr(found, name), lora.get(name)) for name in LORA_NAMES},
-    )
+    sources = problem.differentiable()
+    of_weights = {"gate_up": found.gate_up, "down": found.down}
+    others = {name: _as(getattr(found, name), sources[name]) for name in sources if name not in of_weights}
+    return Gradients(**others, **of_weights)
 
 
 def _multiplies_bf16() -> bool:

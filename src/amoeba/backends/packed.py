@@ -13,13 +13,10 @@ from torch import Tensor
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import Whole
 from amoeba.cpu import passes
-from amoeba.cpu.node import Keep, PassNeeds
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.transfer import deliver, to_host
 from amoeba.problem import Gradients, Needs, Problem, Save
-from amoeba.weights import LORA_NAMES, LoraFactors
-
-_KEEP: dict[Save, Keep] = {"h": "h", "inputs": "x", "nothing": "nothing"}
+from amoeba.weights import LoraFactors
 
 
 class PackedBackend(PassesBackend):
@@ -36,7 +33,7 @@ class PackedBackend(PassesBackend):
         x_TH = problem.x_TH
         rows_TH, id_TK, scale_TK = to_host(x_TH, problem.expert_TK, problem.weight_TK)
         lora = problem.lora or LoraFactors()
-        y_TH, left = passes.forward(problem.weights, lora, rows_TH.contiguous(), id_TK, scale_TK, _KEEP[save])
+        y_TH, left = passes.forward(problem.weights, lora, rows_TH.contiguous(), id_TK, scale_TK, save)
         saved = None if left is None else (left.caches, Whole(left.factors))
         return deliver(y_TH, x_TH.dtype, x_TH.device), saved
 
@@ -44,14 +41,12 @@ class PackedBackend(PassesBackend):
         assert saved is not None  # with save="inputs", too: x stays on the host
         caches, factors = saved
         (rows_TH,) = to_host(dy_TH)
-        wanted = PassNeeds(needs.x, needs.weight, *(getattr(needs, name) for name in LORA_NAMES))
         left, lora = passes.Left(caches, factors.value), problem.lora or LoraFactors()
-        found = passes.backward(problem.weights, lora, left, rows_TH.contiguous(), wanted)
+        found = passes.backward(problem.weights, lora, left, rows_TH.contiguous(), needs)
         x_TH, weight_TK = problem.x_TH, problem.weight_TK
-        return Gradients(
-            None if found.x_TH is None else deliver(found.x_TH, x_TH.dtype, x_TH.device),
-            None if found.weight_TK is None else deliver(found.weight_TK, weight_TK.dtype, weight_TK.device),
-            **{name: getattr(found, name) for name in LORA_NAMES},
+        return found._replace(
+            x=None if found.x is None else deliver(found.x, x_TH.dtype, x_TH.device),
+            weight=None if found.weight is None else deliver(found.weight, weight_TK.dtype, weight_TK.device),
         )
 
 

@@ -19,18 +19,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amoeba.cpu import passes
 from amoeba.cpu.factor_copies import version
-from amoeba.cpu.node import PassGradients, PassNeeds
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.planner import Plan, check_memory, plan_of
 from amoeba.cpu.transfer import deliver, stage
 from amoeba.errors import bad_value
+from amoeba.problem import Gradients, Needs, Save
 from amoeba.weights import LORA_NAMES, LoraFactors
 
 
@@ -64,7 +64,7 @@ class Engine:
         computes with what they are then, and a backward with what they were in its forward.
     max_len: the most tokens of a pass; top_k: the most experts of a token. With max_cache_depth they bound the memory,
         which is planned when the engine is made: one that would not fit is refused.
-    retain: keep h for backward; else ("recompute") x alone, and the up projection is computed again.
+    recompute: save x alone for backward, which computes the up projection again.
     """
 
     def __init__(
@@ -75,19 +75,17 @@ class Engine:
         max_len: int,
         top_k: int,
         max_cache_depth: int = 1,
-        keep: Literal["retain", "recompute"] = "retain",
+        recompute: bool = False,
     ) -> None:
         for name, value in (("max_len", max_len), ("top_k", top_k), ("max_cache_depth", max_cache_depth)):
             if value < 1:
                 raise bad_value(name, "at least 1", value, "it bounds the memory of the engine")
-        if keep not in ("retain", "recompute"):
-            raise bad_value("keep", "retain or recompute", repr(keep), "recompute takes less memory and more time")
         if lora is not None:
             lora.check(packed)
         self.packed, self.lora, self.max_len, self.top_k = packed, lora, max_len, top_k
-        self.max_cache_depth, self.keep = max_cache_depth, keep
+        self.max_cache_depth, self.recompute = max_cache_depth, recompute
         self.plan: Plan = plan_of(
-            packed, lora, max_len=max_len, top_k=top_k, max_cache_depth=max_cache_depth, keep=keep
+            packed, lora, max_len=max_len, top_k=top_k, max_cache_depth=max_cache_depth, recompute=recompute
         )
         check_memory(self.plan, already=packed.nbytes())
         self._stack: list[_Saved] = []
@@ -105,7 +103,7 @@ class Engine:
         self.submit_forward(x_TH, expert_TK, weight_TK, save=save)
         return self.sync()
 
-    def backward(self, dy_TH: Tensor) -> PassGradients:
+    def backward(self, dy_TH: Tensor) -> Gradients:
         """Gradients of x, the routing weights and all factors, from the cache saved last, which is then gone."""
         self._check_nothing_pending("backward")
         self.submit_backward(dy_TH)
@@ -130,9 +128,9 @@ class Engine:
                     f"cache overflow: expected at most max_cache_depth = {self.max_cache_depth} forwards without their "
                     f"backward; got one more. Call backward first, forward with save=False, or raise max_cache_depth."
                 )
-            keep: passes.Keep = ("h" if self.keep == "retain" else "x") if save else "nothing"
+            what: Save = "nothing" if not save else "inputs" if self.recompute else "h"
             rows_TH, id_TK, scale_TK = _arrived(staged)
-            y_TH, left = passes.forward(self.packed, self.lora, rows_TH, id_TK, scale_TK, keep)
+            y_TH, left = passes.forward(self.packed, self.lora, rows_TH, id_TK, scale_TK, what)
             if left is not None:
                 self._stack.append(_Saved(left, *homes, watched, versions))
             return y_TH
@@ -144,7 +142,7 @@ class Engine:
         self._check_input("dy_TH", dy_TH)
         staged = [stage(dy_TH)]
 
-        def job() -> tuple[PassGradients, _Saved]:
+        def job() -> tuple[Gradients, _Saved]:
             if not self._stack:
                 raise RuntimeError(
                     "cache underflow: expected a forward with save=True before each backward; got a backward more. "
@@ -165,16 +163,16 @@ class Engine:
                 )
             self._stack.pop()
             factors = {} if self.lora is None else self.lora.tensors()
-            needs = PassNeeds(True, True, *(name in factors for name in LORA_NAMES))
+            needs = Needs(True, True, **{name: name in factors for name in LORA_NAMES})
             (rows_TH,) = _arrived(staged)
             return passes.backward(self.packed, self.lora, saved.left, rows_TH, needs), saved
 
-        def finish(found: tuple[PassGradients, _Saved]) -> PassGradients:
+        def finish(found: tuple[Gradients, _Saved]) -> Gradients:
             gradients, saved = found
-            assert gradients.x_TH is not None and gradients.weight_TK is not None
-            dx_TH = deliver(gradients.x_TH, saved.x.dtype, saved.x.device)
-            dweight_TK = deliver(gradients.weight_TK, saved.weight.dtype, saved.weight.device)
-            return gradients._replace(x_TH=dx_TH, weight_TK=dweight_TK)
+            assert gradients.x is not None and gradients.weight is not None
+            dx_TH = deliver(gradients.x, saved.x.dtype, saved.x.device)
+            dweight_TK = deliver(gradients.weight, saved.weight.dtype, saved.weight.device)
+            return gradients._replace(x=dx_TH, weight=dweight_TK)
 
         self._submit(job, finish, (dy_TH,))
 

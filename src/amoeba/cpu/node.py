@@ -3,7 +3,7 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate of this node's block ·
 J = 2I or I · R LoRA rank
 
-    y_TH, cache = forward(node, factors, x_TH, expert_TK, weight_TK, pool, keep="h")      # y fp32: this node's part
+    y_TH, cache = forward(node, factors, x_TH, expert_TK, weight_TK, pool, save="h")      # y fp32: this node's part
     gradients = backward(node, factors, cache, dy_TH, pool, needs)
 
 Sums are in fp32; h, a, the low-rank products and each expert's rows of y and dx are rounded to bf16 in between. The
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +26,8 @@ from amoeba.cpu.pointers import CPU, address, address_of_lines, address_to_write
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu.stored import StoredWeights
 from amoeba.errors import bad_value
+from amoeba.problem import Gradients, Needs, Save
 from amoeba.weights import LORA_NAMES
-
-Keep = Literal["nothing", "h", "x"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,41 +43,6 @@ class NodeCache:
     down_low_NR: Tensor | None
 
 
-class PassNeeds(NamedTuple):
-    """Which gradients are asked for."""
-
-    x: bool
-    weight: bool
-    gate_lora_a: bool = False
-    gate_lora_b: bool = False
-    up_lora_a: bool = False
-    up_lora_b: bool = False
-    down_lora_a: bool = False
-    down_lora_b: bool = False
-    gate_up: bool = False  # of stored weights only, as the three below
-    down: bool = False
-    gate_up_bias: bool = False
-    down_bias: bool = False
-
-
-class PassGradients(NamedTuple):
-    """Those that were asked for: one node's in fp32, gate_up_EJH and down_EHI in bf16 with the strides of the weight;
-    or, from `passes` and the engine, those of all nodes together."""
-
-    x_TH: Tensor | None
-    weight_TK: Tensor | None
-    gate_lora_a: Tensor | None = None
-    gate_lora_b: Tensor | None = None
-    up_lora_a: Tensor | None = None
-    up_lora_b: Tensor | None = None
-    down_lora_a: Tensor | None = None
-    down_lora_b: Tensor | None = None
-    gate_up_EJH: Tensor | None = None
-    down_EHI: Tensor | None = None
-    gate_up_bias_EJ: Tensor | None = None
-    down_bias_EH: Tensor | None = None
-
-
 def forward(
     node: NodeExperts,
     factors: NodeFactors | None,
@@ -88,17 +51,17 @@ def forward(
     weight_TK: Tensor,
     pool: WorkerPool,
     *,
-    keep: Keep,
+    save: Save,
 ) -> tuple[Tensor, NodeCache | None]:
     """This node's part of y (T, H) in fp32; x bf16, weight fp32, expert int64 (ids outside [0, E) are sentinels)."""
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.contiguous()
     c = _node_structure(node, factors)
     batch = _batch(node, x_TH, expert_TK, weight_TK)
     cache, slots = None, expert_TK.numel()
-    if keep != "nothing":
+    if save != "nothing":
         row_map = torch.empty(_map_size(node, slots), dtype=torch.int32, device=CPU)
         h, low, down_low = None, None, None
-        if keep == "h":
+        if save == "h":
             width = node.gate_up.out_features
             h = empty_in_huge_pages(slots, 2 * width).view(torch.bfloat16)
             gate, up, down = (0, 0, 0) if factors is None else factors.ranks
@@ -117,16 +80,19 @@ def backward(
     cache: NodeCache,
     dy_TH: Tensor,
     pool: WorkerPool,
-    needs: PassNeeds,
-) -> PassGradients:
-    """From dy (T, H) in bf16; those of x and weight are this node's parts and add up. Idle experts get zeros."""
+    needs: Needs,
+) -> Gradients:
+    """From dy (T, H) in bf16; those of x and weight are this node's parts and add up. Idle experts get zeros.
+
+    All in fp32, but gate_up and down in bf16 with the strides of the weight.
+    """
     dy = address_of_lines("dy_TH", dy_TH, torch.bfloat16, (cache.x_TH.shape[0], node.hidden))
     c = _node_structure(node, factors)
     describe_matrix("down", c.down_transposed, node.down.kind, node.down.experts, node.down.transposed)
     describe_matrix("gate_up", c.gate_up_transposed, node.gate_up.kind, node.gate_up.experts, node.gate_up.transposed)
     batch = _batch(node, cache.x_TH, cache.expert_TK, cache.weight_TK)
     _describe_cache(node, factors, batch, cache)
-    gradients = PassGradients(
+    gradients = Gradients(
         _empty(dy_TH.shape) if needs.x else None,
         _empty(cache.weight_TK.shape) if needs.weight else None,
         **{
@@ -134,30 +100,33 @@ def backward(
             for name in LORA_NAMES
             if factors is not None and name in factors.lora_names and getattr(needs, name)
         },
-        gate_up_EJH=_empty_gradient(node.gate_up) if needs.gate_up else None,
-        down_EHI=_empty_gradient(node.down) if needs.down else None,
-        gate_up_bias_EJ=_empty_bias(node.gate_up_bias_EJ) if needs.gate_up_bias else None,
-        down_bias_EH=_empty_bias(node.down_bias_EH) if needs.down_bias else None,
+        gate_up=_empty_gradient(node.gate_up) if needs.gate_up else None,
+        down=_empty_gradient(node.down) if needs.down else None,
+        gate_up_bias=_empty_bias(node.gate_up_bias_EJ) if needs.gate_up_bias else None,
+        down_bias=_empty_bias(node.down_bias_EH) if needs.down_bias else None,
     )
-    gate_up, down = (None if g is None else _contiguous_inside(g) for g in gradients[8:10])
+    of_weights = gradients.gate_up, gradients.down
+    gate_up, down = (None if g is None else _contiguous_inside(g) for g in of_weights)
+    factors_and_rows = (gradients.x, gradients.weight, *(getattr(gradients, name) for name in LORA_NAMES))
+    biases = gradients.gate_up_bias, gradients.down_bias
     out = CGradients(
-        dy, dy_TH.stride(0), *map(_of_gradient, gradients[:8]),
-        _target(gate_up), _target(down), *map(_of_gradient, gradients[10:]),
+        dy, dy_TH.stride(0), *map(_of_gradient, factors_and_rows),
+        _target(gate_up), _target(down), *map(_of_gradient, biases),
     )  # fmt: skip
     load_node().backward(pool.handle, ctypes.byref(c), ctypes.byref(batch), ctypes.byref(out))
-    for gradient, written in zip(gradients[8:10], (gate_up, down), strict=True):
+    for gradient, written in zip(of_weights, (gate_up, down), strict=True):
         if gradient is not None and written is not None and written is not gradient:
             gradient.copy_(written)
     return gradients
 
 
 def workspace_bytes(
-    node: NodeExperts, tokens: int, top_k: int, *, ranks: tuple[int, int, int] = (0, 0, 0), keep: Keep = "h"
+    node: NodeExperts, tokens: int, top_k: int, *, ranks: tuple[int, int, int] = (0, 0, 0), save: Save = "h"
 ) -> dict[str, int]:
     """Bytes that one pool holds for passes of this size, and those that each forward leaves for its backward.
 
     forward, backward: scratch of the pool, which the larger of the two sizes; thread: what the buffers of each of its
-    threads grow to where all rows meet in one expert; cache: what `keep` leaves, without x. `ranks` are those of gate,
+    threads grow to where all rows meet in one expert; cache: what `save` leaves, without x. `ranks` are those of gate,
     up and down.
     """
     c, batch = node.sizes(), CBatch(tokens=tokens, top_k=top_k)
@@ -167,15 +136,15 @@ def workspace_bytes(
     c.up_a.data, c.down_a.data = somewhere if low else None, somewhere if down_low else None
     slots = tokens * top_k
     cache = 0
-    if keep != "nothing":
+    if save != "nothing":
         batch.map = somewhere
         cache = 4 * _map_size(node, slots)
-    if keep == "h":
+    if save == "h":
         batch.h = somewhere
         batch.low, batch.down_low = somewhere if low else None, somewhere if down_low else None
         cache += 2 * slots * (node.gate_up.out_features + low + down_low)
     sizes = [load_node().workspace(ctypes.byref(c), ctypes.byref(batch), backward) for backward in (False, True)]
-    trains = keep != "nothing"
+    trains = save != "nothing"
     thread = load_node().thread_bytes(ctypes.byref(c), slots, trains)
     return {"forward": sizes[0], "backward": sizes[1] if trains else 0, "thread": thread, "cache": cache}
 

@@ -2,7 +2,7 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · R LoRA rank
 
-    y_TH, left = forward(packed, lora, x_TH, expert_TK, weight_TK, keep="h")       # all on the CPU; y fp32
+    y_TH, left = forward(packed, lora, x_TH, expert_TK, weight_TK, save="h")       # all on the CPU; y fp32
     gradients = backward(packed, lora, left, dy_TH, needs)
 
 Tensors are checked here, before anybody takes a pointer.
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu import node as one_node
-from amoeba.cpu.node import Keep, NodeCache, PassGradients, PassNeeds
+from amoeba.cpu.node import NodeCache
 from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.partition import add_up
 from amoeba.cpu.places import run_everywhere
 from amoeba.cpu.pointers import has_lines
 from amoeba.errors import bad_value
+from amoeba.problem import Gradients, Needs, Save
 from amoeba.weights import LORA_NAMES, LoraFactors
 
 Part = TypeVar("Part")
@@ -43,7 +44,7 @@ class Left(NamedTuple):
 
 
 def forward(
-    packed: PackedExperts, lora: LoraFactors | None, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, keep: Keep
+    packed: PackedExperts, lora: LoraFactors | None, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, save: Save
 ) -> tuple[Tensor, Left | None]:
     check_rows("x_TH", x_TH, packed.hidden)
     if expert_TK.dim() != 2 or expert_TK.shape[0] != x_TH.shape[0] or weight_TK.shape != expert_TK.shape:
@@ -64,23 +65,21 @@ def forward(
     def part(node: int) -> tuple[Tensor, NodeCache | None]:
         share, place = packed.shares[node], packed.places[node]
         pool = place.alone if few else place.pool
-        return one_node.forward(share, factors[node], x_TH, expert_TK, weight_TK, pool, keep=keep)
+        return one_node.forward(share, factors[node], x_TH, expert_TK, weight_TK, pool, save=save)
 
     parts = _on_every_node(packed, part)
     y_TH = add_up([y for y, _ in parts])
-    if keep == "nothing":
+    if save == "nothing":
         return y_TH, None
     caches = tuple(cache for _, cache in parts if cache is not None)
     return y_TH, Left(caches, tuple(factors))
 
 
-def backward(
-    packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH: Tensor, needs: PassNeeds
-) -> PassGradients:
+def backward(packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH: Tensor, needs: Needs) -> Gradients:
     """x and weight in fp32. lora: the factors of the forward, whose gradients come in their shapes and dtypes."""
     check_rows("dy_TH", dy_TH, packed.hidden)
 
-    def part(node: int) -> PassGradients:
+    def part(node: int) -> Gradients:
         share, pool = packed.shares[node], packed.places[node].pool
         return one_node.backward(share, left.factors[node], left.caches[node], dy_TH.detach(), pool, needs)
 
@@ -91,9 +90,9 @@ def backward(
         found = [getattr(one, name) for one in parts]
         return None if found[0] is None else packed.partition.merge(name, found, sources[name])
 
-    dx_TH = add_up([_present(one.x_TH) for one in parts]) if needs.x else None
-    dweight_TK = add_up([_present(one.weight_TK) for one in parts]) if needs.weight else None
-    return PassGradients(dx_TH, dweight_TK, *(merged(name) for name in LORA_NAMES))
+    dx_TH = add_up([_present(one.x) for one in parts]) if needs.x else None
+    dweight_TK = add_up([_present(one.weight) for one in parts]) if needs.weight else None
+    return Gradients(dx_TH, dweight_TK, **{name: merged(name) for name in LORA_NAMES})
 
 
 def check_rows(name: str, rows: Tensor, width: int) -> None:

@@ -66,7 +66,7 @@ def _check_memory(layers: Mapping[LayerSizes, int], load: Load, freed: int, *, k
             ranks=(load.rank,) * 3,
             max_len=load.tokens,
             top_k=load.top_k,
-            keep="recompute" if load.recompute else "retain",
+            recompute=load.recompute,
             factor_itemsize=4,
             layers=count,
         )

@@ -12,7 +12,7 @@ Nothing in here is a guess: packed sizes and scratch are asked of the code that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,9 +25,9 @@ from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU
 from amoeba.machine import available_memory
 from amoeba.placement import LayerSizes
+from amoeba.problem import Save
 from amoeba.weights import LoraFactors
 
-KeepName = Literal["retain", "recompute"]
 _TILE = 32  # copies of factors are padded to whole tiles in both dimensions
 
 
@@ -66,7 +66,7 @@ def plan(
     max_len: int,
     top_k: int,
     max_cache_depth: int = 1,
-    keep: KeepName = "retain",
+    recompute: bool = False,
     factor_itemsize: int = 2,
     training: bool = True,
     layers: int = 1,
@@ -80,8 +80,8 @@ def plan(
     partition = Partition.of(sizes.intermediate, nodes, activation)
     shells = [_shell(sizes, activation, kind, size, node) for node, size in enumerate(partition.sizes)]
     rows = max_len * top_k
-    kept: Literal["nothing", "h", "x"] = ("h" if keep == "retain" else "x") if training else "nothing"
-    scratch = [workspace_bytes(shell, max_len, top_k, ranks=ranks, keep=kept) for shell in shells]
+    save: Save = "nothing" if not training else "inputs" if recompute else "h"
+    scratch = [workspace_bytes(shell, max_len, top_k, ranks=ranks, save=save) for shell in shells]
     one_row_of_each = 2 * max_len * sizes.hidden
     items = [
         Item("packed W", layers * sum(_packed_bytes(shell, False) for shell in shells), f"E·(J·H + H·I), {kind}, tiles")
@@ -95,9 +95,9 @@ def plan(
     if training:
         depth = layers * max_cache_depth
         inputs = one_row_of_each + rows * (8 + 4)
-        items.append(Item("inputs kept", depth * inputs, "D·(2·T·H + 12·N)"))
+        items.append(Item("saved inputs", depth * inputs, "D·(2·T·H + 12·N)"))
         caches = sum(used["cache"] for used in scratch)
-        items.append(Item("caches", depth * caches, "D·(2·N·J and maps)" if kept == "h" else "D·(maps)"))
+        items.append(Item("caches", depth * caches, "D·(2·N·J and maps)" if save == "h" else "D·(maps)"))
     used = sum(max(each["forward"], each["backward"]) for each in scratch)
     items.append(Item("scratch", used, "the rows between the products, of one pass"))
     rows_out = (2 * nodes + 1) * one_row_of_each  # each node's part in fp32, and the sum in bf16
@@ -108,7 +108,7 @@ def plan(
     title = (
         f"{layers} layer{'s' if layers > 1 else ''} of {sizes.experts} experts, H={sizes.hidden} "
         f"I={sizes.intermediate}, {kind}, {nodes} node{'s' if nodes > 1 else ''}, "
-        f"{max_len} tokens of {top_k} experts, {keep}"
+        f"{max_len} tokens of {top_k} experts{', recompute' if recompute else ''}"
     )
     return Plan(tuple(items), title)
 
@@ -120,7 +120,7 @@ def plan_of(
     max_len: int,
     top_k: int,
     max_cache_depth: int = 1,
-    keep: KeepName = "retain",
+    recompute: bool = False,
 ) -> Plan:
     """The plan of weights that are packed already."""
     bias = packed.shares[0].gate_up_bias_EJ is not None
@@ -135,12 +135,12 @@ def plan_of(
         max_len=max_len,
         top_k=top_k,
         max_cache_depth=max_cache_depth,
-        keep=keep,
+        recompute=recompute,
         factor_itemsize=2 if first is None else first.element_size(),
     )
 
 
-REMEDY = "Pack in int8, use a smaller max_len or max_cache_depth, or keep x alone (recompute)."
+REMEDY = "Pack in int8, use a smaller max_len or max_cache_depth, or save x alone (recompute)."
 
 
 def check_memory(found: Plan, *, already: int = 0, available: int | None = None, remedy: str = REMEDY) -> None:
