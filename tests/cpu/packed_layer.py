@@ -98,5 +98,5 @@ def assert_close(found, truth, output=5e-3, gradients=1e-2):
 
 def engine_gradients(gradients, wanted):
     """What the engine gave, by the names of the seam."""
-    named = {"x": gradients.x_TH, "weight": gradients.weight_TK}
+    named = {"x": gradients.x, "weight": gradients.weight}
     return {name: named.get(name, getattr(gradients, name, None)) for name in wanted}

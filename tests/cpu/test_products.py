@@ -61,13 +61,13 @@ class Case:
         y_TH, cache = forward(node, None, x_TH, self.expert_T[:, None].contiguous(), weight_TK, workers, save="h")
         assert cache is not None and cache.h_NJ is not None
         gradients = backward(node, None, cache, dy_TH, workers, ONLY_X)
-        assert gradients.x_TH is not None and gradients.weight_TK is not None
-        for rows in (y_TH, gradients.x_TH, gradients.weight_TK):
+        assert gradients.x is not None and gradients.weight is not None
+        for rows in (y_TH, gradients.x, gradients.weight):
             assert (rows[~self.owned_T] == 0).all(), "a token that belongs to nobody has something"
         sorted_T = self.expert_T.argsort(stable=True)[UNOWNED:]
         h_TI = torch.zeros(len(x_TH), cache.h_NJ.shape[1], dtype=torch.bfloat16)
         h_TI[sorted_T] = cache.h_NJ[: len(sorted_T)]
-        found = {"h": h_TI, "y": y_TH, "x": gradients.x_TH, "weight": gradients.weight_TK[:, 0]}
+        found = {"h": h_TI, "y": y_TH, "x": gradients.x, "weight": gradients.weight[:, 0]}
         return {name: rows[self.owned_T] for name, rows in found.items()}
 
     def h(self) -> Tensor:
