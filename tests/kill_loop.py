@@ -140,7 +140,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10**9, help="no run begins after these")
     parser.add_argument("--kills", type=int, default=4, help="of each run")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--command", choices=list(WEIGHTS), action="append", help="these alone")
     asked = parser.parse_args()
+    commands = asked.command or list(WEIGHTS)
     print(f"seed {asked.seed}", flush=True)
     chance, until = random.Random(asked.seed), time.monotonic() + asked.seconds
     with tempfile.TemporaryDirectory() as place:
@@ -148,13 +150,13 @@ def main() -> None:
         assert ended(forked(lambda: make_inputs(here) and None, here / "inputs.txt"), never) == 0
         (here / "more.yaml").write_text(json.dumps(MORE))
         expected, usual, runs, count = {}, {}, Counter[str](), Counter[str]()
-        for command in WEIGHTS:
+        for command in commands:
             began = time.monotonic()
             run_through(command, here / command, here, 0, 0.0, chance, count)
             expected[command] = kept_weights(here / command, command)
             usual[command] = time.monotonic() - began
         for round_ in range(asked.rounds):
-            for command in WEIGHTS:
+            for command in commands:
                 if time.monotonic() > until:
                     break
                 folder = here / f"{command}-{round_}"

@@ -13,17 +13,22 @@ import pytest
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
+from selection import quick
+
 HERE = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.thorough)])
-def test_killed_and_resumed_runs_end_with_the_bits_of_undisturbed_ones(kills: int) -> None:
+@quick(lambda command, kills: kills == 1 and command == "finetune")  # train: test_resume.py, with a signal
+@pytest.mark.parametrize("kills", [1, 4])
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_killed_and_resumed_runs_end_with_the_bits_of_undisturbed_ones(command: str, kills: int) -> None:
+    arguments = ["--rounds=1", f"--kills={kills}", "--seed=0", f"--command={command}"]
     done = subprocess.run(
-        [sys.executable, str(HERE / "kill_loop.py"), "--rounds=1", f"--kills={kills}", "--seed=0"],
+        [sys.executable, str(HERE / "kill_loop.py"), *arguments],
         env={**os.environ, "PYTHONPATH": f"{HERE.parent / 'src'}{os.pathsep}{HERE}"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["identical"] == {"train": 1, "finetune": 1}
+    assert json.loads(done.stdout.splitlines()[-1])["identical"] == {command: 1}

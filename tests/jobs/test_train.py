@@ -201,7 +201,7 @@ def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str)
     assert report.final_loss < report.start_loss
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("olmoe", marks=pytest.mark.thorough)])
 def test_a_folder_with_a_config_alone_is_trained_with_a_tokenizer_of_the_data(
     model_type: str, tmp_path: Path, corpus_file: str
 ) -> None:
