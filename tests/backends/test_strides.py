@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amoeba import experts
-from amoeba.backends.registry import _misaligned
+from amoeba.backends.grouped import _misaligned
 from laid_layer import (
     LAYOUTS,
     SIZES,

@@ -145,18 +145,18 @@ class TestWhichWay:
     def taken(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """The kernels that were called, by name."""
         names: list[str] = []
-        real_decode, real_up = decode.decode, triton_rows.Products.up
+        real_decode, real_up = decode.decode, triton_rows.TritonRows.up
 
         def note_decode(problem: Problem) -> Tensor:
             names.append("decode")
             return real_decode(problem)
 
-        def note_up(self: triton_rows.Products, h_NJ: Tensor | None, a_NI: Tensor) -> None:
-            names.append("up" if h_NJ is None else "up keeping h")
-            real_up(self, h_NJ, a_NI)
+        def note_up(self: triton_rows.TritonRows, want_h: bool) -> tuple[Tensor | None, Tensor]:
+            names.append("up keeping h" if want_h else "up")
+            return real_up(self, want_h)
 
         monkeypatch.setattr(decode, "decode", note_decode)
-        monkeypatch.setattr(triton_rows.Products, "up", note_up)
+        monkeypatch.setattr(triton_rows.TritonRows, "up", note_up)
         return names
 
     @pytest.mark.parametrize(("tokens", "expected"), [(1, "decode"), (3, "decode"), (4, "up")])

@@ -6,12 +6,13 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from amoeba import cost
+from amoeba import cost, placements
 from amoeba.backends.registry import backends_of
 from amoeba.bench import ceilings as ceilings_module
 from amoeba.bench import implementations as implementations_module
@@ -26,6 +27,8 @@ from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
 from amoeba.bench.suite import run_suite
 from amoeba.bench.timing import Timing, time_in_turns
 from amoeba.bench.workload import make_workload, relative_error
+from amoeba.placement import Tolerance
+from amoeba.placements import placement_named
 from amoeba.proof.reference.experts import experts_forward
 from amoeba.weights import LORA_NAMES, ExpertWeights
 
@@ -410,7 +413,8 @@ class TestLora:
         ]
 
     def test_int8_has_its_own_tolerance_and_is_refused_beyond_it(self, monkeypatch):
-        monkeypatch.setitem(implementations_module.INT8_TOLERANCE, "gradient", 1e-4)
+        int8 = replace(placement_named("cpu-int8"), tolerances={torch.bfloat16: Tolerance(3e-2, 1e-4)})
+        monkeypatch.setitem(placements._placements, "cpu-int8", int8)
         (report,) = run_suite([self.shape], CPU, [torch.bfloat16], ["training"], repeats=1)
         (int8,) = (m for m in report.measurements if m.implementation == "amoeba cpu-int8")
         assert int8.status == "refused" and "x " in int8.reason and "output" not in int8.reason

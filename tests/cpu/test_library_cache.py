@@ -308,6 +308,7 @@ def test_a_cache_that_can_only_be_read_serves_what_it_has(
     sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = compiled(sources)
+    caplog.clear()
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -14,7 +14,8 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
 from amoeba.jobs import time_budget
-from amoeba.jobs.settings import TrainSettings, settings_of
+from amoeba.jobs.resume import settings_of
+from amoeba.jobs.settings import TrainSettings
 from tiny_runs import KINDS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 STEPS, FITTING = 60, 16

@@ -511,7 +511,7 @@ class TestVerify:
 
     def test_an_unknown_backend_is_an_error_that_lists_the_known(self):
         with pytest.raises(
-            ValueError, match=r"backend: expected one of .*eager.*, composed, packed.*; got 'egaer'\. Leave backends"
+            ValueError, match=r"backend: expected one of .*eager.*, composed, cpu-bf16.*; got 'egaer'\. Leave backends"
         ):
             verify(CPU, [torch.float32], backends=["egaer"])
 

@@ -189,7 +189,7 @@ class TritonRows(SortedRows):
         return d_weight
 
     def bias_gradient(self, grad: Rows, bias_EO: Tensor, *, weighted: bool) -> Tensor:
-        gradient = torch.empty_like(bias_EO)
+        gradient = torch.empty_like(bias_EO, memory_format=torch.contiguous_format)
         if not weighted:
             assert isinstance(grad, Tensor)
             sum_per_expert(grad, self.offs_E, gradient)
