@@ -17,7 +17,6 @@ x alone with save="inputs". LoRA factors are inputs like the weights; what a bac
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -71,6 +70,12 @@ class ExpertsOperator:
         constants = [operand for operand in operands if not operand.type.startswith("Tensor")]
         self._tensors = (*_ROUTED, *tensors, *_FACTORS)
         self._gradient_names = tuple(operand.name for operand in self._tensors if operand.differentiable)
+        # from the fields of Needs and Gradients to the tensors among the arguments, and back
+        places = {operand.name: place for place, operand in enumerate(self._tensors) if operand.differentiable}
+        self._place_of_need = tuple(places.get(name) for name in Needs._fields)
+        self._need_of_place = tuple(
+            Needs._fields.index(operand.name) if operand.differentiable else None for operand in self._tensors
+        )
         results: tuple[str, ...] = ("y",)
         arguments = (*self._tensors, *constants, _SCALING)
         if traced is not None:
@@ -99,27 +104,27 @@ class ExpertsOperator:
             return _Direct.apply(self, owner, save, problem.weights.constants(), scaling, *problem.tensors())
         return self._operator(*self._flat(problem), *(() if self.traced is None else (save == "h",)))[0]
 
-    def problem(self, tensors: Sequence[Any], constants: tuple[Any, ...], scaling: float) -> Problem:
-        """Of an operator's arguments."""
+    def problem(
+        self, tensors: Sequence[Any], constants: tuple[Any, ...], scaling: float, weights: Any = None
+    ) -> Problem:
+        """Of an operator's arguments; weights: where they are at hand."""
         x, expert, weight = tensors[:3]
         own, factors = tensors[3 : -len(LORA_NAMES)], tensors[-len(LORA_NAMES) :]
         lora = None
         if any(factor is not None for factor in factors):
             gate_a, gate_b, up_a, up_b, down_a, down_b = factors
             lora = LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, scaling)
-        return Problem(x, expert, weight, self.kind.of(own, constants), lora)  # type: ignore[attr-defined]
+        if weights is None:
+            weights = self.kind.of(own, constants)  # type: ignore[attr-defined]
+        return Problem(x, expert, weight, weights, lora)
 
     def needs(self, wanted: Sequence[bool]) -> Needs:
         """wanted: for each tensor in the order of the arguments."""
-        found = zip(self._tensors, wanted, strict=True)
-        return Needs(**{operand.name: need for operand, need in found if operand.differentiable})
+        return Needs(*[place is not None and wanted[place] for place in self._place_of_need])
 
     def gradients(self, found: Gradients, needs: Needs) -> list[Tensor | None]:
         """For each tensor in the order of the arguments."""
-        return [
-            getattr(found, operand.name) if operand.differentiable and getattr(needs, operand.name) else None
-            for operand in self._tensors
-        ]
+        return [found[place] if place is not None and needs[place] else None for place in self._need_of_place]
 
     def dispatched_backward(self, problem: Problem, saved: Any, dy_TH: Tensor, needs: Needs) -> Gradients:
         """The same through torch, whose result has a graph: going back through it raises."""
@@ -209,7 +214,7 @@ class _Direct(torch.autograd.Function):
         scaling: float,
         *tensors: Tensor | None,
     ) -> Tensor:
-        y_TH, saved = operator.forward(operator.problem(tensors, constants, scaling), save)
+        y_TH, saved = operator.forward(operator.problem(tensors, constants, scaling, owner), save)
         # Saved as tensors, all of it is freed by backward, and activation checkpointing can drop it.
         kept: list[Tensor] = []
         ctx.saved_structure = _without_tensors(saved, kept)
@@ -227,7 +232,7 @@ class _Direct(torch.autograd.Function):
         kept = ctx.saved_tensors  # activation checkpointing gives them out once
         tensors = kept[: ctx.inputs]
         saved = _with_tensors(ctx.saved_structure, kept[ctx.inputs :])
-        problem = operator.problem(tensors, ctx.constants, ctx.scaling)
+        problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)
         needs = operator.needs(ctx.needs_input_grad[others:])
         refuse_batched(f"amoeba::{operator.name}", dy_TH)
         if torch.is_grad_enabled() or transformed():  # second derivatives, or a transform: it says why not
@@ -257,36 +262,34 @@ class Whole(NamedTuple):
     value: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a tensor was."""
-
-    index: int
+class _Place(int):
+    """Where a tensor was in the list."""
 
 
 def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """The same structure with the tensors in its tuples and dataclasses moved to the list."""
+    if value is None or isinstance(value, Whole):
+        return value
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1)
-    return _replaced(value, lambda inner: _without_tensors(inner, tensors))
+    return _rebuilt(value, _without_tensors, tensors)
 
 
 def _with_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.index]
-    return _replaced(value, lambda inner: _with_tensors(inner, tensors))
-
-
-def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Whole):
+    if value is None or isinstance(value, Whole):
         return value
+    if isinstance(value, _Place):
+        return tensors[value]
+    return _rebuilt(value, _with_tensors, tensors)
+
+
+def _rebuilt(value: Any, change: Callable[[Any, Any], Any], tensors: Any) -> Any:
     if isinstance(value, tuple):
-        parts = [change(part) for part in value]
+        parts = [change(part, tensors) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if not dataclasses.is_dataclass(value):
         return value
-    changed = copy.copy(value)
-    for part in dataclasses.fields(value):
-        object.__setattr__(changed, part.name, change(getattr(value, part.name)))
+    changed: Any = object.__new__(type(value))
+    changed.__dict__.update({name: change(part, tensors) for name, part in vars(value).items()})
     return changed

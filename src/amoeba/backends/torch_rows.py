@@ -26,6 +26,7 @@ from amoeba.problem import Problem, Saved, layout_of
 class RowsInTorch(SortedRows):
     """What the products of torch have in common: maps from `build_layout`, activations and sums in torch."""
 
+    weights_first = True
     spare = 0  # so many rows more has every buffer of rows
 
     activate = staticmethod(activate_rows)
@@ -60,7 +61,7 @@ class RowsInTorch(SortedRows):
         h_NJ, weights = self.hidden(), self.problem.weights
         a_NI = self.new_rows(weights.intermediate)
         self.activate(h_NJ, self.scale_N, weights.activation, a_NI)
-        return h_NJ, a_NI
+        return h_NJ if want_h else None, a_NI
 
     def activation_backward(
         self, dy: Rows, h_NJ: Tensor, want_scaled_a: bool, *, overwrite_h: bool
@@ -172,7 +173,8 @@ class Groups:
 
     def each(self, *row_tensors: Tensor) -> Iterator[tuple]:
         """(expert, its rows of each tensor) for the experts that have rows; what a tensor has beyond N is left out."""
-        parts = [tensor[: self.rows].split(self._sizes) for tensor in row_tensors]
+        own = (tensor if tensor.shape[0] == self.rows else tensor[: self.rows] for tensor in row_tensors)
+        parts = [tensor.split(self._sizes) for tensor in own]
         for e, count in enumerate(self.counts):
             if count:
                 yield e, *(part[e] for part in parts)
