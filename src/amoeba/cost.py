@@ -5,7 +5,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
     flops = forward_flops(rows=T * K, hidden=H, intermediate=I) + backward_flops(rows=T * K, hidden=H, intermediate=I)
     tera_per_second = flops / seconds / 1e12
 
-Only matrix products are counted, a multiplication and an addition as two; rows that belong to nobody here cost nothing,
+Only matrix products are counted, a multiplication and an addition as two; rows of sentinels cost nothing,
 so pass the rows that are computed. Whoever states a rate or a size (benchmarks, progress lines, planning) calls these.
 """
 

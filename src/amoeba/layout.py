@@ -27,7 +27,7 @@ class Layout:
     """Sorted rows and their inverse.
 
     order_N:    sorted position -> position in the list of rows as it came
-    slot_row_N: position as it came -> sorted position; N for a row that belongs to nobody here
+    slot_row_N: position as it came -> sorted position; N for the row of a sentinel
     offs_E:     int32, cumulative ends of the experts' rows (no leading 0)
     row_id_N:   sorted position -> row_id
     """

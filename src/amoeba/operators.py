@@ -69,7 +69,7 @@ def define(
                             tensor.
     overwrites_saved:       backward may, so that is_grads_batched=True, which would run it several times, is refused.
     fake_backward:          by default a gradient is like its argument.
-    remedy:                 for whoever asks for second derivatives.
+    remedy:                 what to do instead of asking for second derivatives.
     """
     wanted = [place for place, argument in enumerate(arguments) if argument.differentiable]
     tensors = [place for place, argument in enumerate(arguments) if argument.type.startswith("Tensor")]

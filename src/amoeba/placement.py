@@ -5,7 +5,7 @@
     amoeba.register_placement(MINE)
     amoeba.place_experts(model, "mine")
 
-Placing is making one kind of weights out of resident ones. What a placement does not say of itself nobody asks.
+Placing is making one kind of weights out of resident ones. Others ask the placement, and never where the experts are.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ INTERPRETED = {
         Case(9, 2, Activation("relu"), bias=True, pattern="sentinels", narrow=True, **_FEW),
         Case(9, 2, Activation("relu2"), bias=True, pattern="sentinels", recompute=True, **_FEW),
         Case(9, 2, Activation("silu", gated=False), bias=True, **_FEW),
-        Case(9, 2, Activation("gelu", gated=False), bias=True, pattern="nobody_here", **_FEW),
+        Case(9, 2, Activation("gelu", gated=False), bias=True, pattern="sentinels_alone", **_FEW),
         Case(9, 2, Activation("gelu", gated=False), bias=True, **_FEW),
         Case(9, 2, Activation("gelu", gated=False, limit=0.75), bias=True, **_FEW),
         Case(9, 1, Activation("gelu_tanh", gated=False), pattern="all_on_one", **_FEW),
@@ -200,7 +200,7 @@ INTERPRETED = {
         Case(9, 2, PLAIN_RELU2, pattern="sentinels", recompute=True, lora="all", rank=8, **_FEW),
         Case(9, 2, CLAMPED_SWIGLU, storage="transposed", lora="all", rank=5, **_FEW, **_ODD),
         Case(17, 1, bias=True, pattern="all_on_one", lora="down", rank=5, frozen=True, **_FEW),
-        Case(3, 2, pattern="nobody_here", lora="all", **_FEW),
+        Case(3, 2, pattern="sentinels_alone", lora="all", **_FEW),
         Case(1, 2, lora="gate_up", rank=5, frozen=True, **_FEW),
         Case(0, 2, lora="all"),
     ],
@@ -230,7 +230,7 @@ INTERPRETED_AT_LENGTH = {
         Case(63, 1, bias=True, pattern="all_on_one"),
         Case(63, 8, PLAIN_RELU2, pattern="sentinels", num_experts=8),
         Case(63, 1, bias=True, num_experts=1),
-        Case(63, 2, bias=True, pattern="nobody_here"),
+        Case(63, 2, bias=True, pattern="sentinels_alone"),
         Case(63, 2, bias=True, pattern="zero_weights"),
         Case(63, 2, CLAMPED_SWIGLU, True, "empty_experts", storage="transposed"),
         Case(63, 2, recompute=True, storage="transposed", narrow=True),
@@ -243,7 +243,7 @@ INTERPRETED_AT_LENGTH = {
         Case(31, 2, PLAIN_RELU2, pattern="sentinels", num_experts=4, recompute=True, lora="all", rank=8),
         Case(31, 2, CLAMPED_SWIGLU, num_experts=4, storage="transposed", lora="all", rank=5, **_ODD),
         Case(17, 1, bias=True, pattern="all_on_one", lora="down", rank=5, frozen=True),
-        Case(9, 2, pattern="nobody_here", lora="all"),
+        Case(9, 2, pattern="sentinels_alone", lora="all"),
         Case(1, 8, lora="gate_up", rank=5, frozen=True),
         Case(0, 2, lora="all"),
     ],
@@ -252,7 +252,7 @@ INTERPRETED_AT_LENGTH = {
         Case(1, 8, bias=True),
         Case(31, 2, Activation("gelu_tanh"), bias=True, pattern="sentinels", narrow=True),
         Case(63, 1, CLAMPED_SWIGLU, bias=True, pattern="all_on_one", recompute=True),
-        Case(63, 2, pattern="nobody_here", narrow=True),
+        Case(63, 2, pattern="sentinels_alone", narrow=True),
         Case(63, 2, PLAIN_RELU2, storage="transposed"),
         Case(63, 2, bias=True, pattern="sentinels", **_ODD),
         Case(63, 2, CLAMPED_SWIGLU, bias=True, pattern="empty_experts"),
@@ -357,7 +357,7 @@ class TestTheCases:
         assert {0, 7} & set(ids("empty_experts").unique().tolist()) == set()
         assert ids("all_on_one").unique().numel() == 1
         assert {8, 11, -1, 2**32 + 1} < set(ids("sentinels").unique().tolist())
-        assert not ((ids("nobody_here") >= 0) & (ids("nobody_here") < 8)).any()
+        assert not ((ids("sentinels_alone") >= 0) & (ids("sentinels_alone") < 8)).any()
 
     @pytest.mark.parametrize("case", [c for c in cases() if math.isfinite(c.activation.limit)], ids=lambda c: c.name)
     def test_no_rounding_carries_h_over_a_limit_and_many_are_clamped(self, case):

@@ -3,7 +3,7 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · R LoRA rank
 
 Row buffers carry one spare row at the end, which stands for sentinels (see `sum_rows`). Rows past offs_E[-1] are left
-uninitialised by the product and read by nobody. The product wants rows of a multiple of 16 bytes; LoRA factors of
+uninitialised by the product and never read. The product wants rows of a multiple of 16 bytes; LoRA factors of
 another rank are padded with zeros to the next one, for the length of a pass.
 """
 
@@ -185,7 +185,7 @@ def expert_of_row(rows: int, offs_E: Tensor) -> Tensor:
 
 
 def bias_of_row(bias_EW: Tensor, rows: int, offs_E: Tensor) -> Tensor:
-    """Each sorted row's bias; rows past the last expert's get some bias or other, and are read by nobody."""
+    """Each sorted row's bias; rows past the last expert's get some bias or other, and are never read."""
     return bias_EW[expert_of_row(rows, offs_E).clamp_(max=offs_E.shape[0] - 1)]
 
 

@@ -54,13 +54,13 @@ def activate_rows_backward(
 def sum_rows(rows_NH: Tensor, slot_row_TK: Tensor) -> Tensor:
     """Gather-and-sum: out_t = Σ_k rows[slot_row[t, k]], accumulated in fp32 and in the order of k.
 
-    The last row of `rows` is a spare that stands for slots that belong to nobody here; it is never read.
+    The last row of `rows` is a spare that stands for sentinels; it is never read.
     """
     return F.embedding_bag(slot_row_TK, rows_NH, mode="sum", padding_idx=rows_NH.shape[0] - 1)
 
 
 def slot_gradient(ds_N: Tensor, layout: Layout, weight_TK: Tensor) -> Tensor:
-    """ds of the sorted rows back to (T, K), in the dtype of the weights; 0 for slots that belong to nobody here."""
+    """ds of the sorted rows back to (T, K), in the dtype of the weights; 0 for sentinels."""
     padded = torch.cat((ds_N, ds_N.new_zeros(1)))
     return padded[layout.slot_row_N].view_as(weight_TK).to(weight_TK.dtype)
 

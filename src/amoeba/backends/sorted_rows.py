@@ -6,7 +6,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
     gradients = backward(problem, saved, dy_TH, needs, TorchRows)
 
 A backend brings its `SortedRows`: how it sorts rows by expert (dispatch), what it computes with them, and how it brings
-them back to their tokens (combine). Rows past the last expert's, those of sentinels, are computed by nobody and hold
+them back to their tokens (combine). Rows past the last expert's, those of sentinels, are not computed and hold
 anything.
 """
 

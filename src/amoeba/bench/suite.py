@@ -3,7 +3,7 @@
     reports = run_suite([SHAPES["small"]], torch.device("cpu"), [torch.float32], ["training"], repeats=20)
     reports[0].measurements[0].median_ms
 
-An implementation whose output or one of whose gradients is out of tolerance on the very problem to be timed, or that
+An implementation whose output or one of whose gradients is out of tolerance on the problem that is to be timed, or that
 raises, is refused: it gets no time at all.
 """
 

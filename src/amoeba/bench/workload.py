@@ -127,7 +127,7 @@ def make_workload(
 def _problems(
     inputs: tuple[Tensor, Tensor, Tensor], gate_up: Tensor, down: Tensor, lora: LoraFactors | None, wide: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, ExpertWeights, LoraFactors | None]]:
-    """The arguments of the reference for each expert by itself: the others' ids are nobody's."""
+    """The arguments of the reference for each expert by itself: the others' ids are sentinels."""
     x_TH, expert_TK, weight_TK = inputs
     for e in range(gate_up.shape[0]):
         part = slice(e, e + 1)

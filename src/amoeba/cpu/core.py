@@ -198,7 +198,7 @@ class Core:
 
         Weights are fp32 or bf16, contiguous along the last dimension.
         added_NJ: what each slot's h gets on top; then the activations of the slots (N, I) come beside y, where those of
-        nobody's slots hold anything.
+        sentinels' slots hold anything.
         """
         tokens, hidden = x_TH.shape
         top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]

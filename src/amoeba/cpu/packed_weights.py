@@ -167,7 +167,7 @@ class PackedWeights:
 
     @functools.cached_property
     def transposed(self) -> _Packing:
-        """For rows · W: the very same values again, so that backward differentiates what forward computed."""
+        """For rows · W: the same values again, so that backward differentiates what forward computed."""
         int8, forward = self.kind == "int8", self.forward
         data = _empty_packing(self.kind, self.experts, self.in_features, self.out_features)
         size = self.experts, self.in_features

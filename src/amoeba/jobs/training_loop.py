@@ -185,7 +185,7 @@ class WatchedTrainer(Trainer):
         remedy = f"lower --learning-rate (it is {self.args.learning_rate:g}) in a run with another --out"
         if self.state.global_step == 0:
             remedy = "look at the model and its dtype: nothing has been trained yet"
-        elif whole and self.command == "amoeba train":  # the older: the last may be of the very step that went astray
+        elif whole and self.command == "amoeba train":  # the older: the last may be of the step that went astray
             remedy += f"; it may begin with {shell_words('--model', whole[0])}"
         expected = f"finite numbers (stopped at step {self.state.global_step}; "
         expected += f"kept from before: {kept})" if whole else "there was no checkpoint yet)"

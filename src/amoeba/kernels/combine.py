@@ -5,7 +5,7 @@ T tokens · K experts per token · N = T·K routed rows · H hidden
     combine(rows_NH, slot_row_TK, weight_TK, y_TH)            # y[t] = Σ_k weight[t, k] · rows[slot_row[t, k]]
     slot_gradient(ds_N, slot_row_TK, None, d_weight_TK)       # d_weight[t, k] = ds[slot_row[t, k]]
 
-`slot_row_TK` holds sorted rows, and N for a slot that belongs to nobody: such a slot is not read and adds
+`slot_row_TK` holds sorted rows, and N for a sentinel: such a slot is not read and adds
 nothing. Row buffers have N rows or more, contiguous inside (stride 1), with any stride between them.
 """
 
@@ -54,7 +54,7 @@ def _combine(
         for step in tl.static_range(AT_ONCE):  # unrolled: the loads do not wait for one another
             slot = token * K + first + step
             row = tl.load(slot_row + slot, mask=first + step < K, other=num_rows).to(tl.int64)
-            width = tl.where(row < num_rows, H, 0)  # a row of nobody has no columns
+            width = tl.where(row < num_rows, H, 0)  # the row of a sentinel has no columns
             values = tl.load(rows + row * ROW_STRIDE + column, mask=column < width, other=0.0).to(tl.float32)
             if HAS_WEIGHT:
                 values *= tl.load(weight + slot, mask=row < num_rows, other=0.0).to(tl.float32)
@@ -105,7 +105,7 @@ def _slot_gradient(ds, slot_row, extra, out, num_rows, HAS_EXTRA: tl.constexpr, 
 
 
 def slot_gradient(ds_N: Tensor, slot_row_TK: Tensor, extra_TK: Tensor | None, out_TK: Tensor) -> Tensor:
-    """out[t, k] = ds[slot_row[t, k]] + extra[t, k]; 0 for slots that belong to nobody."""
+    """out[t, k] = ds[slot_row[t, k]] + extra[t, k]; 0 for sentinels."""
     rows = slot_row_TK.numel()
     fit = slot_row_TK.is_contiguous() and out_TK.is_contiguous() and ds_N.is_contiguous() and out_TK.numel() == rows
     fit = fit and (extra_TK is None or (extra_TK.is_contiguous() and extra_TK.numel() == rows))

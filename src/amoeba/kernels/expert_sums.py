@@ -202,12 +202,12 @@ def _bias_dot(
         address = bias + expert[:, None] * BIAS_STRIDE + column[None, :]
         values = tl.load(address, mask=owned[:, None] & inside[None, :], other=0.0).to(tl.float32)
         total += gradient[None, :] * values
-    dot = tl.where(owned, tl.sum(total, axis=1), 0.0)  # an infinite dy times the 0 of a slot that nobody owns is NaN
+    dot = tl.where(owned, tl.sum(total, axis=1), 0.0)  # an infinite dy times the 0 of a sentinel is NaN
     tl.store(out + token * K + slot, dot, mask=slot < K)
 
 
 def bias_dot(dy_TH: Tensor, down_bias_EH: Tensor, expert_TK: Tensor) -> Tensor:
-    """<dy[t], bias[expert[t, k]]> as (T, K) in fp32; 0 for slots that belong to nobody.
+    """<dy[t], bias[expert[t, k]]> as (T, K) in fp32; 0 for sentinels.
 
     The biases of all experts stay in the L2 cache; what bounds this is reading K of them from there per row of dy.
     """

@@ -6,10 +6,10 @@ C = E rounded up to a power of two
     order_N, slot_row_N, offs_E = sort_rows(expert_TK, num_experts=E)
 
 order_N:    int32, sorted position -> position in the list of rows as it came
-slot_row_N: int32, position as it came -> sorted position; N for a row that belongs to nobody here
+slot_row_N: int32, position as it came -> sorted position; N for the row of a sentinel
 offs_E:     int32, cumulative ends of the experts' rows (no leading 0)
 
-Rows of one expert keep their order. Rows whose id lies outside [0, E) belong to nobody and follow behind offs_E[-1],
+Rows of one expert keep their order. Rows whose id lies outside [0, E), those of sentinels, follow behind offs_E[-1],
 in order too. The values are exactly those of `build_layout`, whose maps are int64.
 
 The first launch counts each block's rows per expert, the second adds these up over the blocks, and in the third each
@@ -80,7 +80,7 @@ def partition(rows: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _load_tile(expert_N, first_row, rows, EXPERTS: tl.constexpr, TILE: tl.constexpr):
-    """The ids of a tile (0 for rows of nobody), which of them are owned, and which lie inside the list."""
+    """The ids of a tile (0 for sentinels), which of them are owned, and which lie inside the list."""
     row = first_row + tl.arange(0, TILE)
     inside = row < rows
     expert = tl.load(expert_N + row, mask=inside, other=-1)
@@ -147,7 +147,7 @@ def _place_rows(
     for tile in range(tiles):
         first_row = (block * tiles + tile) * TILE
         expert, owned, inside = _load_tile(expert_N, first_row, rows, EXPERTS, TILE)
-        # behind all experts the rows of nobody, behind these what lies past the end of the list
+        # behind all experts the rows of sentinels, behind these what lies past the end of the list
         bin = tl.where(owned, expert, tl.where(inside, BINS, BINS + 1))
         key = tl.sort(bin * TILE + rank)
         bin = key // TILE

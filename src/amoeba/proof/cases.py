@@ -24,7 +24,7 @@ from amoeba.config import Activation, ActivationKind
 from amoeba.proof.reference import experts as reference
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 
-Pattern = Literal["random", "empty_experts", "all_on_one", "sentinels", "nobody_here", "zero_weights"]
+Pattern = Literal["random", "empty_experts", "all_on_one", "sentinels", "sentinels_alone", "zero_weights"]
 Storage = Literal["plain", "transposed"]
 Lora = Literal["none", "all", "gate_up", "down", "up"]
 
@@ -144,7 +144,7 @@ def _cross_product() -> Iterator[Case]:
     for activation, bias, top_k in itertools.product(ACTIVATIONS, (False, True), (1, 2, 8)):
         yield Case(0, top_k, activation, bias)
         for tokens, pattern in itertools.product((1, 63, 199), get_args(Pattern)):
-            if top_k == 2 or pattern not in ("nobody_here", "zero_weights"):
+            if top_k == 2 or pattern not in ("sentinels_alone", "zero_weights"):
                 yield Case(tokens, top_k, activation, bias, pattern, *_widths(tokens))
 
 
@@ -177,7 +177,7 @@ def _lora_variants() -> Iterator[Case]:
         yield Case(63, 2, activation, True, "empty_experts", storage="transposed", lora="all", rank=5)
         yield Case(63, 2, activation, True, "sentinels", recompute=True, narrow=True, lora="all", frozen=True)
     yield Case(63, 2, lora="up", frozen=True)
-    yield Case(63, 2, pattern="nobody_here", lora="all", frozen=True)
+    yield Case(63, 2, pattern="sentinels_alone", lora="all", frozen=True)
     yield Case(63, 2, bias=True, hidden=31, intermediate=23, lora="all", rank=5)
     yield Case(7, 4, SILU, True, "sentinels", hidden=512, intermediate=256, lora="all", rank=16, frozen=True)
     for activation in ACTIVATIONS:  # widths of whole blocks of 64, as the fastest GPU kernels want them
@@ -217,7 +217,7 @@ def _variants() -> Iterator[Case]:
     yield Case(
         399, 2, CLAMPED_SWIGLU, True, "sentinels", hidden=320, intermediate=192, storage="transposed", narrow=True
     )
-    yield Case(399, 2, SILU, pattern="nobody_here", hidden=128, intermediate=64)
+    yield Case(399, 2, SILU, pattern="sentinels_alone", hidden=128, intermediate=64)
     yield Case(199, 1, SILU, bias=True, num_experts=1)
     # decoding: few tokens, rows of many whole vectors
     yield Case(1, 4, SILU, hidden=512, intermediate=256, num_experts=32)
@@ -342,11 +342,11 @@ def _expert_ids(case: Case, generator: torch.Generator) -> Tensor:
         busy = torch.arange(1, max(num_experts - 1, 2), 2, dtype=torch.int64, device=device) % num_experts
         return busy[choice(len(busy))].to(dtype)
     expert_TK = uniform(num_experts).argsort(dim=1)[:, :top_k].to(dtype)
-    if case.pattern in ("sentinels", "nobody_here"):
+    if case.pattern in ("sentinels", "sentinels_alone"):
         # the last one turns into an expert's id where somebody cuts it down to 32 bits
         outside = [num_experts, num_experts + 3, -1] + ([] if case.narrow else [2**32 + 1])
         drawn_TK = torch.tensor(outside, dtype=dtype, device=device)[choice(len(outside))]
-        if case.pattern == "nobody_here":
+        if case.pattern == "sentinels_alone":
             return drawn_TK
         return torch.where(uniform(top_k) < 0.4, drawn_TK, expert_TK)
     return expert_TK

@@ -180,7 +180,7 @@ def _error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float
     found = found.detach().cpu().double()
     if not found.isfinite().all():
         return math.inf
-    # An expert without rows, a token without experts, a slot of nobody's: their zeros are exact, not small.
+    # An expert without rows, a token without experts, a sentinel: their zeros are exact, not small.
     nothing = truth == 0 if truth.dim() < 3 and name == "weight" else (truth == 0).flatten(1).all(1)
     if found[nothing].count_nonzero():
         return math.inf

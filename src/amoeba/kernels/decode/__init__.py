@@ -16,7 +16,7 @@ by expert   up and down: one program per (touched expert, columns), the expert's
             cores, weights as the left operand; then a launch that sums over k. 3 launches, weights read once (the
             second and later chunks of an expert with more than `rows` slots find them in the L2 cache, mostly).
 
-Slots whose id lies outside [0, E) belong to nobody: their rows of the buffers are neither written nor read, and they
+Slots whose id lies outside [0, E) are sentinels: their rows of the buffers are neither written nor read, and they
 add nothing. Sums are in fp32 and in a fixed order: bitwise equal from run to run. No host synchronisation, and grids
 follow from shapes alone: all of it can be captured in a CUDA graph. The weights' two inner strides are free; one of
 them must be 1 for speed (rows of W1 and W2 contiguous as in transformers is the fastest).

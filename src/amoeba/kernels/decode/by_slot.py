@@ -177,7 +177,7 @@ def _down_by_token(
         expert = tl.load(expert_TK + slot)
         owned = (expert >= 0) & (expert < E)
         expert = expert.to(tl.int64)
-        scale = tl.where(owned, tl.load(weight_TK + slot).to(tl.float32), 0.0)  # nobody's weight may be NaN
+        scale = tl.where(owned, tl.load(weight_TK + slot).to(tl.float32), 0.0)  # a sentinel's weight may be NaN
         depth_ok = i < tl.where(owned, I, 0)
         pointers = rows + expert * stride_e + i.to(tl.int64)[None, :] * stride_i
         tile = load_tile(pointers, row_ok, depth_ok, EVEN_H, False, "evict_first")
