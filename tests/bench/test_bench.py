@@ -22,7 +22,7 @@ from amoeba.bench.ceilings import Ceilings, Product, Size, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_new
 from amoeba.bench.implementation import Implementation
 from amoeba.bench.implementations import LOOP, THROUGH_TRANSFORMERS, TRANSFORMERS, implementations
-from amoeba.bench.memory import peak_bytes, watch_kept
+from amoeba.bench.memory import peak_bytes, watch_saved
 from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
 from amoeba.bench.suite import run_suite
 from amoeba.bench.timing import Timing, time_in_turns
@@ -163,7 +163,7 @@ def test_peak_of_known_allocations():
 def test_kept_counts_a_storage_once_and_leaves_out_what_is_named():
     parameter = torch.randn(100, 10, requires_grad=True)
     x = torch.randn(50, 100, requires_grad=True)
-    with watch_kept() as kept:
+    with watch_saved() as kept:
         (x[:20] @ parameter).sum() + (x[20:] @ parameter).sum()
     assert kept.bytes_without([parameter]) == x.nbytes
     assert kept.bytes_without([]) == x.nbytes + parameter.nbytes

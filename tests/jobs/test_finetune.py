@@ -33,7 +33,7 @@ from amoeba.data.corpus import load_corpus
 from amoeba.data.token_rows import NO_LABEL, PackedDataset
 from amoeba.data.tokenizer import train_tokenizer
 from amoeba.integrations.placement import Placed, place_experts
-from amoeba.jobs.finetune import AdapterKept, finetune
+from amoeba.jobs.finetune import AdapterAlone, finetune
 from amoeba.jobs.merge import merge
 from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import FinetuneSettings, load_settings
@@ -126,7 +126,7 @@ def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batch(packed: bool, 
         made = settings(tmp_path, base, data, batch_size=batch_size)
         rows = Rows(held_out, held_out, functools.partial(pad_rows, padding=0), 1)
         trainer = make_trainer(
-            model, tokenizer, rows, made, 1, tmp_path, Quiet(), torch.float32, AdapterKept(), "amoeba finetune"
+            model, tokenizer, rows, made, 1, tmp_path, Quiet(), torch.float32, AdapterAlone(), "amoeba finetune"
         )
         loss = trainer.evaluate()["eval_loss"]
         assert trainer.run_log.last_evaluation == (0, loss)

@@ -1,8 +1,8 @@
 """Bytes: what lives from forward to backward, and the most that a step has allocated at any time.
 
-    with watch_kept() as kept:
+    with watch_saved() as saved:
         y_TH = run()
-    kept.bytes_without(parameters)
+    saved.bytes_without(parameters)
     peak = peak_bytes(step, torch.device("cpu"))    # above what was allocated before
 
 What a kernel takes from the system behind torch's allocator is seen by neither.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @dataclass
-class Kept:
+class SavedTensors:
     """The tensors that autograd has saved; they are held, so that no address is given out twice."""
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -32,16 +32,16 @@ class Kept:
 
 
 @contextmanager
-def watch_kept() -> Iterator[Kept]:
+def watch_saved() -> Iterator[SavedTensors]:
     """Sees what autograd saves for the backward of all that runs inside."""
-    kept = Kept()
+    saved = SavedTensors()
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.tensors.append(tensor)
+        saved.tensors.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
+        yield saved
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from amoeba import cost
 from amoeba.bench.implementation import Implementation
 from amoeba.bench.implementations import PEERS, chosen_by_auto, implementations
-from amoeba.bench.memory import peak_bytes, watch_kept
+from amoeba.bench.memory import peak_bytes, watch_saved
 from amoeba.bench.shapes import Shape
 from amoeba.bench.timing import Step, Timing, graph_ms, time_in_turns
 from amoeba.bench.workload import Workload, make_workload
@@ -184,7 +184,7 @@ def _check(candidate: Implementation, workload: Workload, training: bool, tolera
     refused = Measurement(candidate.name, candidate.ours, "refused")
     workload.clear_gradients()
     try:
-        with torch.set_grad_enabled(training), watch_kept() as kept:
+        with torch.set_grad_enabled(training), watch_saved() as kept:
             y_TH = candidate.run()
         found: dict[str, Tensor] = {"output": y_TH}
         if training:

@@ -49,7 +49,7 @@ class FinetuneReport(RunReport):
     experts: str  # where they were kept
 
 
-class AdapterKept:
+class AdapterAlone:
     """A checkpoint's part of the model: the adapter."""
 
     name = ADAPTER_FOLDER
@@ -96,7 +96,7 @@ def _finetune(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # the run has one of its own
-    kept = AdapterKept()
+    kept = AdapterAlone()
     if resume and not start_from:
         names = {"adapter": str(folder / kept.name)}
         ended = finished_run(folder, settings, kept.name, COMMAND, FinetuneReport, names)

@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     tokens_per_row: float
 
 
-class Kept(Protocol):
+class Artifact(Protocol):
     """What of a model a run keeps: in each checkpoint, and at the end in the folder `name` of the run."""
 
     name: str
@@ -79,7 +79,7 @@ class WatchedTrainer(Trainer):
     """Stages each checkpoint beside its place and renames it when it is whole."""
 
     run_log: RunLog
-    kept: Kept
+    kept: Artifact
     command: str  # that goes on with this run
     folder: Path  # of the run
     budget: TimeBudget | None = None
@@ -227,7 +227,7 @@ def make_trainer(
     folder: Path,
     console: Any,
     autocast: torch.dtype,
-    kept: Kept,
+    kept: Artifact,
     command: str,
 ) -> WatchedTrainer:
     arguments = TrainingArguments(

@@ -5,9 +5,9 @@ T tokens · K experts per token · N = T·K routed rows · E experts · I interm
     activate(h_NJ, activation, a_NI, offs_E)                        # a = act(h); with bias_EJ also h += bias
     ds_N = activate_backward(da_NI, h_NJ, weight_TK, order_N, activation, dh_NJ, scaled_a_NI, offs_E)
 
-Everything is computed in fp32 and rounded once. Rows from offs_E[-1] on are those of sentinels: they are neither computed nor
-written (ds_N is 0 there). Rows are contiguous inside (stride 1), their stride is free. In the backward `dh_NJ` may be
-`h_NJ` and `scaled_a_NI` may be `da_NI`.
+Everything is computed in fp32 and rounded once. Rows from offs_E[-1] on are those of sentinels: they are neither
+computed nor written (ds_N is 0 there). Rows are contiguous inside (stride 1), their stride is free. In the backward
+`dh_NJ` may be `h_NJ` and `scaled_a_NI` may be `da_NI`.
 """
 
 from __future__ import annotations
