@@ -223,7 +223,9 @@ def _transformers_modules(workload: Workload) -> dict[str, Callable[[], Tensor]]
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"
+    from amoeba.integrations.transformers import register
+
+    register()
 
     def forward_of(implementation: str) -> Callable[[], Tensor]:
         config: Any = Qwen3MoeConfig(

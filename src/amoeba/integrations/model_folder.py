@@ -92,7 +92,9 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
     """dtype: None for the checkpoint's own."""
     from transformers import AutoModelForCausalLM
 
-    import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"
+    from amoeba.integrations.transformers import register
+
+    register()
 
     if Path(name).is_dir():
         has_weights(Path(name))

@@ -71,7 +71,9 @@ def place_experts(
         load = load._replace(top_k=top_k or min(load.top_k, max(size.experts for size in sizes)))
         owned = (p for module in modules.values() for p in module.parameters() if not p.is_cuda)
         placed = placed._replace(plans=chosen.check_memory(sizes, load, sum(p.nbytes for p in owned)))
-    import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"
+    from amoeba.integrations.transformers import register
+
+    register()
 
     model.set_experts_implementation("amoeba")  # type: ignore[operator]  # nothing else finds them there
     for module in modules.values():

@@ -69,11 +69,11 @@ def _train(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    import amoeba
     from amoeba.integrations.coverage import check_coverage
+    from amoeba.integrations.transformers import register
     from amoeba.jobs.training_loop import Rows, WholeModel, make_trainer, run_to_end
 
-    amoeba.register()
+    register()
     transformers_logging.disable_progress_bar()  # the run has one of its own
     kept = WholeModel()
     if resume and not start_from:

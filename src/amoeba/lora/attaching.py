@@ -134,7 +134,9 @@ def prepare(model: nn.Module) -> None:
             f"{type(model).__name__}, " + (f"whose {others} compute for themselves" if others else "which has none"),
             "use PEFT itself for such models",
         )
-    import amoeba.integrations.transformers  # noqa: F401  registers "amoeba"
+    from amoeba.integrations.transformers import register
+
+    register()
 
     model.set_experts_implementation("amoeba")  # type: ignore[operator]
 
