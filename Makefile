@@ -42,7 +42,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports --quiet
+	$(BIN)/lint-imports --no-logo
 
 # The documentation site, into build/docs; a broken link or page fails (with --quiet it would not).
 docs: $(DOCS_INSTALLED)
