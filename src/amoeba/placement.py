@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from amoeba.config import Activation
 from amoeba.weights import AnyExperts, ExpertWeights
-
-if TYPE_CHECKING:
-    from amoeba.backends.backend import Backend
 
 
 class LayerSizes(NamedTuple):
@@ -64,7 +61,7 @@ class Placement:
     name:       as `place_experts` and the commands' --experts take it.
     summary:    where experts are then, as the end of "experts ...".
     make:       the placed experts, out of resident ones, which may go afterwards.
-    backends:   what computes with them; registered with the placement.
+    backends:   what computes with them (amoeba.Backend); registered with the placement.
     tolerances: for each dtype that x may have, what `amoeba verify` allows.
     why_not:    why not on this machine, or None.
     home:       where resident weights have to be to be placed; None: anywhere.
@@ -81,7 +78,7 @@ class Placement:
     summary: str
     make: Callable[[ExpertWeights], AnyExperts]
     tolerances: Mapping[torch.dtype, Tolerance]
-    backends: Sequence[Backend] = ()
+    backends: Sequence[Any] = ()
     why_not: Callable[[], str | None] = lambda: None
     home: torch.device | None = None
     x_from: Sequence[str] = ("cpu", "cuda")
