@@ -55,6 +55,19 @@ def addresses_outside_the_accessor(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, "take addresses with amoeba.cpu.pointers, which checks what is there"
 
 
+def private_names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        names = [node.module or "", *(each.name for each in node.names)] if isinstance(node, ast.ImportFrom) else [""]
+        if names[0].split(".")[0] == "torch" and any(part.startswith("_") for part in ".".join(names).split(".")):
+            yield node.lineno, "ask amoeba.torch_internals for what torch has no public name for"
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            inner: ast.expr = node
+            while isinstance(inner, ast.Attribute):
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id in ("torch", "forward_ad"):
+                yield node.lineno, "ask amoeba.torch_internals for what torch has no public name for"
+
+
 def asserts_that_guard(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and not narrows(node.test):
@@ -84,6 +97,12 @@ def test_addresses_are_taken_by_the_checked_accessor_alone() -> None:
     assert not found, "\n".join(found)
 
 
+def test_private_names_of_torch_are_used_in_one_file_alone() -> None:
+    others = [path for path in files() if path.name != "torch_internals.py"]
+    found = [line for path in others for line in broken_rules(path, private_names_of_torch)]
+    assert not found, "\n".join(found)
+
+
 def test_no_assert_guards_memory_or_input() -> None:
     found = [line for path in files() for line in broken_rules(path, asserts_that_guard)]
     assert not found, "\n".join(found)
@@ -100,6 +119,9 @@ def test_no_assert_guards_memory_or_input() -> None:
         (allocations_without_dtype_or_device, "from torch import Tensor, zeros"),
         (addresses_outside_the_accessor, "call(x.data_ptr())"),
         (addresses_outside_the_accessor, "map(Tensor.data_ptr, tensors)"),
+        (private_names_of_torch, "torch._C._len_torch_dispatch_stack()"),
+        (private_names_of_torch, "torch.cuda._sleep(3)"),
+        (private_names_of_torch, "from torch.utils._pytree import tree_leaves"),
         (asserts_that_guard, "assert x.stride(1) == 1"),
         (asserts_that_guard, "assert x is not None and x.dim() == 2"),
         (asserts_that_guard, "assert x is not None or y"),
@@ -114,6 +136,7 @@ def test_the_rules_see_what_breaks_them(rule, code: str) -> None:
     [
         (allocations_without_dtype_or_device, "torch.empty(3, dtype=d, device=x.device)"),
         (allocations_without_dtype_or_device, "torch.empty_like(x); x.new_zeros(3); tl.zeros((3,), tl.float32)"),
+        (private_names_of_torch, "f'{torch.__version__}'; torch.empty_like(x); module._modules"),
         (asserts_that_guard, "assert x is not None and isinstance(y, Tensor)"),
     ],
 )

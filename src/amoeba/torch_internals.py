@@ -8,6 +8,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "TorchDispatchMode",
+    "constant_when_traced",
+    "graph_is_freed",
+    "has_dispatch_mode",
+    "inside_backward",
+    "is_batch_of_gradients",
+    "occupy_gpu",
+    "transformed",
+    "tree_leaves",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,3 +55,8 @@ def inside_backward() -> bool:
 def graph_is_freed() -> bool:
     """Whether a backward is under way after which what was saved for it is gone (no retain_graph)."""
     return inside_backward() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def occupy_gpu(cycles: int) -> None:
+    """Lets the GPU spin for so long, so that what is enqueued meanwhile starts without gaps."""
+    torch.cuda._sleep(cycles)

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from amoeba.torch_internals import occupy_gpu
+
 Step = Callable[[Callable[[], None]], None]
 
 # Rounds go on beyond `repeats` until this much time has passed, for steps of microseconds ...
@@ -123,7 +125,7 @@ def _measure_on_gpu(device: torch.device) -> Callable[[Step], tuple[tuple[float,
             marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()
 
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        occupy_gpu(_HEAD_START_CYCLES)
         others.sum()
         started = time.perf_counter()
         step(mark)

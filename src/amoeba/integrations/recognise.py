@@ -21,13 +21,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import activations
 
 from amoeba.config import Activation, ActivationKind
 from amoeba.proof.reference.experts import activate, activate_backward, join_gate_up, split_gate_up
-from amoeba.torch_internals import constant_when_traced
+from amoeba.torch_internals import TorchDispatchMode, constant_when_traced, tree_leaves
 
 logger = logging.getLogger("amoeba")
 

@@ -1,0 +1,70 @@
+"""What torch has no public name for answers as we believe; a new version of torch that does not fails here first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from amoeba import torch_internals
+from amoeba.torch_internals import TorchDispatchMode
+
+
+class Noted(torch.autograd.Function):
+    """Notes in backward what `ask` says there."""
+
+    answers: list[object] = []  # noqa: RUF012
+    ask = staticmethod(lambda dy: None)
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        Noted.answers.append(Noted.ask(dy))
+        return dy
+
+
+def answers(ask, **options: bool) -> list[object]:
+    Noted.answers, Noted.ask = [], staticmethod(ask)
+    x = torch.ones(3, requires_grad=True)
+    dy = torch.ones(2, 3) if options.get("is_grads_batched") else torch.ones(3)
+    torch.autograd.grad(Noted.apply(x), x, dy, **options)
+    return Noted.answers
+
+
+def test_transforms_and_forward_mode_are_seen() -> None:
+    assert not torch_internals.transformed()
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(torch_internals.transformed())
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(3))
+    with torch.autograd.forward_ad.dual_level():
+        function(torch.ones(3))
+    assert seen == [True, True] and not torch_internals.transformed()
+
+
+def test_a_dispatch_mode_is_seen_and_a_function_mode_is_not() -> None:
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    with Watching():
+        assert torch_internals.has_dispatch_mode()
+    with TorchFunctionMode():
+        assert not torch_internals.has_dispatch_mode()
+
+
+def test_backward_knows_that_it_is_one_and_whether_the_graph_goes() -> None:
+    assert not torch_internals.inside_backward() and not torch_internals.graph_is_freed()
+    assert answers(lambda dy: (torch_internals.inside_backward(), torch_internals.graph_is_freed())) == [(True, True)]
+    assert answers(lambda dy: torch_internals.graph_is_freed(), retain_graph=True) == [False]
+
+
+def test_a_batch_of_gradients_is_seen() -> None:
+    assert answers(torch_internals.is_batch_of_gradients) == [False]
+    assert answers(torch_internals.is_batch_of_gradients, is_grads_batched=True) == [True]
