@@ -18,7 +18,7 @@ AMOEBA := $(YIELDING) $(BIN)/amoeba
 # with LoRA, and asks it one. Five minutes on two cores with set-up: the faster the machine, the more steps fit in.
 demo: $(INSTALLED)
 	rm -rf $(DEMO) $(DEMO)-finetuned
-	$(AMOEBA) train --model demo --minutes 1.8 --batch-size 4 --out $(DEMO)
+	$(AMOEBA) train --model demo --minutes 1.8 --batch-size 4 --learning-rate 1.5e-3 --out $(DEMO)
 	$(AMOEBA) report $(DEMO)
 	$(AMOEBA) generate $(DEMO)/model "The with statement" --max-new-tokens 80 --temperature 0.7 --seed 0
 	$(BIN)/python examples/make_instructions.py $(DEMO)-instructions.jsonl
