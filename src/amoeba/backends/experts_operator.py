@@ -98,21 +98,20 @@ class ExpertsOperator:
         if nobody_watches(problem.x_TH, *problem.weights.tensors(), *factors):
             if save == "nothing":
                 return self.forward(problem, save)[0]
-            scaling = 1.0 if lora is None else lora.scaling
+            scaling = None if lora is None else lora.scaling
             # a handle does not keep alive what it stands for
             owner = problem.weights if issubclass(self.kind, ExpertsByHandle) else None
             return _Direct.apply(self, owner, save, problem.weights.constants(), scaling, *problem.tensors())
         return self._operator(*self._flat(problem), *(() if self.traced is None else (save == "h",)))[0]
 
     def problem(
-        self, tensors: Sequence[Any], constants: tuple[Any, ...], scaling: float, weights: Any = None
+        self, tensors: Sequence[Any], constants: tuple[Any, ...], scaling: float | None, weights: Any = None
     ) -> Problem:
-        """Of an operator's arguments; weights: where they are at hand."""
+        """Of an operator's arguments; scaling: None without LoRA; weights: where they are at hand."""
         x, expert, weight = tensors[:3]
-        own, factors = tensors[3 : -len(LORA_NAMES)], tensors[-len(LORA_NAMES) :]
-        lora = None
-        if any(factor is not None for factor in factors):
-            gate_a, gate_b, up_a, up_b, down_a, down_b = factors
+        own, lora = tensors[3 : -len(LORA_NAMES)], None
+        if scaling is not None:
+            gate_a, gate_b, up_a, up_b, down_a, down_b = tensors[-len(LORA_NAMES) :]
             lora = LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, scaling)
         if weights is None:
             weights = self.kind.of(own, constants)  # type: ignore[attr-defined]
@@ -142,7 +141,8 @@ class ExpertsOperator:
     def _of_arguments(self, arguments: tuple) -> Problem:
         tensors, rest = arguments[: len(self._tensors)], arguments[len(self._tensors) :]
         constants, scaling = (rest[:-1], rest[-1]) if self.traced is None else (rest[:-2], rest[-2])
-        return self.problem(tensors, tuple(constants), scaling)
+        has_lora = any(factor is not None for factor in tensors[-len(LORA_NAMES) :])
+        return self.problem(tensors, tuple(constants), scaling if has_lora else None)
 
     def _traced_forward(self, *arguments: Any) -> Sequence[Tensor]:
         problem = self._of_arguments(arguments)
@@ -211,13 +211,17 @@ class _Direct(torch.autograd.Function):
         owner: Any,
         save: Save,
         constants: tuple,
-        scaling: float,
+        scaling: float | None,
         *tensors: Tensor | None,
     ) -> Tensor:
         y_TH, saved = operator.forward(operator.problem(tensors, constants, scaling, owner), save)
         # Saved as tensors, all of it is freed by backward, and activation checkpointing can drop it.
         kept: list[Tensor] = []
-        ctx.saved_structure = _without_tensors(saved, kept)
+        if isinstance(saved, Saved):  # the short way for the usual structure
+            ctx.saved_structure = Saved
+            kept += saved
+        else:
+            ctx.saved_structure = _without_tensors(saved, kept)
         ctx.operator, ctx.constants, ctx.scaling, ctx.inputs = operator, constants, scaling, len(tensors)
         ctx.owner = owner
         ctx.save_for_backward(*tensors, *kept)
@@ -231,7 +235,8 @@ class _Direct(torch.autograd.Function):
             return (None,) * (others + ctx.inputs)
         kept = ctx.saved_tensors  # activation checkpointing gives them out once
         tensors = kept[: ctx.inputs]
-        saved = _with_tensors(ctx.saved_structure, kept[ctx.inputs :])
+        structure, rest = ctx.saved_structure, kept[ctx.inputs :]
+        saved = Saved(*rest) if structure is Saved else _with_tensors(structure, rest)
         problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)
         needs = operator.needs(ctx.needs_input_grad[others:])
         refuse_batched(f"amoeba::{operator.name}", dy_TH)
