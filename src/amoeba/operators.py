@@ -74,17 +74,17 @@ def define(
     wanted = [place for place, argument in enumerate(arguments) if argument.differentiable]
     tensors = [place for place, argument in enumerate(arguments) if argument.type.startswith("Tensor")]
     others = [place for place in range(len(arguments)) if place not in tensors]
-    count, parts = len(arguments), (len(arguments), len(saved), differentiable_results)
-    given = ", ".join(str(argument) for argument in arguments)
+    count = len(arguments)
+    schema = ", ".join(str(argument) for argument in arguments)
     of_results = [f"Tensor saved_{results[place]}" for place in saved]
     of_gradients = [f"Tensor? d_{result}" for result in results[:differentiable_results]]
-    taken = ", ".join((given, *of_results, *of_gradients, f"bool[{len(wanted)}] needs"))
-    _library.define(f"{name}({given}) -> ({', '.join(['Tensor'] * len(results))})")
+    taken = ", ".join((schema, *of_results, *of_gradients, f"bool[{len(wanted)}] needs"))
+    _library.define(f"{name}({schema}) -> ({', '.join(['Tensor'] * len(results))})")
     _library.define(f"{name}_backward({taken}) -> ({', '.join(['Tensor'] * len(wanted))})")
 
     def run_backward(compute: Callable[..., Gradients]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            given, kept, gradients = _split(args, parts)
+            given, kept, gradients = args[:count], args[count : count + len(saved)], args[count + len(saved) : -1]
             empty = next(given[place] for place in tensors if given[place] is not None).new_empty
             found = compute(given, kept, gradients, args[-1])
             return _unpacked([empty(0) if gradient is None else gradient for gradient in found])
@@ -138,11 +138,6 @@ def define(
     call_backward = once(name, getattr(torch.ops.amoeba, f"{name}_backward").default, _library, remedy)
     call = differentiable(name, getattr(torch.ops.amoeba, name).default, remember, differentiate, _library)
     return Operator(name, lambda *args: _packed(call(*args)), lambda *args: _packed(call_backward(*args)))
-
-
-def _split(args: tuple, parts: tuple[int, int, int]) -> tuple[tuple, Tensors, Gradients]:
-    arguments, saved, _ = parts
-    return args[:arguments], args[arguments : arguments + saved], args[arguments + saved : -1]
 
 
 def _unpacked(found: Sequence[Tensor]) -> Any:

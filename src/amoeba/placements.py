@@ -1,7 +1,7 @@
 """The placements there are, by name.
 
 register_placement(MINE)
-placement_named("cpu-int8").make(weights)
+packed = placement_named("cpu-int8").make(weights)
 """
 
 from __future__ import annotations

@@ -33,11 +33,15 @@ class Explanation(NamedTuple):
     backend: Backend | None
     refused: dict[str, str]
 
+    @property
+    def reasons(self) -> str:
+        """Why not those that were preferred; empty if none was."""
+        return "; ".join(f"{name} {reason}" for name, reason in self.refused.items())
+
     def __str__(self) -> str:
-        because = "; ".join(f"{name} {reason}" for name, reason in self.refused.items())
         if self.backend is None:
-            return f"no backend: {because}"
-        return f"{self.backend.name}, {self.backend.summary}" + (f" ({because})" if because else "")
+            return f"no backend: {self.reasons}"
+        return f"{self.backend.name}, {self.backend.summary}" + (f" ({self.reasons})" if self.refused else "")
 
 
 def register_backend(backend: Backend) -> None:
@@ -94,27 +98,26 @@ def choose(name: str, request: Request) -> Backend:
 
 
 def _choose_auto(request: Request) -> Backend:
-    backend, refused = explain(request)
-    if backend is None:
-        reasons = "; ".join(f"{name} {reason}" for name, reason in refused.items())
+    explanation = explain(request)
+    if explanation.backend is None:
         raise bad_value(
             "backend",
             "at least one that serves this request",
-            reasons or f"no backend for {_described(request)}",
+            explanation.reasons or f"no backend for {_described(request)}",
             "change the weights' dtype or placement, or register a backend for them (amoeba.register_backend)",
         )
     if not torch.compiler.is_compiling():
-        _announce(backend, refused, request)
-    return backend
+        _announce(explanation, request)
+    return explanation.backend
 
 
 def _described(request: Request) -> str:
     return f"{request.weights.placement} weights ({type(request.weights).__name__})"
 
 
-def _announce(backend: Backend, refused: dict[str, str], request: Request) -> None:
-    weights = request.weights
-    key = f"{backend.name} {weights.placement} {weights.device.type} {weights.dtype}"
+def _announce(explanation: Explanation, request: Request) -> None:
+    weights, name = request.weights, explanation.backend.name if explanation.backend else ""
+    key = f"{name} {weights.placement} {weights.device.type} {weights.dtype}"
     if key not in _announced:
         _announced.add(key)
         logger.info(
@@ -122,6 +125,6 @@ def _announce(backend: Backend, refused: dict[str, str], request: Request) -> No
             weights.dtype,
             weights.device,
             "" if weights.placement == "resident" else f", {weights.placement}",
-            backend.name,
-            f" ({'; '.join(f'{name} {reason}' for name, reason in refused.items())})" if refused else "",
+            name,
+            f" ({explanation.reasons})" if explanation.refused else "",
         )

@@ -8,6 +8,7 @@ no instructions for it. What `combine` reads has one spare row at the end, which
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -83,15 +84,15 @@ class RowsInTorch(SortedRows):
             self.add_through_bias(ds_N, dy)
         return slot_gradient(ds_N, self.layout, self.problem.weight_TK)
 
+    @abstractmethod
     def add_through_bias(self, ds_N: Tensor, dy: Rows) -> None:
         """ds += <dy, bias of down>."""
-        raise NotImplementedError
 
-    def multiply(self, rows: Rows, matrix_EIO: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def multiply(self, rows: Rows, matrix_EIO: Tensor) -> Tensor: ...
 
-    def add_product(self, rows_NI: Tensor, matrix_EIO: Tensor, out_NO: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def add_product(self, rows_NI: Tensor, matrix_EIO: Tensor, out_NO: Tensor) -> None: ...
 
 
 class TorchRows(RowsInTorch):

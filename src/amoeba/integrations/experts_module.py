@@ -103,7 +103,8 @@ def described(module: Any) -> ExpertsModule:
     return known if known is not None and known.holds(module) else find_out(module)
 
 
-def was_called(module: Any) -> bool:
+def is_described(module: Any) -> bool:
+    """Whether it was called, or its experts placed."""
     return ATTRIBUTE in module.__dict__
 
 

@@ -254,12 +254,12 @@ def _choose_device(asked: torch.device | None) -> torch.device:
 def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
     """Runs one token; returns the backends that served the experts, or None, and why these."""
     from amoeba.integrations.coverage import coverage
-    from amoeba.integrations.experts_module import experts_modules, was_called
+    from amoeba.integrations.experts_module import experts_modules, is_described
 
     with torch.no_grad():
         ids = torch.tensor([[token]], dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=False)
-    served = [module for module in experts_modules(model).values() if was_called(module)]
+    served = [module for module in experts_modules(model).values() if is_described(module)]
     if not served:
         others = coverage(model).others
         how = f"has its experts computed by {coverage(model)}" if others else "has no experts"
@@ -280,10 +280,10 @@ def _backend_of(module: Any) -> tuple[str, str]:
         return "composed", f"the activation or norm of {type(module).__name__} is called as it is"
     x_TH = torch.zeros(1, weights.hidden, dtype=weights.dtype, device=weights.device)
     routing = Routing(torch.zeros(1, 1, dtype=torch.int64, device=x_TH.device), x_TH.new_ones(1, 1))
-    backend, refused = explain(Request(x_TH, routing, weights))
+    explanation = explain(Request(x_TH, routing, weights))
+    backend = explanation.backend
     assert backend is not None  # the warm-up ran
-    reasons = "; ".join(f"{name} {reason}" for name, reason in refused.items())
-    return backend.name, reasons or f"{backend.summary}, the first choice on {weights.device.type}"
+    return backend.name, explanation.reasons or f"{backend.summary}, the first choice on {weights.device.type}"
 
 
 def _sampling(options: GenerationOptions, own: Any) -> dict[str, Any]:
