@@ -247,6 +247,15 @@ class TestTransformers:
         assert_same(found, trained("resident"))
         assert sum("lora" in name for name in found) >= 5
 
+    def test_a_model_that_computed_its_experts_itself_finds_them_where_they_are_placed(self) -> None:
+        from tiny_models import build, token_ids
+
+        model = build("qwen3_moe")
+        model.set_experts_implementation("eager")
+        expected = model(input_ids=token_ids(), use_cache=False).logits
+        amoeba.place_experts(model, "halved")
+        torch.testing.assert_close(model(input_ids=token_ids(), use_cache=False).logits, expected)
+
     def test_saving_such_a_model_is_refused_and_merging_too(self) -> None:
         from amoeba import lora
         from tiny_models import build
