@@ -273,6 +273,12 @@ class TestOpcheck:
         ):
             torch.library.opcheck(operator, (*arguments, True, *saved, layer.dy_TH, needs))
 
+    def test_several_gradients_at_once_are_refused_by_the_operator_itself_too(self):
+        layer = Layer(tokens=5)
+        y_TH = torch.ops.amoeba.eager(*self.arguments(layer), True)[0]
+        with pytest.raises(NotImplementedError, match="amoeba::eager: several gradients at once are not implemented"):
+            torch.autograd.grad(y_TH, layer.tensors["x"], torch.stack([layer.dy_TH] * 2), is_grads_batched=True)
+
     def test_operators_of_composed(self):
         layer = Layer(tokens=20)
         layout = build_layout(layer.expert_TK, 4)
