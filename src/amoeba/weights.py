@@ -186,6 +186,9 @@ class ExpertsByHandle:
     """To derive a kind of weights from that is no set of tensors, or whose memory is used again between the passes:
     an operator gets a handle, a number in a tensor, by which it finds the weights. They are frozen: no gradient flows
     to what torch does not see.
+
+    A handle keeps nothing alive. The autograd graph of an ordinary call does; a compiled one does not, so keep the
+    weights until its backward is done.
     """
 
     trains = False
