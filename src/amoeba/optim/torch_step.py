@@ -1,0 +1,69 @@
+"""A step in torch's operations, for parameters that are not on a GPU: bit for bit what kernels/adamw.py computes there.
+
+So no operation that may or may not round in between, such as lerp and addcdiv, is used. Tensors are walked in chunks:
+what is computed on the way stays in the cache, and is never as large as a parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amoeba.optim.batch import Batch, Coefficients
+from amoeba.optim.rounding import random_bits, round_stochastically
+from amoeba.optim.split_master import join, split
+
+CHUNK = 1 << 17
+
+
+def update(batch: Batch, scale: Tensor | None) -> None:
+    """scale: of the gradients, one fp32 number on the same device."""
+    for at, parameter in enumerate(batch.parameters):
+        tensors = [parameter, batch.exp_avgs[at], batch.exp_avg_sqs[at], batch.gradients[at]]
+        if batch.remainders:
+            tensors.append(batch.remainders[at])
+        tensors = [_in_memory_order(tensor) for tensor in tensors]
+        for first in range(0, parameter.numel(), CHUNK):
+            chunks = [tensor[first : first + CHUNK] for tensor in tensors]
+            _update_chunk(*chunks, scale=scale, by=batch.coefficients, position=batch.positions[at], first=first)
+
+
+def sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """In fp32, whatever they are stored in."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.stack(norms).square().sum()
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """In one dimension. The version counter is the tensor's own: who keeps something computed from it sees the step."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _update_chunk(
+    parameter: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    remainder: Tensor | None = None,
+    *,
+    scale: Tensor | None,
+    by: Coefficients,
+    position: int,
+    first: int,
+) -> None:
+    gradient = gradient.float() if scale is None else gradient.float() * scale
+    average, square = exp_avg.float(), exp_avg_sq.float()  # themselves where they are fp32
+    average += (gradient - average).mul_(by.first_rate)
+    square.mul_(by.second_decay).add_((gradient * gradient).mul_(by.second_rate))
+    change = square.sqrt().mul_(by.correction).add_(by.epsilon)
+    torch.div(average, change, out=change).mul_(by.step_size)
+    if remainder is None:
+        parameter.mul_(by.decay).sub_(change)
+    else:
+        rounded, missing = split(join(parameter, remainder).mul_(by.decay).sub_(change))
+        parameter.copy_(rounded)
+        remainder.copy_(missing)
+    if exp_avg.dtype == torch.bfloat16:
+        bits = random_bits(by.key, position, first, len(parameter), parameter.device)
+        exp_avg.copy_(round_stochastically(average, bits & 0xFFFF))
+        exp_avg_sq.copy_(round_stochastically(square, (bits >> 16).bitwise_and_(0xFFFF)))
