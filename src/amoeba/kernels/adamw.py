@@ -112,17 +112,17 @@ def _update(
     count = tl.load(row + COUNT)
     if first < count:
         factor = 1.0 if scale is None else tl.load(scale)
-        key = _mix(key.to(tl.uint32, bitcast=True) ^ tl.load(row + POSITION).to(tl.uint32))
+        chances = _mix(key.to(tl.uint32, bitcast=True) ^ tl.load(row + POSITION).to(tl.uint32))
         addresses = tl.load(row) | tl.load(row + 1) | tl.load(row + 2) | tl.load(row + 3) | tl.load(row + GRADIENT)
         if (first + BLOCK <= count) & (addresses % 16 == 0):
             _update_tile(
-                row, first, count, key, factor,
+                row, first, count, chances, factor,
                 first_rate, second_decay, second_rate, correction, epsilon, decay, step_size,
                 True, SPLIT, GRADIENT_BF16, STATES_BF16, BLOCK,
             )  # fmt: skip
         else:
             _update_tile(
-                row, first, count, key, factor,
+                row, first, count, chances, factor,
                 first_rate, second_decay, second_rate, correction, epsilon, decay, step_size,
                 False, SPLIT, GRADIENT_BF16, STATES_BF16, BLOCK,
             )  # fmt: skip

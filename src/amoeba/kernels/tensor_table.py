@@ -49,17 +49,15 @@ def _place(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def pointers_to(address, tile, FULL: tl.constexpr, IS_BF16: tl.constexpr):
+def pointers_to(address, tile, FULL: tl.constexpr, BF16: tl.constexpr):
     """Of elements of a tensor, or of their bits where it is bf16.
 
     FULL: the address is a multiple of 16, which is written so that the compiler knows it.
     """
+    start = address.to(tl.pointer_type(tl.int16 if BF16 else tl.float32))
     if FULL:
-        address = (address >> 4) << 4
-    if IS_BF16:
-        return address.to(tl.pointer_type(tl.int16)) + tile
-    else:
-        return address.to(tl.pointer_type(tl.float32)) + tile
+        start = tl.multiple_of(start, 16)
+    return start + tile
 
 
 @triton.jit
