@@ -22,8 +22,8 @@ CHUNK = 16384  # elements; a power of two
 
 class TensorTable:
     def __init__(self) -> None:
-        self._rows: list[list[int]] = []
-        self._counts: list[int] = []
+        self._rows: list[list[int]] | None = None
+        self._counts: list[int] | None = None
 
     def place(self, rows: list[list[int]], counts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """counts: elements of each tensor."""

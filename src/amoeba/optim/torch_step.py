@@ -1,7 +1,7 @@
 """A step in torch's operations, for parameters that are not on a GPU: bit for bit what kernels/adamw.py computes there.
 
-So no operation that may or may not round in between, such as lerp and addcdiv, is used. Tensors are walked in chunks:
-what is computed on the way stays in the cache, and is never as large as a parameter.
+So no operation that may or may not round in between, such as lerp and addcdiv, is used. Large tensors are walked in
+chunks, so that what is computed on the way needs little memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from amoeba.optim.batch import Batch, Coefficients
 from amoeba.optim.rounding import random_bits, round_stochastically
 from amoeba.optim.split_master import join, split
 
-CHUNK = 1 << 17
+# 4 MB of fp32. Smaller chunks cost more in calls than they save: with 1 << 17 a step of 8M parameters took twice as long
+# on a Neoverse-N1.
+CHUNK = 1 << 20
 
 
 def update(batch: Batch, scale: Tensor | None) -> None:
