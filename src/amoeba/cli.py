@@ -17,7 +17,17 @@ from amoeba.commands.finetune import finetune
 from amoeba.commands.front import typer
 from amoeba.commands.generate import generate
 from amoeba.commands.merge import merge
-from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, all_dtypes, parse_device, parse_dtypes
+from amoeba.commands.options import (
+    DTYPES,
+    Compile,
+    Json,
+    OptimizerStates,
+    TrustRemoteCode,
+    Verbose,
+    all_dtypes,
+    parse_device,
+    parse_dtypes,
+)
 from amoeba.commands.start import speak_up, start
 
 app = typer.Typer(
@@ -143,6 +153,8 @@ def train(
     vocab_size: Annotated[int | None, typer.Option("--vocab-size", help="Of a tokenizer trained on the data.")] = None,
     balance: Annotated[str | None, typer.Option("--balance", help="aux, bias or none.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = None,
+    compile_layers: Compile = None,
+    optimizer_states: OptimizerStates = None,
     log_every: Annotated[int | None, typer.Option("--log-every")] = None,
     eval_every: Annotated[int | None, typer.Option("--eval-every")] = None,
     save_every: Annotated[int | None, typer.Option("--save-every")] = None,
@@ -158,7 +170,8 @@ def train(
     flags = {
         "model": model, "data": data, "out": out, "steps": steps, "minutes": minutes, "batch_size": batch_size,
         "accumulation": accumulation, "sequence_length": sequence_length, "learning_rate": learning_rate,
-        "vocab_size": vocab_size, "balance": balance, "dtype": dtype, "log_every": log_every,
+        "vocab_size": vocab_size, "balance": balance, "dtype": dtype, "compile": compile_layers,
+        "optimizer_states": optimizer_states, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
         "gradient_checkpointing": gradient_checkpointing or None,
     }  # fmt: skip

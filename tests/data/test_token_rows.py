@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from amoeba.data.documents import Conversation, Message, Text
-from amoeba.data.token_rows import NO_LABEL, PackedDataset
+from amoeba.data.token_rows import NO_LABEL, PackedDataset, document_arguments, stack
 from amoeba.data.tokenizer import END_OF_TEXT, train_tokenizer
 
 BYTES = train_tokenizer([], 257)  # one token per byte, so sizes can be counted by eye
@@ -69,6 +69,7 @@ def test_items_are_int64_and_the_store_is_one_flat_int32_tensor():
     assert {name: tensor.dtype for name, tensor in rows[0].items()} == {
         "input_ids": torch.int64,
         "labels": torch.int64,
+        "position_ids": torch.int64,
     }
     assert rows.tokens.dtype == torch.int32 and rows.tokens.shape == (761,)
 
@@ -131,3 +132,19 @@ def test_a_tokenizer_without_end_of_text_is_explained():
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r"tokenizer: expected an end-of-text token.*; got none\. Set its eos_token"):
         PackedDataset([text_of(9)], tokenizer, 4)
+
+
+def test_positions_begin_anew_in_every_document_and_row():
+    rows = PackedDataset([text_of(3), text_of(9), text_of(2)], BYTES, 8)  # each and its end token: 4, 10 and 3
+    assert [row["position_ids"].tolist() for row in rows] == [[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1]]
+    assert rows.documents_per_row() == 3  # two begin in the first row, and one could have begun before it
+
+
+def test_documents_are_told_apart_by_where_they_begin_and_padding_is_one():
+    rows = PackedDataset([text_of(3), text_of(9), text_of(2)], BYTES, 8)
+    found = document_arguments(stack(list(rows)), most=3)
+    assert found["cu_seq_lens_q"].tolist() == [0, 4, 8, 14, 16, 16, 16]
+    assert found["cu_seq_lens_q"].dtype == torch.int32 and found["cu_seq_lens_k"] is found["cu_seq_lens_q"]
+    assert found["max_length_q"] == found["max_length_k"] == 8
+    padded = {"input_ids": torch.zeros(2, 5), "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])}
+    assert document_arguments(padded, most=2)["cu_seq_lens_q"].tolist() == [0, 3, 5, 10, 10]

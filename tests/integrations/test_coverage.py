@@ -192,25 +192,13 @@ def test_a_balance_loss_that_no_router_answers_to_is_refused():
         pytest.skip(f"transformers {transformers.__version__} has no zaya")
     model = build("zaya").train()
     watch = RouterWatch(model)
-    model(input_ids=token_ids(), use_cache=False)
+    watch.balance(0.01, 0.0)
+    model(input_ids=token_ids(), use_cache=False).logits.sum().backward()
     with pytest.raises(ValueError, match=r"balance: expected routers beside the experts"):
-        watch.must_have(watch.take_balance_loss())
+        watch.check_balanced()
 
 
 def test_a_bias_balance_is_taken_where_routers_have_one():
     model = build("deepseek_v3")
     check_balance(model, "bias", 0.0)
     check_balance(model, "aux", 0.001)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "model_type", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "glm4_moe"]
-)
-def test_every_router_is_watched(model_type):
-    model = build(model_type).train()
-    model.set_experts_implementation("amoeba")
-    watch = RouterWatch(model)
-    model(input_ids=token_ids(), use_cache=False)
-    assert len(watch._routed) == len(watch.names) == len(experts_of(model))
-    assert watch.take_balance_loss().requires_grad and watch.take_z_loss().requires_grad

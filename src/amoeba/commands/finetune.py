@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import Json, TrustRemoteCode, Verbose
+from amoeba.commands.options import Compile, Json, OptimizerStates, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.commands.start import start
@@ -53,6 +53,8 @@ def finetune(
         bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
     ] = False,
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.")] = None,
+    compile_layers: Compile = None,
+    optimizer_states: OptimizerStates = None,
     log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines.")] = None,
     eval_every: Annotated[int | None, typer.Option("--eval-every", help="Steps between held-out losses.")] = None,
     save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints.")] = None,
@@ -67,7 +69,8 @@ def finetune(
         "experts": experts, "epochs": epochs, "steps": steps, "minutes": minutes,
         "batch_size": batch_size, "accumulation": accumulation,
         "sequence_length": sequence_length, "learning_rate": learning_rate,
-        "gradient_checkpointing": gradient_checkpointing or None, "dtype": dtype, "log_every": log_every,
+        "gradient_checkpointing": gradient_checkpointing or None, "dtype": dtype, "compile": compile_layers,
+        "optimizer_states": optimizer_states, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
         "targets": None if targets is None else tuple(targets.replace(",", " ").split()),
         "held_out": None if held_out is None else _share_or_file(held_out),

@@ -28,6 +28,14 @@ Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="Say every decision with its reason, and show other packages' warnings.")
 ]
 
+Compile = Annotated[
+    str | None, typer.Option("--compile", help="Decoder layers by torch.compile: auto (on a GPU), on or off.")
+]
+OptimizerStates = Annotated[
+    str | None,
+    typer.Option("--optimizer-states", help="AdamW's moments on a GPU: float32, or bfloat16 for less memory."),
+]
+
 
 def parse_device(name: str) -> torch.device:
     import torch

@@ -3,15 +3,19 @@
     train = PackedDataset(corpus.train, tokenizer, sequence_length=512)
     held_out = PackedDataset(corpus.held_out, tokenizer, sequence_length=512, keep_last=True)
     train[0]["input_ids"]  # [512], int64
+    batch = stack([train[0], train[1]])
 
-S tokens of a row
+S tokens of a row · B rows of a batch
+
+Positions begin at 0 in every document, by which a model knows documents apart that share a row: they do not attend to
+each other. `document_arguments` says the same in the way of attention that takes documents of any length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +33,8 @@ DOCUMENTS_AT_ONCE = 256  # the Python lists of one batch are gone before those o
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Items are {"input_ids": [S], "labels": [S]}, int64; labels equal the tokens, the model shifts them.
+    """Items are {"input_ids": [S], "labels": [S], "position_ids": [S]}, int64; labels equal the tokens, the model
+    shifts them.
 
     keep_last: whether the tokens after the last full row make a padded row, with no label on the padding, as an
     evaluation wants. A rest of one token never does: there is nothing in it to predict, and its loss would be NaN.
@@ -50,7 +55,11 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 "tokenizer", "an end-of-text token, which goes between documents", "none", "set its eos_token"
             )
         self.sequence_length = sequence_length
-        self.tokens = torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *_tokenised(documents, tokenizer)])
+        none = torch.empty(0, dtype=torch.int32, device="cpu")
+        parts = list(_tokenised(documents, tokenizer))
+        self.tokens = torch.cat([none, *(tokens for tokens, _ in parts)])
+        lengths = torch.cat([none, *(lengths for _, lengths in parts)]).long()
+        self.starts = lengths.cumsum(0) - lengths
         self.padding = tokenizer.eos_token_id
         full, rest = divmod(len(self.tokens), sequence_length)
         self.rows = full + (keep_last and rest >= 2)
@@ -72,17 +81,52 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} of {self.rows}")
-        labels = self.tokens[row * self.sequence_length : (row + 1) * self.sequence_length].long()
+        begin = row * self.sequence_length
+        labels = self.tokens[begin : begin + self.sequence_length].long()
         missing = self.sequence_length - len(labels)
         return {
             "input_ids": torch.nn.functional.pad(labels, (0, missing), value=self.padding),
             "labels": torch.nn.functional.pad(labels, (0, missing), value=NO_LABEL),
+            "position_ids": self._positions(begin),
         }
+
+    def _positions(self, begin: int) -> Tensor:
+        place_S = torch.arange(self.sequence_length, dtype=torch.int64, device="cpu")
+        first, last = torch.searchsorted(self.starts, torch.tensor([begin, begin + self.sequence_length], device="cpu"))
+        start_S = torch.zeros_like(place_S)
+        inside = self.starts[first:last] - begin
+        start_S[inside] = inside
+        return place_S - start_S.cummax(0).values
+
+    def documents_per_row(self) -> int:
+        """At most."""
+        starts_in = torch.bincount(self.starts // self.sequence_length, minlength=self.rows)
+        return int(starts_in.max()) + 1  # and one that began before
 
 
 def stack(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """A batch of rows of one length."""
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def document_arguments(batch: dict[str, Tensor], most: int) -> dict[str, Any]:
+    """Where the documents of a batch begin and end, as transformers hands it to flash attention.
+
+    A document begins at position 0 and at the beginning of a row; padding is one of its own. most: documents of a row,
+    so that what comes out has one length for all batches of so many rows.
+    """
+    rows, length = batch["input_ids"].shape
+    first_BS = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
+    first_BS[:, :1] = True
+    if "position_ids" in batch:
+        first_BS |= batch["position_ids"] == 0
+    if "attention_mask" in batch:
+        mask_BS = batch["attention_mask"]
+        first_BS[:, 1:] |= mask_BS[:, 1:] != mask_BS[:, :-1]
+    starts = first_BS.flatten().nonzero().flatten()
+    ends = torch.full((rows * most + 1,), rows * length, dtype=torch.int32, device="cpu")
+    ends[: len(starts)] = starts
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -91,8 +135,9 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id and token != end]
 
 
-def _tokenised(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tensor]:
-    """Each document between the tokens that the tokenizer puts around a text, unless a chat template wrote them."""
+def _tokenised(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and lengths of documents; each is between the tokens that the tokenizer puts around a text, unless a chat
+    template wrote them."""
     end, begin = tokenizer.eos_token_id, begin_tokens(tokenizer)
     for start in range(0, len(documents), DOCUMENTS_AT_ONCE):
         texts = [render(document, tokenizer) for document in documents[start : start + DOCUMENTS_AT_ONCE]]
@@ -103,4 +148,6 @@ def _tokenised(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
                 row[:0] = begin
             if row[-1:] != [end]:
                 row.append(end)
-        yield torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int32, device="cpu")
+        numbers = list(chain.from_iterable(rows)), [len(row) for row in rows]
+        tokens, lengths = (torch.tensor(each, dtype=torch.int32, device="cpu") for each in numbers)
+        yield tokens, lengths

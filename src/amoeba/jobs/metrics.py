@@ -36,6 +36,10 @@ class RunLog(TrainerCallback):
     def __init__(self, folder: Path, settings: RunSettings, console: Any, model: Any, tokens_per_row: float) -> None:
         self.settings, self.console, self.path = settings, console, folder / "metrics.jsonl"
         self.watch = RouterWatch(model)
+        self.watch.balance(
+            settings.aux_loss_coefficient / settings.accumulation if settings.balance == "aux" else 0.0,
+            settings.z_loss_coefficient / settings.accumulation,
+        )
         self.stopped_by: int | None = None  # the signal that asks for an end
         self.trained = False  # a step was done
         self.dead_experts, self.tokens_per_second = 0, 0.0
@@ -48,7 +52,7 @@ class RunLog(TrainerCallback):
         self.learning_rate = 0.0
         self.last_evaluation: tuple[int, float] | None = None  # step, held-out loss
         self._began = self._since = time.monotonic()
-        self._loads: list[Tensor] | None = None
+        self._loads: Tensor | None = None
         self.trained_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = next(model.parameters()).device
         self._flops_per_token = training_flops_per_token(model, tokens_per_row)
@@ -95,6 +99,8 @@ class RunLog(TrainerCallback):
         state.eval_steps, state.save_steps = args.eval_steps, args.save_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.trained:
+            self.watch.check_balanced()
         self.trained = True
         self._step_losses.append(torch.stack(self.losses).sum())
         self._step_norms.append(self.gradient_norm)
@@ -188,11 +194,11 @@ class RunLog(TrainerCallback):
             self._writer.close()
 
     def _shift_biases(self) -> None:
-        loads = [statistics.load_E.clone() for statistics in self.watch.statistics]
-        before = self._loads or [torch.zeros_like(load) for load in loads]
-        for bias_E, load_E, earlier_E in zip(self.watch.selection_biases, loads, before, strict=True):
+        loads = self.watch.ledger.load_LE.clone()
+        since = loads if self._loads is None else loads - self._loads
+        for bias_E, load_E in zip(self.watch.selection_biases, since, strict=True):
             if bias_E is not None:
-                update_selection_bias_(bias_E, load_E - earlier_E, self.settings.bias_rate)
+                update_selection_bias_(bias_E, load_E[: len(bias_E)], self.settings.bias_rate)
         self._loads = loads
 
     def _events(self, line: dict[str, Any], layers: list[dict[str, Any]]) -> None:

@@ -14,6 +14,8 @@ from amoeba.errors import bad_value
 from amoeba.lora.attaching import check_rank_and_alpha
 
 Balance = Literal["aux", "bias", "none"]
+Compile = Literal["auto", "on", "off"]
+States = Literal["float32", "bfloat16"]
 Settings = TypeVar("Settings", bound="RunSettings")
 
 # What a setting may do when a run is resumed. Of each:
@@ -46,6 +48,8 @@ AT_RESUME: dict[str, AtResume] = {
     "bias_rate": "fixed",
     "seed": "fixed",
     "dtype": "fixed",
+    "compile": "fixed",  # other code, other rounding
+    "optimizer_states": "fixed",
     "vocab_size": "fixed",
     "r": "fixed",
     "alpha": "fixed",
@@ -63,6 +67,8 @@ class RunSettings:
               has them, "none" leaves the router alone.
     z_loss_coefficient: of the loss that keeps router logits small, in any balance.
     minutes:  no more steps than fit into these; how many, the speed of the machine decides (jobs/time_budget.py).
+    compile:  decoder layers by torch.compile; "auto" where there is a GPU.
+    optimizer_states: dtype of AdamW's two moments on a GPU; bfloat16 takes 4 bytes a parameter less.
     """
 
     model: str
@@ -86,6 +92,8 @@ class RunSettings:
     save_every: int = 100
     seed: int = 0
     dtype: str = "auto"
+    compile: Compile = "auto"
+    optimizer_states: States = "float32"
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation", "sequence_length", "log_every", "eval_every", "save_every"):
@@ -99,8 +107,9 @@ class RunSettings:
             raise bad_value("minutes", "a number above 0", repr(minutes), "leave it out for all steps")
         if not isinstance(self.held_out, str) and not 0 < self.held_out < 1:
             raise bad_value("held_out", "a share between 0 and 1, or a file", self.held_out, "0.05 is customary")
-        if self.balance not in get_args(Balance):
-            raise bad_value("balance", f"one of {', '.join(get_args(Balance))}", repr(self.balance), "choose one")
+        for name, kind in (("balance", Balance), ("compile", Compile), ("optimizer_states", States)):
+            if getattr(self, name) not in get_args(kind):
+                raise bad_value(name, f"one of {', '.join(get_args(kind))}", repr(getattr(self, name)), "choose one")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise bad_value("dtype", "auto, float32 or bfloat16", repr(self.dtype), "choose one")
 

@@ -107,6 +107,8 @@ def _train(
     model = _build_model(settings, tokenizer, config, AutoModelForCausalLM, trust_remote_code)
     dtype = _compute_dtype(settings.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        model.to(dtype)  # the optimizer keeps what bf16 has no room for
     parameters = sum(p.numel() for p in model.parameters())
     covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
     console.say(
@@ -117,7 +119,8 @@ def _train(
     if earlier:
         check_model_config(earlier, model.config)
     describe_run(folder, settings.as_dict(), model.config.to_dict(), earlier.began_with if earlier else content)
-    rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length)
+    documents = max(train_rows.documents_per_row(), held_out_rows.documents_per_row())
+    rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents)
     trainer = make_trainer(model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND)
     outcome, kept_in = run_to_end(trainer, folder, earlier)
     report = TrainReport(**asdict(outcome), model=kept_in)

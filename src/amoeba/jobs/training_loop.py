@@ -13,6 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,9 +22,11 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
-from amoeba.data.token_rows import NO_LABEL
+from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.errors import bad_value
 from amoeba.files import replace_folder
+from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.jobs.fast_paths import fast_paths
 from amoeba.jobs.manifest import seal
 from amoeba.jobs.metrics import NotFinite, RunLog
 from amoeba.jobs.resume import Earlier
@@ -38,6 +41,7 @@ from amoeba.jobs.run_folder import (
 from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.signals import stop_at_signals
 from amoeba.jobs.time_budget import TimeBudget
+from amoeba.optim import AdamW
 from amoeba.shell import shell_command, shell_words
 
 CHECKPOINTS_KEPT = 2
@@ -48,6 +52,7 @@ class Rows(NamedTuple):
     held_out: Any
     collate: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
     tokens_per_row: float
+    documents_per_row: int  # at most; padding is one
 
 
 class Artifact(Protocol):
@@ -71,7 +76,7 @@ class WholeModel:
 
         (Trainer's own way reads the file as it is, finds no stacked experts and leaves them as initialised.)
         """
-        stored = type(model).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        stored = type(model).from_pretrained(folder, dtype=model.dtype, trust_remote_code=False)
         model.load_state_dict(stored.state_dict())
 
 
@@ -82,17 +87,20 @@ class WatchedTrainer(Trainer):
     kept: Artifact
     command: str  # that goes on with this run
     folder: Path  # of the run
+    rows: Rows
     budget: TimeBudget | None = None
+    by_documents = False  # whether attention wants to be told where documents end
+    compiled = False
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The language model's loss, which is logged, plus what keeps the routers even, which is not."""
+        """The language model's loss. What keeps the routers even joins their gradients, see `RouterWatch.balance`."""
         if not model.training:
             num_items_in_batch = None  # so that it is the mean of the batch, in every version of transformers
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        with self._as_compiled(inputs):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         log = self.run_log
-        balance, z_loss = log.watch.take_balance_loss(), log.watch.take_z_loss()
         if model.training:
             log.losses.append(loss.detach())
             ids = inputs["input_ids"]
@@ -102,25 +110,68 @@ class WatchedTrainer(Trainer):
                 else torch.tensor(ids.numel(), dtype=torch.int64, device="cpu")
             )
             log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
-            if log.settings.balance == "aux":
-                balance = log.watch.must_have(balance)
-                loss = loss + log.settings.aux_loss_coefficient / log.settings.accumulation * balance
-            if log.settings.z_loss_coefficient:
-                z_loss = log.watch.must_have(z_loss)
-                loss = loss + log.settings.z_loss_coefficient / log.settings.accumulation * z_loss
         else:
-            predicted = int((inputs["labels"][:, 1:] != NO_LABEL).sum())
-            self._evaluated.append((predicted, float(loss)))
+            self._evaluated.append(((inputs["labels"][:, 1:] != NO_LABEL).sum(), loss.detach()))
         return (loss, outputs) if return_outputs else loss
+
+    def _as_compiled(self, inputs: Any) -> AbstractContextManager:
+        """Where a batch is not as large as those in training, the layers run as they are."""
+        whole = inputs["input_ids"].shape[0] == self.args.per_device_train_batch_size
+        return CompiledLayers.paused() if self.compiled and not whole else nullcontext()
+
+    def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+        batch = self.rows.collate(rows)
+        return batch | document_arguments(batch, self.rows.documents_per_row) if self.by_documents else batch
+
+    def try_batch(self, rows: int, gradients: bool) -> None:
+        """Runs the first rows once; nothing of it stays but what was compiled."""
+        model: Any = self.model
+        watch = self.run_log.watch
+        count = min(rows, len(self.rows.train))
+        batch = self.collate([self.rows.train[row % count] for row in range(rows)])
+        batch = self._prepare_inputs(batch)
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        training = model.training
+        model.train()
+        try:
+            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients):
+                loss: Any = super().compute_loss(model, batch)
+                if gradients:
+                    loss.backward()
+        finally:
+            model.zero_grad(set_to_none=True)
+            model.train(training)
+            watch.forget()
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        """Ours on a GPU, where parameters in bf16 need fp32 masters; else transformers' own."""
+        if self.optimizer is None and self.args.device.type == "cuda":
+            model: Any = self.model
+            decayed = set(self.get_decay_parameter_names(model))
+            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            groups = [
+                {"params": [p for name, p in trained if name in decayed], "weight_decay": self.args.weight_decay},
+                {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
+            ]
+            self.optimizer = AdamW(
+                [group for group in groups if group["params"]],
+                lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+                states=self.run_log.settings.optimizer_states,
+                seed=self.args.seed,
+            )
+        return super().create_optimizer(*arguments, **options)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """The loss is the mean over all tokens that are predicted. Trainer's would be that of the batches' means, in
         which a short answer's tokens count more than a long one's and the size of a batch shows."""
-        self._evaluated: list[tuple[int, float]] = []  # tokens and mean loss of each batch
+        self._evaluated: list[tuple[Tensor, Tensor]] = []  # tokens and mean loss of each batch
         output = super().evaluation_loop(*args, **options)
-        sums = [sum(count * loss for count, loss in self._evaluated), sum(count for count, _ in self._evaluated)]
-        everywhere = torch.tensor(sums, dtype=torch.float64, device=self.args.device)
-        total, predicted = self.accelerator.reduce(everywhere, "sum").tolist()
+        counts = torch.stack([count for count, _ in self._evaluated]).double()
+        losses = torch.stack([loss for _, loss in self._evaluated]).double()
+        sums = torch.stack(((counts * losses).sum(), counts.sum()))
+        total, predicted = self.accelerator.reduce(sums, "sum").tolist()
         assert output.metrics is not None
         output.metrics["eval_loss"] = total / predicted
         return output
@@ -254,9 +305,10 @@ def make_trainer(
         disable_tqdm=True,
         seed=settings.seed,
         data_seed=settings.seed,
-        bf16=autocast == torch.bfloat16,
+        bf16=autocast == torch.bfloat16 and model.dtype != torch.bfloat16,
         use_cpu=not torch.cuda.is_available(),
         dataloader_num_workers=0,
+        accelerator_config={"non_blocking": torch.cuda.is_available()},  # a batch is copied beside the GPU's work
         remove_unused_columns=False,
         prediction_loss_only=True,
     )
@@ -268,12 +320,18 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=rows.collate,
     )
-    trainer.kept, trainer.command, trainer.folder = kept, command, folder
+    trainer.data_collator = trainer.collate
+    trainer.kept, trainer.command, trainer.folder, trainer.rows = kept, command, folder, rows
     trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row)
     clip = trainer.accelerator.clip_grad_norm_
 
-    def clip_and_note(*arguments: Any, **options: Any) -> Any:  # every version of Trainer clips through this one
-        log.gradient_norm = clip(*arguments, **options)
+    def clip_and_note(parameters: Any, most: float, *others: Any, **options: Any) -> Any:
+        """Every version of Trainer clips through this one."""
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if isinstance(optimizer, AdamW):  # clips in its step
+            log.gradient_norm = optimizer.note_clipping(most)
+        else:
+            log.gradient_norm = clip(parameters, most, *others, **options)
         return log.gradient_norm
 
     trainer.accelerator.clip_grad_norm_ = clip_and_note
@@ -290,8 +348,10 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -
 
     The report, and the folder of what was kept, or the last checkpoint where the run was interrupted.
     """
+    log = trainer.run_log
     try:
-        return _run_to_end(trainer, folder, earlier)
+        with fast_paths(trainer, log.settings.compile, log.console.say):
+            return _run_to_end(trainer, folder, earlier)
     except NotFinite as error:
         raise trainer._diverged(error) from None
     except OSError as error:

@@ -1,15 +1,20 @@
-"""Watches the routers of a Hugging Face model while it trains, without touching it and without waiting for the device.
+"""Watches the routers of a Hugging Face model while it trains, and pulls them towards even loads.
 
 E experts · T tokens · K experts per token
 
-    watch = RouterWatch(model)      # hooks on every experts module and its router
-    loss = loss + 0.02 * watch.take_balance_loss()
+    watch = RouterWatch(model)      # every experts module and its router
+    watch.balance(0.01, 0.0)        # coefficients of the load-balancing loss and the z-loss
     ...train...
     layers = watch.take()           # per layer: load, entropy, max violation, dead experts, drop rate; then starts anew
+
+Numbers stay on the device until they are taken. The gradients of the two losses join the router's own in backward (see
+`amoeba.router_balance`), so the language model's loss is all that a step adds up. Watched modules change their class
+for a subclass of it: one for all layers of a kind, so that what torch.compile makes of one layer serves the others.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,75 +23,53 @@ from torch import Tensor, nn
 from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import is_experts
 from amoeba.lora.targets import ROUTER_NAMES
-from amoeba.routing import Routing, RoutingStatistics, load_balance_loss, z_loss
-from amoeba.torch_internals import inside_backward
+from amoeba.router_balance import ENTROPY_UNIT, Ledger, attach_balance, count_choices
 
 
 class RouterWatch:
     """Statistics per MoE layer, in the order of the layers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.names: list[str] = []
-        self.statistics: list[RoutingStatistics] = []
-        self.coactivation: list[Tensor] = []
-        self.selection_biases: list[Tensor | None] = []
-        self._logits: dict[int, Tensor] = {}
-        # Of the last pass: what the losses are made of, when they are asked for. Made here, inside the forward pass,
-        # they would add to what activation checkpointing counts, and it would not find them when it computes again.
-        self._routed: list[tuple[Tensor, Tensor, Tensor]] = []  # logits, experts, weights
-        self._z_logits: list[Tensor] = []
-        self._handles: list[Any] = []
         parents = {child: parent for parent in model.modules() for child in parent.children()}
-        for name, module in model.named_modules():
-            if _is_experts(module):
-                self._watch(name, module, parents.get(module))
+        found = [(name, module) for name, module in model.named_modules() if _is_experts(module)]
+        self.names = [name for name, _ in found]
+        self.experts: list[Any] = [module for _, module in found]
+        self.routers = [_routers_in(parents.get(module)) for module in self.experts]
+        self.selection_biases = [
+            next((router.e_score_correction_bias for router in routers if _has_bias(router)), None)
+            for routers in self.routers
+        ]
+        self.ledger = Ledger([int(module.num_experts) for module in self.experts], self._device())
+        for layer, (module, routers) in enumerate(zip(self.experts, self.routers, strict=True)):
+            _watch(module, _WatchedExperts, self.ledger.key(layer), self.ledger.experts[layer])
+            for router in routers:
+                _watch(router, _WatchedRouter, self.ledger.key(layer), self.ledger.experts[layer])
 
-    def _watch(self, name: str, experts: Any, parent: nn.Module | None) -> None:
-        layer, count = len(self.names), int(experts.num_experts)
-        routers = _routers_in(parent)
-        # experts that were placed elsewhere leave a shape behind; their router is where x is
-        device = next((p.device for router in routers for p in router.parameters()), experts.down_proj.device)
-        self.names.append(name)
-        self.statistics.append(RoutingStatistics(count, device))
-        self.coactivation.append(torch.zeros(count, count, dtype=torch.float32, device=device))
-
-        def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if not module.training or inside_backward():
-                return
-            found = [*args, *kwargs.values()]
-            expert_TK, weight_TK = found[1].detach(), found[2].detach()
-            logits_TE = self._logits.pop(layer, None)
-            scores_TE = None if logits_TE is None else logits_TE.detach().float().softmax(-1)
-            self.statistics[layer].record(Routing(expert_TK, weight_TK, scores_TE=scores_TE, trusted=True))
-            if logits_TE is not None and logits_TE.requires_grad:
-                self._routed.append((logits_TE, expert_TK, weight_TK))
-            chosen_TE = torch.zeros(expert_TK.shape[0], count + 1, dtype=torch.float32, device=device)
-            chosen_TE.scatter_(1, expert_TK.clamp(0, count), 1.0)
-            self.coactivation[layer] += chosen_TE[:, :count].T @ chosen_TE[:, :count]
-
-        def keep_logits(module: nn.Module, args: tuple, output: Any) -> None:
-            logits = _logits_of(output)
-            if inside_backward():
-                return
-            if isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == count and module.training:
-                self._logits[layer] = logits
-                if logits.requires_grad:
-                    self._z_logits.append(logits)
-
-        self._handles.append(experts.register_forward_pre_hook(record, with_kwargs=True))
-        self.selection_biases.append(None)
-        for router in routers:
-            self._handles.append(router.register_forward_hook(keep_logits))
-            self.selection_biases[layer] = getattr(router, "e_score_correction_bias", None)
+    def _device(self) -> torch.device | None:
+        """Of the routers: experts that were placed elsewhere leave a shape behind, and their router is where x is."""
+        routers = [p.device for routers in self.routers for router in routers for p in router.parameters()]
+        return next(iter([*routers, *(module.down_proj.device for module in self.experts)]), None)
 
     @property
     def has_routers(self) -> bool:
-        return len(self._handles) > len(self.names)  # one of each layer's experts, and those of the routers
+        return any(self.routers)
 
-    def must_have(self, loss: Tensor | None) -> Tensor:
-        """A loss that was asked for; ValueError where no router gave the logits that it is made of."""
-        if loss is not None:
-            return loss
+    def balance(self, coefficient: float, z_coefficient: float) -> None:
+        """Of the mean over the layers of the load-balancing loss and of the z-loss.
+
+        Each layer is balanced by itself. transformers' own loss adds the layers up first, so that an idle expert of one
+        layer is made good by a busy one of another.
+        """
+        layers = max(len(self.names), 1)
+        self.ledger.pull, self.ledger.z_pull = coefficient / layers, z_coefficient / layers
+
+    def check_balanced(self) -> None:
+        """After a pass with gradients: ValueError where a loss was asked for and no router gave the logits for it."""
+        asked = self.ledger.pull or self.ledger.z_pull
+        if asked and not self.ledger.pulled:
+            self.refuse()
+
+    def refuse(self) -> None:
         raise bad_value(
             "balance",
             f"routers beside the experts ({' or '.join(ROUTER_NAMES)}) with logits, one for each expert, to train",
@@ -94,50 +77,90 @@ class RouterWatch:
             "use balance none and a z-loss coefficient of 0, train the routers, or take another architecture",
         )
 
-    def take_balance_loss(self) -> Tensor | None:
-        """The Switch loss of the last pass, averaged over the layers; None where no router was seen.
-
-        Each layer is balanced by itself. transformers' own loss adds the layers up first, so that an idle expert of one
-        layer is made good by a busy one of another.
-        """
-        routed, self._routed = self._routed, []
-        losses = []
-        for logits_TE, expert_TK, weight_TK in routed:
-            scores_TE = logits_TE.float().softmax(-1)
-            routing = Routing(expert_TK, weight_TK, scores_TE=scores_TE, trusted=True)
-            losses.append(load_balance_loss(routing, logits_TE.shape[1]))
-        return torch.stack(losses).mean() if losses else None
-
-    def take_z_loss(self) -> Tensor | None:
-        """The z-loss of the last pass, averaged over the layers."""
-        logits, self._z_logits = self._z_logits, []
-        return torch.stack([z_loss(logits_TE) for logits_TE in logits]).mean() if logits else None
-
     def take(self) -> list[dict[str, Any]]:
         """The statistics since the last call, as plain numbers (this waits for the device)."""
+        ledger = self.ledger
+        loads, entropies = ledger.load_LE.tolist(), ledger.entropy_L.tolist()
         layers = []
-        for layer, statistics in enumerate(self.statistics):
-            summary = statistics.summary()
-            entropy = summary["entropy"].item()
+        for layer, (load, units) in enumerate(zip(loads, entropies, strict=True)):
+            load = load[: ledger.experts[layer]]
+            slots, tokens = ledger.slots[layer], ledger.tokens_with_logits[layer]
             layers.append(
                 {
                     "layer": layer,
-                    "load": summary["load_E"].tolist(),
-                    "entropy": None if entropy != entropy else entropy,
-                    "max_violation": summary["max_violation"].item(),
-                    "dead_experts": int(summary["dead_experts"].item()),
-                    "drop_rate": summary["drop_rate"].item(),
+                    "load": load,
+                    "entropy": units * ENTROPY_UNIT / tokens if tokens else None,
+                    "max_violation": max(load) * len(load) / sum(load) - 1 if sum(load) else 0.0,
+                    "dead_experts": load.count(0),
+                    "drop_rate": (slots - sum(load)) / max(slots, 1),
                 }
             )
-            statistics.reset()
+        ledger.reset()
         return layers
 
+    def forget(self) -> None:
+        """Everything counted so far."""
+        self.ledger.reset()
+        self.ledger.together_LEE.zero_()
+
     def take_coactivation(self) -> list[dict[str, Any]]:
-        return [{"layer": layer, "counts": counts.tolist()} for layer, counts in enumerate(self.coactivation)]
+        counts = zip(self.ledger.together_LEE.tolist(), self.ledger.experts, strict=True)
+        return [
+            {"layer": layer, "counts": [row[:experts] for row in rows[:experts]]}
+            for layer, (rows, experts) in enumerate(counts)
+        ]
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for module in [*self.experts, *(router for routers in self.routers for router in routers)]:
+            if isinstance(module, _WatchedExperts | _WatchedRouter):
+                module.__class__ = module.own_class
+                del module.amoeba_key
+
+
+class _WatchedExperts:
+    """Mixed in before the module's own class."""
+
+    training: bool
+    own_class: type
+    amoeba_key: Tensor
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.training:
+            top_k_weights = count_choices(top_k_weights, top_k_index, self.amoeba_key)
+        return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
+
+
+class _WatchedRouter:
+    training: bool
+    own_class: type
+    amoeba_key: Tensor
+    amoeba_experts: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        logits = _logits_of(output)
+        is_logits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == self.amoeba_experts
+        if not self.training or not is_logits:
+            return output
+        if not isinstance(output, tuple):
+            return attach_balance(logits, logits, self.amoeba_key)
+        # the routing weights, which the loss depends on; the logits beside them are for onlookers
+        place = next((i for i, item in enumerate(output) if item is not logits and item.is_floating_point()), None)
+        if place is None:
+            return output
+        carrier = attach_balance(output[place], logits, self.amoeba_key)
+        return (*output[:place], carrier, *output[place + 1 :])
+
+
+@functools.cache
+def _watched(mixin: type, own: type) -> type:
+    return type(own.__name__, (mixin, own), {"own_class": own, "__module__": own.__module__})
+
+
+def _watch(module: Any, mixin: type, key: Tensor, experts: int) -> None:
+    own: Any = type(module)
+    module.__class__ = _watched(mixin, own)
+    module.__dict__["amoeba_key"], module.__dict__["amoeba_experts"] = key, experts
 
 
 def check_balance(model: nn.Module, balance: str, z_loss_coefficient: float) -> None:
@@ -152,7 +175,7 @@ def check_balance(model: nn.Module, balance: str, z_loss_coefficient: float) -> 
             "use --balance aux, or an architecture that has one, such as deepseek_v3 or glm4_moe",
         )
     if (balance == "aux" or z_loss_coefficient) and not watch.has_routers:
-        watch.must_have(None)
+        watch.refuse()
 
 
 def _is_experts(module: Any) -> bool:
@@ -168,6 +191,10 @@ def _logits_of(output: Any) -> Any:
     return output[-1] if isinstance(first, Tensor) and not first.is_floating_point() else first
 
 
-def _routers_in(block: nn.Module | None) -> list[nn.Module]:
+def _has_bias(router: nn.Module) -> bool:
+    return getattr(router, "e_score_correction_bias", None) is not None
+
+
+def _routers_in(block: nn.Module | None) -> list[Any]:
     beside = [getattr(block, child, None) for child in ROUTER_NAMES]
     return [router for router in beside if isinstance(router, nn.Module)]

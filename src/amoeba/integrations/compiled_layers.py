@@ -1,0 +1,54 @@
+"""The decoder layers of a Hugging Face model compiled one by one, all by the same code.
+
+    layers = CompiledLayers(model)
+    layers.begin()
+    loss = model(...).loss          # the first call compiles one layer, not the whole model
+    layers.end()
+
+What torch.compile makes is kept in the cache folder of aMoEba, so that the next run begins at once.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from amoeba.cpu.library_cache import default_folder
+
+
+class CompiledLayers:
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = decoder_layers(model)
+
+    def begin(self) -> None:
+        _keep_what_is_compiled()
+        for layer in self.layers:
+            layer.compile(dynamic=False)
+
+    def end(self) -> None:
+        for layer in self.layers:
+            layer._compiled_call_impl = None
+
+    @staticmethod
+    def paused() -> AbstractContextManager:
+        """For batches of other shapes, which would be compiled anew."""
+        return torch.compiler.set_stance("force_eager")
+
+
+def decoder_layers(model: nn.Module) -> list[Any]:
+    """The layers that the tokens go through one after another, as transformers marks them for checkpointing."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _keep_what_is_compiled() -> None:
+    """Unless the user has said where."""
+    try:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_folder() / "compiled"))
+    except OSError:  # nowhere to keep it
+        return

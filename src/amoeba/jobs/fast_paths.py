@@ -1,0 +1,108 @@
+"""What makes a step of a whole model fast on a GPU, switched on for the time of a run and proven on a first batch.
+
+    with fast_paths(trainer, settings.compile, say):
+        trainer.train()
+
+- the loss comes straight from the last hidden states (`integrations.fused_loss`),
+- documents that share a row are kept apart by attention over lengths, not by a mask (`integrations.attention`),
+- the decoder layers are compiled, one code for all (`integrations.compiled_layers`).
+
+Where one of them does not serve a model the run goes on without it, and a sentence says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.fused_loss import fused_loss
+
+logger = logging.getLogger("amoeba")
+
+
+@contextmanager
+def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) -> Iterator[None]:
+    """compile_layers: "on", "off", or "auto", which is on where there is a GPU."""
+    gpu = trainer.args.device.type == "cuda"
+    compiles = compile_layers == "on" or (compile_layers == "auto" and gpu)
+    if not gpu and not compiles:
+        yield
+        return
+    with ExitStack() as stack:
+        taken: list[str] = []
+        if gpu:
+            reason = stack.enter_context(fused_loss(trainer.model))
+            _tell(taken, "the loss without all logits in memory", reason, say)
+            reason = stack.enter_context(_documents_apart(trainer))
+            _tell(taken, "attention by documents", reason, say)
+        if compiles:
+            began = time.monotonic()
+            reason = stack.enter_context(_compiled(trainer))
+            _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
+        if taken:
+            say(f"in a step: {', '.join(taken)}")
+        yield
+
+
+def _tell(taken: list[str], what: str, reason: str | None, say: Callable[[str], None]) -> None:
+    if reason is None:
+        taken.append(what)
+    else:
+        say(f"without {what}: {reason}")
+
+
+@contextmanager
+def _documents_apart(trainer: Any) -> Iterator[str | None]:
+    from amoeba.integrations.attention import NAME
+
+    model = trainer.model
+    own = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(NAME)
+        trainer.by_documents = True
+        trainer.try_batch(rows=1, gradients=False)
+        reason = None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # an architecture may refuse in many ways
+        logger.info("attention by documents", exc_info=error)
+        reason = _first_line(error)
+        trainer.by_documents = False
+        model.set_attn_implementation(own)
+    try:
+        yield reason
+    finally:
+        trainer.by_documents = False
+        model.set_attn_implementation(own)
+
+
+@contextmanager
+def _compiled(trainer: Any) -> Iterator[str | None]:
+    layers = CompiledLayers(trainer.model)
+    layers.begin()
+    try:
+        trainer.try_batch(rows=trainer.args.per_device_train_batch_size, gradients=True)
+        reason = None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler fails in many ways
+        logger.info("decoder layers compiled", exc_info=error)
+        reason = _first_line(error)
+        layers.end()
+    try:
+        trainer.compiled = reason is None
+        yield reason
+    finally:
+        trainer.compiled = False
+        layers.end()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,0 +1,162 @@
+"""What routers choose, counted on the device, and the gradients that keep them even, as operators for any trace.
+
+T tokens · K experts per token · E experts · L layers
+
+    ledger = Ledger([64, 64])                                     # experts of each layer
+    ledger.pull, ledger.z_pull = 0.01 / 2, 0.0                    # coefficients of the losses of one layer
+    weight_TK = count_choices(weight_TK, expert_TK, ledger.key(0))
+    weight_TK = attach_balance(weight_TK, logits_TE, ledger.key(0))
+
+Both hand their first argument on. `attach_balance` has the gradient of two losses for the logits, which are therefore
+never made: Switch's load balancing, E · Σ_e f_e P_e with f_e = (rows sent to e) / T and P_e e's mean probability, of
+the choices counted last in that layer; and the z-loss, mean(logsumexp(logits)²). So nothing has to leave a compiled
+layer. A recompute in backward counts nothing twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba import operators
+from amoeba.operands import Operand
+from amoeba.torch_internals import inside_backward
+
+ENTROPY_UNIT = 2.0**-20  # nats; as kernels.router_balance has it, which may not be imported here
+_LAYERS = 1 << 16  # more than any model has
+
+_ledgers: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class Ledger:
+    """Counts of all layers since the last reset, and the coefficients with which their routers are pulled."""
+
+    def __init__(self, experts: Sequence[int], device: torch.device | str | None = None) -> None:
+        layers, most = len(experts), max(experts, default=0)
+        self.experts = list(experts)
+        self.last_LE = torch.zeros(layers, most, dtype=torch.int64, device=device)  # of the last pass
+        self.load_LE = torch.zeros(layers, most, dtype=torch.int64, device=device)
+        self.entropy_L = torch.zeros(layers, dtype=torch.int64, device=device)
+        self.together_LEE = torch.zeros(layers, most, most, dtype=torch.float32, device=device)
+        self.slots, self.tokens_with_logits = [0] * layers, [0] * layers
+        self.pull = self.z_pull = 0.0
+        self.pulled = False  # whether a gradient was asked for
+        self.counts_pairs = True  # whether passes add to together_LEE: how often two experts served one token
+        self.number = next(_numbers)
+        _ledgers[self.number] = self
+
+    def key(self, layer: int) -> Tensor:
+        """Names ledger and layer to the operators. A tensor on the CPU: one compiled layer then serves all."""
+        return torch.tensor(self.number * _LAYERS + layer, dtype=torch.int64, device="cpu")
+
+    def reset(self) -> None:
+        """Starts again from zero, apart from the pairs."""
+        for counts in (self.load_LE, self.entropy_L):
+            counts.zero_()
+        self.slots, self.tokens_with_logits = [0] * len(self.experts), [0] * len(self.experts)
+
+    def count(self, layer: int, expert_TK: Tensor) -> None:
+        experts = self.experts[layer]
+        last_E = self.last_LE[layer, :experts].zero_()
+        if expert_TK.is_cuda:
+            from amoeba.kernels.router_balance import count_experts
+
+            count_experts(expert_TK.reshape(-1).contiguous(), last_E)
+        else:
+            id_N = expert_TK.reshape(-1)
+            last_E += torch.bincount(id_N[(id_N >= 0) & (id_N < experts)], minlength=experts)
+        if inside_backward():
+            return
+        self.load_LE[layer, :experts] += last_E
+        self.slots[layer] += expert_TK.numel()
+        if self.counts_pairs:
+            chosen_TE = torch.zeros(expert_TK.shape[0], experts + 1, dtype=torch.float32, device=expert_TK.device)
+            inside_TK = (expert_TK >= 0) & (expert_TK < experts)
+            chosen_TE.scatter_(1, torch.where(inside_TK, expert_TK, experts), 1.0)
+            self.together_LEE[layer, :experts, :experts] += chosen_TE[:, :experts].T @ chosen_TE[:, :experts]
+
+    def add_entropy(self, layer: int, logits_TE: Tensor) -> None:
+        if inside_backward():
+            return
+        self.tokens_with_logits[layer] += logits_TE.shape[0]
+        if logits_TE.is_cuda:
+            from amoeba.kernels.router_balance import add_entropy
+
+            return add_entropy(logits_TE.contiguous(), self.entropy_L[layer])
+        logarithm_TE = logits_TE.float().log_softmax(-1)
+        entropy_T = -(logarithm_TE.exp() * logarithm_TE.clamp(min=-1e30)).sum(-1)
+        self.entropy_L[layer] += (entropy_T / ENTROPY_UNIT).round().long().sum()
+
+    def gradient(self, layer: int, logits_TE: Tensor) -> Tensor:
+        """Of the two losses of this layer."""
+        self.pulled = True
+        tokens, experts = logits_TE.shape
+        tokens = max(tokens, 1)
+        last_E = self.last_LE[layer, :experts]
+        pull, z_pull = self.pull * experts / tokens**2, self.z_pull / tokens
+        if logits_TE.is_cuda:
+            from amoeba.kernels.router_balance import balance_gradient
+
+            return balance_gradient(logits_TE.contiguous(), last_E, pull, z_pull)
+        wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        probability_TE, logsumexp_T1 = wide_TE.softmax(-1), wide_TE.logsumexp(-1, keepdim=True)
+        slope_E = pull * last_E.to(wide_TE.dtype)
+        mean_T1 = (probability_TE * slope_E).sum(-1, keepdim=True)
+        return (probability_TE * (slope_E - mean_T1 + 2 * z_pull * logsumexp_T1)).to(logits_TE.dtype)
+
+
+def count_choices(weight_TK: Tensor, expert_TK: Tensor, key: Tensor) -> Tensor:
+    """weight_TK, its choices counted."""
+    return _count(weight_TK, expert_TK, key)[0]
+
+
+def attach_balance(carrier: Tensor, logits_TE: Tensor, key: Tensor) -> Tensor:
+    """carrier: whatever of the router's results the loss depends on."""
+    return _attach(carrier, logits_TE, key)[0]
+
+
+def _found(key: Tensor) -> tuple[Ledger, int]:
+    number, layer = divmod(int(key), _LAYERS)
+    return _ledgers[number], layer
+
+
+def _count_forward(weight: Tensor, expert: Tensor, key: Tensor) -> tuple[Tensor]:
+    ledger, layer = _found(key)
+    ledger.count(layer, expert)
+    return (weight.clone(),)
+
+
+def _attach_forward(carrier: Tensor, logits: Tensor, key: Tensor) -> tuple[Tensor]:
+    ledger, layer = _found(key)
+    ledger.add_entropy(layer, logits)
+    return (carrier.clone(),)
+
+
+def _attach_backward(arguments: tuple, saved: tuple, gradients: Sequence[Any], needs: Sequence[bool]) -> Sequence[Any]:
+    _, logits, key = arguments
+    ledger, layer = _found(key)
+    return gradients[0].clone() if needs[0] else None, ledger.gradient(layer, logits) if needs[1] else None
+
+
+_count = operators.define(
+    "count_choices",
+    (Operand("weight", "Tensor", True), Operand("expert", "Tensor"), Operand("key", "Tensor")),
+    results=("handed_on",),
+    forward=_count_forward,
+    backward=lambda arguments, saved, gradients, needs: [gradients[0].clone()],
+    fake=lambda weight, expert, key: (torch.empty_like(weight),),
+)
+_attach = operators.define(
+    "attach_balance",
+    (Operand("carrier", "Tensor", True), Operand("logits", "Tensor", True), Operand("key", "Tensor")),
+    results=("handed_on",),
+    forward=_attach_forward,
+    backward=_attach_backward,
+    fake=lambda carrier, logits, key: (torch.empty_like(carrier),),
+)

@@ -1,0 +1,58 @@
+"""Models of transformers with the loss from their hidden states: the same loss and gradients, or a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amoeba.integrations.fused_loss import fused_loss
+from tiny_models import build, token_ids
+
+
+def loss_and_gradients(model, **arguments):
+    model.zero_grad()
+    ids = token_ids()
+    labels = ids.clone()
+    labels[0, :3] = -100
+    loss = model(input_ids=ids, labels=labels, use_cache=False, **arguments).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize("arguments", [{}, {"num_items_in_batch": torch.tensor(7)}])
+def test_same_loss_and_gradients(family, arguments):
+    torch.manual_seed(0)
+    model = build(family).train()
+    expected, gradients = loss_and_gradients(model, **arguments)
+    with fused_loss(model) as reason:
+        assert reason is None
+        found, others = loss_and_gradients(model, **arguments)
+        assert model(input_ids=token_ids(), use_cache=False).logits.shape[-1] == model.config.hidden_size
+    assert found == pytest.approx(expected, rel=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6)
+    assert model(input_ids=token_ids(), use_cache=False).logits.shape[-1] == model.config.vocab_size
+    assert loss_and_gradients(model, **arguments)[0] == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_scales_its_logits_keeps_its_own_loss():
+    model = build("granitemoe", logits_scaling=3.0).train()
+    expected, _ = loss_and_gradients(model)
+    with fused_loss(model) as reason:
+        assert reason == "something stands between its output head and its loss"
+        assert loss_and_gradients(model)[0] == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_heads_and_losses_of_another_kind_are_left_alone():
+    model = build("qwen3_moe")
+    model.loss_function = lambda *args, **kwargs: torch.zeros(())
+    with fused_loss(model) as reason:
+        assert reason == "it has a loss of its own"
+    model = build("qwen3_moe")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with fused_loss(model) as reason:
+        assert reason == "its output head is a Sequential, not a plain Linear"
