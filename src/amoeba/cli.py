@@ -100,6 +100,10 @@ def bench(
         list[str] | None,
         typer.Option("--ours", help='Of ours this one, as the table calls it ("cpu-bf16"). May be repeated.'),
     ] = None,
+    sustained: Annotated[
+        float | None,
+        typer.Option("--sustained", help="On a GPU, also back to back for so many seconds, with clocks and joules."),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")] = None,
     json: Json = False,
     verbose: Verbose = False,
@@ -115,8 +119,11 @@ def bench(
         bench_command.check_shapes_fit(shapes, place, dtypes, passes)
         peers = bench_command.choose_peers(peer or [])
         chosen = bench_command.choose_ours(ours or [])
+        bench_command.check_sustained(sustained, place)
         path = bench_command.free_path(out)
-    document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen)
+    document, ok = bench_command.run(
+        shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen, sustained=sustained
+    )
     finish(output, document, ok, json)
 
 

@@ -12,8 +12,10 @@ import torch
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_again, write_new
 from amoeba.bench.implementations import PEERS, names_of_ours
+from amoeba.bench.nvml import MeterError, open_meter
 from amoeba.bench.shapes import Shape, check_memory, default_suite, parse_shape, parse_suite
 from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
+from amoeba.bench.sustained import TURNS, Sustained
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
@@ -26,6 +28,7 @@ PASSES: dict[str, list[Pass]] = {
 }
 # A machine this busy (per core) before the first measurement distorts the times.
 _BUSY = 0.5
+_MOST_SUSTAINED_SECONDS = 600.0
 
 
 def choose_shapes(shapes: Sequence[str], suite: str | None, device: torch.device) -> list[Shape]:
@@ -60,6 +63,21 @@ def choose_passes(name: str) -> list[Pass]:
     return PASSES[name]
 
 
+def check_sustained(seconds: float | None, device: torch.device) -> None:
+    if seconds is None:
+        return
+    if not 0 < seconds <= _MOST_SUSTAINED_SECONDS:
+        raise bad_value(
+            "--sustained", f"seconds, at most {_MOST_SUSTAINED_SECONDS:g}", seconds, "4 are enough for a step of 20 ms"
+        )
+    try:
+        open_meter(device)
+    except MeterError as error:
+        raise bad_value(
+            "--sustained", "a GPU whose clocks and watts can be read", f"none: {error}", "leave it out"
+        ) from error
+
+
 def default_dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.bfloat16 if device.type == "cuda" else torch.float32]
 
@@ -81,6 +99,7 @@ def command_line(
     repeats: int,
     peers: Sequence[str] = PEERS,
     ours: Sequence[str] | None = None,
+    sustained: float | None = None,
 ) -> str:
     """The command that measures the same again, with all defaults written out."""
     words = ["amoeba", "bench", "--device", device.type]
@@ -92,6 +111,7 @@ def command_line(
     if tuple(peers) != PEERS:
         words += [word for peer in peers for word in ("--peer", peer)]
     words += [word for name in ours or () for word in ("--ours", name)]
+    words += [] if sustained is None else ["--sustained", f"{sustained:g}"]
     return shlex.join(words)
 
 
@@ -106,6 +126,7 @@ def run(
     peers: Sequence[str] = PEERS,
     ceilings: Callable[[torch.device, Sequence[torch.dtype]], Ceilings] | None = measure_ceilings,
     ours: Sequence[str] | None = None,
+    sustained: float | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Prints the tables; returns the document, and False if an implementation of ours was refused as wrong.
 
@@ -119,7 +140,7 @@ def run(
         output.progress("measuring the ceilings of this device: a dense product and a copy")
         limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
         output.line(limits.line())
-    command = command_line(shapes, device, dtypes, passes, repeats, peers, ours)
+    command = command_line(shapes, device, dtypes, passes, repeats, peers, ours, sustained)
     reports: list[Report] = []
 
     def document_of(finished: bool) -> dict[str, Any]:
@@ -132,7 +153,7 @@ def run(
             (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
 
     # Lines and no spinner: a spinner is a thread that would run while others are timed.
-    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep, ours)
+    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep, ours, sustained)
     document = document_of(finished=True)
     if path is not None:
         write_again(path, document)
@@ -152,6 +173,8 @@ def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
     output.table(title, list(rows[0]) if rows else [""], [list(row.values()) for row in rows])
     for note in _notes(report, timed):
         output.line(f"  {note}")
+    if any(measurement.sustained for measurement in timed):
+        _print_sustained(title, report, timed, limits, output)
     for measurement in report.measurements:
         if measurement.status != "timed":
             style = "bold red" if measurement.status == "refused" else None
@@ -163,10 +186,46 @@ def _notes(report: Report, timed: Sequence[Measurement]) -> Iterator[str]:
         fewest, most = min(m.rounds for m in timed), max(m.rounds for m in timed)
         rounds = str(most) if fewest == most else f"{fewest} to {most}"
         yield f"medians of {rounds} rounds; vs: so many times faster"
+        if report.rest_ms:
+            yield f"rests of {report.rest_ms:g} ms before each pass, and caches flushed"
     yield f"error: the worst of output and gradients, against {dtype_name(report.reference)}"
     yield f'backend="auto" takes {report.auto}'
     if report.shape.skew:
         yield f"the busiest expert gets {report.busiest_expert:.1f} times the mean"
+
+
+def _print_sustained(
+    title: str, report: Report, timed: Sequence[Measurement], limits: Ceilings | None, output: Output
+) -> None:
+    by_name = {each.implementation: each.sustained for each in timed if each.sustained is not None}
+    peers = [each.implementation for each in timed if each.implementation in by_name and not each.ours]
+    rows = [_sustained_row(name, by_name, peers, report, limits) for name in by_name]
+    output.table(f"{title}, back to back", list(rows[0]), [list(row.values()) for row in rows])
+    found = next(iter(by_name.values()))
+    output.line(
+        f"  no rests, about {found.seconds:.1f} s each in {TURNS} turns after warming up; W and MHz: means, "
+        f"of a limit of {found.power_limit_watts:.0f} W"
+    )
+
+
+def _sustained_row(
+    name: str, by_name: dict[str, Sustained], peers: Sequence[str], report: Report, limits: Ceilings | None
+) -> dict[str, str]:
+    found = by_name[name]
+    rate = report.flops / found.ms * 1e3
+    row = {"": name, "ms": _three(found.ms)}
+    if found.backward_ms is not None:
+        row |= {"forward": _three(found.forward_ms), "backward": _three(found.backward_ms)}
+    row["TFLOP/s"] = _three(rate / 1e12)
+    if limits is not None:
+        row["of matmul"] = f"{rate / limits.matmul_flops_per_second(report.dtype):.0%}"
+    row |= {
+        "SM MHz": f"{found.sm_mhz:.0f}",
+        "W": f"{found.watts:.0f}",
+        "J/step": _three(found.joules_per_step),
+    }
+    versus = {f"vs {peer.removeprefix('transformers ')}": f"{by_name[peer].ms / found.ms:.2f}x" for peer in peers}
+    return row | versus
 
 
 def _row(
