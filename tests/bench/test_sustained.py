@@ -51,7 +51,7 @@ class FakeNvml:
 
         return call
 
-    class nvmlErrorString:  # noqa: N801  the driver's name; restype is set on it
+    class nvmlErrorString:  # a class: its restype is set
         def __new__(cls, status: int) -> bytes:  # type: ignore[misc]
             return f"error {status}".encode()
 
@@ -256,7 +256,7 @@ def test_without_a_gpu_it_is_refused_in_one_sentence():
     bench_command.check_sustained(None, CPU)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_a_step_back_to_back_draws_power():
     device = torch.device("cuda")
     meter = nvml.open_meter(device)
