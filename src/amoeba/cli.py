@@ -87,7 +87,7 @@ def bench(
     shape: Annotated[
         list[str] | None, typer.Option("--shape", help="A name (small, qwen3_30b, ...) or T,H,I,E,K; may be repeated.")
     ] = None,
-    suite: Annotated[str | None, typer.Option("--suite", help="small, cpu or gpu.")] = None,
+    suite: Annotated[str | None, typer.Option("--suite", help="small, cpu, gpu, or model: whole models.")] = None,
     dtype: Dtypes = None,
     device: Device = "auto",
     passes: Annotated[str, typer.Option("--pass", help="forward, training (forward and backward) or both.")] = "both",
@@ -112,6 +112,18 @@ def bench(
     output = start(verbose, passive_waiting=False)  # measured as the environment is, which the document holds
     from amoeba.commands import bench as bench_command
 
+    if suite == "model":
+        from amoeba.commands import bench_models
+
+        with usage():
+            place = parse_device(device)
+            bench_models.check_options(dtype or [], sustained)
+            problems = bench_models.choose_problems(shape or [], passes, place)
+            chosen = bench_models.choose_candidates(problems, ours or [], peer or [])
+            path = bench_command.free_path(out)
+        document, ok = bench_models.run(problems, repeats, chosen, path, output)
+        finish(output, document, ok, json)
+        return
     with usage():
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))

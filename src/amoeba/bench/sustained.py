@@ -118,7 +118,7 @@ def _joined(turns: list[_Turn], meter: Meter) -> Sustained:
 
 def _turn(step: Step, device: torch.device, warm_seconds: float, seconds: float, meter: Meter) -> _Turn:
     """Warming up goes over into what is measured without a pause."""
-    new_mark = _marker(device)
+    new_mark = marker(device)
     readings = _Readings(meter)
     launched: deque[list[Any]] = deque()
     measured: list[list[Any]] = []
@@ -146,7 +146,8 @@ def _ahead(passed: float, finished: int) -> int:
     return 1 if not finished else min(_MOST_AHEAD, 1 + math.ceil(_AHEAD_SECONDS * finished / passed))
 
 
-def _marker(device: torch.device) -> Callable[[], Any]:
+def marker(device: torch.device) -> Callable[[], Any]:
+    """Makes marks with `synchronize` and `elapsed_time`: events on the stream of a GPU, else moments on the host."""
     if device.type != "cuda":
         return _HostMark
 

@@ -132,9 +132,7 @@ def run(
 
     With ceilings=None they are not measured, and the tables have no shares of them.
     """
-    load = load_average()
-    if load is not None and load > _BUSY * usable_cores():
-        output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are not to be trusted")
+    load = warn_if_busy(output)
     limits = None
     if ceilings is not None:
         output.progress("measuring the ceilings of this device: a dense product and a copy")
@@ -160,6 +158,14 @@ def run(
         output.heading(f"written to {path}")
     wrong = [m for report in reports for m in report.measurements if m.ours and m.status == "refused"]
     return document, not wrong
+
+
+def warn_if_busy(output: Output) -> float | None:
+    """The machine's load, which goes into the document."""
+    load = load_average()
+    if load is not None and load > _BUSY * usable_cores():
+        output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are not to be trusted")
+    return load
 
 
 def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
@@ -213,16 +219,16 @@ def _sustained_row(
 ) -> dict[str, str]:
     found = by_name[name]
     rate = report.flops / found.ms * 1e3
-    row = {"": name, "ms": _three(found.ms)}
+    row = {"": name, "ms": three_digits(found.ms)}
     if found.backward_ms is not None:
-        row |= {"forward": _three(found.forward_ms), "backward": _three(found.backward_ms)}
-    row["TFLOP/s"] = _three(rate / 1e12)
+        row |= {"forward": three_digits(found.forward_ms), "backward": three_digits(found.backward_ms)}
+    row["TFLOP/s"] = three_digits(rate / 1e12)
     if limits is not None:
         row["of matmul"] = f"{rate / limits.matmul_flops_per_second(report.dtype):.0%}"
     row |= {
         "SM MHz": f"{found.sm_mhz:.0f}",
         "W": f"{found.watts:.0f}",
-        "J/step": _three(found.joules_per_step),
+        "J/step": three_digits(found.joules_per_step),
     }
     versus = {f"vs {peer.removeprefix('transformers ')}": f"{by_name[peer].ms / found.ms:.2f}x" for peer in peers}
     return row | versus
@@ -236,29 +242,33 @@ def _row(
     assert measurement.min_ms is not None
     assert measurement.flops_per_second is not None
     scale = 1e12 if unit == "TFLOP/s" else 1e9
-    row = {"": measurement.implementation, "ms": _three(measurement.median_ms), "min": _three(measurement.min_ms)}
+    row = {
+        "": measurement.implementation,
+        "ms": three_digits(measurement.median_ms),
+        "min": three_digits(measurement.min_ms),
+    }
     if report.measured_pass == "training":
-        row["forward"] = _three(measurement.forward_median_ms or 0)
-        row["backward"] = _three(measurement.backward_median_ms or 0)
+        row["forward"] = three_digits(measurement.forward_median_ms or 0)
+        row["backward"] = three_digits(measurement.backward_median_ms or 0)
         forward, backward = measurement.forward_flops_per_second or 0, measurement.backward_flops_per_second or 0
         row[unit] = f"{forward / scale:.0f}/{backward / scale:.0f}"
     else:
-        row[unit] = _three(measurement.flops_per_second / scale)
+        row[unit] = three_digits(measurement.flops_per_second / scale)
     if limits is not None and not report.shape.forward_only:
         row["of matmul"] = f"{measurement.flops_per_second / limits.matmul_flops_per_second(report.dtype):.0%}"
     if report.measured_pass == "training":
         row["kept MiB"] = _mib(measurement.kept_bytes)
     else:
-        row["weights GB/s"] = _three((measurement.weight_bytes_per_second or 0) / 1e9)
+        row["weights GB/s"] = three_digits((measurement.weight_bytes_per_second or 0) / 1e9)
     if limits is not None and report.shape.forward_only:
         row["of copy"] = f"{(measurement.weight_bytes_per_second or 0) / limits.copy_bytes_per_second:.0%}"
     if report.device == "cuda" and report.shape.forward_only:
         graph_ms, rate = measurement.graph_median_ms, measurement.graph_weight_bytes_per_second or 0
-        row["in graph"] = "-" if graph_ms is None else _three(graph_ms)
+        row["in graph"] = "-" if graph_ms is None else three_digits(graph_ms)
         if limits is not None:
             row["of copy there"] = "-" if graph_ms is None else f"{rate / limits.copy_bytes_per_second:.0%}"
     if measurement.host_median_ms is not None:
-        row["host ms"] = _three(measurement.host_median_ms)
+        row["host ms"] = three_digits(measurement.host_median_ms)
     row |= {"peak MiB": _mib(measurement.peak_bytes), "error": f"{measurement.worst_error:.1e}"}
     faster = measurement.times_faster_than
     versus = {peer: f"{faster[peer]:.2f}x" if peer in faster else "-" for peer in peers}
@@ -269,7 +279,7 @@ def _rate_unit(timed: Sequence[Measurement]) -> str:
     return "TFLOP/s" if max((m.flops_per_second or 0 for m in timed), default=0) >= 1e12 else "GFLOP/s"
 
 
-def _three(value: float) -> str:
+def three_digits(value: float) -> str:
     """Three significant digits, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
