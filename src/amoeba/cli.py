@@ -90,7 +90,12 @@ def bench(
     suite: Annotated[str | None, typer.Option("--suite", help="small, cpu, gpu, or model: whole models.")] = None,
     dtype: Dtypes = None,
     device: Device = "auto",
-    passes: Annotated[str, typer.Option("--pass", help="forward, training (forward and backward) or both.")] = "both",
+    passes: Annotated[
+        str,
+        typer.Option(
+            "--pass", help="forward, training (forward and backward) or both; models: training, lora, decode."
+        ),
+    ] = "both",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds at least.")] = 20,
     peer: Annotated[
         list[str] | None,
@@ -113,15 +118,15 @@ def bench(
     from amoeba.commands import bench as bench_command
 
     if suite == "model":
-        from amoeba.commands import bench_models
-
         with usage():
+            from amoeba.commands import bench_models
+
             place = parse_device(device)
             bench_models.check_options(dtype or [], sustained)
             problems = bench_models.choose_problems(shape or [], passes, place)
-            chosen = bench_models.choose_candidates(problems, ours or [], peer or [])
+            candidates = bench_models.choose_candidates(problems, ours or [], peer or [])
             path = bench_command.free_path(out)
-        document, ok = bench_models.run(problems, repeats, chosen, path, output)
+        document, ok = bench_models.run(problems, repeats, candidates, path, output)
         finish(output, document, ok, json)
         return
     with usage():

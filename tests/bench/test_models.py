@@ -1,4 +1,4 @@
-"""Whole models in the benchmark: all candidates compute the same model, in a process that ends, and are written down."""
+"""Whole models in the benchmark: all candidates compute one model, in a process that ends, and are written down."""
 
 from __future__ import annotations
 
