@@ -97,10 +97,15 @@ def bench(
     shape: Annotated[
         list[str] | None, typer.Option("--shape", help="A name (small, qwen3_30b, ...) or T,H,I,E,K; may be repeated.")
     ] = None,
-    suite: Annotated[str | None, typer.Option("--suite", help="small, cpu or gpu.")] = None,
+    suite: Annotated[str | None, typer.Option("--suite", help="small, cpu, gpu, or model: whole models.")] = None,
     dtype: Dtypes = None,
     device: Device = "auto",
-    passes: Annotated[str, typer.Option("--pass", help="forward, training (forward and backward) or both.")] = "both",
+    passes: Annotated[
+        str,
+        typer.Option(
+            "--pass", help="forward, training (forward and backward) or both; models: training, lora, decode."
+        ),
+    ] = "both",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds at least.")] = 20,
     peer: Annotated[
         list[str] | None,
@@ -110,6 +115,10 @@ def bench(
         list[str] | None,
         typer.Option("--ours", help='Of ours this one, as the table calls it ("cpu-bf16"). May be repeated.'),
     ] = None,
+    sustained: Annotated[
+        float | None,
+        typer.Option("--sustained", help="On a GPU, also back to back for so many seconds, with clocks and joules."),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")] = None,
     json: Json = False,
     verbose: Verbose = False,
@@ -118,6 +127,18 @@ def bench(
     output = start(verbose, passive_waiting=False)  # measured as the environment is, which the document holds
     from amoeba.commands import bench as bench_command
 
+    if suite == "model":
+        with usage():
+            from amoeba.commands import bench_models
+
+            place = parse_device(device)
+            bench_models.check_options(dtype or [], sustained)
+            problems = bench_models.choose_problems(shape or [], passes, place)
+            candidates = bench_models.choose_candidates(problems, ours or [], peer or [])
+            path = bench_command.free_path(out)
+        document, ok = bench_models.run(problems, repeats, candidates, path, output)
+        finish(output, document, ok, json)
+        return
     with usage():
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
@@ -125,8 +146,11 @@ def bench(
         bench_command.check_shapes_fit(shapes, place, dtypes, passes)
         peers = bench_command.choose_peers(peer or [])
         chosen = bench_command.choose_ours(ours or [])
+        bench_command.check_sustained(sustained, place)
         path = bench_command.free_path(out)
-    document, ok = bench_command.run(shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen)
+    document, ok = bench_command.run(
+        shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen, sustained=sustained
+    )
     finish(output, document, ok, json)
 
 

@@ -322,6 +322,13 @@ def test_a_slow_dtype_is_measured_on_smaller_matrices(monkeypatch, flops_per_sec
     assert ceilings_module._affordable(2048, CPU, torch.bfloat16) == size
 
 
+def test_small_products_that_are_slow_for_their_size_do_not_lower_the_ceiling(monkeypatch):
+    taken = {256: 8e-3, 512: 1.1e-2, 1024: 6e-2, 2048: 0.47}  # of a CPU whose threads cost more than 256³ operations
+    monkeypatch.setattr(ceilings_module, "_product", lambda size, device, dtype: size)
+    monkeypatch.setattr(ceilings_module, "_seconds", lambda size, device: taken.get(size, 8e-3))
+    assert ceilings_module._affordable(2048, CPU, torch.float32) == 2048
+
+
 @pytest.mark.parametrize(("free", "copied"), [(None, 1 << 30), (1 << 40, 1 << 30), (4003, 1000)])
 def test_a_copy_takes_a_quarter_of_the_free_memory_at_most(monkeypatch, free, copied):
     monkeypatch.setattr(ceilings_module, "available_memory", lambda device: free)

@@ -108,9 +108,12 @@ def _step(run: Callable[[], object]) -> Step:
 
 
 def _affordable(size: int, device: torch.device, dtype: torch.dtype) -> int:
-    """The largest of size, size / 2, ... whose product will not take too long, judged by one of a quarter its side."""
-    while size > _SMALLEST and 4**3 * _seconds(_product(size // 4, device, dtype), device) > _MOST_SECONDS:
-        size //= 2
+    """The largest of size, size / 2, ... whose product will not take too long, judged by that of half its side. From
+    the smallest up: small ones may be far slower than their operations tell, and say little about much larger ones."""
+    smaller = [size >> halvings for halvings in range(1, 32) if size >> halvings >= _SMALLEST]
+    for side in reversed(smaller):
+        if 2**3 * _seconds(_product(side, device, dtype), device) > _MOST_SECONDS:
+            return side
     return size
 
 

@@ -23,8 +23,10 @@ from amoeba import cost
 from amoeba.bench.implementation import Implementation
 from amoeba.bench.implementations import PEERS, chosen_by_auto, implementations
 from amoeba.bench.memory import peak_bytes, watch_saved
+from amoeba.bench.nvml import open_meter
 from amoeba.bench.shapes import Shape
-from amoeba.bench.timing import Step, Timing, graph_ms, time_in_turns
+from amoeba.bench.sustained import Sustained, sustain_in_turns
+from amoeba.bench.timing import REST_MS, Step, Timing, graph_ms, time_in_turns
 from amoeba.bench.workload import Workload, make_workload
 from amoeba.proof.conformance import TOLERANCE
 
@@ -62,6 +64,7 @@ class Measurement:
     kept_bytes_without_inputs: int | None = None
     peak_bytes: int | None = None
     times_faster_than: dict[str, float] = field(default_factory=dict)
+    sustained: Sustained | None = None  # the same step back to back; all other times are those with rests
 
     @property
     def worst_error(self) -> float:
@@ -83,6 +86,7 @@ class Report:
     busiest_expert: float
     auto: str | None
     measurements: list[Measurement]
+    rest_ms: float  # before each step that was timed, except for those in `sustained` and in graphs
 
 
 def problems(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, Shape]]:
@@ -101,11 +105,14 @@ def run_suite(
     peers: Sequence[str] = PEERS,
     done: Callable[[Report], None] = lambda report: None,
     ours: Sequence[str] | None = None,
+    sustained: float | None = None,
 ) -> list[Report]:
     """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only.
 
     ours: names of implementations of ours without "amoeba"; None: all.
     done: called with each report as soon as there is one, so that a run that is stopped loses only what it was at.
+    sustained: seconds for which each step also runs back to back, watched by the meter of the GPU; not decoding steps,
+    which wait for memory or for the host.
     """
     reports = []
     for dtype, shape in problems(shapes, dtypes):
@@ -113,7 +120,7 @@ def run_suite(
         progress(f"{shape.name} {_name(dtype)}: computing the reference")
         workload = make_workload(shape, device, dtype, training="training" in wanted)
         for measured in wanted:
-            reports.append(_report(workload, measured, repeats, progress, peers, ours))
+            reports.append(_report(workload, measured, repeats, progress, peers, ours, sustained))
             done(reports[-1])
         del workload  # before the next one is made: large ones do not fit twice
     return reports
@@ -126,6 +133,7 @@ def _report(
     progress: Progress,
     peers: Sequence[str],
     ours: Sequence[str] | None,
+    sustained: float | None,
 ) -> Report:
     shape, tolerance, training = workload.shape, TOLERANCE[workload.dtype], measured == "training"
     about = f"{shape.name} {measured} {_name(workload.dtype)}"
@@ -161,6 +169,11 @@ def _report(
             measurements[name] = replace(
                 measurements[name], graph_median_ms=median_ms, graph_weight_bytes_per_second=rate
             )
+    if sustained is not None and not shape.forward_only:
+        progress(f"{about}: running {len(steps)} back to back, {sustained:g} s each")
+        meter = open_meter(workload.device)
+        for name, found in sustain_in_turns(steps, workload.device, sustained, meter).items():
+            measurements[name] = replace(measurements[name], sustained=found)
     workload.clear_gradients()
     for name, reason in left_out.items():
         measurements[name] = Measurement(name, name.startswith("amoeba"), "left out", reason)
@@ -176,6 +189,7 @@ def _report(
         workload.busiest(),
         chosen_by_auto(workload),
         list(measurements.values()),
+        REST_MS if workload.device.type == "cuda" else 0.0,
     )
 
 

@@ -38,8 +38,10 @@ MOST_SECONDS_EACH = 5.0
 LEAST_ROUNDS = 2
 
 _FLUSHED_CACHES = 4  # times the size of the second-level cache
-# GPU cycles, about 4 ms: longer than the host needs to launch a step of ours or of transformers' grouped_mm.
-_HEAD_START_CYCLES = 7_000_000
+# For about so long a GPU is kept waiting before each step, longer than the host needs to launch one of ours or of
+# transformers' grouped_mm. It cools meanwhile: `sustained` measures without.
+REST_MS = 4.0
+_CYCLES_PER_MS = 1_750_000
 
 
 @dataclass
@@ -125,7 +127,7 @@ def _measure_on_gpu(device: torch.device) -> Callable[[Step], tuple[tuple[float,
             marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()
 
-        occupy_gpu(_HEAD_START_CYCLES)
+        occupy_gpu(int(REST_MS * _CYCLES_PER_MS))
         others.sum()
         started = time.perf_counter()
         step(mark)

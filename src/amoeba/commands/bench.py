@@ -12,8 +12,10 @@ import torch
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_again, write_new
 from amoeba.bench.implementations import PEERS, names_of_ours
+from amoeba.bench.nvml import MeterError, open_meter
 from amoeba.bench.shapes import Shape, check_memory, default_suite, parse_shape, parse_suite
 from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
+from amoeba.bench.sustained import TURNS, Sustained
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
@@ -26,6 +28,7 @@ PASSES: dict[str, list[Pass]] = {
 }
 # A machine this busy (per core) before the first measurement distorts the times.
 _BUSY = 0.5
+_MOST_SUSTAINED_SECONDS = 600.0
 
 
 def choose_shapes(shapes: Sequence[str], suite: str | None, device: torch.device) -> list[Shape]:
@@ -60,6 +63,21 @@ def choose_passes(name: str) -> list[Pass]:
     return PASSES[name]
 
 
+def check_sustained(seconds: float | None, device: torch.device) -> None:
+    if seconds is None:
+        return
+    if not 0 < seconds <= _MOST_SUSTAINED_SECONDS:
+        raise bad_value(
+            "--sustained", f"seconds, at most {_MOST_SUSTAINED_SECONDS:g}", seconds, "4 are enough for a step of 20 ms"
+        )
+    try:
+        open_meter(device)
+    except MeterError as error:
+        raise bad_value(
+            "--sustained", "a GPU whose clocks and watts can be read", f"none: {error}", "leave it out"
+        ) from error
+
+
 def default_dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.bfloat16 if device.type == "cuda" else torch.float32]
 
@@ -81,6 +99,7 @@ def command_line(
     repeats: int,
     peers: Sequence[str] = PEERS,
     ours: Sequence[str] | None = None,
+    sustained: float | None = None,
 ) -> str:
     """The command that measures the same again, with all defaults written out."""
     words = ["amoeba", "bench", "--device", device.type]
@@ -92,6 +111,7 @@ def command_line(
     if tuple(peers) != PEERS:
         words += [word for peer in peers for word in ("--peer", peer)]
     words += [word for name in ours or () for word in ("--ours", name)]
+    words += [] if sustained is None else ["--sustained", f"{sustained:g}"]
     return shlex.join(words)
 
 
@@ -106,20 +126,19 @@ def run(
     peers: Sequence[str] = PEERS,
     ceilings: Callable[[torch.device, Sequence[torch.dtype]], Ceilings] | None = measure_ceilings,
     ours: Sequence[str] | None = None,
+    sustained: float | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Prints the tables; returns the document, and False if an implementation of ours was refused as wrong.
 
     With ceilings=None they are not measured, and the tables have no shares of them.
     """
-    load = load_average()
-    if load is not None and load > _BUSY * usable_cores():
-        output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are not to be trusted")
+    load = warn_if_busy(output)
     limits = None
     if ceilings is not None:
         output.progress("measuring the ceilings of this device: a dense product and a copy")
         limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
         output.line(limits.line())
-    command = command_line(shapes, device, dtypes, passes, repeats, peers, ours)
+    command = command_line(shapes, device, dtypes, passes, repeats, peers, ours, sustained)
     reports: list[Report] = []
 
     def document_of(finished: bool) -> dict[str, Any]:
@@ -132,13 +151,21 @@ def run(
             (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
 
     # Lines and no spinner: a spinner is a thread that would run while others are timed.
-    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep, ours)
+    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep, ours, sustained)
     document = document_of(finished=True)
     if path is not None:
         write_again(path, document)
         output.heading(f"written to {path}")
     wrong = [m for report in reports for m in report.measurements if m.ours and m.status == "refused"]
     return document, not wrong
+
+
+def warn_if_busy(output: Output) -> float | None:
+    """The machine's load, which goes into the document."""
+    load = load_average()
+    if load is not None and load > _BUSY * usable_cores():
+        output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are not to be trusted")
+    return load
 
 
 def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
@@ -152,6 +179,8 @@ def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
     output.table(title, list(rows[0]) if rows else [""], [list(row.values()) for row in rows])
     for note in _notes(report, timed):
         output.line(f"  {note}")
+    if any(measurement.sustained for measurement in timed):
+        _print_sustained(title, report, timed, limits, output)
     for measurement in report.measurements:
         if measurement.status != "timed":
             style = "bold red" if measurement.status == "refused" else None
@@ -163,10 +192,46 @@ def _notes(report: Report, timed: Sequence[Measurement]) -> Iterator[str]:
         fewest, most = min(m.rounds for m in timed), max(m.rounds for m in timed)
         rounds = str(most) if fewest == most else f"{fewest} to {most}"
         yield f"medians of {rounds} rounds; vs: so many times faster"
+        if report.rest_ms:
+            yield f"rests of {report.rest_ms:g} ms before each pass, and caches flushed"
     yield f"error: the worst of output and gradients, against {dtype_name(report.reference)}"
     yield f'backend="auto" takes {report.auto}'
     if report.shape.skew:
         yield f"the busiest expert gets {report.busiest_expert:.1f} times the mean"
+
+
+def _print_sustained(
+    title: str, report: Report, timed: Sequence[Measurement], limits: Ceilings | None, output: Output
+) -> None:
+    by_name = {each.implementation: each.sustained for each in timed if each.sustained is not None}
+    peers = [each.implementation for each in timed if each.implementation in by_name and not each.ours]
+    rows = [_sustained_row(name, by_name, peers, report, limits) for name in by_name]
+    output.table(f"{title}, back to back", list(rows[0]), [list(row.values()) for row in rows])
+    found = next(iter(by_name.values()))
+    output.line(
+        f"  no rests, about {found.seconds:.1f} s each in {TURNS} turns after warming up; W and MHz: means, "
+        f"of a limit of {found.power_limit_watts:.0f} W"
+    )
+
+
+def _sustained_row(
+    name: str, by_name: dict[str, Sustained], peers: Sequence[str], report: Report, limits: Ceilings | None
+) -> dict[str, str]:
+    found = by_name[name]
+    rate = report.flops / found.ms * 1e3
+    row = {"": name, "ms": three_digits(found.ms)}
+    if found.backward_ms is not None:
+        row |= {"forward": three_digits(found.forward_ms), "backward": three_digits(found.backward_ms)}
+    row["TFLOP/s"] = three_digits(rate / 1e12)
+    if limits is not None:
+        row["of matmul"] = f"{rate / limits.matmul_flops_per_second(report.dtype):.0%}"
+    row |= {
+        "SM MHz": f"{found.sm_mhz:.0f}",
+        "W": f"{found.watts:.0f}",
+        "J/step": three_digits(found.joules_per_step),
+    }
+    versus = {f"vs {peer.removeprefix('transformers ')}": f"{by_name[peer].ms / found.ms:.2f}x" for peer in peers}
+    return row | versus
 
 
 def _row(
@@ -177,29 +242,33 @@ def _row(
     assert measurement.min_ms is not None
     assert measurement.flops_per_second is not None
     scale = 1e12 if unit == "TFLOP/s" else 1e9
-    row = {"": measurement.implementation, "ms": _three(measurement.median_ms), "min": _three(measurement.min_ms)}
+    row = {
+        "": measurement.implementation,
+        "ms": three_digits(measurement.median_ms),
+        "min": three_digits(measurement.min_ms),
+    }
     if report.measured_pass == "training":
-        row["forward"] = _three(measurement.forward_median_ms or 0)
-        row["backward"] = _three(measurement.backward_median_ms or 0)
+        row["forward"] = three_digits(measurement.forward_median_ms or 0)
+        row["backward"] = three_digits(measurement.backward_median_ms or 0)
         forward, backward = measurement.forward_flops_per_second or 0, measurement.backward_flops_per_second or 0
         row[unit] = f"{forward / scale:.0f}/{backward / scale:.0f}"
     else:
-        row[unit] = _three(measurement.flops_per_second / scale)
+        row[unit] = three_digits(measurement.flops_per_second / scale)
     if limits is not None and not report.shape.forward_only:
         row["of matmul"] = f"{measurement.flops_per_second / limits.matmul_flops_per_second(report.dtype):.0%}"
     if report.measured_pass == "training":
         row["kept MiB"] = _mib(measurement.kept_bytes)
     else:
-        row["weights GB/s"] = _three((measurement.weight_bytes_per_second or 0) / 1e9)
+        row["weights GB/s"] = three_digits((measurement.weight_bytes_per_second or 0) / 1e9)
     if limits is not None and report.shape.forward_only:
         row["of copy"] = f"{(measurement.weight_bytes_per_second or 0) / limits.copy_bytes_per_second:.0%}"
     if report.device == "cuda" and report.shape.forward_only:
         graph_ms, rate = measurement.graph_median_ms, measurement.graph_weight_bytes_per_second or 0
-        row["in graph"] = "-" if graph_ms is None else _three(graph_ms)
+        row["in graph"] = "-" if graph_ms is None else three_digits(graph_ms)
         if limits is not None:
             row["of copy there"] = "-" if graph_ms is None else f"{rate / limits.copy_bytes_per_second:.0%}"
     if measurement.host_median_ms is not None:
-        row["host ms"] = _three(measurement.host_median_ms)
+        row["host ms"] = three_digits(measurement.host_median_ms)
     row |= {"peak MiB": _mib(measurement.peak_bytes), "error": f"{measurement.worst_error:.1e}"}
     faster = measurement.times_faster_than
     versus = {peer: f"{faster[peer]:.2f}x" if peer in faster else "-" for peer in peers}
@@ -210,7 +279,7 @@ def _rate_unit(timed: Sequence[Measurement]) -> str:
     return "TFLOP/s" if max((m.flops_per_second or 0 for m in timed), default=0) >= 1e12 else "GFLOP/s"
 
 
-def _three(value: float) -> str:
+def three_digits(value: float) -> str:
     """Three significant digits, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import json
+import math
+import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from amoeba.cpu.library_cache import default_folder, prepared
+from amoeba.files import write_whole
 from amoeba.integrations.experts_module import experts_modules, layout_of, placed_in
+from amoeba.machine import cpu_model, load_average, usable_cores
+
+# Products that are timed for the ceiling, at least and at most, and the seconds after which there are no more.
+_PRODUCTS, _MOST_SECONDS = (2, 10), 0.4
+# A machine whose median product takes so many times the best one has other work: what it gave is not kept.
+_CALM = 1.1
 
 
 def training_flops_per_token(model: Any, tokens_per_row: float) -> float:
@@ -41,16 +55,57 @@ def _at_work(model: Any) -> Iterator[tuple[float, bool]]:
 
 @functools.cache
 def measured_ceiling(device: torch.device) -> float:
-    """FLOP/s of a large matrix product in the dtype that training uses there; the peak that shares refer to."""
+    """FLOP/s of a large matrix product in the dtype that training uses there; the peak that shares refer to.
+
+    It is measured once per device, dtype and torch, and kept in the folder for caches, unless the machine was busy.
+    """
     gpu = device.type == "cuda"
-    # 1024 on a CPU: as fast as 2048 to within a few per cent, and five of them take a quarter of a second, not three
+    # 1024 on a CPU: as fast as 2048 to within a few per cent, in an eighth of the time
     size, dtype = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
+    about = {
+        "device": torch.cuda.get_device_name(device) if gpu else f"{cpu_model()}, {torch.get_num_threads()} threads",
+        "dtype": str(dtype).removeprefix("torch."),
+        "size": size,
+        "torch": str(torch.__version__),
+    }
+    if (kept := _kept_ceiling(about)) is not None:
+        return kept
+    seconds = _seconds_of_products(size, dtype, device)
+    found = 2.0 * size**3 / min(seconds)
+    load = None if gpu else load_average()
+    calm = statistics.median(seconds) <= _CALM * min(seconds) and (load is None or load <= usable_cores() / 2)
+    if calm:
+        _keep_ceiling(about, found)
+    return found
+
+
+def _seconds_of_products(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
     left = torch.randn(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(5):
+    result, taken = torch.empty_like(left), list[float]()
+    while len(taken) < _PRODUCTS[0] or (len(taken) < _PRODUCTS[1] and sum(taken) < _MOST_SECONDS):
         began = time.perf_counter()
-        left @ left
-        if gpu:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return 2.0 * size**3 / best
+        torch.mm(left, left, out=result)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def _kept_ceiling(about: dict[str, Any]) -> float | None:
+    try:
+        found = json.loads(_ceiling_file(about, default_folder()).read_bytes())
+        rate = float(found["flops_per_second"])
+        return rate if found["of"] == about and 0 < rate < math.inf else None
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or not what was written: it is measured
+        return None
+
+
+def _keep_ceiling(about: dict[str, Any], flops_per_second: float) -> None:
+    text = json.dumps({"of": about, "flops_per_second": flops_per_second}, indent=1) + "\n"
+    with contextlib.suppress(OSError):  # then the next run measures again
+        write_whole(_ceiling_file(about, prepared(default_folder())), text)
+
+
+def _ceiling_file(about: dict[str, Any], folder: Path) -> Path:
+    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+    return folder / f"ceiling-{name}.json"

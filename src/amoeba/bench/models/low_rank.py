@@ -1,0 +1,67 @@
+"""LoRA steps: factors on all experts of a frozen model, ours and PEFT's, and what the frozen model itself costs.
+
+step = our_factors(Frozen("amoeba"), problem)
+step = peft_factors(Frozen("grouped_mm"), problem)
+step = frozen_step(Frozen("grouped_mm", compiled=True), problem)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amoeba import lora
+from amoeba.bench.models.candidate import Step, who_computes
+from amoeba.bench.models.problem import LORA_ALPHA, LORA_RANK, Problem
+from amoeba.bench.models.training import optimizer_step
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model that is not trained itself, its experts computed as transformers calls it."""
+
+    experts: str
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        return who_computes(self.experts) + (", compiled" if self.compiled else "")
+
+    def why_not(self, problem: Problem) -> str | None:
+        return "is measured on a GPU" if self.compiled and problem.device.type == "cpu" else None
+
+
+def our_factors(frozen: Frozen, problem: Problem) -> Step:
+    """As `amoeba finetune` does it."""
+    model = problem.model(frozen.experts, problem.dtype).train()
+    lora.attach(model, LORA_RANK, LORA_ALPHA)
+    return optimizer_step(model, frozen.compiled, problem)
+
+
+def peft_factors(frozen: Frozen, problem: Problem) -> Step:
+    """PEFT's own way: it adds the update to the weights of all experts in every forward."""
+    from peft import LoraConfig, get_peft_model
+
+    model = problem.model(frozen.experts, problem.dtype).train()
+    stacks = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+    config = LoraConfig(
+        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=[], target_parameters=stacks, task_type="CAUSAL_LM"
+    )
+    return optimizer_step(get_peft_model(model, config), frozen.compiled, problem)
+
+
+def frozen_step(frozen: Frozen, problem: Problem) -> Step:
+    """Forward and the gradient of what the first layer gets: no adapter's step can be shorter."""
+    model = problem.model(frozen.experts, problem.dtype).train().requires_grad_(False)
+    run = torch.compile(model) if frozen.compiled else model
+    ids = problem.ids(problem.batch.rows)
+    embedded = model.get_input_embeddings()(ids).requires_grad_()
+
+    def step() -> Tensor:
+        loss = run(inputs_embeds=embedded, labels=ids).loss
+        torch.autograd.grad(loss, [embedded])
+        return loss.detach()
+
+    return step

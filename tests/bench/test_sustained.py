@@ -1,0 +1,274 @@
+"""Steps back to back: what is counted, whose clocks and joules, and what is said where nothing can be measured."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from amoeba.bench import nvml, suite
+from amoeba.bench import sustained as sustained_module
+from amoeba.bench import timing as timing_module
+from amoeba.bench.ceilings import Ceilings, Product
+from amoeba.bench.document import make_document
+from amoeba.bench.nvml import MeterError, NvmlMeter, open_meter
+from amoeba.bench.shapes import Shape
+from amoeba.bench.suite import run_suite
+from amoeba.bench.sustained import Sustained, sustain_in_turns
+from amoeba.commands import bench as bench_command
+from amoeba.commands.output import Output
+
+CPU = torch.device("cpu")
+TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
+
+
+class FakeNvml:
+    """The driver's library, as ctypes sees it: numbers by function, written through the last argument."""
+
+    def __init__(self, failing: dict[str, int] | None = None) -> None:
+        self.failing, self.uuid = failing or {}, b""
+        self.numbers = {
+            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+            "nvmlDeviceGetTotalEnergyConsumption": 2**40 + 500,
+            "nvmlDeviceGetPowerUsage": 680_250,
+            "nvmlDeviceGetClockInfo": 1530,
+        }
+
+    def __getattr__(self, name: str):
+        def call(*arguments) -> int:
+            if name in self.failing:
+                return self.failing[name]
+            if name == "nvmlDeviceGetHandleByUUID":
+                self.uuid = arguments[0]
+            if name in self.numbers:
+                arguments[-1]._obj.value = self.numbers[name]
+            if name == "nvmlDeviceGetClockInfo":
+                assert arguments[1] == 1, "the clock of the multiprocessors"
+            return 0
+
+        return call
+
+    class nvmlErrorString:  # a class: its restype is set
+        def __new__(cls, status: int) -> bytes:  # type: ignore[misc]
+            return f"error {status}".encode()
+
+
+def test_nvml_gives_watts_joules_and_megahertz_of_the_gpu_that_was_asked_for():
+    library = FakeNvml()
+    meter = NvmlMeter(library, "GPU-1234")
+    assert library.uuid == b"GPU-1234"
+    assert (meter.power_limit_watts, meter.watts(), meter.sm_mhz()) == (700.0, 680.25, 1530.0)
+    assert meter.joules() == (2**40 + 500) / 1e3, "more than 32 bits"
+
+
+def test_a_gpu_without_a_counter_of_energy_is_measured_by_its_watts():
+    assert NvmlMeter(FakeNvml({"nvmlDeviceGetTotalEnergyConsumption": 3}), "GPU-1").joules() is None
+
+
+@pytest.mark.parametrize("function", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetEnforcedPowerLimit"])
+def test_what_nvml_refuses_is_a_sentence(function):
+    with pytest.raises(MeterError, match=f"{function} says 'error 9'"):
+        NvmlMeter(FakeNvml({function: 9}), "GPU-1")
+
+
+def test_without_the_drivers_library_the_reason_is_said(monkeypatch):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    with pytest.raises(MeterError, match=r"libnvidia-ml\.so\.1 cannot be loaded"):
+        open_meter(torch.device("cuda"))
+
+
+class Clock:
+    """Seconds that pass only where a step or a meter says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.07  # between two moves of the counter
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class FakeMeter:
+    power_limit_watts = 700.0
+
+    def __init__(self, clock: Clock, watts: float, counts: bool = True) -> None:
+        self.clock, self.true_watts, self.counts = clock, watts, counts
+
+    def sm_mhz(self) -> float:
+        return 1500.0
+
+    def watts(self) -> float:
+        return 400.0  # as read by a meter that lags behind
+
+    def joules(self) -> float | None:
+        """Moves ten times a second."""
+        return self.true_watts * int(self.clock.now * 10) / 10 if self.counts else None
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(sustained_module, "time", clock)
+    return clock
+
+
+def steps_of(clock: Clock, order: list[str], **milliseconds: float):
+    def step_of(name: str, ms: float):
+        def step(mark) -> None:
+            if order[-1:] != [name]:
+                order.append(name)
+            mark()
+            clock.now += 0.25 * ms / 1e3
+            mark()
+            clock.now += 0.75 * ms / 1e3
+            mark()
+
+        return step
+
+    return {name: step_of(name, ms) for name, ms in milliseconds.items()}
+
+
+def test_steps_take_turns_without_rests_and_are_counted_after_the_warm_up(clock):
+    order: list[str] = []
+    began = clock.now
+    found = sustain_in_turns(steps_of(clock, order, a=10, b=20), CPU, 4.0, FakeMeter(clock, 680.0))
+    assert order == ["a", "b", "a"], "there and back again"
+    warm = sustained_module.FIRST_WARM_SECONDS + 3 * sustained_module.WARM_SECONDS
+    assert clock.now - began == pytest.approx(warm + 2 * 4.0, abs=0.1)
+    for name, ms in {"a": 10.0, "b": 20.0}.items():
+        assert found[name].ms == pytest.approx(ms)
+        assert found[name].forward_ms == pytest.approx(ms / 4)
+        assert found[name].backward_ms == pytest.approx(ms * 3 / 4)
+        assert found[name].steps == pytest.approx(4e3 / ms, abs=2)
+        assert found[name].seconds == pytest.approx(4.0, abs=0.05)
+        assert found[name].power_limit_watts == 700.0
+
+
+def test_joules_come_from_the_counter_between_its_moves(clock):
+    (found,) = sustain_in_turns(steps_of(clock, [], a=10), CPU, 2.0, FakeMeter(clock, 680.0)).values()
+    assert found.watts == pytest.approx(680.0, rel=0.02), "a tenth of a second at either end would be ten per cent"
+    assert found.joules_per_step == pytest.approx(found.watts * found.ms / 1e3)
+
+
+def test_without_a_counter_joules_come_from_the_watts_that_were_read(clock):
+    (found,) = sustain_in_turns(steps_of(clock, [], a=10), CPU, 2.0, FakeMeter(clock, 680.0, counts=False)).values()
+    assert found.watts == pytest.approx(400.0)
+
+
+def test_a_step_longer_than_the_time_is_measured_all_the_same(clock):
+    (found,) = sustain_in_turns(steps_of(clock, [], a=9000), CPU, 2.0, FakeMeter(clock, 680.0)).values()
+    assert found.steps == sustained_module.TURNS * sustained_module.LEAST_STEPS
+    assert found.ms == pytest.approx(9000)
+
+
+class Tables(Output):
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[list[str], list[list[str]]]] = {}
+        self.lines: list[str] = []
+
+    def table(self, title, columns, rows, text=None) -> None:
+        self.found[title] = (columns, rows)
+
+    def line(self, text="", style=None) -> None:
+        self.lines.append(text)
+
+
+def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypatch):
+    asked = []
+
+    def sustain(steps, device, seconds, meter):
+        asked.append((list(steps), seconds, meter))
+        for step in steps.values():
+            step(lambda: None)
+        return {name: Sustained(seconds, 40, 100.0, 30.0, 70.0, 1530.0, 680.0, 68.0, 700.0) for name in steps}
+
+    monkeypatch.setattr(timing_module, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(suite, "sustain_in_turns", sustain)
+    monkeypatch.setattr(suite, "open_meter", lambda device: f"meter of {device}")
+    output = Tables()
+    limits = Ceilings("cpu", {"float32": Product(2048, 1e9)}, copied_bytes=4096, copy_bytes_per_second=1e8)
+    decode = replace(TINY, name="step", tokens=1, forward_only=True)
+    document, _ = bench_command.run(
+        [TINY, decode],
+        CPU,
+        [torch.float32],
+        "training",
+        1,
+        None,
+        output,
+        peers=["grouped_mm"],
+        ceilings=lambda device, dtypes: limits,
+        sustained=4.0,
+    )
+    layer, step = document["results"]
+    timed = [m for m in layer["measurements"] if m["status"] == "timed"]
+    assert asked == [([m["implementation"] for m in timed], 4.0, "meter of cpu")], "a decoding step is left out"
+    assert all(m["sustained"]["joules_per_step"] == 68.0 and m["median_ms"] < 100 for m in timed)
+    assert all(m["sustained"] is None for m in step["measurements"])
+    assert document["command"].endswith("--sustained 4")
+    assert document["format"] == 2
+    assert layer["rest_ms"] == 0.0, "on a CPU there are none"
+    json.dumps(document, allow_nan=False)
+
+    (title,) = (title for title in output.found if "back to back" in title)
+    columns, rows = output.found[title]
+    assert columns == [
+        "",
+        "ms",
+        "forward",
+        "backward",
+        "TFLOP/s",
+        "of matmul",
+        "SM MHz",
+        "W",
+        "J/step",
+        "vs grouped_mm",
+    ]
+    assert rows[0][-4:] == ["1530", "680", "68", "1.00x"]
+    assert [line for line in output.lines if "no rests, about 4.0 s each" in line and "limit of 700 W" in line]
+
+
+def test_the_rests_of_a_gpu_are_stated(monkeypatch):
+    monkeypatch.setattr(timing_module, "LEAST_SECONDS", 0.0)
+    (report,) = run_suite([TINY], CPU, [torch.float32], ["forward"], repeats=1, peers=[])
+    output = Tables()
+    bench_command._print(replace(report, rest_ms=timing_module.REST_MS), None, output)
+    assert [line for line in output.lines if "rests of 4 ms before each pass" in line]
+    bench_command._print(report, None, output := Tables())
+    assert not [line for line in output.lines if "rests" in line]
+    assert make_document([report], "amoeba bench")["results"][0]["rest_ms"] == 0.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 1e9])
+def test_bad_seconds_are_refused(seconds):
+    with pytest.raises(ValueError, match="--sustained: expected seconds, at most 600"):
+        bench_command.check_sustained(seconds, CPU)
+
+
+def test_without_a_gpu_it_is_refused_in_one_sentence():
+    with pytest.raises(ValueError, match="--sustained: expected a GPU whose clocks and watts can be read; got none"):
+        bench_command.check_sustained(4.0, CPU)
+    bench_command.check_sustained(None, CPU)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_back_to_back_draws_power():
+    device = torch.device("cuda")
+    meter = nvml.open_meter(device)
+    left = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+
+    def step(mark) -> None:
+        mark()
+        torch.mm(left, left)
+        mark()
+
+    (found,) = sustain_in_turns({"product": step}, device, 1.0, meter).values()
+    assert 0 < found.joules_per_step < 10
+    assert 50 < found.watts < 1.1 * found.power_limit_watts
+    assert 200 < found.sm_mhz < 5000
+    assert found.backward_ms is None
