@@ -135,7 +135,8 @@ class WatchedTrainer(Trainer):
         model.train()
         try:
             with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients):
-                loss: Any = super().compute_loss(model, batch)
+                predicted = (batch["labels"] != NO_LABEL).sum()
+                loss: Any = super().compute_loss(model, batch, num_items_in_batch=predicted)
                 if gradients:
                     loss.backward()
         finally:
