@@ -29,6 +29,7 @@ from amoeba.torch_internals import inside_backward
 
 ENTROPY_UNIT = 2.0**-20  # nats; as kernels.router_balance has it, which may not be imported here
 _LAYERS = 1 << 16  # more than any model has
+PAIRS_OF = 4096  # tokens of a pass, the first ones, in which pairs of experts are counted
 
 _ledgers: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -40,14 +41,13 @@ class Ledger:
     def __init__(self, experts: Sequence[int], device: torch.device | str | None = None) -> None:
         layers, most = len(experts), max(experts, default=0)
         self.experts = list(experts)
-        self.last_LE = torch.zeros(layers, most, dtype=torch.int64, device=device)  # of the last pass
-        self.load_LE = torch.zeros(layers, most, dtype=torch.int64, device=device)
-        self.entropy_L = torch.zeros(layers, dtype=torch.int64, device=device)
+        # of each expert, and behind the last one of slots that no expert here serves
+        self.last_LE = torch.zeros(layers, most + 1, dtype=torch.int64, device=device)  # in the last pass
+        self.load_LE = torch.zeros(layers, most + 1, dtype=torch.int64, device=device)
+        self.entropy_L2 = torch.zeros(layers, 2, dtype=torch.int64, device=device)  # tokens, and their entropies' sum
         self.together_LEE = torch.zeros(layers, most, most, dtype=torch.float32, device=device)
-        self.slots, self.tokens_with_logits = [0] * layers, [0] * layers
         self.pull = self.z_pull = 0.0
         self.pulled = False  # whether a gradient was asked for
-        self.counts_pairs = True  # whether passes add to together_LEE: how often two experts served one token
         self.number = next(_numbers)
         _ledgers[self.number] = self
 
@@ -57,41 +57,38 @@ class Ledger:
 
     def reset(self) -> None:
         """Starts again from zero, apart from the pairs."""
-        for counts in (self.load_LE, self.entropy_L):
-            counts.zero_()
-        self.slots, self.tokens_with_logits = [0] * len(self.experts), [0] * len(self.experts)
+        self.load_LE.zero_()
+        self.entropy_L2.zero_()
 
     def count(self, layer: int, expert_TK: Tensor) -> None:
         experts = self.experts[layer]
-        last_E = self.last_LE[layer, :experts].zero_()
+        last_E1 = self.last_LE[layer, : experts + 1].zero_()
         if expert_TK.is_cuda:
             from amoeba.kernels.router_balance import count_experts
 
-            count_experts(expert_TK.reshape(-1).contiguous(), last_E)
+            count_experts(expert_TK.reshape(-1).contiguous(), last_E1)
         else:
-            id_N = expert_TK.reshape(-1)
-            last_E += torch.bincount(id_N[(id_N >= 0) & (id_N < experts)], minlength=experts)
+            last_E1 += torch.bincount(_inside(expert_TK, experts).reshape(-1), minlength=experts + 1)
         if inside_backward():
             return
-        self.load_LE[layer, :experts] += last_E
-        self.slots[layer] += expert_TK.numel()
-        if self.counts_pairs:
-            chosen_TE = torch.zeros(expert_TK.shape[0], experts + 1, dtype=torch.float32, device=expert_TK.device)
-            inside_TK = (expert_TK >= 0) & (expert_TK < experts)
-            chosen_TE.scatter_(1, torch.where(inside_TK, expert_TK, experts), 1.0)
-            self.together_LEE[layer, :experts, :experts] += chosen_TE[:, :experts].T @ chosen_TE[:, :experts]
+        self.load_LE[layer] += self.last_LE[layer]
+        some_TK = _inside(expert_TK[:PAIRS_OF], experts)
+        chosen_TE = torch.zeros(len(some_TK), experts + 1, dtype=torch.float32, device=expert_TK.device)
+        chosen_TE.scatter_(1, some_TK, 1.0)
+        self.together_LEE[layer, :experts, :experts] += chosen_TE[:, :experts].T @ chosen_TE[:, :experts]
 
     def add_entropy(self, layer: int, logits_TE: Tensor) -> None:
         if inside_backward():
             return
-        self.tokens_with_logits[layer] += logits_TE.shape[0]
+        totals = self.entropy_L2[layer]
         if logits_TE.is_cuda:
             from amoeba.kernels.router_balance import add_entropy
 
-            return add_entropy(logits_TE.contiguous(), self.entropy_L[layer])
+            return add_entropy(logits_TE.contiguous(), totals)
         logarithm_TE = logits_TE.float().log_softmax(-1)
         entropy_T = -(logarithm_TE.exp() * logarithm_TE.clamp(min=-1e30)).sum(-1)
-        self.entropy_L[layer] += (entropy_T / ENTROPY_UNIT).round().long().sum()
+        totals[0] += len(entropy_T)
+        totals[1] += (entropy_T / ENTROPY_UNIT).round().long().sum()
 
     def gradient(self, layer: int, logits_TE: Tensor) -> Tensor:
         """Of the two losses of this layer."""
@@ -109,6 +106,11 @@ class Ledger:
         slope_E = pull * last_E.to(wide_TE.dtype)
         mean_T1 = (probability_TE * slope_E).sum(-1, keepdim=True)
         return (probability_TE * (slope_E - mean_T1 + 2 * z_pull * logsumexp_T1)).to(logits_TE.dtype)
+
+
+def _inside(expert_TK: Tensor, experts: int) -> Tensor:
+    """Ids, and E for those outside."""
+    return torch.where((expert_TK >= 0) & (expert_TK < experts), expert_TK, experts)
 
 
 def count_choices(weight_TK: Tensor, expert_TK: Tensor, key: Tensor) -> Tensor:

@@ -136,8 +136,8 @@ def test_a_recompute_counts_nothing_twice():
 
     ledger.pull = 1.0
     checkpoint(layer, logits, use_reentrant=False).backward()
-    assert ledger.load_LE.tolist() == [[2, 4, 1, 1]]  # ids outside [0, E) are not counted
-    assert ledger.slots == [10] and ledger.tokens_with_logits == [5]
+    assert ledger.load_LE.tolist() == [[2, 4, 1, 1, 2]]  # the last are the ids outside [0, E)
+    assert ledger.entropy_L2[0, 0] == 5
     assert ledger.together_LEE[0, 0, 1] == 1 and ledger.together_LEE[0, 1, 1] == 4
 
 
@@ -146,5 +146,5 @@ def test_entropy_is_that_of_the_scores_and_survives_certainty():
     logits = torch.tensor([[0.0, 0.0, 0.0], [100.0, 0.0, -100.0], [float("-inf"), 1.0, 1.0]])
     attach_balance(logits, logits, ledger.key(1))
     expected = torch.distributions.Categorical(logits=logits[:2]).entropy().sum() + torch.tensor(2.0).log()
-    assert ledger.entropy_L[0] == 0
-    assert abs(ledger.entropy_L[1].item() * 2.0**-20 - expected.item()) < 1e-5
+    assert ledger.entropy_L2[0].tolist() == [0, 0] and ledger.entropy_L2[1, 0] == 3
+    assert abs(ledger.entropy_L2[1, 1].item() * 2.0**-20 - expected.item()) < 1e-5

@@ -5,7 +5,8 @@
 
 - the loss comes straight from the last hidden states (`integrations.fused_loss`),
 - documents that share a row are kept apart by attention over lengths, not by a mask (`integrations.attention`),
-- the decoder layers are compiled, one code for all (`integrations.compiled_layers`).
+- the decoder layers are compiled, one code for all (`integrations.compiled_layers`),
+- forward and backward of a step are captured in a CUDA graph (`jobs.captured_step`).
 
 Where one of them does not serve a model the run goes on without it, and a sentence says why.
 """
@@ -45,6 +46,9 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
             began = time.monotonic()
             reason = stack.enter_context(_compiled(trainer))
             _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
+        if gpu:
+            trainer.captures = stack.enter_context(_captured(trainer))
+            taken.append("passes captured in a CUDA graph")
         if taken:
             say(f"in a step: {', '.join(taken)}")
         yield
@@ -101,6 +105,14 @@ def _compiled(trainer: Any) -> Iterator[str | None]:
     finally:
         trainer.compiled = False
         layers.end()
+
+
+@contextmanager
+def _captured(trainer: Any) -> Iterator[bool]:
+    try:
+        yield True
+    finally:
+        trainer.release()
 
 
 def _first_line(error: Exception) -> str:

@@ -29,10 +29,11 @@ from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
 from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.placement import check_placement, place_experts
+from amoeba.jobs.fast_trainer import Rows
 from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on, weights_of
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import FinetuneSettings
-from amoeba.jobs.training_loop import Rows, make_trainer, run_to_end
+from amoeba.jobs.training_loop import make_trainer, run_to_end
 from amoeba.observe.router_watch import check_balance
 from amoeba.placement import Load
 

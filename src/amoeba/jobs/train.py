@@ -71,7 +71,8 @@ def _train(
 
     from amoeba.integrations.coverage import check_coverage
     from amoeba.integrations.transformers import register
-    from amoeba.jobs.training_loop import Rows, WholeModel, make_trainer, run_to_end
+    from amoeba.jobs.fast_trainer import Rows
+    from amoeba.jobs.training_loop import WholeModel, make_trainer, run_to_end
 
     register()
     transformers_logging.disable_progress_bar()  # the run has one of its own

@@ -12,21 +12,19 @@ import errno
 import math
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
-from amoeba.data.token_rows import NO_LABEL, document_arguments
+from amoeba.data.token_rows import NO_LABEL
 from amoeba.errors import bad_value
 from amoeba.files import replace_folder
-from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.jobs.fast_paths import fast_paths
+from amoeba.jobs.fast_trainer import FastTrainer, Rows
 from amoeba.jobs.manifest import seal
 from amoeba.jobs.metrics import NotFinite, RunLog
 from amoeba.jobs.resume import Earlier
@@ -41,18 +39,9 @@ from amoeba.jobs.run_folder import (
 from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.signals import stop_at_signals
 from amoeba.jobs.time_budget import TimeBudget
-from amoeba.optim import AdamW
 from amoeba.shell import shell_command, shell_words
 
 CHECKPOINTS_KEPT = 2
-
-
-class Rows(NamedTuple):
-    train: Any  # datasets of {input_ids, labels}
-    held_out: Any
-    collate: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
-    tokens_per_row: float
-    documents_per_row: int  # at most; padding is one
 
 
 class Artifact(Protocol):
@@ -80,17 +69,14 @@ class WholeModel:
         model.load_state_dict(stored.state_dict())
 
 
-class WatchedTrainer(Trainer):
+class WatchedTrainer(FastTrainer):
     """Stages each checkpoint beside its place and renames it when it is whole."""
 
     run_log: RunLog
     kept: Artifact
     command: str  # that goes on with this run
     folder: Path  # of the run
-    rows: Rows
     budget: TimeBudget | None = None
-    by_documents = False  # whether attention wants to be told where documents end
-    compiled = False
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -98,71 +84,24 @@ class WatchedTrainer(Trainer):
         """The language model's loss. What keeps the routers even joins their gradients, see `RouterWatch.balance`."""
         if not model.training:
             num_items_in_batch = None  # so that it is the mean of the batch, in every version of transformers
-        with self._as_compiled(inputs):
+        with self.as_compiled(inputs):
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        log = self.run_log
         if model.training:
-            log.losses.append(loss.detach())
-            ids = inputs["input_ids"]
-            log.tokens.append(
-                inputs["attention_mask"].sum()
-                if "attention_mask" in inputs
-                else torch.tensor(ids.numel(), dtype=torch.int64, device="cpu")
-            )
-            log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
+            self.note_pass(inputs, loss.detach())
         else:
             self._evaluated.append(((inputs["labels"][:, 1:] != NO_LABEL).sum(), loss.detach()))
         return (loss, outputs) if return_outputs else loss
 
-    def _as_compiled(self, inputs: Any) -> AbstractContextManager:
-        """Where a batch is not as large as those in training, the layers run as they are."""
-        whole = inputs["input_ids"].shape[0] == self.args.per_device_train_batch_size
-        return CompiledLayers.paused() if self.compiled and not whole else nullcontext()
-
-    def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
-        batch = self.rows.collate(rows)
-        return batch | document_arguments(batch, self.rows.documents_per_row) if self.by_documents else batch
-
-    def try_batch(self, rows: int, gradients: bool) -> None:
-        """Runs the first rows once; nothing of it stays but what was compiled."""
-        model: Any = self.model
-        watch = self.run_log.watch
-        count = min(rows, len(self.rows.train))
-        batch = self.collate([self.rows.train[row % count] for row in range(rows)])
-        batch = self._prepare_inputs(batch)
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
-        training = model.training
-        model.train()
-        try:
-            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients):
-                predicted = (batch["labels"] != NO_LABEL).sum()
-                loss: Any = super().compute_loss(model, batch, num_items_in_batch=predicted)
-                if gradients:
-                    loss.backward()
-        finally:
-            model.zero_grad(set_to_none=True)
-            model.train(training)
-            watch.forget()
-
-    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
-        """Ours on a GPU, where parameters in bf16 need fp32 masters; else transformers' own."""
-        if self.optimizer is None and self.args.device.type == "cuda":
-            model: Any = self.model
-            decayed = set(self.get_decay_parameter_names(model))
-            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            groups = [
-                {"params": [p for name, p in trained if name in decayed], "weight_decay": self.args.weight_decay},
-                {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
-            ]
-            self.optimizer = AdamW(
-                [group for group in groups if group["params"]],
-                lr=self.args.learning_rate,
-                betas=(self.args.adam_beta1, self.args.adam_beta2),
-                eps=self.args.adam_epsilon,
-                states=self.run_log.settings.optimizer_states,
-                seed=self.args.seed,
-            )
-        return super().create_optimizer(*arguments, **options)
+    def note_pass(self, inputs: Any, loss: Tensor) -> None:
+        log = self.run_log
+        log.losses.append(loss)
+        ids = inputs["input_ids"]
+        log.tokens.append(
+            inputs["attention_mask"].sum()
+            if "attention_mask" in inputs
+            else torch.tensor(ids.numel(), dtype=torch.int64, device="cpu")
+        )
+        log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """The loss is the mean over all tokens that are predicted. Trainer's would be that of the batches' means, in
@@ -324,15 +263,11 @@ def make_trainer(
     trainer.data_collator = trainer.collate
     trainer.kept, trainer.command, trainer.folder, trainer.rows = kept, command, folder, rows
     trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row)
-    clip = trainer.accelerator.clip_grad_norm_
+    trainer.watch, trainer.optimizer_states = log.watch, settings.optimizer_states
+    clip = trainer.clipping()
 
-    def clip_and_note(parameters: Any, most: float, *others: Any, **options: Any) -> Any:
-        """Every version of Trainer clips through this one."""
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        if isinstance(optimizer, AdamW):  # clips in its step
-            log.gradient_norm = optimizer.note_clipping(most)
-        else:
-            log.gradient_norm = clip(parameters, most, *others, **options)
+    def clip_and_note(*arguments: Any, **options: Any) -> Any:  # every version of Trainer clips through this one
+        log.gradient_norm = clip(*arguments, **options)
         return log.gradient_norm
 
     trainer.accelerator.clip_grad_norm_ = clip_and_note

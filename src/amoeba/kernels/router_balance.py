@@ -2,8 +2,8 @@
 
 T tokens · N = T·K chosen slots · E experts
 
-    count_experts(expert_N, count_E)                      # count_E += how often each was chosen
-    add_entropy(logits_TE, total)                         # total += entropy of softmax(logits), in ENTROPY_UNITs
+    count_experts(expert_N, count_E1)                     # += how often each was chosen, and ids outside [0, E)
+    add_entropy(logits_TE, totals)                        # += T, and the entropy of softmax(logits) in ENTROPY_UNITs
     balance_gradient(logits_TE, count_E, pull, z_pull)    # of pull · Σ_e count_e Σ_t p_te + z_pull · Σ_t logsumexp_t²
 
 Sums over programs are made of integers, so they are the same in whatever order they come.
@@ -24,25 +24,24 @@ IDS_AT_ONCE = 1024
 TILE_ELEMENTS = 4096
 
 
-def count_experts(expert_N: Tensor, count_E: Tensor) -> None:
-    """count_E (int64): ids outside [0, E) are not counted."""
-    check_arguments(
-        expert_N.is_contiguous() and count_E.is_contiguous(), "contiguous", expert_N=expert_N, count_E=count_E
-    )
-    ids, experts = expert_N.numel(), count_E.numel()
+def count_experts(expert_N: Tensor, count_E1: Tensor) -> None:
+    """count_E1 (int64): of each expert, and at the end of ids outside [0, E)."""
+    fit = expert_N.is_contiguous() and count_E1.is_contiguous()
+    check_arguments(fit, "contiguous", expert_N=expert_N, count_E1=count_E1)
+    ids, experts = expert_N.numel(), count_E1.numel() - 1
     if ids:
         _count[(cdiv(ids, IDS_AT_ONCE),)](
-            expert_N, count_E, ids, experts, BLOCK=IDS_AT_ONCE, BINS=next_power_of_2(experts + 1), num_warps=4
+            expert_N, count_E1, ids, experts, BLOCK=IDS_AT_ONCE, BINS=next_power_of_2(experts + 2), num_warps=4
         )
 
 
-def add_entropy(logits_TE: Tensor, total: Tensor) -> None:
-    """total: one number, int64."""
+def add_entropy(logits_TE: Tensor, totals: Tensor) -> None:
+    """totals: tokens and entropy, int64."""
     rows, experts = logits_TE.shape
     tile = _tile(experts)
     check_arguments(logits_TE.is_contiguous(), "contiguous", logits_TE=logits_TE)
     if rows:
-        _entropy[(cdiv(rows, tile["ROWS"]),)](logits_TE, total, rows, experts, UNIT=ENTROPY_UNIT, **tile, num_warps=4)
+        _entropy[(cdiv(rows, tile["ROWS"]),)](logits_TE, totals, rows, experts, UNIT=ENTROPY_UNIT, **tile, num_warps=4)
 
 
 def balance_gradient(logits_TE: Tensor, count_E: Tensor, pull: float, z_pull: float) -> Tensor:
@@ -68,11 +67,12 @@ def _tile(experts: int) -> dict[str, int]:
 @triton.jit
 def _count(ids, counts, length, experts, BLOCK: tl.constexpr, BINS: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    chosen = tl.load(ids + place, mask=place < length, other=-1)
-    chosen = tl.where((chosen >= 0) & (chosen < experts), chosen, experts).to(tl.int32)
+    chosen = tl.load(ids + place, mask=place < length, other=0)
+    chosen = tl.where((chosen >= 0) & (chosen < experts), chosen, experts)
+    chosen = tl.where(place < length, chosen, experts + 1).to(tl.int32)
     found = tl.histogram(chosen, BINS)
     expert = tl.arange(0, BINS)
-    tl.atomic_add(counts + expert, found.to(tl.int64), mask=(expert < experts) & (found > 0), sem="relaxed")
+    tl.atomic_add(counts + expert, found.to(tl.int64), mask=(expert <= experts) & (found > 0), sem="relaxed")
 
 
 @triton.jit
@@ -93,11 +93,12 @@ def _softmax(logits, rows, experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @quick
 @triton.jit
-def _entropy(logits, total, rows, experts, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _entropy(logits, totals, rows, experts, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     _, inside, row, _, logit, probability, logsumexp = _softmax(logits, rows, experts, ROWS, COLUMNS)
     terms = tl.where(inside & (probability > 0), probability * (logsumexp[:, None] - logit), 0.0)
     units = (tl.sum(terms, axis=1) / UNIT + 0.5).to(tl.int64)
-    tl.atomic_add(total, tl.sum(tl.where(row < rows, units, 0), axis=0), sem="relaxed")
+    tl.atomic_add(totals, tl.sum((row < rows).to(tl.int64), axis=0), sem="relaxed")
+    tl.atomic_add(totals + 1, tl.sum(tl.where(row < rows, units, 0), axis=0), sem="relaxed")
 
 
 @quick

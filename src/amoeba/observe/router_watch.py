@@ -80,11 +80,11 @@ class RouterWatch:
     def take(self) -> list[dict[str, Any]]:
         """The statistics since the last call, as plain numbers (this waits for the device)."""
         ledger = self.ledger
-        loads, entropies = ledger.load_LE.tolist(), ledger.entropy_L.tolist()
         layers = []
-        for layer, (load, units) in enumerate(zip(loads, entropies, strict=True)):
-            load = load[: ledger.experts[layer]]
-            slots, tokens = ledger.slots[layer], ledger.tokens_with_logits[layer]
+        for layer, (counts, entropy) in enumerate(
+            zip(ledger.load_LE.tolist(), ledger.entropy_L2.tolist(), strict=True)
+        ):
+            load, dropped, (tokens, units) = counts[: ledger.experts[layer]], counts[ledger.experts[layer]], entropy
             layers.append(
                 {
                     "layer": layer,
@@ -92,7 +92,7 @@ class RouterWatch:
                     "entropy": units * ENTROPY_UNIT / tokens if tokens else None,
                     "max_violation": max(load) * len(load) / sum(load) - 1 if sum(load) else 0.0,
                     "dead_experts": load.count(0),
-                    "drop_rate": (slots - sum(load)) / max(slots, 1),
+                    "drop_rate": dropped / max(sum(load) + dropped, 1),
                 }
             )
         ledger.reset()
@@ -104,6 +104,7 @@ class RouterWatch:
         self.ledger.together_LEE.zero_()
 
     def take_coactivation(self) -> list[dict[str, Any]]:
+        """How often two experts served one token, among the first tokens of each pass."""
         counts = zip(self.ledger.together_LEE.tolist(), self.ledger.experts, strict=True)
         return [
             {"layer": layer, "counts": [row[:experts] for row in rows[:experts]]}

@@ -1,0 +1,143 @@
+"""transformers.Trainer whose steps leave the host little to do: our optimizer, documents by ends, captured passes.
+
+`fast_paths` switches on what a model and a machine allow; until then it is Trainer as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from amoeba.data.token_rows import NO_LABEL, document_arguments
+from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.jobs.captured_step import CapturedStep
+from amoeba.observe.router_watch import RouterWatch
+from amoeba.optim import AdamW
+
+logger = logging.getLogger("amoeba")
+
+
+class Rows(NamedTuple):
+    train: Any  # datasets of {input_ids, labels}
+    held_out: Any
+    collate: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
+    tokens_per_row: float
+    documents_per_row: int  # at most; padding is one
+
+
+class FastTrainer(Trainer):
+    rows: Rows
+    watch: RouterWatch
+    optimizer_states: Literal["float32", "bfloat16"] = "float32"
+    by_documents = False  # whether attention wants to be told where documents end
+    compiled = False  # whether the layers are
+    captures = False  # whether passes are captured, once one has run
+    _passes = 0
+    _captured: CapturedStep | None = None
+
+    def note_pass(self, inputs: Any, loss: Tensor) -> None:
+        """Is told of each pass that trains."""
+
+    def as_compiled(self, inputs: Any) -> AbstractContextManager:
+        """Where a batch is not as large as those in training, the layers run as they are."""
+        whole = inputs["input_ids"].shape[0] == self.args.per_device_train_batch_size
+        return CompiledLayers.paused() if self.compiled and not whole else nullcontext()
+
+    def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+        batch = self.rows.collate(rows)
+        return batch | document_arguments(batch, self.rows.documents_per_row) if self.by_documents else batch
+
+    def try_batch(self, rows: int, gradients: bool) -> None:
+        """Runs the first rows once; nothing of it stays but what was compiled."""
+        model: Any = self.model
+        watch = self.watch
+        count = min(rows, len(self.rows.train))
+        batch = self.collate([self.rows.train[row % count] for row in range(rows)])
+        batch = self._prepare_inputs(batch)
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        training = model.training
+        model.train()
+        try:
+            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients):
+                predicted = (batch["labels"] != NO_LABEL).sum()
+                loss: Any = super().compute_loss(model, batch, num_items_in_batch=predicted)
+                if gradients:
+                    loss.backward()
+        finally:
+            model.zero_grad(set_to_none=True)
+            model.train(training)
+            watch.forget()
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        """Ours on a GPU, where parameters in bf16 need fp32 masters; else transformers' own."""
+        if self.optimizer is None and self.args.device.type == "cuda":
+            model: Any = self.model
+            decayed = set(self.get_decay_parameter_names(model))
+            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            groups = [
+                {"params": [p for name, p in trained if name in decayed], "weight_decay": self.args.weight_decay},
+                {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
+            ]
+            self.optimizer = AdamW(
+                [group for group in groups if group["params"]],
+                lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+                states=self.optimizer_states,
+                seed=self.args.seed,
+            )
+        return super().create_optimizer(*arguments, **options)
+
+    def clipping(self) -> Callable[..., Any]:
+        """What takes the place of Accelerator.clip_grad_norm_."""
+        own = self.accelerator.clip_grad_norm_
+
+        def clip(parameters: Any, most: float, *others: Any, **options: Any) -> Any:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            if isinstance(optimizer, AdamW):  # clips in its step
+                return optimizer.note_clipping(most)
+            return own(parameters, most, *others, **options)
+
+        return clip
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if not self.captures or not isinstance(num_items_in_batch, Tensor):
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        if self._captured is None and self._passes > 0 and all(p.grad is None for p in model.parameters()):
+            self._capture(model, inputs, num_items_in_batch)
+        self._passes += 1
+        if self._captured is None or not self._captured.fits(inputs):
+            return super().training_step(model, inputs, num_items_in_batch)
+        loss = self._captured(inputs, num_items_in_batch)
+        self.note_pass(inputs, loss)
+        return loss
+
+    def release(self) -> None:
+        """Gives up the captured pass and its memory."""
+        self.captures, self._captured = False, None
+
+    def _capture(self, model: Any, inputs: Any, predicted: Tensor) -> None:
+        def run(inputs: dict[str, Any], predicted: Tensor) -> Tensor:
+            loss: Any = Trainer.compute_loss(self, model, inputs, num_items_in_batch=predicted)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+        try:
+            self._captured = CapturedStep(run, inputs, predicted, model.parameters())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model does that a graph cannot hold
+            self.captures = False
+            logger.warning("passes are launched one kernel after another: %s", error)
+            logger.info("capture", exc_info=error)
+        finally:
+            for parameter in model.parameters():
+                parameter.grad = None
