@@ -12,6 +12,7 @@ from optimizers import SHAPES, by_kernels, everything, gradients, groups, parame
 from torch.nn import Parameter
 
 from amoeba.optim import AdamW, torch_step
+from amoeba.optim.batch import coefficients
 from amoeba.optim.split_master import split
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -93,6 +94,20 @@ def test_kernels_compute_the_same_bits_as_torch(dtype, states, gradient_dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", ["torch", "kernels"])
+def test_options_may_be_whole_numbers(name):
+    results = []
+    for kind in (int, float):
+        of = parameters(torch.bfloat16, shapes=[(40,)])
+        options = {"lr": kind(1), "betas": (kind(0), kind(0)), "weight_decay": kind(0), "eps": kind(0)}
+        optimizer = way(name, AdamW(of, **options))
+        train(optimizer, of, steps=1)
+        assert all(type(value) is float for value in coefficients(optimizer.param_groups[0], 1)[:-1])
+        results.append(optimizer)
+    assert same(*results)
+
+
+@needs_kernels
 @BOTH
 def test_kernels_find_the_norm_and_clip_by_it(dtype):
     optimizers, norms = [], []
@@ -156,13 +171,15 @@ def test_a_parameter_that_lies_transposed_in_memory_trains_like_another(name):
 @pytest.mark.parametrize("name", ["torch", "kernels"])
 def test_what_is_not_a_number_is_seen_in_the_parameter(name):
     (parameter,) = parameters(torch.bfloat16, shapes=[(1024,)])
+    parameter.grad_dtype = None
     optimizer = way(name, AdamW([parameter], states="bfloat16"))
     gradient = torch.zeros(1024)
-    gradient[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    set_gradients([parameter], [gradient])
+    gradient[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
+    gradient.view(torch.int32)[3] = 0x7FFFFFFF  # the NaN that a GPU computes
+    set_gradients([parameter], [gradient], torch.float32)
     optimizer.step()
-    assert parameter[:3].isnan().all() and parameter[3:].isfinite().all()
-    assert optimizer.state[parameter]["exp_avg"][:1].isnan().all()
+    assert parameter[:4].isnan().all() and parameter[4:].isfinite().all()
+    assert optimizer.state[parameter]["exp_avg"][:4].isfinite().logical_not().all()
 
 
 @needs_kernels
@@ -203,20 +220,17 @@ def test_clipping_is_that_of_torch_and_leaves_the_gradients_as_they_are():
 
 @pytest.mark.parametrize("forgotten_by", ["step", "zero_grad"])
 def test_clipping_is_for_one_step(forgotten_by):
-    of, plain = parameters(torch.float32), parameters(torch.float32)
-    optimizer, other = AdamW(of), AdamW(plain)
-    (values,) = gradients(of, 1)
-    set_gradients(of, values)
-    optimizer.note_clipping(1e-3)
-    if forgotten_by == "step":
-        optimizer.step()
-        set_gradients(plain, values)
-        other.note_clipping(1e-3)
-        other.step()
-    else:
+    of = parameters(torch.float32)
+    optimizer = AdamW(of)
+    train(optimizer, of, steps=1, max_norm=1e-3)
+    if forgotten_by == "zero_grad":
+        set_gradients(of, next(gradients(of, 1)))
+        optimizer.note_clipping(1e-3)
         optimizer.zero_grad()
+    other = AdamW(unclipped := [Parameter(parameter.detach().clone()) for parameter in of])
+    other.load_state_dict(optimizer.state_dict())
     train(optimizer, of, steps=1)
-    train(other, plain, steps=1)
+    train(other, unclipped, steps=1)
     assert same(optimizer, other)
 
 
