@@ -3,7 +3,7 @@
     rows, chunks = table.place(...)              # COLUMNS of a row: see below; kernels/tensor_table.py
     update(rows, chunks, scale, coefficients, split=True, gradient_bf16=True, states_bf16=False)
 
-optim/batch.py says what is computed. Every tensor is read once, and all but the gradients are written once. bf16 is read
+optim/batch.py has the formula. Every tensor is read once, and all but the gradients are written once. bf16 is read
 and written as its bits: see optim/split_master.py for masters and optim/rounding.py for averages in bf16, which are
 rounded by chance. Each operation rounds by itself (no fused multiply-add), so that a CPU computes the same bits.
 """
