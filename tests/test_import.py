@@ -62,7 +62,7 @@ def test_torch_is_loaded_with_the_first_name_that_needs_it_and_its_compiler_neve
         import sys
         import amoeba
         assert "torch" not in sys.modules
-        assert amoeba.experts and amoeba.MoE and amoeba.lora and amoeba.pack_experts
+        assert amoeba.experts and amoeba.MoE and amoeba.lora and amoeba.pack_experts and amoeba.optim.AdamW
         import amoeba.backends.registry, amoeba.cpu.core, amoeba.proof.conformance
         assert "torch" in sys.modules
         assert "torch._dynamo" not in sys.modules, "as slow to import as torch itself"

@@ -15,7 +15,7 @@ from amoeba._version import __version__
 from amoeba.waiting import wait_passively
 
 if TYPE_CHECKING:
-    from amoeba import lora
+    from amoeba import lora, optim
     from amoeba.backends.backend import Backend, PassesBackend, Request
     from amoeba.backends.registry import explain, register_backend
     from amoeba.config import Activation, MoEConfig, RouterConfig
@@ -45,6 +45,7 @@ __all__ = [
     "experts",
     "explain",
     "lora",
+    "optim",
     "pack_experts",
     "register",
     "register_backend",
@@ -75,6 +76,8 @@ _HOME = {
     "route": "amoeba.routing",
 }
 
+_PACKAGES = ("lora", "optim")
+
 
 def register() -> None:
     """Makes experts_implementation="amoeba" known to Hugging Face transformers, 5.8 or newer."""
@@ -84,8 +87,8 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "lora":
-        return importlib.import_module("amoeba.lora")
+    if name in _PACKAGES:
+        return importlib.import_module(f"amoeba.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'amoeba' has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOME[name]), name)
@@ -94,7 +97,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, "lora"})
+    return sorted({*globals(), *_HOME, *_PACKAGES})
 
 
 class _Package(ModuleType):

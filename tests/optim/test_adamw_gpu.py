@@ -40,6 +40,20 @@ def test_clipped_steps_repeat_and_have_the_norm_of_the_cpu(dtype, states):
     assert norms[0].is_cuda and torch.allclose(norms[0].cpu(), norms[1], rtol=1e-5)
 
 
+def test_parameters_on_a_gpu_and_on_the_cpu_are_clipped_together():
+    results = []
+    for devices in (("cuda", "cpu"), ("cpu", "cpu")):
+        of = [parameters(torch.bfloat16, device, [(300,)])[0] for device in devices]
+        optimizer = AdamW(of, lr=1e-2)
+        set_gradients(of, [torch.ones(300), torch.full((300,), 2.0)])
+        norm = optimizer.note_clipping(2.0**-4)
+        assert norm.device == of[0].device
+        optimizer.step()
+        results.append([optimizer.master_of(parameter).cpu() for parameter in of])
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
 @BOTH
 def test_a_step_never_waits_for_the_device_even_when_gradients_move(dtype):
     optimizer, of = optimizer_of(dtype, "bfloat16")

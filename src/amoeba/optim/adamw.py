@@ -77,8 +77,7 @@ class AdamW(torch.optim.Optimizer):
         scale, self._clipping = self._clipping, None
         for batch in self._batches():
             device = batch.kind.device
-            here = None if scale is None else scale.to(device, non_blocking=True)
-            self._steps_on(device).update(batch, here)
+            self._steps_on(device).update(batch, None if scale is None else _on(device, scale))
         return loss
 
     @torch.no_grad()
@@ -100,7 +99,7 @@ class AdamW(torch.optim.Optimizer):
         if not kinds:
             raise bad_value("gradients", "at least one", "none", "call backward() first")
         sums = [self._steps_on(device).sum_of_squares(gradients) for (device, _), gradients in kinds.items()]
-        total = torch.stack([part.to(sums[0].device, non_blocking=True) for part in sums]).sum()
+        total = torch.stack([_on(sums[0].device, part) for part in sums]).sum()
         norm = total.sqrt()
         self._clipping = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
@@ -166,3 +165,8 @@ class AdamW(torch.optim.Optimizer):
 
             self._kernels = KernelSteps()
         return self._kernels
+
+
+def _on(device: torch.device, number: Tensor) -> Tensor:
+    """Without waiting, but for a number that a GPU computes and the CPU is to use."""
+    return number.to(device, non_blocking=device.type == "cuda")

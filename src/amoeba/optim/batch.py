@@ -32,13 +32,13 @@ class Coefficients(NamedTuple):
 
 def coefficients(group: dict[str, Any], step: int) -> Coefficients:
     """As torch.optim.AdamW has them at its `step`-th step."""
-    (beta1, beta2), rate = group["betas"], group["lr"]
+    beta1, beta2, rate = (float(value) for value in (*group["betas"], group["lr"]))
     return Coefficients(
         first_rate=1 - beta1,
         second_decay=beta2,
         second_rate=1 - beta2,
         correction=1 / math.sqrt(1 - beta2**step),
-        epsilon=group["eps"],
+        epsilon=float(group["eps"]),
         decay=1 - rate * group["weight_decay"],
         step_size=rate / (1 - beta1**step),
         key=step_key(group["seed"], step),

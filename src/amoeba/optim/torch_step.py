@@ -13,8 +13,8 @@ from amoeba.optim.batch import Batch, Coefficients
 from amoeba.optim.rounding import random_bits, round_stochastically
 from amoeba.optim.split_master import join, split
 
-# 4 MB of fp32. Smaller chunks cost more in calls than they save: with 1 << 17 a step of 8M parameters took twice as
-# long on a Neoverse-N1.
+# 4 MB of fp32. Smaller chunks cost more in calls than they save: with 1 << 17 a step of 8M parameters took about twice
+# as long on a Neoverse-N1 (2026-11-15).
 CHUNK = 1 << 20
 
 
