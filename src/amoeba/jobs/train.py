@@ -143,9 +143,10 @@ def _build_model(settings: TrainSettings, tokenizer: Any, config: Any, auto: Any
         setattr(config, name, getattr(tokenizer, name))
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False  # our own balance loss, layer by layer, takes its place
-    return auto.from_config(
-        config, experts_implementation="amoeba", dtype=torch.float32, trust_remote_code=trust_remote_code
-    )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a billion random numbers take a CPU a while
+        return auto.from_config(
+            config, experts_implementation="amoeba", dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
 
 
 def _compute_dtype(name: str) -> torch.dtype:
