@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "TorchDispatchMode",
     "constant_when_traced",
+    "flash_attention",
+    "flash_attention_backward",
     "graph_is_freed",
     "has_dispatch_mode",
     "inside_backward",
@@ -60,3 +62,66 @@ def graph_is_freed() -> bool:
 def occupy_gpu(cycles: int) -> None:
     """Lets the GPU spin for so long, so that what is enqueued meanwhile starts without gaps."""
     torch.cuda._sleep(cycles)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention inside each document, and its logsumexp. `torch.nn.attention.varlen` does this, but its backward
+    gives other bits from run to run."""
+    found = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        ends,
+        ends,
+        longest,
+        longest,
+        0.0,  # dropout
+        True,
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=window,
+        window_size_right=-1 if window < 0 else 0,
+    )
+    return found[0], found[1]
+
+
+def flash_attention_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    logsumexp: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, the same bits each time."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of random numbers, for a dropout that is zero
+    torch.use_deterministic_algorithms(True)
+    try:
+        return torch.ops.aten._flash_attention_backward(
+            dy,
+            q,
+            k,
+            v,
+            y,
+            logsumexp,
+            ends,
+            ends,
+            longest,
+            longest,
+            0.0,
+            True,
+            state,
+            torch.empty(0, device=q.device, dtype=q.dtype),
+            scale=scale,
+            window_size_left=window,
+            window_size_right=-1 if window < 0 else 0,
+        )
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)

@@ -1,0 +1,83 @@
+"""Causal attention in which packed documents do not see each other, as one differentiable operator on a GPU.
+
+T tokens of all documents · Q query heads · G key and value heads · D of a head · N documents
+
+    y_TQD = document_attention(q_TQD, k_TGD, v_TGD, ends_N1, longest=1024, scale=0.125)
+
+ends_N1 = [0, end of the first, end of the second, ...]: it may repeat its last number, so that one length serves all
+batches. The kernels are torch's flash attention; backward gives the same bits each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba import operators
+from amoeba.operands import Operand
+from amoeba.torch_internals import flash_attention, flash_attention_backward
+
+HEAD_SIZES = 8, 256  # D is a multiple of the one, up to the other
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the heads of these tensors, (..., heads, D), are not for the kernels, or None."""
+    if q.device.type != "cuda":
+        return f"computes on CUDA devices, these are on {q.device}"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "needs compute capability 8.0"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"serves bf16 and fp16, these are {q.dtype}"
+    multiple, most = HEAD_SIZES
+    if not q.shape[-1] == k.shape[-1] == v.shape[-1] <= most or q.shape[-1] % multiple:
+        sizes = f"{q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}"
+        return f"serves heads of one size, a multiple of {multiple} up to {most}; these have {sizes}"
+    return None
+
+
+def document_attention(
+    q_TQD: Tensor, k_TGD: Tensor, v_TGD: Tensor, ends_N1: Tensor, *, longest: int, scale: float, window: int | None = None
+) -> Tensor:
+    """longest: no document has more tokens. window: so many tokens before its own a query sees; None for all."""
+    y_TQD, _ = _attention(q_TQD, k_TGD, v_TGD, ends_N1, longest, scale, -1 if window is None else window)
+    return y_TQD
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    return flash_attention(q, k, v, ends, longest, scale, window)
+
+
+def _backward(
+    arguments: tuple, saved: tuple[Tensor, ...], gradients: Sequence[Any], needs: Sequence[bool]
+) -> Sequence[Tensor]:
+    q, k, v, *others = arguments
+    y, logsumexp = saved
+    return flash_attention_backward(gradients[0].contiguous(), q, k, v, y, logsumexp, *others)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+_attention = operators.define(
+    "document_attention",
+    (
+        Operand("q", "Tensor", True),
+        Operand("k", "Tensor", True),
+        Operand("v", "Tensor", True),
+        Operand("ends", "Tensor"),
+        Operand("longest", "int"),
+        Operand("scale", "float"),
+        Operand("window", "int"),
+    ),
+    results=("y", "logsumexp"),
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    saved=(0, 1),
+)

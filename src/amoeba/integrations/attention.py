@@ -1,0 +1,64 @@
+"""Attention for training in Hugging Face models: the implementation "amoeba", in which packed documents are apart.
+
+    model.set_attn_implementation(NAME)
+    model(input_ids=ids_BS, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=S, max_length_k=S, ...)
+
+The names are those by which transformers hands documents to flash attention; rows of a batch are documents of their
+own. What an architecture wants beyond causal attention (sinks, capped scores, masks) is refused with a sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface
+
+from amoeba.attention import document_attention, why_not
+from amoeba.errors import bad_value
+
+NAME = "amoeba"
+
+# Arguments that say nothing about which numbers come out
+_OF_NO_CONSEQUENCE = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "num_items_in_batch"}
+_OURS = {"cu_seq_lens_k", "max_length_k"}  # equal to those of the queries
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """(B, heads, S, D) of query, key and value -> (B, S, heads, D)."""
+    beyond = {name for name, value in others.items() if value is not None} - _OF_NO_CONSEQUENCE - _OURS
+    if attention_mask is not None:
+        beyond.add("attention_mask")
+    if dropout:
+        beyond.add("dropout")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        beyond.add("is_causal=False")
+    reason = f"has no {', '.join(sorted(beyond))}" if beyond else why_not(query, key, value)
+    if cu_seq_lens_q is None or max_length_q is None:
+        reason = reason or "needs cu_seq_lens_q and max_length_q"
+    if reason is not None:
+        raise bad_value("attention", "causal attention", f"a layer for which ours {reason}", "use sdpa")
+    rows, length = query.shape[0], query.shape[2]
+    q, k, v = (states.transpose(1, 2).reshape(rows * length, -1, states.shape[3]) for states in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = None if sliding_window is None else sliding_window - 1  # transformers counts the query's own token
+    y = document_attention(q, k, v, cu_seq_lens_q, longest=max_length_q, scale=scale, window=window)
+    return y.view(rows, length, *y.shape[1:]), None
+
+
+# There is no mask of this name: transformers then makes none, and reads nothing back from the device to find out.
+AttentionInterface.register(NAME, attend)
