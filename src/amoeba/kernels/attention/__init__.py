@@ -1,0 +1,130 @@
+"""Causal attention in which packed documents do not see each other: our own kernels, and what they ask for.
+
+T tokens of all documents · Q query heads · G key and value heads · D of a head · N documents
+
+    y_TQD, logsumexp_QT = forward(q_TQD, k_TGD, v_TGD, ends_N1, scale=0.125, window=-1)
+    dq_TQD, dk_TGD, dv_TGD = backward(dy_TQD, q_TQD, k_TGD, v_TGD, y_TQD, logsumexp_QT, ends_N1, scale=0.125, window=-1)
+
+The logsumexp is that of scores in powers of two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from amoeba.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
+from amoeba.kernels.attention.bounds import bounds
+from amoeba.kernels.attention.forward import forward_kernel
+from amoeba.kernels.launch import cdiv
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile, and how it is computed."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    warps: int
+    stages: int
+
+    def constants(self, **others: int) -> dict[str, int]:
+        blocks = {"BLOCK_M": self.BLOCK_M, "BLOCK_N": self.BLOCK_N}
+        return others | blocks | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+# By D; not measured yet.
+FORWARD = {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3)}
+QUERY_GRADIENT = {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)}
+KEY_GRADIENT = {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)}
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why these heads, (T, heads, D), are not for the kernels, or None."""
+    if q.shape[-1] not in FORWARD:
+        return f"serve heads of {' and '.join(map(str, FORWARD))}, these have {q.shape[-1]}"
+    if q.shape[0] == 0:
+        return "have nothing to do without tokens"
+    return None
+
+
+def forward(
+    q_TQD: Tensor, k_TGD: Tensor, v_TGD: Tensor, ends_N1: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, size = q_TQD.shape
+    tile = FORWARD[size]
+    y_TQD = torch.empty_like(q_TQD, memory_format=torch.contiguous_format)
+    logsumexp_QT = torch.empty((heads, tokens), dtype=torch.float32, device=q_TQD.device)
+    queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
+    _bound(forward_kernel, tile, Q=heads, GROUP=heads // k_TGD.shape[1], D=size)[(cdiv(tokens, tile.BLOCK_M) * heads,)](
+        _rows(q_TQD, queries),
+        _rows(k_TGD, keys),
+        _rows(v_TGD, keys),
+        _rows(y_TQD, queries),
+        logsumexp_QT,
+        bounds(ends_N1, tokens, window),
+        tokens,
+        scale * math.log2(math.e),
+    )
+    return y_TQD, logsumexp_QT
+
+
+def backward(
+    dy_TQD: Tensor,
+    q_TQD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    y_TQD: Tensor,
+    logsumexp_QT: Tensor,
+    ends_N1: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, size = q_TQD.shape
+    key_heads = k_TGD.shape[1]
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TQD, k_TGD, v_TGD))
+    delta_QT = torch.empty_like(logsumexp_QT)
+    scalars = logsumexp_QT, delta_QT, bounds(ends_N1, tokens, window), tokens, scale * math.log2(math.e)
+    group = heads // key_heads
+    tile = QUERY_GRADIENT[size]
+    queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
+    _bound(query_gradient_kernel, tile, Q=heads, GROUP=group, D=size)[(cdiv(tokens, tile.BLOCK_M) * heads,)](
+        _rows(q_TQD, queries),
+        _rows(k_TGD, keys),
+        _rows(v_TGD, keys),
+        _rows(y_TQD, queries),
+        _rows(dy_TQD, queries),
+        _rows(dq, queries),
+        *scalars,
+    )
+    tile = KEY_GRADIENT[size]
+    queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
+    _bound(key_gradient_kernel, tile, G=key_heads, GROUP=group, D=size)[(cdiv(tokens, tile.BLOCK_N) * key_heads,)](
+        _rows(q_TQD, queries),
+        _rows(k_TGD, keys),
+        _rows(v_TGD, keys),
+        _rows(dy_TQD, queries),
+        _rows(dk, keys),
+        _rows(dv, keys),
+        *scalars,
+    )
+    return dq, dk, dv
+
+
+@cache
+def _bound(kernel: Any, tile: Tile, **others: int) -> Any:
+    return kernel.bound(**tile.constants(**others))
+
+
+def _rows(states: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """Copies of so many tokens of one head. The heads of a token lie one after the other; tokens may be apart."""
+    tokens, heads, size = states.shape
+    if states.stride()[1:] != (size, 1) or states.stride(0) % 8:
+        states = states.contiguous()
+    return TensorDescriptor(states, [tokens, heads * size], [states.stride(0), 1], list(block))
