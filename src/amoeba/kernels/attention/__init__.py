@@ -45,12 +45,14 @@ QUERY_GRADIENT = {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)}
 KEY_GRADIENT = {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)}
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why these heads, (T, heads, D), are not for the kernels, or None."""
+def why_not(q: Tensor, scale: float) -> str | None:
+    """Why queries (T, Q, D) are not for the kernels, or None."""
     if q.shape[-1] not in FORWARD:
         return f"serve heads of {' and '.join(map(str, FORWARD))}, these have {q.shape[-1]}"
     if q.shape[0] == 0:
         return "have nothing to do without tokens"
+    if not scale > 0:
+        return f"take the largest score for the likeliest, which a scale of {scale} does not allow"
     return None
 
 
@@ -86,35 +88,49 @@ def backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, heads, size = q_TQD.shape
-    key_heads = k_TGD.shape[1]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TQD, k_TGD, v_TGD))
     delta_QT = torch.empty_like(logsumexp_QT)
+    tokens = q_TQD.shape[0]
     scalars = logsumexp_QT, delta_QT, bounds(ends_N1, tokens, window), tokens, scale * math.log2(math.e)
-    group = heads // key_heads
+    query_gradient(q_TQD, k_TGD, v_TGD, y_TQD, dy_TQD, dq, scalars)
+    key_gradient(q_TQD, k_TGD, v_TGD, dy_TQD, dk, dv, scalars)
+    return dq, dk, dv
+
+
+def query_gradient(q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, dq: Tensor, scalars: tuple) -> None:
+    """Writes dq and delta, the second of the scalars."""
+    tokens, heads, size = q.shape
     tile = QUERY_GRADIENT[size]
     queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
-    _bound(query_gradient_kernel, tile, Q=heads, GROUP=group, D=size)[(cdiv(tokens, tile.BLOCK_M) * heads,)](
-        _rows(q_TQD, queries),
-        _rows(k_TGD, keys),
-        _rows(v_TGD, keys),
-        _rows(y_TQD, queries),
-        _rows(dy_TQD, queries),
+    _bound(query_gradient_kernel, tile, Q=heads, GROUP=heads // k.shape[1], D=size)[
+        (cdiv(tokens, tile.BLOCK_M) * heads,)
+    ](
+        _rows(q, queries),
+        _rows(k, keys),
+        _rows(v, keys),
+        _rows(y, queries),
+        _rows(dy, queries),
         _rows(dq, queries),
         *scalars,
     )
+
+
+def key_gradient(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, dk: Tensor, dv: Tensor, scalars: tuple) -> None:
+    """Writes dk and dv, after `query_gradient` has written delta."""
+    tokens, heads, size = k.shape
     tile = KEY_GRADIENT[size]
     queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
-    _bound(key_gradient_kernel, tile, G=key_heads, GROUP=group, D=size)[(cdiv(tokens, tile.BLOCK_N) * key_heads,)](
-        _rows(q_TQD, queries),
-        _rows(k_TGD, keys),
-        _rows(v_TGD, keys),
-        _rows(dy_TQD, queries),
+    _bound(key_gradient_kernel, tile, G=heads, GROUP=q.shape[1] // heads, D=size)[
+        (cdiv(tokens, tile.BLOCK_N) * heads,)
+    ](
+        _rows(q, queries),
+        _rows(k, keys),
+        _rows(v, keys),
+        _rows(dy, queries),
         _rows(dk, keys),
         _rows(dv, keys),
         *scalars,
     )
-    return dq, dk, dv
 
 
 @cache
