@@ -5,7 +5,7 @@ T tokens of all documents · Q query heads · G key and value heads · D of a he
     y_TQD = document_attention(q_TQD, k_TGD, v_TGD, ends_N1, longest=1024, scale=0.125)
 
 ends_N1 = [0, end of the first, end of the second, ...]: it may repeat its last number, so that one length serves all
-batches. The kernels are torch's flash attention; backward gives the same bits each time.
+batches. Backward gives the same bits each time. Heads that our own kernels do not serve go to torch's flash attention.
 """
 
 from __future__ import annotations
@@ -53,18 +53,30 @@ def document_attention(
     return y_TQD
 
 
+def _ours(q: Tensor, scale: float) -> Any:
+    """Our kernels, where they serve these queries; forward and backward ask the same."""
+    from amoeba.kernels import attention  # which imports Triton
+
+    return attention if attention.why_not(q, scale) is None else None
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
+    if (kernels := _ours(q, scale)) is not None:
+        return kernels.forward(q, k, v, ends, scale, window)
     return flash_attention(q, k, v, ends, longest, scale, window)
 
 
 def _backward(
     arguments: tuple, saved: tuple[Tensor, ...], gradients: Sequence[Any], needs: Sequence[bool]
 ) -> Sequence[Tensor]:
-    q, k, v, *others = arguments
+    q, k, v, ends, longest, scale, window = arguments
     y, logsumexp = saved
-    return flash_attention_backward(gradients[0].contiguous(), q, k, v, y, logsumexp, *others)
+    dy = gradients[0].contiguous()
+    if (kernels := _ours(q, scale)) is not None:
+        return kernels.backward(dy, q, k, v, y, logsumexp, ends, scale, window)
+    return flash_attention_backward(dy, q, k, v, y, logsumexp, ends, longest, scale, window)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

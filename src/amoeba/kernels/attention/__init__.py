@@ -1,0 +1,146 @@
+"""Causal attention in which packed documents do not see each other: our own kernels, and what they ask for.
+
+T tokens of all documents · Q query heads · G key and value heads · D of a head · N documents
+
+    y_TQD, logsumexp_QT = forward(q_TQD, k_TGD, v_TGD, ends_N1, scale=0.125, window=-1)
+    dq_TQD, dk_TGD, dv_TGD = backward(dy_TQD, q_TQD, k_TGD, v_TGD, y_TQD, logsumexp_QT, ends_N1, scale=0.125, window=-1)
+
+The logsumexp is that of scores in powers of two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from amoeba.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
+from amoeba.kernels.attention.bounds import bounds
+from amoeba.kernels.attention.forward import forward_kernel
+from amoeba.kernels.launch import cdiv
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile, and how it is computed."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    warps: int
+    stages: int
+
+    def constants(self, **others: int) -> dict[str, int]:
+        blocks = {"BLOCK_M": self.BLOCK_M, "BLOCK_N": self.BLOCK_N}
+        return others | blocks | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+# By D: the best of five or six each on an H200, rows of 1024 and 4096 tokens (docs/log.md).
+FORWARD = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)}
+QUERY_GRADIENT = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
+KEY_GRADIENT = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
+
+
+def why_not(q: Tensor, scale: float) -> str | None:
+    """Why queries (T, Q, D) are not for the kernels, or None."""
+    if q.shape[-1] not in FORWARD:
+        return f"serve heads of {' and '.join(map(str, FORWARD))}, these have {q.shape[-1]}"
+    if q.shape[0] == 0:
+        return "have nothing to do without tokens"
+    if not scale > 0:
+        return f"take the largest score for the likeliest, which a scale of {scale} does not allow"
+    return None
+
+
+def forward(
+    q_TQD: Tensor, k_TGD: Tensor, v_TGD: Tensor, ends_N1: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, size = q_TQD.shape
+    tile = FORWARD[size]
+    y_TQD = torch.empty_like(q_TQD, memory_format=torch.contiguous_format)
+    logsumexp_QT = torch.empty((heads, tokens), dtype=torch.float32, device=q_TQD.device)
+    queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
+    _bound(forward_kernel, tile, Q=heads, GROUP=heads // k_TGD.shape[1], D=size)[(cdiv(tokens, tile.BLOCK_M) * heads,)](
+        _rows(q_TQD, queries),
+        _rows(k_TGD, keys),
+        _rows(v_TGD, keys),
+        _rows(y_TQD, queries),
+        logsumexp_QT,
+        bounds(ends_N1, tokens, window),
+        tokens,
+        scale * math.log2(math.e),
+    )
+    return y_TQD, logsumexp_QT
+
+
+def backward(
+    dy_TQD: Tensor,
+    q_TQD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    y_TQD: Tensor,
+    logsumexp_QT: Tensor,
+    ends_N1: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TQD, k_TGD, v_TGD))
+    delta_QT = torch.empty_like(logsumexp_QT)
+    tokens = q_TQD.shape[0]
+    scalars = logsumexp_QT, delta_QT, bounds(ends_N1, tokens, window), tokens, scale * math.log2(math.e)
+    query_gradient(q_TQD, k_TGD, v_TGD, y_TQD, dy_TQD, dq, scalars)
+    key_gradient(q_TQD, k_TGD, v_TGD, dy_TQD, dk, dv, scalars)
+    return dq, dk, dv
+
+
+def query_gradient(q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, dq: Tensor, scalars: tuple) -> None:
+    """Writes dq and delta, the second of the scalars."""
+    tokens, heads, size = q.shape
+    tile = QUERY_GRADIENT[size]
+    queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
+    _bound(query_gradient_kernel, tile, Q=heads, GROUP=heads // k.shape[1], D=size)[
+        (cdiv(tokens, tile.BLOCK_M) * heads,)
+    ](
+        _rows(q, queries),
+        _rows(k, keys),
+        _rows(v, keys),
+        _rows(y, queries),
+        _rows(dy, queries),
+        _rows(dq, queries),
+        *scalars,
+    )
+
+
+def key_gradient(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, dk: Tensor, dv: Tensor, scalars: tuple) -> None:
+    """Writes dk and dv, after `query_gradient` has written delta."""
+    tokens, heads, size = k.shape
+    tile = KEY_GRADIENT[size]
+    queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
+    _bound(key_gradient_kernel, tile, G=heads, GROUP=q.shape[1] // heads, D=size)[
+        (cdiv(tokens, tile.BLOCK_N) * heads,)
+    ](
+        _rows(q, queries),
+        _rows(k, keys),
+        _rows(v, keys),
+        _rows(dy, queries),
+        _rows(dk, keys),
+        _rows(dv, keys),
+        *scalars,
+    )
+
+
+@cache
+def _bound(kernel: Any, tile: Tile, **others: int) -> Any:
+    return kernel.bound(**tile.constants(**others))
+
+
+def _rows(states: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """Copies of so many tokens of one head. The heads of a token lie one after the other; tokens may be apart."""
+    tokens, heads, size = states.shape
+    if states.stride()[1:] != (size, 1) or states.stride(0) % 8:
+        states = states.contiguous()
+    return TensorDescriptor(states, [tokens, heads * size], [states.stride(0), 1], list(block))
