@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ from amoeba.commands.options import DTYPES
 from amoeba.commands.output import Output, strict_json
 from amoeba.commands.rich_output import RichOutput
 from amoeba.cpu.build import CoreUnavailable
+from amoeba.jobs.settings import FinetuneSettings, TrainSettings
 from amoeba.placements import all_placements
 from amoeba.proof import conformance
 from amoeba.proof.cases import Case
@@ -170,6 +171,26 @@ def test_what_torch_and_transformers_warn_about_is_shown_with_verbose_alone(monk
 def test_every_command_has_the_flag_of_verbose():
     for name, command in get_command(app).commands.items():
         assert any("-v" in parameter.opts for parameter in command.params), name
+
+
+def test_every_option_of_every_command_has_a_help_text():
+    main = get_command(app)
+    for command in (main, *main.commands.values()):
+        assert command.help, command.name
+        for parameter in command.params:
+            assert parameter.help, f"amoeba {command.name} {parameter.opts[0]}"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("train", TrainSettings), ("finetune", FinetuneSettings)])
+def test_a_default_that_a_help_text_names_is_that_of_the_settings(name, kind):
+    defaults = {field.name: field.default for field in fields(kind)}
+    said = 0
+    for parameter in get_command(app).commands[name].params:
+        number = re.search(r"default ([\d.e-]*\d)", parameter.help, re.IGNORECASE)
+        if number is not None and parameter.name in defaults:
+            assert float(number[1]) == defaults[parameter.name], parameter.help
+            said += 1
+    assert said >= 5
 
 
 def test_dtypes_of_the_options_are_those_of_the_proof():
