@@ -1,12 +1,12 @@
-"""Triton's interpreter at more than twice its speed: it computes the same, without what it does at every call for nothing.
+"""Triton's interpreter at twice its speed: it computes the same, without what it does at every call for nothing.
 
     quick_interpreter.install()        # once, after TRITON_INTERPRET=1 and before the first launch
 
-Of a layer's pass, more than half the time goes into four things. At every call of a function of ours, also from within another,
-it looks through all members of `triton.language` for what to replace by its own; these are found once here. At every
-integer operation it computes whether it overflows and throws the answer away, as its `debug` is off. For every tensor
-it writes down a table of dtypes, and works out again what follows from its type: shape and number of elements, in
-objects of their own. Where a version of Triton does these differently, it stays as slow as it is.
+Of a layer's pass, more than half the time goes into four things. At every call of a function of ours, also from within
+another, it looks through all members of `triton.language` for what to replace by its own; these are found once here. At
+every integer operation it computes whether it overflows and throws the answer away, as its `debug` is off. For every
+tensor it writes down a table of dtypes, and works out again what follows from its type: shape and number of elements,
+in objects of their own. Where a version of Triton does these differently, it stays as slow as it is.
 """
 
 from __future__ import annotations
