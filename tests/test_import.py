@@ -62,20 +62,14 @@ def test_torch_is_loaded_with_the_first_name_that_needs_it_and_its_compiler_neve
         import sys
         import amoeba
         assert "torch" not in sys.modules
+        import amoeba.experts as through_the_package
+        from amoeba.experts import experts
+        assert amoeba.experts is through_the_package is experts, "the function, whichever way its module was imported"
+        assert callable(experts)
         assert amoeba.experts and amoeba.MoE and amoeba.lora and amoeba.pack_experts and amoeba.optim.AdamW
         import amoeba.backends.registry, amoeba.cpu.core, amoeba.proof.conformance
         assert "torch" in sys.modules
         assert "torch._dynamo" not in sys.modules, "as slow to import as torch itself"
-    """)
-
-
-def test_experts_is_the_function_whichever_way_its_module_was_imported():
-    run_python("""
-        import amoeba.experts as through_the_package
-        from amoeba.experts import experts
-        import amoeba
-        assert amoeba.experts is through_the_package is experts
-        assert callable(experts)
     """)
 
 

@@ -22,6 +22,7 @@ from amoeba.commands.options import (
     Compile,
     Json,
     OptimizerStates,
+    Seed,
     TrustRemoteCode,
     Verbose,
     all_dtypes,
@@ -168,21 +169,30 @@ def train(
     start_from: Annotated[
         str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps; default 400, or the preset's.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per step and device.")] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
-    sequence_length: Annotated[int | None, typer.Option("--sequence-length")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--learning-rate")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", help="Tokens of a row; default 256, or the preset's.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--learning-rate", help="Its peak, after the warm-up; default 2e-3, or the preset's."),
+    ] = None,
     vocab_size: Annotated[int | None, typer.Option("--vocab-size", help="Of a tokenizer trained on the data.")] = None,
     balance: Annotated[str | None, typer.Option("--balance", help="aux, bias or none.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = None,
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,
-    log_every: Annotated[int | None, typer.Option("--log-every")] = None,
-    eval_every: Annotated[int | None, typer.Option("--eval-every")] = None,
-    save_every: Annotated[int | None, typer.Option("--save-every")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines; default 10.")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option("--eval-every", help="Steps between held-out losses; default 100.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", help="Steps between checkpoints; default 100.")
+    ] = None,
+    seed: Seed = None,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
     ] = False,

@@ -38,9 +38,6 @@ def runtimes() -> list[str]:
     return found if len(found) == 2 else []
 
 
-needs_sanitizers = pytest.mark.skipif(not runtimes(), reason="no g++ on Linux with the runtimes of its sanitizers")
-
-
 def run(*command: str, sanitized: bool) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests", "tests/cpu"))
     environment = os.environ | {"PYTHONPATH": paths} | (SANITIZED if sanitized else {})
@@ -65,34 +62,23 @@ def sanitized_libraries() -> None:
 def test_every_operation_is_right_within_its_memory_and_where_python_drops_asserts(
     request: pytest.FixtureRequest,
 ) -> None:
-    """Under sanitizers where there are any. One test, as the run takes long."""
+    """Under sanitizers where there are any, and then they see a read past the end. One test, as the run takes long."""
     script, source = str(ROOT / "tests" / "cpu" / "core_operations.py"), str(ROOT / "src")
     if runtimes():
         request.getfixturevalue("sanitized_libraries")
-        done = run(script, source, "guarded", sanitized=True)
+        done = run(script, source, "sanitized", sanitized=True)
     else:
         done = run(script, source, sanitized=False)
     report = done.stdout[-1000:] + done.stderr[-6000:]
-    assert done.returncode == 0, report
-    assert "ERROR: AddressSanitizer" not in done.stderr and "runtime error:" not in done.stderr, report
-    (count,) = re.findall(r"all right, (\d+) modules without asserts", done.stdout)
-    assert int(count) > 30
-
-
-@needs_sanitizers
-@pytest.mark.usefixtures("sanitized_libraries")
-def test_a_pointer_to_less_memory_than_is_said_would_be_seen() -> None:
-    planted = """
-import torch, guarded_memory
-from amoeba.cpu import core, pointers
-guarded_memory.guard_all_calls()
-core.address = lambda name, tensor, dtype, shape: pointers._start(name, tensor)  # as if nobody checked
-core.load_core().activate(torch.randn(4, 64), torch.randn(3), core.Activation(), out=torch.empty(4, 32))
-"""
-    done = run("-c", planted, sanitized=True)
-    assert done.returncode != 0
-    assert "ERROR: AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
-    assert "amoeba_swiglu_f32" in done.stderr
+    found = re.findall(r"all right, (\d+) modules without asserts", done.stdout)
+    assert found and int(found[0]) > 30, report
+    assert "runtime error:" not in done.stderr, report
+    if runtimes():  # the first error ends the process: nothing was found before what the script planted at its end
+        assert done.returncode != 0
+        assert "ERROR: AddressSanitizer: heap-buffer-overflow" in done.stderr, report
+        assert "amoeba_swiglu_f32" in done.stderr
+    else:
+        assert done.returncode == 0, report
 
 
 def test_sanitized_and_plain_builds_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:

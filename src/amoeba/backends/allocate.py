@@ -31,7 +31,7 @@ def empty_gradient(weight: Tensor) -> Tensor:
 
 
 def advise_huge_pages(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES:
+    if tensor.nbytes >= _LEAST_BYTES and tensor.is_cpu:
         madvise = _madvise()
         if madvise is not None:
             start = place_of(tensor)

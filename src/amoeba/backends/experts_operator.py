@@ -98,10 +98,7 @@ class ExpertsOperator:
         if nobody_watches(problem.x_TH, *problem.weights.tensors(), *factors):
             if save == "nothing":
                 return self.forward(problem, save)[0]
-            scaling = None if lora is None else lora.scaling
-            # a handle does not keep alive what it stands for
-            owner = problem.weights if issubclass(self.kind, ExpertsByHandle) else None
-            return _Direct.apply(self, owner, save, problem.weights.constants(), scaling, *problem.tensors())
+            return _Direct.apply(self, problem, save, *problem.tensors())
         return self._operator(*self._flat(problem), *(() if self.traced is None else (save == "h",)))[0]
 
     def problem(
@@ -205,16 +202,9 @@ class _Direct(torch.autograd.Function):
     """What the operator and its autograd do, without the dispatcher."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        operator: ExpertsOperator,
-        owner: Any,
-        save: Save,
-        constants: tuple,
-        scaling: float | None,
-        *tensors: Tensor | None,
-    ) -> Tensor:
-        y_TH, saved = operator.forward(operator.problem(tensors, constants, scaling, owner), save)
+    def forward(ctx: Any, operator: ExpertsOperator, problem: Problem, save: Save, *tensors: Tensor | None) -> Tensor:
+        """tensors: those of the problem, for autograd to see."""
+        y_TH, saved = operator.forward(problem, save)
         # Saved as tensors, all of it is freed by backward, and activation checkpointing can drop it.
         kept: list[Tensor] = []
         if isinstance(saved, Saved):  # the short way for the usual structure
@@ -222,15 +212,18 @@ class _Direct(torch.autograd.Function):
             kept += saved
         else:
             ctx.saved_structure = _without_tensors(saved, kept)
-        ctx.operator, ctx.constants, ctx.scaling, ctx.inputs = operator, constants, scaling, len(tensors)
-        ctx.owner = owner
+        weights, lora = problem.weights, problem.lora
+        ctx.operator, ctx.constants, ctx.inputs = operator, weights.constants(), len(tensors)
+        ctx.scaling = None if lora is None else lora.scaling
+        # a handle does not keep alive what it stands for
+        ctx.owner = weights if isinstance(weights, ExpertsByHandle) else None
         ctx.save_for_backward(*tensors, *kept)
         ctx.set_materialize_grads(False)
         return y_TH
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor | None) -> tuple:
-        others, operator = 5, ctx.operator
+        others, operator = 3, ctx.operator
         if dy_TH is None:
             return (None,) * (others + ctx.inputs)
         kept = ctx.saved_tensors  # activation checkpointing gives them out once

@@ -54,7 +54,7 @@ class GroupedBackend(PassesBackend):
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         found = sorted_rows.backward(_with_whole_ranks(problem), saved, dy_TH, needs, GroupedRows)
-        return found._replace(**_with_own_ranks(found, problem))
+        return found if problem.lora is None else found._replace(**_with_own_ranks(found, problem.lora))
 
 
 def _misaligned(weights: ExpertWeights) -> str | None:
@@ -83,12 +83,12 @@ class GroupedRows(RowsInTorch):
         x_NH = self.gather(problem.x_TH)
         h_NJ = F.grouped_mm(x_NH, weights.gate_up_EJH.transpose(1, 2), offs=offs_E)
         if weights.gate_up_bias_EJ is not None:
-            h_NJ += bias_of_row(weights.gate_up_bias_EJ, problem.rows, offs_E)
+            h_NJ += bias_of_row(weights.gate_up_bias_EJ, self.rows, offs_E)
         low_rank.add_to_h(problem, self, x_NH, h_NJ)
         return h_NJ
 
     def down(self, a_NI: Tensor) -> Tensor:
-        problem, weights, rows = self.problem, self.problem.weights, self.problem.rows
+        problem, weights, rows = self.problem, self.problem.weights, self.rows
         y_NH = F.grouped_mm(a_NI, weights.down_EHI.transpose(1, 2), offs=self.layout.offs_E)
         low_rank.add_to_y(problem, self, a_NI, y_NH)
         if weights.down_bias_EH is not None:
@@ -101,7 +101,7 @@ class GroupedRows(RowsInTorch):
 
     def add_through_bias(self, ds_N: Tensor, dy: Rows) -> None:
         assert isinstance(dy, Tensor)
-        bias_NH = bias_of_row(self.problem.weights.down_bias_EH, self.problem.rows, self.layout.offs_E)
+        bias_NH = bias_of_row(self.problem.weights.down_bias_EH, self.rows, self.layout.offs_E)
         ds_N += (dy * bias_NH).sum(-1, dtype=ds_N.dtype)
 
     def bias_gradient(self, grad: Rows, bias_EO: Tensor, *, weighted: bool) -> Tensor:
@@ -122,7 +122,8 @@ class GroupedRows(RowsInTorch):
 
     def _sorted(self, rows: Rows) -> Tensor:
         """The N rows, without a spare one."""
-        rows_NW = self.gather(rows.rows_TW) if isinstance(rows, ByToken) else rows[: self.problem.rows]
+        rows_NW = self.gather(rows.rows_TW) if isinstance(rows, ByToken) else rows
+        rows_NW = rows_NW if rows_NW.shape[0] == self.rows else rows_NW[: self.rows]
         return rows_NW if rows_NW.stride(1) == 1 else rows_NW.contiguous()
 
 
@@ -143,10 +144,10 @@ def _with_whole_ranks(problem: Problem) -> Problem:
     return problem._replace(lora=LoraFactors(**factors, scaling=problem.lora.scaling))
 
 
-def _with_own_ranks(gradients: Gradients, problem: Problem) -> dict[str, Tensor]:
+def _with_own_ranks(gradients: Gradients, lora: LoraFactors) -> dict[str, Tensor]:
     """The gradients of padded factors as those of the factors themselves, in their layout."""
     found: dict[str, Tensor] = {}
-    for name, factor in (problem.lora.tensors() if problem.lora is not None else {}).items():
+    for name, factor in lora.tensors().items():
         gradient = getattr(gradients, name)
         if gradient is not None and (gradient.shape != factor.shape or gradient.stride() != factor.stride()):
             found[name] = torch.empty_like(factor).copy_(gradient[:, : factor.shape[1], : factor.shape[2]])

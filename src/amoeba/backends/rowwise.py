@@ -8,6 +8,9 @@ rounded once on the way out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,10 +25,9 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 def activate_rows(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI: Tensor) -> Tensor:
     """out = scale · act(h), row by row."""
-    for rows in _chunks(h_NJ):
-        h = _wide(h_NJ[rows])
-        value = activate(h, activation).mul_(scale_N[rows, None].to(h.dtype))
-        out_NI[rows] = value
+    for h, scale, out in _in_chunks(h_NJ, scale_N, out_NI):
+        h = _wide(h)
+        out.copy_(activate(h, activation).mul_(scale[:, None].to(h.dtype)))
     return out_NI
 
 
@@ -39,15 +41,13 @@ def activate_rows_backward(
 ) -> Tensor:
     """From dA' (no scale in it yet): writes dh and scale·a, returns ds_N = <dA', a> in the compute dtype."""
     ds_N = torch.empty(h_NJ.shape[0], dtype=_wide_dtype(h_NJ.dtype), device=h_NJ.device)
-    for rows in _chunks(h_NJ):
-        h, da, scale = _wide(h_NJ[rows]), _wide(da_NI[rows]), scale_N[rows, None].to(ds_N.dtype)
-        if activation.gated:
-            a = _gated_backward(da, h, scale, activation, dh_NJ[rows])
-        else:
-            a = _plain_backward(da, h, scale, activation, dh_NJ[rows])
-        torch.sum(da * a, dim=-1, out=ds_N[rows])
-        if scaled_a_NI is not None:
-            scaled_a_NI[rows] = a.mul_(scale)
+    differentiate = _gated_backward if activation.gated else _plain_backward
+    for h, da, scale, ds, dh, scaled_a in _in_chunks(h_NJ, da_NI, scale_N, ds_N, dh_NJ, scaled_a_NI):
+        h, da, scale = _wide(h), _wide(da), scale[:, None].to(ds_N.dtype)
+        a = differentiate(da, h, scale, activation, dh)
+        torch.sum(da * a, dim=-1, out=ds)
+        if scaled_a is not None:
+            scaled_a.copy_(a.mul_(scale))
     return ds_N
 
 
@@ -62,7 +62,7 @@ def sum_rows(rows_NH: Tensor, slot_row_TK: Tensor) -> Tensor:
 def slot_gradient(ds_N: Tensor, layout: Layout, weight_TK: Tensor) -> Tensor:
     """ds of the sorted rows back to (T, K), in the dtype of the weights; 0 for sentinels."""
     padded = torch.cat((ds_N, ds_N.new_zeros(1)))
-    return padded[layout.slot_row_N].view_as(weight_TK).to(weight_TK.dtype)
+    return padded.index_select(0, layout.slot_row_N).view_as(weight_TK).to(weight_TK.dtype)
 
 
 def split_gate_up(h: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
@@ -143,10 +143,13 @@ def _act_backward(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
     return F.relu(z).mul_(2).mul_(grad)
 
 
-def _chunks(h_NJ: Tensor) -> list[slice]:
+def _in_chunks(h_NJ: Tensor, *others: Tensor | None) -> Iterator[list[Any]]:
+    """The same rows of each; what another tensor has beyond those of h is left out."""
     rows, width = h_NJ.shape
     step = max(1, CHUNK_ELEMENTS.get(h_NJ.device.type, 1 << 20) // width)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    for start in range(0, rows, step):
+        end = min(start + step, rows)
+        yield [t if t is None or t.shape[0] == end - start else t[start:end] for t in (h_NJ, *others)]
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -154,4 +157,5 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(_wide_dtype(tensor.dtype))
+    dtype = _wide_dtype(tensor.dtype)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

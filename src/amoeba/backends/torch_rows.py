@@ -34,8 +34,9 @@ class RowsInTorch(SortedRows):
     activate_backward = staticmethod(activate_rows_backward)
 
     def __init__(self, problem: Problem, layout: Layout) -> None:
-        self.problem, self.layout = problem, layout
-        self.scale_N = problem.weight_TK.reshape(-1)[layout.order_N]
+        self.problem, self.layout, self.rows = problem, layout, layout.order_N.shape[0]
+        self.token_N = layout.token_N
+        self.scale_N = problem.weight_TK.reshape(-1).index_select(0, layout.order_N)
 
     @classmethod
     def dispatch(cls, problem: Problem, saved: Saved | None) -> RowsInTorch:
@@ -53,10 +54,10 @@ class RowsInTorch(SortedRows):
         return self
 
     def gather(self, rows_TH: Tensor) -> Tensor:
-        return rows_TH.index_select(0, self.layout.token_N)
+        return rows_TH.index_select(0, self.token_N)
 
     def new_rows(self, width: int) -> Tensor:
-        return empty_rows(self.problem.rows + self.spare, width, self.problem.x_TH)
+        return empty_rows(self.rows + self.spare, width, self.problem.x_TH)
 
     def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
         h_NJ, weights = self.hidden(), self.problem.weights
@@ -98,7 +99,7 @@ class RowsInTorch(SortedRows):
 class TorchRows(RowsInTorch):
     def __init__(self, problem: Problem, layout: Layout) -> None:
         super().__init__(problem, layout)
-        self.groups = self.groups_of(layout.offs_E, problem.rows)
+        self.groups = self.groups_of(layout.offs_E, self.rows)
 
     @staticmethod
     def groups_of(offs_E: Tensor, rows: int) -> Groups:
@@ -107,15 +108,15 @@ class TorchRows(RowsInTorch):
     def hidden(self) -> Tensor:
         problem, weights = self.problem, self.problem.weights
         h_NJ = self.new_rows(weights.gate_up_EJH.shape[1])
-        matrix_EHJ, token_N = weights.gate_up_EJH.transpose(1, 2), self.layout.token_N
-        self.groups.multiply_rows(problem.x_TH, matrix_EHJ, out=h_NJ, bias_EO=weights.gate_up_bias_EJ, index_N=token_N)
+        matrix_EHJ, bias_EJ = weights.gate_up_EJH.transpose(1, 2), weights.gate_up_bias_EJ
+        self.groups.multiply_rows(problem.x_TH, matrix_EHJ, out=h_NJ, bias_EO=bias_EJ, index_N=self.token_N)
         low_rank.add_to_h(problem, self, self.x, h_NJ)
         return h_NJ
 
     def down(self, a_NI: Tensor) -> Tensor:
         problem, weights = self.problem, self.problem.weights
-        y_NH = empty_rows(problem.rows + 1, weights.hidden, problem.x_TH)
-        self.groups.multiply_rows(a_NI, weights.down_EHI.transpose(1, 2), out=y_NH[: problem.rows])
+        y_NH = empty_rows(self.rows + 1, weights.hidden, problem.x_TH)
+        self.groups.multiply_rows(a_NI, weights.down_EHI.transpose(1, 2), out=y_NH[: self.rows])
         low_rank.add_to_y(problem, self, a_NI, y_NH)
         if weights.down_bias_EH is not None:
             for e, y, scale in self.groups.each(y_NH, self.scale_N):
@@ -123,9 +124,9 @@ class TorchRows(RowsInTorch):
         return y_NH
 
     def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
-        rows, weights = self.problem.rows, self.problem.weights
-        dx_NH = empty_rows(rows + 1, weights.hidden, self.problem.x_TH)
-        self.groups.multiply_rows(dh_NJ, weights.gate_up_EJH, out=dx_NH[:rows])
+        weights = self.problem.weights
+        dx_NH = empty_rows(self.rows + 1, weights.hidden, self.problem.x_TH)
+        self.groups.multiply_rows(dh_NJ, weights.gate_up_EJH, out=dx_NH[: self.rows])
         return dx_NH
 
     def add_through_bias(self, ds_N: Tensor, dy: Rows) -> None:
@@ -143,7 +144,7 @@ class TorchRows(RowsInTorch):
         return gradient
 
     def multiply(self, rows: Rows, matrix_EIO: Tensor) -> Tensor:
-        out_NO = empty_rows(self.problem.rows, matrix_EIO.shape[2], matrix_EIO)
+        out_NO = empty_rows(self.rows, matrix_EIO.shape[2], matrix_EIO)
         rows, index_N = self._gathered(rows)
         self.groups.multiply_rows(rows, matrix_EIO, out=out_NO, index_N=index_N)
         return out_NO
@@ -157,7 +158,7 @@ class TorchRows(RowsInTorch):
         return self.groups.weight_gradient(grad, rows, weight_EOI, index_N=index_N)
 
     def _gathered(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        return (rows.rows_TW, self.layout.token_N) if isinstance(rows, ByToken) else (rows, None)
+        return (rows.rows_TW, self.token_N) if isinstance(rows, ByToken) else (rows, None)
 
 
 class Groups:
@@ -169,23 +170,20 @@ class Groups:
     def __init__(self, offs_E: Tensor, rows: int) -> None:
         self.offs_E, self.rows = offs_E, rows
         ends = offs_E.tolist()
-        self.counts = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        self._sizes = [*self.counts, rows - ends[-1]]  # the last part: rows of sentinels
+        counts = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        self._with_rows = [e for e, count in enumerate(counts) if count]
+        self._without_rows = [e for e, count in enumerate(counts) if not count]
+        self._sizes = [*filter(None, counts), rows - ends[-1]]  # the last part: rows of sentinels
 
     def each(self, *row_tensors: Tensor) -> Iterator[tuple]:
         """(expert, its rows of each tensor) for the experts that have rows; what a tensor has beyond N is left out."""
         own = (tensor if tensor.shape[0] == self.rows else tensor[: self.rows] for tensor in row_tensors)
-        parts = [tensor.split(self._sizes) for tensor in own]
-        for e, count in enumerate(self.counts):
-            if count:
-                yield e, *(part[e] for part in parts)
+        # Tensor.split goes through Python, which takes as long again
+        return zip(self._with_rows, *(tensor.split_with_sizes(self._sizes) for tensor in own), strict=False)
 
     def rest(self, rows_NW: Tensor) -> Tensor:
         """The rows of sentinels."""
-        return rows_NW.split(self._sizes)[-1]
-
-    activate = staticmethod(activate_rows)
-    activate_backward = staticmethod(activate_rows_backward)
+        return rows_NW.split_with_sizes(self._sizes)[-1]
 
     def multiply_rows(
         self,
@@ -226,9 +224,8 @@ class Groups:
         rows_NI = rows if index_N is None else rows.index_select(0, index_N)
         gradient = empty_gradient(weight_EOI)
         targets = gradient.unbind(0)
-        for e, count in enumerate(self.counts):
-            if not count:
-                targets[e].zero_()
+        for e in self._without_rows:
+            targets[e].zero_()
         dtype = compute_dtype(grad_NO.dtype, grad_NO.device)
         for e, grad, part in self.each(grad_NO, rows_NI):
             if dtype != grad.dtype:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import Compile, Json, OptimizerStates, TrustRemoteCode, Verbose
+from amoeba.commands.options import Compile, Json, OptimizerStates, Seed, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.commands.start import start
@@ -47,7 +47,9 @@ def finetune(
     minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per step and device.")] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
-    sequence_length: Annotated[int | None, typer.Option("--sequence-length", help="Tokens of a row at most.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", help="Tokens of a row at most; default 1024.")
+    ] = None,
     learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Default 2e-4.")] = None,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
@@ -55,10 +57,14 @@ def finetune(
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.")] = None,
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,
-    log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines.")] = None,
-    eval_every: Annotated[int | None, typer.Option("--eval-every", help="Steps between held-out losses.")] = None,
-    save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines; default 5.")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option("--eval-every", help="Steps between held-out losses; default 100.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", help="Steps between checkpoints; default 100.")
+    ] = None,
+    seed: Seed = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,

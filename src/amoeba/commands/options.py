@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code that the model's folder or hub page brings.")
 ]
+# For every command that trains.
+Seed = Annotated[
+    int | None, typer.Option("--seed", help="Of new weights, the held-out share and the data's order; default 0.")
+]
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -29,7 +33,7 @@ Verbose = Annotated[
 ]
 
 Compile = Annotated[
-    str | None, typer.Option("--compile", help="Decoder layers by torch.compile: auto (on a GPU), on or off.")
+    str | None, typer.Option("--compile", help="Decoder layers by torch.compile: auto (long runs on a GPU), on or off.")
 ]
 OptimizerStates = Annotated[
     str | None,

@@ -27,7 +27,7 @@ class CompiledLayers:
     def begin(self) -> None:
         _keep_what_is_compiled()
         for layer in self.layers:
-            layer.compile(dynamic=False)
+            layer.compile()  # for one shape; where a second one comes, for any
 
     def end(self) -> None:
         for layer in self.layers:
@@ -35,7 +35,7 @@ class CompiledLayers:
 
     @staticmethod
     def paused() -> AbstractContextManager:
-        """For batches of other shapes, which would be compiled anew."""
+        """For a batch of another shape, which is not worth compiling for."""
         return torch.compiler.set_stance("force_eager")
 
 

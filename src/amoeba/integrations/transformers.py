@@ -162,8 +162,8 @@ def _tell_of_others() -> None:
             _warn_of_others(self)
 
     post_init._tells_of_others = True  # type: ignore[attr-defined]
-    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
-    PreTrainedModel.set_experts_implementation = set_experts_implementation  # type: ignore[method-assign]
+    PreTrainedModel.post_init = post_init
+    PreTrainedModel.set_experts_implementation = set_experts_implementation
 
 
 def _warn_of_others(model: Any) -> None:
@@ -184,7 +184,7 @@ def _refuse_fp8_at_load() -> None:
         original(self, config, *args, **kwargs)
 
     checked_init._refuses_amoeba = True  # type: ignore[attr-defined]
-    finegrained_fp8.FP8Experts.__init__ = checked_init  # type: ignore[method-assign]
+    finegrained_fp8.FP8Experts.__init__ = checked_init
 
 
 register()

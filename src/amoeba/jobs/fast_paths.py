@@ -27,11 +27,15 @@ from amoeba.integrations.fused_loss import fused_loss
 logger = logging.getLogger("amoeba")
 
 
+# Compiling takes up to half a minute. A run of fewer operations is over within one or two on an H200.
+WORTH_COMPILING = 1e16
+
+
 @contextmanager
 def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) -> Iterator[None]:
-    """compile_layers: "on", "off", or "auto", which is on where there is a GPU."""
+    """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
     gpu = trainer.args.device.type == "cuda"
-    compiles = compile_layers == "on" or (compile_layers == "auto" and gpu)
+    compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
     if not gpu and not compiles:
         yield
         return

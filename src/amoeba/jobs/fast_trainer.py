@@ -17,6 +17,7 @@ from transformers import Trainer
 from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.jobs.captured_step import CapturedStep
+from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
 
@@ -32,6 +33,7 @@ class Rows(NamedTuple):
 
 
 class FastTrainer(Trainer):
+    optimizer: Any
     rows: Rows
     watch: RouterWatch
     optimizer_states: Literal["float32", "bfloat16"] = "float32"
@@ -48,6 +50,11 @@ class FastTrainer(Trainer):
         """Where a batch is not as large as those in training, the layers run as they are."""
         whole = inputs["input_ids"].shape[0] == self.args.per_device_train_batch_size
         return CompiledLayers.paused() if self.compiled and not whole else nullcontext()
+
+    def flops(self) -> float:
+        """Of all its steps."""
+        passes = self.args.max_steps * self.args.gradient_accumulation_steps * self.args.per_device_train_batch_size
+        return passes * self.rows.tokens_per_row * training_flops_per_token(self.model, self.rows.tokens_per_row)
 
     def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
         batch = self.rows.collate(rows)
@@ -75,11 +82,12 @@ class FastTrainer(Trainer):
             watch.forget()
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
-        """Ours on a GPU, where parameters in bf16 need fp32 masters; else transformers' own."""
-        if self.optimizer is None and self.args.device.type == "cuda":
-            model: Any = self.model
+        """Ours on a GPU, where parameters in bf16 need fp32 masters; else transformers' own, which a CPU computes faster
+        (the factors of experts that are packed there)."""
+        model: Any = self.model
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if self.optimizer is None and all(p.device.type == "cuda" for _, p in trained):
             decayed = set(self.get_decay_parameter_names(model))
-            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             groups = [
                 {"params": [p for name, p in trained if name in decayed], "weight_decay": self.args.weight_decay},
                 {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},

@@ -67,7 +67,7 @@ class RunSettings:
               has them, "none" leaves the router alone.
     z_loss_coefficient: of the loss that keeps router logits small, in any balance.
     minutes:  no more steps than fit into these; how many, the speed of the machine decides (jobs/time_budget.py).
-    compile:  decoder layers by torch.compile; "auto" where there is a GPU.
+    compile:  decoder layers by torch.compile; "auto" where there is a GPU and the run is long enough.
     optimizer_states: dtype of AdamW's two moments on a GPU; bfloat16 takes 4 bytes a parameter less.
     """
 

@@ -122,7 +122,7 @@ class WatchedTrainer(FastTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
         self.kept.save(self.model, folder)
-        self.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
+        self.processing_class.save_pretrained(folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._check_finite()
