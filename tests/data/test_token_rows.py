@@ -142,9 +142,9 @@ def test_positions_begin_anew_in_every_document_and_row():
 
 def test_documents_are_told_apart_by_where_they_begin_and_padding_is_one():
     rows = PackedDataset([text_of(3), text_of(9), text_of(2)], BYTES, 8)
-    found = document_arguments(stack(list(rows)), most=3)
+    found = document_arguments(stack(list(rows)), most=3, longest=9)
     assert found["cu_seq_lens_q"].tolist() == [0, 4, 8, 14, 16, 16, 16]
     assert found["cu_seq_lens_q"].dtype == torch.int32 and found["cu_seq_lens_k"] is found["cu_seq_lens_q"]
-    assert found["max_length_q"] == found["max_length_k"] == 8
+    assert found["max_length_q"] == found["max_length_k"] == 9
     padded = {"input_ids": torch.zeros(2, 5), "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])}
-    assert document_arguments(padded, most=2)["cu_seq_lens_q"].tolist() == [0, 3, 5, 10, 10]
+    assert document_arguments(padded, most=2, longest=5)["cu_seq_lens_q"].tolist() == [0, 3, 5, 10, 10]

@@ -109,11 +109,11 @@ def stack(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def document_arguments(batch: dict[str, Tensor], most: int) -> dict[str, Any]:
+def document_arguments(batch: dict[str, Tensor], most: int, longest: int) -> dict[str, Any]:
     """Where the documents of a batch begin and end, as transformers hands it to flash attention.
 
-    A document begins at position 0 and at the beginning of a row; padding is one of its own. most: documents of a row,
-    so that what comes out has one length for all batches of so many rows.
+    A document begins at position 0 and at the beginning of a row; padding is one of its own. most, longest: documents
+    of a row and tokens of a document at most, so that what comes out is of one kind for all batches of so many rows.
     """
     rows, length = batch["input_ids"].shape
     first_BS = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
@@ -126,7 +126,7 @@ def document_arguments(batch: dict[str, Tensor], most: int) -> dict[str, Any]:
     starts = first_BS.flatten().nonzero().flatten()
     ends = torch.full((rows * most + 1,), rows * length, dtype=torch.int32, device="cpu")
     ends[: len(starts)] = starts
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -30,6 +30,7 @@ class Rows(NamedTuple):
     collate: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
     tokens_per_row: float
     documents_per_row: int  # at most; padding is one
+    longest: int  # tokens of a row at most
 
 
 class FastTrainer(Trainer):
@@ -58,7 +59,9 @@ class FastTrainer(Trainer):
 
     def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
         batch = self.rows.collate(rows)
-        return batch | document_arguments(batch, self.rows.documents_per_row) if self.by_documents else batch
+        if not self.by_documents:
+            return batch
+        return batch | document_arguments(batch, self.rows.documents_per_row, self.rows.longest)
 
     def try_batch(self, rows: int, gradients: bool) -> None:
         """Runs the first rows once; nothing of it stays but what was compiled."""
@@ -82,8 +85,8 @@ class FastTrainer(Trainer):
             watch.forget()
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
-        """Ours on a GPU, where parameters in bf16 need fp32 masters; else transformers' own, which a CPU computes faster
-        (the factors of experts that are packed there)."""
+        """Ours on a GPU, where parameters in bf16 need fp32 masters; else transformers' own, which a CPU computes
+        faster (the factors of experts that are packed there)."""
         model: Any = self.model
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if self.optimizer is None and all(p.device.type == "cuda" for _, p in trained):

@@ -180,7 +180,7 @@ def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneS
     check_ids(model_config, max(train.largest_id(), held_out.largest_id()))
     console.say(f"to train on: {train.description}; held out: {held_out.description}")
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return Rows(train, held_out, functools.partial(pad_rows, padding=padding), train.tokens_per_row, 2)
+    return Rows(train, held_out, functools.partial(pad_rows, padding=padding), train.tokens_per_row, 2, most)
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

@@ -121,7 +121,7 @@ def _train(
         check_model_config(earlier, model.config)
     describe_run(folder, settings.as_dict(), model.config.to_dict(), earlier.began_with if earlier else content)
     documents = max(train_rows.documents_per_row(), held_out_rows.documents_per_row())
-    rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents)
+    rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents, settings.sequence_length)
     trainer = make_trainer(model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND)
     outcome, kept_in = run_to_end(trainer, folder, earlier)
     report = TrainReport(**asdict(outcome), model=kept_in)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Literal
 
 from amoeba.bench.models.candidate import Candidate
 from amoeba.bench.models.decoding import Decoding, by_generate
 from amoeba.bench.models.low_rank import Frozen, frozen_step, our_factors, peft_factors
 from amoeba.bench.models.problem import Problem
+from amoeba.bench.models.recipe import our_step
+from amoeba.bench.models.recipe import why_not as why_not_ours
 from amoeba.bench.models.training import Recipe, training_step
 
 # Bytes of a trained parameter: itself, its gradient and Adam's two moments.
@@ -29,6 +32,18 @@ def _training(recipe: Recipe) -> Candidate:
         functools.partial(training_step, recipe),
         _FP32_TRAINED if recipe.parameters == "float32" else _BF16_TRAINED,
         recipe.why_not,
+    )
+
+
+def _amoeba_train(states: Literal["float32", "bfloat16"]) -> Candidate:
+    return Candidate(
+        f"amoeba train, {'fp32' if states == 'float32' else 'bf16'} moments",
+        True,
+        "training",
+        "bf16 with fp32 masters, layers compiled, loss from hidden states, routers balanced, passes captured",
+        functools.partial(our_step, states),
+        14.0 if states == "float32" else 10.0,
+        why_not_ours,
     )
 
 
@@ -82,6 +97,8 @@ def _decode(decoding: Decoding) -> Candidate:
 
 
 CANDIDATES = (
+    _amoeba_train("float32"),
+    _amoeba_train("bfloat16"),
     _training(Recipe("amoeba", "float32")),
     _training(Recipe("amoeba", "bfloat16")),
     _training(Recipe("amoeba", "bfloat16", compiled=True)),

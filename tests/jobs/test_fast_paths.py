@@ -1,0 +1,105 @@
+"""What makes steps fast is switched on where it serves, and a run that it does not serve goes on and says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers
+from amoeba.jobs.captured_step import CapturedStep
+from tiny_models import build
+from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def losses(console: Quiet) -> list[float]:
+    return [loss for line in console.lines for loss in line["step_losses"]]
+
+
+def run(folder: Any, inputs: Any, command: str = "train", **changes: Any) -> tuple[list[float], list[str]]:
+    console = Quiet()
+    tiny_run(tiny_settings(command, folder, inputs, **changes), console)
+    return losses(console), console.said
+
+
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(command, tmp_path, inputs, monkeypatch):
+    by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off")
+    compile_layer = nn.Module.compile
+    counted = []
+
+    def by_aot(layer: nn.Module, **options: Any) -> None:  # what a compiler would make of it takes a minute
+        counted.append(layer)
+        compile_layer(layer, backend="aot_eager", **options)
+
+    monkeypatch.setattr(nn.Module, "compile", by_aot)
+    torch._dynamo.reset()
+    found, said = run(tmp_path / "compiled", inputs, command, compile="on")
+    assert len(counted) == 2 and any("decoder layers compiled" in line for line in said)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(by_itself), rtol=1e-5, atol=1e-6)
+    assert all(layer._compiled_call_impl is None for layer in counted)
+
+
+def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, inputs, monkeypatch):
+    by_itself, _ = run(tmp_path / "plain", inputs, compile="off")
+
+    def broken(layer: nn.Module, **options: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("no compiler for this\nand a long trace")
+
+        layer._compiled_call_impl = call
+
+    monkeypatch.setattr(nn.Module, "compile", broken)
+    found, said = run(tmp_path / "broken", inputs, compile="on")
+    assert found == by_itself  # the batch that was tried has left nothing behind
+    assert [line for line in said if line.startswith("without decoder layers compiled")] == [
+        next(line for line in said if line.endswith("RuntimeError: no compiler for this"))
+    ]
+
+
+def test_short_runs_and_cpus_do_not_compile_by_themselves(tmp_path, inputs, monkeypatch):
+    monkeypatch.setattr(CompiledLayers, "begin", lambda self: pytest.fail("compiled"))
+    run(tmp_path / "run", inputs)
+
+
+def test_decoder_layers_are_the_stack_of_the_model():
+    model = build("qwen3_moe")
+    assert decoder_layers(model) == list(model.model.layers)
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    @pytest.fixture
+    def told(self, inputs: Any) -> dict[str, Any]:
+        model = build("qwen3_moe", head_dim=64, hidden_size=64, vocab_size=300)
+        folder = inputs / "wide"
+        model.config.save_pretrained(folder)
+        return {"model": str(folder), "vocab_size": 300, "accumulation": 1}
+
+    def test_a_run_repeats_bit_by_bit_and_captured_passes_change_no_loss(self, told, inputs, tmp_path, monkeypatch):
+        first, said = run(tmp_path / "first", inputs, **told)
+        assert any("attention by documents, passes captured" in line for line in said)
+        again, _ = run(tmp_path / "again", inputs, **told)
+        assert again == first
+        monkeypatch.setattr(CapturedStep, "__init__", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no")))
+        launched, _ = run(tmp_path / "launched", inputs, **told)
+        assert launched == first
+
+    def test_passes_of_a_step_add_up(self, told, inputs, tmp_path, monkeypatch):
+        first, _ = run(tmp_path / "first", inputs, **told | {"accumulation": 3})
+        monkeypatch.setattr(CapturedStep, "__init__", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no")))
+        launched, _ = run(tmp_path / "launched", inputs, **told | {"accumulation": 3})
+        torch.testing.assert_close(torch.tensor(launched), torch.tensor(first), rtol=1e-3, atol=1e-3)
+
+    def test_compiled_layers_train_alike(self, told, inputs, tmp_path):
+        plain, _ = run(tmp_path / "plain", inputs, **told, compile="off")
+        compiled, said = run(tmp_path / "compiled", inputs, **told, compile="on")
+        assert any("decoder layers compiled" in line for line in said)
+        torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=2e-2, atol=2e-2)
