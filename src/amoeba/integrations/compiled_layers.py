@@ -5,13 +5,14 @@
     loss = model(...).loss          # the first call compiles one layer, not the whole model
     layers.end()
 
-What torch.compile makes is kept in the cache folder of aMoEba, so that the next run begins at once.
+What torch.compile makes is kept in the cache folder of aMoEba, so that the next run does not make it again.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -48,7 +49,11 @@ def decoder_layers(model: nn.Module) -> list[Any]:
 
 def _keep_what_is_compiled() -> None:
     """Unless the user has said where."""
-    try:
+    if importlib.util.find_spec("triton") is not None:
+        # Inductor moves Triton's cache into its own folder when it first makes a kernel, and not at all where it finds
+        # its kernels there: then ours, compiled after that moment in one run, would be compiled again in the next.
+        from triton import knobs
+
+        os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+    with suppress(OSError):  # nowhere to keep it
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_folder() / "compiled"))
-    except OSError:  # nowhere to keep it
-        return
