@@ -58,7 +58,9 @@ def why_not(model: Any) -> str | None:
     ids = torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=head.weight.device)
     try:
         model.eval()
-        with torch.enable_grad():  # without gradients so few tokens are decoded, by kernels that training has no use for
+        with (
+            torch.enable_grad()
+        ):  # without gradients so few tokens are decoded, by kernels that training has no use for
             model(input_ids=ids, labels=ids)
     finally:
         model.loss_function = own
