@@ -11,6 +11,7 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, parse_device, parse_dtypes
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.errors import bad_value
+from amoeba.loading import loading
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +51,9 @@ def generate(
     output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers")
-        from amoeba.jobs.generate import GenerationOptions
-        from amoeba.jobs.generate import generate as generate_text
+        with loading():
+            from amoeba.jobs.generate import GenerationOptions
+            from amoeba.jobs.generate import generate as generate_text
 
         hide_loading_bars(model, output)
         options = GenerationOptions(

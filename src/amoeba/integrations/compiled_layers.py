@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from amoeba.cpu.library_cache import default_folder
+from amoeba.loading import loading
 
 
 class CompiledLayers:
@@ -27,8 +28,9 @@ class CompiledLayers:
 
     def begin(self) -> None:
         _keep_what_is_compiled()
-        for layer in self.layers:
-            layer.compile()  # for one shape; where a second one comes, for any
+        with loading():  # the compiler
+            for layer in self.layers:
+                layer.compile()  # for one shape; where a second one comes, for any
 
     def end(self) -> None:
         for layer in self.layers:
