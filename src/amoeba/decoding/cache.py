@@ -39,8 +39,8 @@ class FixedCache(Cache):
 
 
 class FixedLayer(StaticLayer):
-    keys: Tensor  # type: ignore[assignment]
-    values: Tensor  # type: ignore[assignment]
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, cache: FixedCache) -> None:
         super().__init__(max_cache_len=cache.length)
