@@ -83,14 +83,14 @@ class Decoder:
         return self._tokens(prompt_BL, pad_B, max_new_tokens)
 
     def _tokens(self, prompt_BL: Tensor, pad_B: Tensor, count: int) -> Iterator[list[int]]:
-        out = _Outlet(self._rows.token_B1)
+        out, ahead = _Outlet(self._rows.token_B1), AHEAD if self.capture else 0
         self._read_prompts(prompt_BL, pad_B)
         out.send()
         for _ in range(count - 1):
+            if len(out) > ahead:
+                yield out.receive()
             self._step()
             out.send()
-            if len(out) > AHEAD:
-                yield out.receive()
         while len(out):
             yield out.receive()
 
@@ -103,8 +103,8 @@ class Decoder:
                 "make a Decoder for as many rows as there are prompts",
             )
         tokens = max(len(prompt) for prompt in prompts)
-        pad = self.model.generation_config.pad_token_id or 0
-        rows = [[pad] * (tokens - len(prompt)) + list(prompt) for prompt in prompts]
+        # nothing attends to what comes before a prompt; a token of its own there is not penalised for being there
+        rows = [[prompt[0]] * (tokens - len(prompt)) + list(prompt) for prompt in prompts]
         pads = [tokens - len(prompt) for prompt in prompts]
         return torch.tensor(rows, device=self.device), torch.tensor(pads, device=self.device)
 

@@ -7,7 +7,6 @@ with compiled_layers(model, cache):
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amoeba.cpu.library_cache import default_folder
+from amoeba.decoding import compiled_code
 from amoeba.decoding.cache import FixedCache, OneLayer
 
 # bf16 numbers are rounded where the plain model rounds them, so that greedy decoding chooses the same tokens. Products
@@ -26,7 +25,7 @@ OPTIONS = {"emulate_precision_casts": True, "coordinate_descent_tuning": True}
 @contextmanager
 def compiled_layers(model: nn.Module, cache: FixedCache) -> Iterator[None]:
     """While it lasts each decoder layer runs compiled, with its own part of the cache."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_folder() / "inductor"))
+    compiled_code.folder()  # from now on Inductor's, before it asks for one
     layers = decoder_layers(model)
     for layer, own in zip(layers, cache.layers, strict=True):
         layer.forward = _with_own_cache(layer, OneLayer(own), cache)  # type: ignore[arg-type]
