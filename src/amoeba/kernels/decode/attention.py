@@ -131,12 +131,12 @@ def _attend(
         slot = first + tl.arange(0, BLOCK_L)
         live = tl.load(live_BL + row * live_stride_b + slot, mask=slot < L, other=0) != 0
         if tl.max(live.to(tl.int32), axis=0) > 0:
-            slot = slot.to(tl.int64)
+            far = slot.to(tl.int64)
             key = tl.load(
-                keys + slot[None, :] * key_stride_l + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0
+                keys + far[None, :] * key_stride_l + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0
             )
             value = tl.load(
-                values + slot[:, None] * value_stride_l + v[None, :], mask=live[:, None] & (v < V)[None, :], other=0.0
+                values + far[:, None] * value_stride_l + v[None, :], mask=live[:, None] & (v < V)[None, :], other=0.0
             )
             logits = tl.where(live[None, :], tl.dot(query, key, input_precision="ieee") * scaling, float("-inf"))
             new = tl.maximum(largest, tl.max(logits, axis=1))
