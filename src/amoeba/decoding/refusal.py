@@ -13,7 +13,7 @@ from amoeba.integrations.experts_module import experts_modules, placed_in
 # Their tables of angles are computed anew, by a decision of the host, when a text gets longer
 _ROTATIONS_BY_LENGTH = ("dynamic", "longrope")
 # What `Sampler` computes
-_PROCESSORS = {"RepetitionPenalty", "Temperature", "TopK", "TopP"}
+_PROCESSORS = frozenset({"RepetitionPenalty", "Temperature", "TopK", "TopP"})
 # What a generation_config may ask of the loop itself, beside the processing of logits
 _OF_THE_LOOP = ("min_new_tokens", "stop_strings", "max_time", "prompt_lookup_num_tokens", "penalty_alpha")
 
@@ -45,8 +45,10 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def why_not_chosen(model: Any, config: Any) -> str | None:
-    """None, or what the generation_config asks for that `Sampler` and `Decoder` do not do."""
+def why_not_chosen(model: Any, config: Any, computed: frozenset[str] = _PROCESSORS) -> str | None:
+    """None, or what the generation_config asks for that `Sampler` and `Decoder` do not do.
+
+    computed: the processing of logits that there is, by transformers' names."""
     if asked := [name for name in _OF_THE_LOOP if getattr(config, name, None)]:
         return f"its generation_config has {', '.join(asked)}"
     if config.use_cache is False:
@@ -56,8 +58,8 @@ def why_not_chosen(model: Any, config: Any) -> str | None:
     except Exception as error:  # private to transformers, and by what a config may hold
         return f"transformers makes no logits processors of its generation_config ({one_line(error)})"
     names = {re.sub("Logits(Processor|Warper)$", "", type(processor).__name__) for processor in processors}
-    others = sorted(names - _PROCESSORS)
-    return f"its generation_config asks for {', '.join(others)}, which we do not compute" if others else None
+    others = sorted(names - computed)
+    return f"its generation_config asks for {', '.join(others)}, which is not computed there" if others else None
 
 
 def _rotations(parameters: Any) -> set[str]:
