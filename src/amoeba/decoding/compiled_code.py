@@ -3,7 +3,7 @@
 if is_there(model, batch, length): ...
 note(model, batch, length)              # after they were compiled
 
-Inductor keeps the code in its cache, under `folder()`; here is only noted for which steps it was made.
+Inductor keeps the code in its cache, `folder()`; here is only noted for which steps it was made.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def folder() -> Path:
-    """Inductor's: the user's choice, else a part of our cache. OSError for someone without a home."""
-    return Path(os.environ.setdefault(_VARIABLE, str(default_folder() / "inductor")))
+    """The user's choice, else a part of our cache. OSError for someone without a home."""
+    return Path(os.environ.get(_VARIABLE) or default_folder() / "inductor")
+
+
+def keep_there() -> None:
+    """Before Inductor asks for a folder."""
+    os.environ[_VARIABLE] = str(folder())
 
 
 def is_there(model: Any, batch: int, length: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -53,6 +54,8 @@ def why_not_chosen(model: Any, config: Any, computed: frozenset[str] = _PROCESSO
         return f"its generation_config has {', '.join(asked)}"
     if config.use_cache is False:
         return "its generation_config wants no cache"
+    config = copy.copy(config)
+    config._eos_token_tensor = None  # which `generate` makes, and some processors look for
     try:
         processors = model._get_logits_processor(config, 1)
     except Exception as error:  # private to transformers, and by what a config may hold

@@ -25,7 +25,7 @@ OPTIONS = {"emulate_precision_casts": True, "coordinate_descent_tuning": True}
 @contextmanager
 def compiled_layers(model: nn.Module, cache: FixedCache) -> Iterator[None]:
     """While it lasts each decoder layer runs compiled, with its own part of the cache."""
-    compiled_code.folder()  # from now on Inductor's, before it asks for one
+    compiled_code.keep_there()
     layers = decoder_layers(model)
     for layer, own in zip(layers, cache.layers, strict=True):
         layer.forward = _with_own_cache(layer, OneLayer(own), cache)  # type: ignore[arg-type]
