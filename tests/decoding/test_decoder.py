@@ -85,9 +85,12 @@ def test_one_decoder_serves_one_prompt_after_another():
 
 
 def test_the_repetition_penalty_counts_each_rows_own_tokens_and_no_padding():
-    model, rows = built("qwen3_moe"), prompts(9, 2, 5)
+    model, rows, sampling = built("qwen3_moe"), prompts(9, 2, 5), Sampling(repetition_penalty=1.7)
     expected = plain(model, rows, repetition_penalty=1.7)
-    assert decoded(model, rows, sampling=Sampling(repetition_penalty=1.7)) == expected != plain(model, rows)
+    decoder = Decoder(model, batch=3, length=40, sampling=sampling)
+    assert decoded(model, rows, decoder=decoder) == expected != plain(model, rows)
+    seen = [set(row.nonzero().flatten().tolist()) for row in decoder._sampler._seen_BV]
+    assert seen == [{*row, *new} for row, new in zip(rows, expected, strict=True)]
 
 
 def test_the_first_token_comes_before_the_second_is_computed():

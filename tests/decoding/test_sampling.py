@@ -22,6 +22,7 @@ SETTINGS = [
     Sampling(True, 0.2, 5),
     Sampling(True, 1.0, 1),
     Sampling(True, 1.0, 1000, 1e-6),
+    Sampling(True, 0.5, 0, 1e-12),
     Sampling(True, 1.0, 0, 1.0, 0.8),
 ]
 

@@ -57,9 +57,7 @@ def choose_steps(
         for compiled, why in _ways(model, batch, length, steps or new_tokens, compile):
             try:
                 decoder = _prepared(model, sampling, batch, length, prompt_tokens, compiled)
-            except (
-                Exception
-            ) as error:  # of the compiler, of Triton, of CUDA, of code of the model that we did not foresee
+            except Exception as error:  # of the compiler, of Triton, of CUDA, of the model's own code
                 reason = _failed("compiling" if compiled else "capturing", error)
             else:
                 why = why if reason is None else reason
