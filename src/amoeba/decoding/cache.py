@@ -61,7 +61,7 @@ class FixedLayer(StaticLayer):
     def write_at_slot(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         slots, tokens = self.slot, key_states.shape[-2]
         if tokens > 1:
-            slots = slots + torch.arange(tokens, device=slots.device)
+            slots = slots + torch.arange(tokens, dtype=torch.int64, device=slots.device)
         self.keys.index_copy_(2, slots, key_states)
         self.values.index_copy_(2, slots, value_states)
         return self.keys, self.values

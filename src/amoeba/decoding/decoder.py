@@ -106,17 +106,18 @@ class Decoder:
         # nothing attends to what comes before a prompt; a token of its own there is not penalised for being there
         rows = [[prompt[0]] * (tokens - len(prompt)) + list(prompt) for prompt in prompts]
         pads = [tokens - len(prompt) for prompt in prompts]
-        return torch.tensor(rows, device=self.device), torch.tensor(pads, device=self.device)
+        prompt_BL, pad_B = (torch.tensor(each, dtype=torch.int64, device=self.device) for each in (rows, pads))
+        return prompt_BL, pad_B
 
     def _begin(self, prompt_BL: Tensor, pad_B: Tensor, seed: int) -> None:
         self.cache.slot.zero_()
-        slots = torch.arange(self.cache.length, device=self.device)
+        slots = torch.arange(self.cache.length, dtype=torch.int64, device=self.device)
         self._rows.live_BL.copy_(slots[None] >= pad_B[:, None])
         self._sampler.begin(prompt_BL, seed)
 
     def _read_prompts(self, prompt_BL: Tensor, pad_B: Tensor) -> None:
         tokens = prompt_BL.shape[1]
-        position_BL = (torch.arange(tokens, device=self.device)[None] - pad_B[:, None]).clamp(min=0)
+        position_BL = (torch.arange(tokens, dtype=torch.int64, device=self.device) - pad_B[:, None]).clamp(min=0)
         if self._captures_prompt(tokens):
             step = self._prompt_step(tokens)
             step.ids_BC[:, :tokens] = prompt_BL
@@ -179,9 +180,8 @@ class _Outlet:
             self._sent.append((self._token_B1.clone(), None))
             return
         if not self._free:
-            self._free.append(
-                (torch.empty(self._token_B1.shape, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
-            )
+            host = torch.empty(self._token_B1.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._free.append((host, torch.cuda.Event()))
         host, event = self._free.pop()
         host.copy_(self._token_B1, non_blocking=True)
         event.record()

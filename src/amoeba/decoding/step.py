@@ -97,7 +97,9 @@ class Step:
     def _logits(self, ids: Tensor, position: Tensor, keep: int | Tensor) -> Tensor:
         more: dict[str, Any] = {}
         if self._takes_cache_position:
-            more["cache_position"] = self.rows.cache.slot + torch.arange(self.tokens, device=ids.device)
+            more["cache_position"] = self.rows.cache.slot + torch.arange(
+                self.tokens, dtype=torch.int64, device=ids.device
+            )
         out = self.model(
             input_ids=ids,
             position_ids=position,
