@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from amoeba.decoding.cache import why_not_fixed
-from amoeba.decoding.regions import decoder_layers
 from amoeba.errors import one_line
+from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.experts_module import experts_modules, placed_in
 
 # Their tables of angles are computed anew, by a decision of the host, when a text gets longer

@@ -16,6 +16,7 @@ from torch import nn
 
 from amoeba.decoding import compiled_code
 from amoeba.decoding.cache import FixedCache, OneLayer
+from amoeba.integrations.compiled_layers import decoder_layers
 
 # bf16 numbers are rounded where the plain model rounds them, so that greedy decoding chooses the same tokens. Products
 # of one row become reductions that the compiler fuses with what is around them, once it may search for their tiles.
@@ -28,21 +29,12 @@ def compiled_layers(model: nn.Module, cache: FixedCache) -> Iterator[None]:
     compiled_code.keep_there()
     layers = decoder_layers(model)
     for layer, own in zip(layers, cache.layers, strict=True):
-        layer.forward = _with_own_cache(layer, OneLayer(own), cache)  # type: ignore[arg-type]
+        layer.forward = _with_own_cache(layer, OneLayer(own), cache)
     try:
         yield
     finally:
         for layer in layers:
             del layer.forward
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The stack that the tokens go through, one layer per layer of the cache."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers  # type: ignore[union-attr, operator]
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "h") and len(module) == count:
-            return list(module)
-    raise NotImplementedError(f"no list of {count} decoder layers in {type(model).__name__}")
 
 
 def _with_own_cache(layer: nn.Module, own: OneLayer, whole: FixedCache) -> Callable[..., Any]:

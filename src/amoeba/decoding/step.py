@@ -24,6 +24,7 @@ from amoeba.decoding.attention import decoding_attention
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.regions import compiled_layers
 from amoeba.decoding.sampling import Sampler
+from amoeba.integrations.fused_routers import fused_routers
 
 
 class Rows:
@@ -57,6 +58,7 @@ class Step:
                 self._enter(stack, compiled=False)
                 self._run()
         with ExitStack() as stack:
+            stack.enter_context(fused_routers(self.model))
             self._enter(stack, self.compiled)
             ready = torch.cuda.Stream()
             ready.wait_stream(torch.cuda.current_stream())
