@@ -248,7 +248,7 @@ def make_trainer(
         disable_tqdm=True,
         seed=settings.seed,
         data_seed=settings.seed,
-        bf16=autocast == torch.bfloat16 and model.dtype != torch.bfloat16,
+        bf16=autocast == torch.bfloat16 and any(p.dtype != torch.bfloat16 for p in model.parameters()),
         use_cpu=not torch.cuda.is_available(),
         dataloader_num_workers=0,
         accelerator_config={"non_blocking": torch.cuda.is_available()},  # a batch is copied beside the GPU's work
