@@ -5,7 +5,9 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import sys
 from typing import get_args
 
 import pytest
@@ -117,6 +119,28 @@ def test_shared_experts_agree_with_the_reference(case, device):
 def test_the_chosen_configuration_agrees_with_the_reference(case, device):
     truth_TH = example(case, torch.float32).truth["output"]
     assert_right(run(problem_of(case, torch.float32, device)), truth_TH, torch.float32)
+
+
+def test_a_plan_is_found_again_by_all_that_it_was_made_for(device, monkeypatch):
+    """One layer after another that differ in one thing each, and then all of them again."""
+    base = Case(3, 2, bias=True, hidden=32, intermediate=32)
+    changes = [{}, {"activation": CLAMPED_SWIGLU}, {"activation": Activation("gelu")}, {"bias": False}, {"top_k": 1}]
+    changes += [{"storage": "transposed"}, {"narrow": True}, {"num_tokens": 2}, {"num_experts": 3}]
+    cases = [(dataclasses.replace(base, **change), torch.float32) for change in changes]
+    cases.append((base, torch.float16))
+    plans: dict = {}
+    monkeypatch.setattr(sys.modules[decode.__module__], "_plans", plans)
+    for case, dtype in (*cases, *cases):
+        problem = problem_of(case, dtype, device)
+        for each in (problem, problem._replace(x_TH=_with_gaps(problem.x_TH))):
+            assert_right(run(each), example(case, dtype).truth["output"], dtype)
+    assert len(plans) == len(cases)
+
+
+def _with_gaps(x_TH):
+    """The same numbers, each row and each element apart from the next."""
+    wide = x_TH.new_empty(2 * x_TH.shape[0], 2 * x_TH.shape[1])[::2, ::2]
+    return wide.copy_(x_TH)
 
 
 @WAYS

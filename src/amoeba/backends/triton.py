@@ -51,11 +51,12 @@ class TritonBackend(PassesBackend):
         return None if _TRITON_FOUND else "needs Triton, which is not installed"
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        from amoeba.backends.triton_rows import TritonRows, with_plain_rows
-        from amoeba.kernels.decode import decode
-
         if save != "h" and 0 < problem.x_TH.shape[0] <= DECODE_TOKENS and problem.lora is None:
-            return decode(with_plain_rows(problem)), None
+            from amoeba.kernels.decode import decode
+
+            return decode(problem), None
+        from amoeba.backends.triton_rows import TritonRows
+
         return sorted_rows.forward(problem, save, TritonRows)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:

@@ -10,15 +10,13 @@ What torch.compile makes is kept in the cache folder of aMoEba, so that the next
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from amoeba.cpu.library_cache import default_folder
+from amoeba.integrations.compile_cache import keep_compiled_code
 from amoeba.loading import loading
 
 
@@ -27,7 +25,7 @@ class CompiledLayers:
         self.layers = decoder_layers(model)
 
     def begin(self) -> None:
-        _keep_what_is_compiled()
+        keep_compiled_code()
         with loading():  # the compiler
             for layer in self.layers:
                 layer.compile()  # for one shape; where a second one comes, for any
@@ -42,20 +40,10 @@ class CompiledLayers:
         return torch.compiler.set_stance("force_eager")
 
 
-def decoder_layers(model: nn.Module) -> list[Any]:
-    """The layers that the tokens go through one after another, as transformers marks them for checkpointing."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def _keep_what_is_compiled() -> None:
-    """Unless the user has said where."""
-    if importlib.util.find_spec("triton") is not None:
-        # Inductor moves Triton's cache into its own folder when it first makes a kernel, and not at all where it finds
-        # its kernels there: then ours, compiled after that moment in one run, would be compiled again in the next.
-        from triton import knobs
-
-        os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
-    with suppress(OSError):  # nowhere to keep it
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_folder() / "compiled"))
+def decoder_layers(model: Any) -> list[Any]:
+    """The stack that the tokens go through."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "h") and len(module) == count:
+            return list(module)
+    raise NotImplementedError(f"no list of {count} decoder layers in {type(model).__name__}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,8 +43,13 @@ class FastTrainer(Trainer):
     compiled = False  # whether the layers are
     compiles_evaluation = False  # a pass without gradients is other code, which takes as long to compile again
     captures = False  # whether passes are captured, once one has run
+    while_it_runs: ExitStack  # what is to be undone afterwards
     _passes = 0
     _captured: CapturedStep | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.while_it_runs = ExitStack()
 
     def note_pass(self, inputs: Any, loss: Tensor) -> None:
         """Is told of each pass that trains."""

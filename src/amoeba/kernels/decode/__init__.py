@@ -25,40 +25,81 @@ them must be 1 for speed (rows of W1 and W2 contiguous as in transformers is the
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from amoeba.config import Activation
 from amoeba.kernels.decode import configuration as configurations
 from amoeba.kernels.decode.at_once import down_at_once, up_at_once
 from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_expert
 from amoeba.kernels.decode.by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.launch import Launch
 from amoeba.problem import Problem
+
+
+class Plan(NamedTuple):
+    """The launches of a layer for one number of tokens: found once, since the host has less time than the GPU."""
+
+    up: Launch
+    down: Launch
+    sum: Launch | None  # None by slot: down has it inside
+    activation: Activation  # kept, so that no other comes to its address, by which the plan is found
+
+
+_plans: dict[tuple, Plan] = {}
 
 
 def decode(problem: Problem, *, configuration: Configuration | None = None) -> Tensor:
     """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
-    tokens, top_k = problem.expert_TK.shape
-    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
-    x_TH = problem.x_TH.contiguous()
-    if tokens * top_k == 0:
+    x_TH, expert_TK, weight_TK, weights, _ = problem
+    x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
+    slots = expert_TK.numel()
+    if slots == 0:
         return torch.zeros_like(x_TH)
-    chosen = configuration or _chosen(problem)
-    expert_TK, weight_TK = problem.expert_TK.contiguous(), problem.weight_TK.contiguous()
-    a_NI = x_TH.new_empty((tokens * top_k, intermediate))
+    gate_up_EJH, down_EHI, gate_up_bias_EJ, down_bias_EH = weights.tensors()
+    if configuration is not None:
+        plan = _plan(problem, configuration)
+    else:
+        key = (
+            x_TH.device,
+            expert_TK.shape,
+            x_TH.dtype,
+            expert_TK.dtype,
+            weight_TK.dtype,
+            down_EHI.shape,
+            down_EHI.stride(),
+            gate_up_EJH.stride(),
+            gate_up_bias_EJ is None,
+            down_bias_EH is None,
+            id(weights.activation),
+        )
+        found = _plans.get(key)
+        plan = _plans[key] = _plan(problem, _chosen(problem)) if found is None else found
+    a_NI = x_TH.new_empty((slots, down_EHI.shape[2]))
     y_TH = torch.empty_like(x_TH)
-    if chosen.by_slot:
-        up = up_at_once if chosen.up.at_once else up_by_slot
-        up(problem, x_TH, expert_TK, a_NI, chosen)
-        down = down_at_once if chosen.down.at_once else down_by_token
-        down(problem, a_NI, expert_TK, weight_TK, y_TH, chosen)
+    # a kernel without a bias looks at no bias, whatever stands in its place
+    plan.up(x_TH, expert_TK, gate_up_EJH, x_TH if gate_up_bias_EJ is None else gate_up_bias_EJ.contiguous(), a_NI)
+    bias_EH = x_TH if down_bias_EH is None else down_bias_EH.contiguous()
+    if plan.sum is None:
+        plan.down(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, y_TH)
         return y_TH
-    y_NH = x_TH.new_empty((tokens * top_k, hidden), dtype=torch.float32)
-    up_by_expert(problem, x_TH, expert_TK, a_NI, chosen)
-    down_by_expert(problem, a_NI, expert_TK, y_NH, chosen)
-    sum_of_slots(y_NH, expert_TK, weight_TK, y_TH, num_experts)
+    y_NH = x_TH.new_empty((slots, down_EHI.shape[1]), dtype=torch.float32)
+    plan.down(a_NI, expert_TK, down_EHI, bias_EH, y_NH)
+    plan.sum(y_NH, expert_TK, weight_TK, y_TH)
     return y_TH
+
+
+def _plan(problem: Problem, chosen: Configuration) -> Plan:
+    activation = problem.weights.activation
+    if not chosen.by_slot:
+        up, down = up_by_expert(problem, chosen), down_by_expert(problem, chosen)
+        return Plan(up, down, sum_of_slots(problem), activation)
+    up = (up_at_once if chosen.up.at_once else up_by_slot)(problem, chosen)
+    down = (down_at_once if chosen.down.at_once else down_by_token)(problem, chosen)
+    return Plan(up, down, None, activation)
 
 
 def _chosen(problem: Problem) -> Configuration:

@@ -2,71 +2,52 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_slot(problem, x_TH, expert_TK, a_NI, chosen)
-    down_by_token(problem, a_NI, expert_TK, weight_TK, y_TH, chosen)     # with the sum over k inside
+    up_by_slot(problem, chosen)(x_TH, expert_TK, gate_up_EJH, bias_EJ, a_NI)
+    down_by_token(problem, chosen)(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, y_TH)     # with the sum over k inside
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
-from amoeba.kernels.decode.tiles import activate, bias_or, load_tile, rows_of_gate_up
-from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
+from amoeba.kernels.launch import Launch, cdiv, quick
 from amoeba.problem import Problem
 
 
-def up_by_slot(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
-    (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
-    bias_EJ, has_bias = bias_or(x_TH, problem.weights.gate_up_bias_EJ)
-    _up_by_slot[(slots * cdiv(intermediate, tile.columns),)](
-        x_TH,
-        expert_TK,
-        problem.weights.gate_up_EJH,
-        bias_EJ,
-        a_NI,
-        *problem.weights.gate_up_EJH.stride(),
-        problem.weights.gate_up_EJH.shape[0],
-        hidden,
-        intermediate,
-        expert_TK.shape[1],
+def up_by_slot(problem: Problem, chosen: Configuration) -> Launch:
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    tile, activation = chosen.up, problem.weights.activation
+    return _up_by_slot.fixed(
+        (problem.rows * cdiv(intermediate, tile.columns),),
+        (*problem.weights.gate_up_EJH.stride(), num_experts, hidden, intermediate, problem.expert_TK.shape[1]),
         BLOCK_I=tile.columns,
         BLOCK_H=tile.depth,
         STAGES=tile.stages,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=problem.weights.gate_up_bias_EJ is not None,
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden % tile.depth == 0,
-        INTERLEAVED=problem.weights.activation.interleaved,
+        INTERLEAVED=activation.interleaved,
         OVERLAP=chosen.overlap,
-        **constants(problem.weights.activation),
+        **constants(activation),
         num_warps=tile.warps,
     )
 
 
-def down_by_token(
-    problem: Problem, a_NI: Tensor, expert_TK: Tensor, weight_TK: Tensor, y_TH: Tensor, chosen: Configuration
-) -> None:
-    (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
-    bias_EH, has_bias = bias_or(y_TH, problem.weights.down_bias_EH)
-    _down_by_token[(tokens * cdiv(hidden, tile.columns),)](
-        a_NI,
-        expert_TK,
-        weight_TK,
-        problem.weights.down_EHI,
-        bias_EH,
-        y_TH,
-        *problem.weights.down_EHI.stride(),
-        problem.weights.down_EHI.shape[0],
-        hidden,
-        intermediate,
-        K=expert_TK.shape[1],
+def down_by_token(problem: Problem, chosen: Configuration) -> Launch:
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    (tokens, top_k), tile = problem.expert_TK.shape, chosen.down
+    return _down_by_token.fixed(
+        (tokens * cdiv(hidden, tile.columns),),
+        (*problem.weights.down_EHI.stride(), num_experts, hidden, intermediate),
+        K=top_k,
         BLOCK_H=tile.columns,
         BLOCK_I=tile.depth,
         STAGES=tile.stages,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=problem.weights.down_bias_EH is not None,
         EVEN_H=hidden % tile.columns == 0,
         num_warps=tile.warps,
     )

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.compile_cache import keep_compiled_code
 
 PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -25,7 +24,7 @@ def _nowhere_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_triton_keeps_its_folder_when_inductor_makes_kernels(tmp_path: Path) -> None:
     triton = pytest.importorskip("triton")
     before = triton.knobs.cache.dir
-    CompiledLayers(nn.Module()).begin()
+    keep_compiled_code()
     heuristics = pytest.importorskip("torch._inductor.runtime.cache_dir_utils")
     assert heuristics.triton_cache_dir(0) == triton.knobs.cache.dir == before
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
@@ -34,5 +33,5 @@ def test_triton_keeps_its_folder_when_inductor_makes_kernels(tmp_path: Path) -> 
 def test_folders_that_the_user_named_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in PLACES:
         monkeypatch.setenv(name, str(tmp_path / name))
-    CompiledLayers(nn.Module()).begin()
+    keep_compiled_code()
     assert [os.environ[name] for name in PLACES] == [str(tmp_path / name) for name in PLACES]
