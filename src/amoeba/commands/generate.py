@@ -145,8 +145,8 @@ def _many(
     adapter: str | None,
     output: Output,
 ) -> PromptsReport:
-    from amoeba.data.prompts import read_prompts
     with loading():
+        from amoeba.data.prompts import read_prompts
         from amoeba.jobs.generate_prompts import BatchOptions, generate_prompts
         from amoeba.jobs.prompt_results import Results
 
