@@ -14,6 +14,7 @@ from amoeba.loading import loading
 def _as_before() -> Iterator[None]:
     looked = gc.isenabled()
     yield
+    gc.unfreeze()
     (gc.enable if looked else gc.disable)()
 
 
@@ -25,6 +26,7 @@ def test_garbage_is_looked_for_again_afterwards_as_it_was_before(looked: bool) -
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled() == looked
+    assert bool(gc.get_freeze_count()) == looked  # the outer one alone, where it is not looked for at all
 
 
 def test_a_package_that_is_missing_changes_nothing() -> None:

@@ -1,7 +1,9 @@
 """Imports of large packages, in which nobody looks for garbage: it takes a sixth of their time, and there is none.
 
-with loading():
-    from transformers import Trainer
+    with loading():
+        from transformers import Trainer
+
+For commands, whose process is theirs alone: what is there at the end is never looked at again.
 """
 
 from __future__ import annotations
@@ -19,4 +21,5 @@ def loading() -> Iterator[None]:
         yield
     finally:
         if looked:
+            gc.freeze()
             gc.enable()

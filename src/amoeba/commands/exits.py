@@ -79,7 +79,8 @@ def run(app: Callable[..., object]) -> None:
 
 
 def need(*packages: str) -> None:
-    """Inside `usage`: says which package is missing, before another one trips over it in its own way."""
+    """Inside `usage`: says which package is missing, before another one trips over it in its own way. Modules that will
+    be wanted anyway are imported quickest here."""
     with loading():
         for name in packages:
             importlib.import_module(name)

@@ -99,7 +99,7 @@ def finetune(
 def run(
     settings: FinetuneSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    need("tokenizers", "safetensors", "transformers", "accelerate")
+    need("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")
     with loading():
         from amoeba.jobs.finetune import finetune as finetune_model
 

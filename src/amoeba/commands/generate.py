@@ -75,7 +75,7 @@ def generate(
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
     output = start(verbose)
     with usage():
-        need("tokenizers", "safetensors", "transformers")
+        need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
         with loading():
             from amoeba.jobs.generation_options import GenerationOptions
 

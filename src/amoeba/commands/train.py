@@ -16,7 +16,7 @@ from amoeba.shell import shell_command
 def run(
     settings: TrainSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    need("tokenizers", "safetensors", "transformers", "accelerate")
+    need("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")
     with loading():
         from amoeba.jobs.train import train
 

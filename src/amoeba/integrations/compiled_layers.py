@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from amoeba.integrations.compile_cache import keep_compiled_code
-from amoeba.loading import loading
 
 
 class CompiledLayers:
@@ -26,9 +25,8 @@ class CompiledLayers:
 
     def begin(self) -> None:
         keep_compiled_code()
-        with loading():  # the compiler
-            for layer in self.layers:
-                layer.compile()  # for one shape; where a second one comes, for any
+        for layer in self.layers:
+            layer.compile()  # for one shape; where a second one comes, for any
 
     def end(self) -> None:
         for layer in self.layers:
