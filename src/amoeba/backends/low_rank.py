@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from amoeba.backends.rowwise import split_gate_up
-from amoeba.cpu.pointers import place_of
 from amoeba.problem import Needs, Problem
 
 
@@ -46,10 +45,10 @@ class RowProducts(Protocol):
 
 
 def add_to_h(problem: Problem, products: RowProducts, x: Rows, h_NJ: Tensor) -> None:
-    low_NR = previous_a = None
+    low_NR = None
     for _, columns, a, b in _of_up(problem, h_NJ):
-        if low_NR is None or not _same(a, previous_a):
-            low_NR, previous_a = _low(problem, products, x, a.mT), a
+        if low_NR is None or not problem.lora.shares_a:
+            low_NR = _low(problem, products, x, a.mT)
         products.add_product(low_NR, b.mT, columns)
 
 
@@ -91,12 +90,12 @@ def up_gradients(
 ) -> dict[str, Tensor]:
     """By name, those that are needed; adds the LoRA path to dx_NH where that is given."""
     found: dict[str, Tensor] = {}
-    low_NR = previous_a = None
+    low_NR = None
     for name, dpart, a, b in _of_up(problem, dh_NJ):
         needs_a, needs_b = getattr(needs, f"{name}_lora_a"), getattr(needs, f"{name}_lora_b")
         if needs_b:
-            if low_NR is None or not _same(a, previous_a):
-                low_NR, previous_a = _low(problem, products, x, a.mT), a
+            if low_NR is None or not problem.lora.shares_a:
+                low_NR = _low(problem, products, x, a.mT)
             found[f"{name}_lora_b"] = products.weight_gradient(dpart, low_NR, b)
         if needs_a or dx_NH is not None:
             dlow_NR = _low(problem, products, dpart, b)
@@ -131,7 +130,3 @@ def _of_down(problem: Problem) -> tuple[Tensor, Tensor] | None:
         return None
     return lora.down_lora_a, lora.down_lora_b
 
-
-def _same(a: Tensor, b: Tensor | None) -> bool:
-    """Whether gate and up share their A, as adapters from PEFT do."""
-    return b is not None and place_of(a) == place_of(b) and a.shape == b.shape and a.stride() == b.stride()

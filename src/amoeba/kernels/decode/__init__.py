@@ -16,6 +16,8 @@ by expert   up and down: one program per (touched expert, columns), the expert's
             cores, weights as the left operand; then a launch that sums over k. 3 launches, weights read once (the
             second and later chunks of an expert with more than `rows` slots find them in the L2 cache, mostly).
 
+With LoRA factors two small launches are added, see `low_rank`.
+
 Slots whose id lies outside [0, E) are sentinels: their rows of the buffers are neither written nor read, and they
 add nothing. Sums are in fp32 and in a fixed order: bitwise equal from run to run. No host synchronisation, and grids
 follow from shapes alone: all of it can be captured in a CUDA graph. The weights' two inner strides are free; one of
@@ -34,6 +36,7 @@ from amoeba.kernels.decode.at_once import down_at_once, up_at_once
 from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_expert
 from amoeba.kernels.decode.by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import low_of_down, low_of_up
 from amoeba.problem import Problem
 
 
@@ -48,15 +51,18 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
     expert_TK, weight_TK = problem.expert_TK.contiguous(), problem.weight_TK.contiguous()
     a_NI = x_TH.new_empty((tokens * top_k, intermediate))
     y_TH = torch.empty_like(x_TH)
+    of_up = low_of_up(problem, x_TH, expert_TK, chosen.overlap)
     if chosen.by_slot:
         up = up_at_once if chosen.up.at_once else up_by_slot
-        up(problem, x_TH, expert_TK, a_NI, chosen)
+        up(problem, x_TH, expert_TK, a_NI, of_up, chosen)
+        of_down = low_of_down(problem, a_NI, expert_TK, chosen.overlap)
         down = down_at_once if chosen.down.at_once else down_by_token
-        down(problem, a_NI, expert_TK, weight_TK, y_TH, chosen)
+        down(problem, a_NI, expert_TK, weight_TK, y_TH, of_down, chosen)
         return y_TH
     y_NH = x_TH.new_empty((tokens * top_k, hidden), dtype=torch.float32)
-    up_by_expert(problem, x_TH, expert_TK, a_NI, chosen)
-    down_by_expert(problem, a_NI, expert_TK, y_NH, chosen)
+    up_by_expert(problem, x_TH, expert_TK, a_NI, of_up, chosen)
+    of_down = low_of_down(problem, a_NI, expert_TK, chosen.overlap)
+    down_by_expert(problem, a_NI, expert_TK, y_NH, of_down, chosen)
     sum_of_slots(y_NH, expert_TK, weight_TK, y_TH, num_experts)
     return y_TH
 

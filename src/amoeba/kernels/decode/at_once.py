@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_at_once(problem, x_TH, expert_TK, a_NI, chosen)
-    down_at_once(problem, a_NI, expert_TK, weight_TK, y_TH, chosen)     # with the sum over k inside
+    up_at_once(problem, x_TH, expert_TK, a_NI, low, chosen)
+    down_at_once(problem, a_NI, expert_TK, weight_TK, y_TH, low, chosen)     # with the sum over k inside
 
 What a program reads of the weights fits in its registers. The down projection asks for its weights before it looks at
 `a`; on Hopper its launch may begin while the one that computes `a` still runs (`chosen.overlap`).
@@ -19,12 +19,15 @@ from amoeba.errors import bad_value
 from amoeba.kernels import activation as activations
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import Low, load_b, rounded, times_low
 from amoeba.kernels.decode.tiles import bias_or, load_tile
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
 
 
-def up_at_once(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
+def up_at_once(
+    problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, low: Low, chosen: Configuration
+) -> None:
     (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
     if tile.depth < hidden:
         raise bad_value("tile", f"a depth of {hidden} or more, whole rows of the weights", tile, "decode by slot")
@@ -34,6 +37,7 @@ def up_at_once(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, 
         expert_TK,
         problem.weights.gate_up_EJH,
         bias_EJ,
+        *low.tensors,
         a_NI,
         *problem.weights.gate_up_EJH.stride(),
         problem.weights.gate_up_EJH.shape[0],
@@ -47,13 +51,21 @@ def up_at_once(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, 
         EVEN_H=hidden == tile.depth,
         INTERLEAVED=problem.weights.activation.interleaved,
         OVERLAP=chosen.overlap,
+        **low.constants,
         **constants(problem.weights.activation),
         num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap and low.present else {}),
     )
 
 
 def down_at_once(
-    problem: Problem, a_NI: Tensor, expert_TK: Tensor, weight_TK: Tensor, y_TH: Tensor, chosen: Configuration
+    problem: Problem,
+    a_NI: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    y_TH: Tensor,
+    low: Low,
+    chosen: Configuration,
 ) -> None:
     (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
     bias_EH, has_bias = bias_or(y_TH, problem.weights.down_bias_EH)
@@ -63,6 +75,7 @@ def down_at_once(
         weight_TK,
         problem.weights.down_EHI,
         bias_EH,
+        *low.tensors,
         y_TH,
         *problem.weights.down_EHI.stride(),
         problem.weights.down_EHI.shape[0],
@@ -75,6 +88,7 @@ def down_at_once(
         PIECES=cdiv(intermediate, tile.depth),
         HAS_BIAS=has_bias,
         OVERLAP=chosen.overlap,
+        **low.constants,
         num_warps=tile.warps,
         **({"launch_pdl": True} if chosen.overlap else {}),
     )
@@ -87,6 +101,9 @@ def _up_at_once(
     expert_TK,
     gate_up_EJH,
     bias_EJ,
+    low_NR,
+    gate_b_EIR,
+    up_b_EIR,
     a_NI,
     stride_e,
     stride_j,
@@ -102,6 +119,9 @@ def _up_at_once(
     EVEN_H: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     OVERLAP: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+    UP_AT: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -129,17 +149,31 @@ def _up_at_once(
     if GATED:
         up_rows = weights + (j + apart).to(tl.int64)[:, None] * stride_j
         up_tile = load_tile(up_rows, column_ok, h < H, EVEN_I, EVEN_H, "evict_first")
+    if gate_b_EIR is not None:
+        gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, column, column_ok, GATE_RANK, 1)
+    if up_b_EIR is not None:
+        up_b = load_b(up_b_EIR + expert * I * UP_RANK, column, column_ok, UP_RANK, 1)
     x = tl.load(x_TH + (slot // K).to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)
     J = 2 * I if GATED else I
     gate = tl.sum(gate_tile.to(tl.float32) * x[None, :], axis=1)
     if HAS_BIAS:
         gate += tl.load(bias_EJ + expert * J + j, mask=column_ok, other=0.0).to(tl.float32)
+    if low_NR is not None:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        low = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
+    if gate_b_EIR is not None:
+        gate += times_low(gate_b, low, GATE_RANK)
     if GATED:
         up = tl.sum(up_tile.to(tl.float32) * x[None, :], axis=1)
         if HAS_BIAS:
             up += tl.load(bias_EJ + expert * J + j + apart, mask=column_ok, other=0.0).to(tl.float32)
+        if up_b_EIR is not None:
+            up += times_low(up_b, low + UP_AT, UP_RANK)
         a = activations.gated(gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
     else:
+        if up_b_EIR is not None:
+            gate += times_low(up_b, low, UP_RANK)
         a = activations.plain(gate, KIND, ALPHA, CLAMP, LIMIT)
     tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column_ok)
 
@@ -152,6 +186,8 @@ def _down_at_once(
     weight_TK,
     down_EHI,
     bias_EH,
+    low_NR,
+    b_EHR,
     y_TH,
     stride_e,
     stride_h,
@@ -166,6 +202,7 @@ def _down_at_once(
     PIECES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     blocks = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0) // blocks
@@ -192,6 +229,10 @@ def _down_at_once(
     bias = tl.zeros((SLOTS, BLOCK_H), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_EH + expert[:, None] * H + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    if b_EHR is not None:
+        r = tl.arange(0, triton.next_power_of_2(RANK))
+        b_rows = b_EHR + ((expert[:, None] * H + h[None, :]) * RANK)[:, :, None]
+        b = tl.load(b_rows + r[None, None, :], mask=inside[:, :, None] & (r < RANK)[None, None, :], other=0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     a = a_NI + (token * K + k).to(tl.int64)[:, None] * I
@@ -201,5 +242,9 @@ def _down_at_once(
         value = tl.load(a + here[None, :], mask=owned[:, None] & (here < I)[None, :], other=0.0).to(tl.float32)
         total += tiles[piece].to(tl.float32) * value[:, None, :]
     y_KH = tl.sum(total, axis=2) + bias
+    if b_EHR is not None:
+        low_rows = low_NR + ((token * K + k).to(tl.int64) * RANK)[:, None]
+        low = tl.load(low_rows + r[None, :], mask=owned[:, None] & (r < RANK)[None, :], other=0.0)
+        y_KH += tl.sum(rounded(b, low).to(tl.float32) * low.to(tl.float32)[:, None, :], axis=2)
     y = tl.sum(y_KH * scale[:, None], axis=0)
     tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=h < H)

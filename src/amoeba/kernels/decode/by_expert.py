@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_expert(problem, x_TH, expert_TK, a_NI, chosen)
-    down_by_expert(problem, a_NI, expert_TK, y_NH, chosen)
+    up_by_expert(problem, x_TH, expert_TK, a_NI, low, chosen)
+    down_by_expert(problem, a_NI, expert_TK, y_NH, low, chosen)
     sum_of_slots(y_NH, expert_TK, weight_TK, y_TH, num_experts)
 
 Every program reads all N expert ids and finds the slots of its expert itself, in chunks of `chosen.rows`.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import Low, add_times_lows, halves_of_rows, load_b
 from amoeba.kernels.decode.tiles import activate, bias_or, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
@@ -29,7 +30,9 @@ RANKS_TIMES_IDS = 4096
 COMBINE_TILE = 2048
 
 
-def up_by_expert(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
+def up_by_expert(
+    problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, low: Low, chosen: Configuration
+) -> None:
     (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
     num_experts = problem.weights.gate_up_EJH.shape[0]
     bias_EJ, has_bias = bias_or(x_TH, problem.weights.gate_up_bias_EJ)
@@ -38,6 +41,7 @@ def up_by_expert(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor
         expert_TK,
         problem.weights.gate_up_EJH,
         bias_EJ,
+        *low.tensors,
         a_NI,
         *problem.weights.gate_up_EJH.stride(),
         num_experts,
@@ -55,13 +59,16 @@ def up_by_expert(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden % tile.depth == 0,
         INTERLEAVED=problem.weights.activation.interleaved,
+        **low.constants,
         **constants(problem.weights.activation),
         num_stages=tile.stages,
         num_warps=tile.warps,
     )
 
 
-def down_by_expert(problem: Problem, a_NI: Tensor, expert_TK: Tensor, y_NH: Tensor, chosen: Configuration) -> None:
+def down_by_expert(
+    problem: Problem, a_NI: Tensor, expert_TK: Tensor, y_NH: Tensor, low: Low, chosen: Configuration
+) -> None:
     (slots, hidden), intermediate, tile = y_NH.shape, a_NI.shape[1], chosen.down
     num_experts = problem.weights.down_EHI.shape[0]
     bias_EH, has_bias = bias_or(a_NI, problem.weights.down_bias_EH)
@@ -70,6 +77,7 @@ def down_by_expert(problem: Problem, a_NI: Tensor, expert_TK: Tensor, y_NH: Tens
         expert_TK,
         problem.weights.down_EHI,
         bias_EH,
+        *low.tensors,
         y_NH,
         *problem.weights.down_EHI.stride(),
         num_experts,
@@ -85,6 +93,7 @@ def down_by_expert(problem: Problem, a_NI: Tensor, expert_TK: Tensor, y_NH: Tens
         HAS_BIAS=has_bias,
         EVEN_H=hidden % tile.columns == 0,
         EVEN_I=intermediate % tile.depth == 0,
+        **low.constants,
         num_stages=tile.stages,
         num_warps=tile.warps,
     )
@@ -149,6 +158,9 @@ def _up_by_expert(
     expert_TK,
     gate_up_EJH,
     bias_EJ,
+    low_NR,
+    gate_b_EIR,
+    up_b_EIR,
     a_NI,
     stride_e,
     stride_j,
@@ -168,6 +180,9 @@ def _up_by_expert(
     EVEN_I: tl.constexpr,
     EVEN_H: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+    UP_AT: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -198,6 +213,15 @@ def _up_by_expert(
         if HAS_BIAS:
             J = 2 * I if GATED else I
             h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        if low_NR is not None:
+            low_S = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
+            part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
+            if gate_b_EIR is not None:
+                gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK, 16)
+                h = add_times_lows(h, gate_b, low_S, slot_ok, GATE_RANK)
+            if up_b_EIR is not None:
+                up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK, 16)
+                h = add_times_lows(h, up_b, low_S + UP_AT, slot_ok, UP_RANK)
         a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, ROWS)
         tl.store(
             a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],
@@ -213,6 +237,8 @@ def _down_by_expert(
     expert_TK,
     down_EHI,
     bias_EH,
+    low_NR,
+    b_EHR,
     y_NH,
     stride_e,
     stride_h,
@@ -230,6 +256,7 @@ def _down_by_expert(
     HAS_BIAS: tl.constexpr,
     EVEN_H: tl.constexpr,
     EVEN_I: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     blocks = tl.cdiv(H, BLOCK_H)
     h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -251,6 +278,9 @@ def _down_by_expert(
             y = tl.dot(tile, tl.trans(value), y, input_precision="ieee")
         if HAS_BIAS:
             y += tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        if b_EHR is not None:
+            b = load_b(b_EHR + expert * H * RANK, h, row_ok, RANK, 16)
+            y = add_times_lows(y, b, low_NR + slot * RANK, slot_ok, RANK)
         tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])
 
 

@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_slot(problem, x_TH, expert_TK, a_NI, chosen)
-    down_by_token(problem, a_NI, expert_TK, weight_TK, y_TH, chosen)     # with the sum over k inside
+    up_by_slot(problem, x_TH, expert_TK, a_NI, low, chosen)
+    down_by_token(problem, a_NI, expert_TK, weight_TK, y_TH, low, chosen)     # with the sum over k inside
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import Low, halves_of_rows, load_b, times_low
 from amoeba.kernels.decode.tiles import activate, bias_or, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.problem import Problem
 
 
-def up_by_slot(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, chosen: Configuration) -> None:
+def up_by_slot(
+    problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, low: Low, chosen: Configuration
+) -> None:
     (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
     bias_EJ, has_bias = bias_or(x_TH, problem.weights.gate_up_bias_EJ)
     _up_by_slot[(slots * cdiv(intermediate, tile.columns),)](
@@ -27,6 +30,7 @@ def up_by_slot(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, 
         expert_TK,
         problem.weights.gate_up_EJH,
         bias_EJ,
+        *low.tensors,
         a_NI,
         *problem.weights.gate_up_EJH.stride(),
         problem.weights.gate_up_EJH.shape[0],
@@ -41,13 +45,21 @@ def up_by_slot(problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, 
         EVEN_H=hidden % tile.depth == 0,
         INTERLEAVED=problem.weights.activation.interleaved,
         OVERLAP=chosen.overlap,
+        **low.constants,
         **constants(problem.weights.activation),
         num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap and low.present else {}),
     )
 
 
 def down_by_token(
-    problem: Problem, a_NI: Tensor, expert_TK: Tensor, weight_TK: Tensor, y_TH: Tensor, chosen: Configuration
+    problem: Problem,
+    a_NI: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    y_TH: Tensor,
+    low: Low,
+    chosen: Configuration,
 ) -> None:
     (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
     bias_EH, has_bias = bias_or(y_TH, problem.weights.down_bias_EH)
@@ -57,6 +69,7 @@ def down_by_token(
         weight_TK,
         problem.weights.down_EHI,
         bias_EH,
+        *low.tensors,
         y_TH,
         *problem.weights.down_EHI.stride(),
         problem.weights.down_EHI.shape[0],
@@ -68,6 +81,7 @@ def down_by_token(
         STAGES=tile.stages,
         HAS_BIAS=has_bias,
         EVEN_H=hidden % tile.columns == 0,
+        **low.constants,
         num_warps=tile.warps,
     )
 
@@ -79,6 +93,9 @@ def _up_by_slot(
     expert_TK,
     gate_up_EJH,
     bias_EJ,
+    low_NR,
+    gate_b_EIR,
+    up_b_EIR,
     a_NI,
     stride_e,
     stride_j,
@@ -95,6 +112,9 @@ def _up_by_slot(
     EVEN_H: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     OVERLAP: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+    UP_AT: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -133,6 +153,17 @@ def _up_by_slot(
     if HAS_BIAS:
         J = 2 * I if GATED else I
         h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+    if low_NR is not None:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        low = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
+        part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
+        if gate_b_EIR is not None:
+            gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK, 1)
+            h += times_low(gate_b, low, GATE_RANK)[:, None]
+        if up_b_EIR is not None:
+            up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK, 1)
+            h += times_low(up_b, low + UP_AT, UP_RANK)[:, None]
     a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, 1)
     column = first + tl.arange(0, BLOCK_I)[:, None]
     tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column < I)
@@ -146,6 +177,8 @@ def _down_by_token(
     weight_TK,
     down_EHI,
     bias_EH,
+    low_NR,
+    b_EHR,
     y_TH,
     stride_e,
     stride_h,
@@ -159,6 +192,7 @@ def _down_by_token(
     STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_H: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     blocks = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0) // blocks
@@ -169,7 +203,7 @@ def _down_by_token(
     steps = tl.cdiv(I, BLOCK_I)
 
     total = tl.zeros((BLOCK_H, BLOCK_I), tl.float32)
-    bias = tl.zeros((BLOCK_H,), tl.float32)
+    beside = tl.zeros((BLOCK_H,), tl.float32)  # what is not summed over I: bias, LoRA
     # one loop over k and the steps of each, so that it can run ahead from one expert into the next
     for step in tl.range(0, K * steps, num_stages=STAGES):
         slot = token * K + step // steps
@@ -183,8 +217,12 @@ def _down_by_token(
         tile = load_tile(pointers, row_ok, depth_ok, EVEN_H, False, "evict_first")
         a = tl.load(a_NI + slot.to(tl.int64) * I + i, mask=depth_ok, other=0.0)
         total += tile.to(tl.float32) * (a.to(tl.float32) * scale)[None, :]
+        once_ok = h < tl.where(owned & (step % steps == 0), H, 0)
         if HAS_BIAS:
-            bias_ok = h < tl.where(owned & (step % steps == 0), H, 0)
-            bias += tl.load(bias_EH + expert * H + h, mask=bias_ok, other=0.0).to(tl.float32) * scale
-    y = tl.sum(total, axis=1) + bias
+            beside += tl.load(bias_EH + expert * H + h, mask=once_ok, other=0.0).to(tl.float32) * scale
+        if b_EHR is not None:
+            b = load_b(b_EHR + expert * H * RANK, h, once_ok, RANK, 1)
+            low = low_NR + slot.to(tl.int64) * RANK
+            beside += times_low(b, low, tl.where(owned, RANK, 0)) * scale
+    y = tl.sum(total, axis=1) + beside
     tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=row_ok)
