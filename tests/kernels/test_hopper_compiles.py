@@ -44,12 +44,17 @@ def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[
 
 def compiled(names: tuple[str, ...], cache: Path) -> dict[str, dict[str, int]]:
     """Figures of each kernel by name."""
+    return compiled_by(__file__, cache, *names)
+
+
+def compiled_by(program: str, cache: Path, *names: str) -> dict[str, dict[str, int]]:
+    """What a file like this one prints as a program."""
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     surroundings |= {
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "TRITON_CACHE_DIR": str(cache),
     }
-    command = [sys.executable, __file__, *names]
+    command = [sys.executable, program, *names]
     finished = subprocess.run(command, env=surroundings, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
