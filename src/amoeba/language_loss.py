@@ -19,8 +19,8 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 
-# The logits of a part: 8192 tokens of a vocabulary of 32768 in bf16
-PART_BYTES = 512 * 2**20
+# The logits of a part: 4096 tokens of a vocabulary of 32768 in bf16
+PART_BYTES = 256 * 2**20
 
 _TRITON = importlib.util.find_spec("triton") is not None
 

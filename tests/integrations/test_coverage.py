@@ -15,7 +15,7 @@ from amoeba.data.corpus import load_corpus
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.coverage import coverage
 from amoeba.integrations.placement import place_experts
-from amoeba.jobs.generate import _warm_up
+from amoeba.jobs.loaded_model import _warm_up
 from amoeba.jobs.run_folder import Console
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.train import train

@@ -27,7 +27,9 @@ from amoeba.backends.registry import backends_of
 from amoeba.commands import generate as command
 from amoeba.cpu import placements as cpu_placements
 from amoeba.data import token_stream
+from amoeba.decoding import Decoder
 from amoeba.integrations import placement
+from amoeba.jobs import token_steps
 from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
 from amoeba.weights import ExpertWeights
 from planted_backend import Planted, plant
@@ -299,6 +301,87 @@ def test_an_interruption_keeps_what_was_written(folder):
     assert "".join(pieces) == report.text
 
 
+# The same by the Decoder, whose steps are captured on a GPU
+
+
+@pytest.fixture
+def by_decoder(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(token_steps, "why_plain", lambda model: None)
+
+
+def test_the_decoder_gives_the_same_text_piece_by_piece(folder, monkeypatch):
+    expected, pieces = run(folder), []
+    monkeypatch.setattr(token_steps, "why_plain", lambda model: None)
+    report = generate(folder, "Once", GREEDY, pieces.append)
+    assert report.generated_ids == expected.generated_ids
+    assert "".join(pieces) == report.text == expected.text
+    assert len(pieces) > 3
+    assert (expected.steps, report.steps, report.stopped) == ("plain", "captured", "length")
+    for seconds in (report.load_seconds, report.prepare_seconds, report.seconds_to_first_token):
+        assert seconds > 0
+
+
+def test_by_the_decoder_the_same_seed_gives_the_same_text(folder, by_decoder):
+    first, again, other = (
+        run(folder, options=GenerationOptions(max_new_tokens=12, temperature=1.5, seed=seed)).generated_ids
+        for seed in (7, 7, 8)
+    )
+    assert first == again != other
+
+
+def test_the_decoder_stops_at_the_end_token(folder, by_decoder):
+    second = run(folder).generated_ids[1]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, second]}))
+    report = run(folder)
+    assert report.stopped == "end of text"
+    assert report.generated_ids[-1] == second
+    assert second not in report.generated_ids[:-1]
+
+
+def test_the_decoder_stops_where_the_models_positions_end(folder, by_decoder):
+    assert run(folder, "x" * (POSITIONS - 2)).generated_tokens == 3
+    assert run(folder, "x" * POSITIONS).generated_tokens == 1
+
+
+def test_an_interruption_of_the_decoder_keeps_what_was_written(folder, by_decoder):
+    def write(text: str) -> None:
+        pieces.append(text)
+        if len(pieces) == 2:
+            raise KeyboardInterrupt
+
+    pieces: list[str] = []
+    report = generate(folder, "Once", GREEDY, write)
+    assert report.stopped == "interrupted"
+    assert 2 <= report.generated_tokens < 17
+    assert "".join(pieces) == report.text
+
+
+def test_a_step_that_cannot_be_captured_is_told_and_does_not_change_the_text(folder, by_decoder, monkeypatch):
+    def prepare(self, tokens):
+        raise RuntimeError("not while capturing")
+
+    expected = run(folder)
+    monkeypatch.setattr(Decoder, "prepare", prepare)
+    result = invoke(folder, "Once", "--max-new-tokens", 17, "--temperature", 0, "--json")
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["generated_ids"] == expected.generated_ids
+    assert (document["steps"], document["steps_reason"]) == (
+        "plain",
+        "capturing a step failed (RuntimeError: not while capturing)",
+    )
+    assert "warning: capturing a step failed (RuntimeError: not while capturing); going on without" in result.stderr
+
+
+def test_the_compile_flag_reaches_the_steps(folder, by_decoder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Decoder, "prepare", lambda self, tokens: asked.append(self._step.compiled))
+    monkeypatch.setattr(Decoder, "generate", lambda self, *_: iter([[65]]))
+    for flags in ((), ("--compile",), ("--no-compile",)):
+        assert invoke(folder, "Once", *flags).exit_code == 0
+    assert asked == [False, True, False]
+
+
 # Errors
 
 
@@ -457,7 +540,7 @@ def test_ctrl_c_while_loading_is_130_too(folder, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("amoeba.jobs.generate.load_model", interrupted)
+    monkeypatch.setattr("amoeba.jobs.loaded_model.load_model", interrupted)
     result = invoke(folder, "Once")
     assert result.exit_code == 130
     assert "interrupted before the first token" in result.stderr

@@ -5,8 +5,9 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from dataclasses import replace
+import sys
 from typing import get_args
 
 import pytest
@@ -122,6 +123,29 @@ def test_the_chosen_configuration_agrees_with_the_reference(case, device):
     assert_right(run(problem_of(case, torch.float32, device)), truth_TH, torch.float32)
 
 
+def test_a_plan_is_found_again_by_all_that_it_was_made_for(device, monkeypatch):
+    """One layer after another that differ in one thing each, and then all of them again."""
+    base = Case(3, 2, bias=True, hidden=32, intermediate=32)
+    changes = [{}, {"activation": CLAMPED_SWIGLU}, {"activation": Activation("gelu")}, {"bias": False}, {"top_k": 1}]
+    changes += [{"storage": "transposed"}, {"narrow": True}, {"num_tokens": 2}, {"num_experts": 3}]
+    changes += [{"lora": "all"}, {"lora": "all", "rank": 5}, {"lora": "down"}]
+    cases = [(dataclasses.replace(base, **change), torch.float32) for change in changes]
+    cases.append((base, torch.float16))
+    plans: dict = {}
+    monkeypatch.setattr(sys.modules[decode.__module__], "_plans", plans)
+    for case, dtype in (*cases, *cases):
+        problem = problem_of(case, dtype, device)
+        for each in (problem, problem._replace(x_TH=_with_gaps(problem.x_TH))):
+            assert_right(run(each), example(case, dtype).truth["output"], dtype)
+    assert len(plans) == len(cases)
+
+
+def _with_gaps(x_TH):
+    """The same numbers, each row and each element apart from the next."""
+    wide = x_TH.new_empty(2 * x_TH.shape[0], 2 * x_TH.shape[1])[::2, ::2]
+    return wide.copy_(x_TH)
+
+
 ADAPTED = [
     Case(1, 2, bias=True, hidden=63, intermediate=199, lora="all", rank=5),
     Case(1, 5, CLAMPED_SWIGLU, True, "sentinels", lora="all", rank=16),
@@ -141,7 +165,7 @@ def test_factors_agree_with_the_reference(case, way, device, monkeypatch):
 
 @pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
 def test_factors_of_shared_experts_agree_with_the_reference(case, device):
-    assert_agrees(replace(case, lora="all", rank=5), BY_EXPERT, device)
+    assert_agrees(dataclasses.replace(case, lora="all", rank=5), BY_EXPERT, device)
 
 
 def factors(problem, shared, ranks, device):
@@ -211,7 +235,7 @@ def test_no_tokens_or_no_experts_per_token(top_k, device):
 
 @WAYS
 def test_what_nobody_owns_is_not_read(way, device):
-    """NaN in the weights and factors of untouched experts, in routing weights of nobody's slots and in x of lost tokens."""
+    """NaN in weights and factors of untouched experts, in routing weights of nobody's slots and in x of lost tokens."""
     problem = problem_of(Case(4, 2, bias=True, lora="all"), torch.float32, device)
     expert_TK = torch.tensor([[3, -1], [8, 5], [2**32 + 3, 8], [5, 3]], device=device)
     nobody_TK = (expert_TK < 0) | (expert_TK >= 8)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from test_hopper_compiles import compiled_by, figures
 
 
@@ -39,10 +38,10 @@ class CompileOnly:
     def __init__(self, kernel: Any, found: dict[str, Any]) -> None:
         self.kernel, self.found = kernel.kernel, found
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.compile
+    def fixed(self, grid: tuple[int, ...], numbers: tuple, **constants: Any) -> Callable[..., None]:
+        return lambda *tensors: self.compile((*tensors, *numbers), constants)
 
-    def compile(self, *arguments: Any, **constants: Any) -> None:
+    def compile(self, arguments: tuple, constants: dict[str, Any]) -> None:
         from triton import compile
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -51,8 +50,8 @@ class CompileOnly:
         options = {name: constants.pop(name) for name in list(constants) if name not in names}
         signature, attributes = dict.fromkeys(names, "constexpr"), {}
         for at, argument in enumerate(arguments):
-            if argument is None or (isinstance(argument, int) and argument == 1):
-                constants[names[at]] = argument
+            if isinstance(argument, int) and argument == 1:
+                constants[names[at]] = 1
                 continue
             signature[names[at]] = _type_of(argument)
             if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):

@@ -190,3 +190,31 @@ def test_cdiv_rounds_up(a: int, b: int, expected: int) -> None:
 @pytest.mark.parametrize(("n", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (760, 1024)])
 def test_next_power_of_2(n: int, expected: int) -> None:
     assert next_power_of_2(n) == expected
+
+
+def test_a_fixed_launch_takes_tensors_alone_and_compiles_once(compiler: Compiler) -> None:
+    launch = Quick(compiler).fixed((5, 2), (48,), BLOCK=128, NAME="a", num_warps=4)
+    first, second = rows(), rows()
+    launch(first)
+    launch(second)
+    launch(first)
+    ((grid, arguments, constants),) = compiler.compiled
+    assert grid == (5, 2) and arguments[0] is first and arguments[1] == 48
+    assert constants == {"BLOCK": 128, "NAME": "a", "num_warps": 4}
+    assert [(number, grid, found[1:]) for number, grid, found in compiler.launched] == [
+        (0, (5, 2, 1), (48, 128, "a"))
+    ] * 2
+    assert compiler.launched[0][2][0] is second and compiler.launched[1][2][0] is first
+
+
+def test_a_fixed_launch_tells_places_and_devices_apart(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Quick(compiler).fixed((1,), (48,), BLOCK=128, NAME="a")
+    for offset in (0, 1, 0, 1, 4):
+        launch(rows(offset=offset))
+    assert len(compiler.compiled) == 2
+    assert [number for number, _, _ in compiler.launched] == [0, 1, 0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launch(rows())
+    launch(rows())
+    assert len(compiler.compiled) == 3
+    assert compiler.launched[-1][0] == 2

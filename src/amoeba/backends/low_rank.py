@@ -129,4 +129,3 @@ def _of_down(problem: Problem) -> tuple[Tensor, Tensor] | None:
     if lora is None or lora.down_lora_a is None or lora.down_lora_b is None:
         return None
     return lora.down_lora_a, lora.down_lora_b
-

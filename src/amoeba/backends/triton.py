@@ -55,11 +55,12 @@ class TritonBackend(PassesBackend):
         return problem if _is_few(problem) and not gradient else super().prepared(problem, gradient)
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        from amoeba.backends.triton_rows import TritonRows, with_plain_rows
-        from amoeba.kernels.decode import decode
-
         if save != "h" and _is_few(problem):
-            return decode(with_plain_rows(problem)), None
+            from amoeba.kernels.decode import decode
+
+            return decode(problem), None
+        from amoeba.backends.triton_rows import TritonRows
+
         return sorted_rows.forward(problem, save, TritonRows)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:

@@ -1,9 +1,14 @@
-"""`amoeba generate MODEL PROMPT`: text from a model to stdout while it is generated; what is going on to stderr."""
+"""`amoeba generate MODEL PROMPT`: text from a model to stdout while it is generated; what is going on to stderr.
+
+With `--prompts FILE` one JSON object per prompt, to stdout or to `--out`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from amoeba.commands.exits import INTERRUPTED, need, usage
@@ -15,12 +20,28 @@ from amoeba.errors import bad_value
 if TYPE_CHECKING:
     import torch
 
+    from amoeba.commands.output import Output
     from amoeba.jobs.generate import GenerationReport
+    from amoeba.jobs.generate_prompts import PromptsReport
+    from amoeba.jobs.generation_options import GenerationOptions
+
+_SECONDS_BETWEEN_LINES = 5.0  # of progress, where it is not shown in place
 
 
 def generate(
     model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote, or a name on the hub.")],
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to go on from; - reads it from stdin. Or --prompts FILE.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="Many: one per line, or .jsonl with `prompt` (or `messages`, with --chat)."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where their results go; those that it has are not computed again.")
+    ] = None,
+    batching: Annotated[str, typer.Option("--batching", help="Of --prompts: continuous, padded or auto.")] = "auto",
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows of a padded batch.")] = None,
     adapter: Annotated[
         str | None, typer.Option("--adapter", help="A PEFT folder, or a run of amoeba finetune, to put on the model.")
     ] = None,
@@ -42,6 +63,10 @@ def generate(
     experts: Annotated[
         str, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
     ] = "auto",
+    compile: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Compile the layers on a GPU; left out: where it pays."),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
@@ -50,9 +75,9 @@ def generate(
     output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers")
-        from amoeba.jobs.generate import GenerationOptions
-        from amoeba.jobs.generate import generate as generate_text
+        from amoeba.jobs.generation_options import GenerationOptions
 
+        _check_prompts(prompt, prompts, out, batching, batch_size)
         hide_loading_bars(model, output)
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,
@@ -65,26 +90,81 @@ def generate(
             device=None if device == "auto" else parse_device(device),
             dtype=parse_dtype(dtype),
             experts=experts,
+            compile=compile,
             trust_remote_code=trust_remote_code,
         )
-
-        def say(text: str) -> None:
-            output.progress(f"amoeba: {text}")
-
         if output.on_terminal:
-            say(f"loading {model}")
+            output.progress(f"amoeba: loading {model}")
         try:
-            report = generate_text(model, read_prompt(prompt), options, _write, adapter, say=say)
+            report: GenerationReport | PromptsReport
+            if prompts is None:
+                assert prompt is not None
+                report = _one(model, read_prompt(prompt), options, adapter, output)
+            else:
+                report = _many(model, prompts, out, options, batching, batch_size, adapter, output)
         except KeyboardInterrupt:
             typer.echo("amoeba: interrupted before the first token", err=True)
             raise typer.Exit(INTERRUPTED) from None
-    if not report.text.endswith("\n"):
-        _write("\n")
-    output.progress(summary(report))
     if json:
         output.document({"document": "amoeba generate", **dataclasses.asdict(report)})
     if report.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_prompts(
+    prompt: str | None, prompts: Path | None, out: Path | None, batching: str, batch_size: int | None
+) -> None:
+    if (prompt is None) == (prompts is None):
+        got = "neither" if prompt is None else "both"
+        raise bad_value("generate", "a prompt, or --prompts FILE", got, "write one of them")
+    given = {"--out": out is not None, "--batching": batching != "auto", "--batch-size": batch_size is not None}
+    if prompts is None and (without := [name for name, is_given in given.items() if is_given]):
+        raise bad_value(" and ".join(without), "--prompts FILE beside it", "one prompt", "leave it out")
+
+
+def _one(model: str, prompt: str, options: GenerationOptions, adapter: str | None, output: Output) -> GenerationReport:
+    from amoeba.jobs.generate import generate as generate_text
+
+    report = generate_text(model, prompt, options, _write, adapter, say=lambda text: output.progress(f"amoeba: {text}"))
+    if not report.text.endswith("\n"):
+        _write("\n")
+    output.progress(summary(report))
+    return report
+
+
+def _many(
+    model: str,
+    prompts: Path,
+    out: Path | None,
+    options: GenerationOptions,
+    batching: str,
+    batch_size: int | None,
+    adapter: str | None,
+    output: Output,
+) -> PromptsReport:
+    from amoeba.data.prompts import read_prompts
+    from amoeba.jobs.generate_prompts import BatchOptions, generate_prompts
+    from amoeba.jobs.prompt_results import Results
+
+    batches = BatchOptions(batching, batch_size)  # type: ignore[arg-type]  # it checks the word
+    of = model if adapter is None else f"{model} with {adapter}"
+    results = Results(out, read_prompts(prompts, options.chat), of, lambda line: _write(line + "\n"))
+    last = 0.0
+
+    def progress(text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if output.on_terminal or now - last >= _SECONDS_BETWEEN_LINES:
+            last = now
+            output.progress(f"amoeba: {text}")
+
+    def say(text: str) -> None:
+        output.progress(f"amoeba: {text}")
+
+    with output.working():
+        report = generate_prompts(model, results, options, batches, adapter, say, progress)
+    output.progress(summary_of_prompts(report))
+    return report
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
@@ -112,12 +192,26 @@ def read_prompt(prompt: str) -> str:
 
 def summary(report: GenerationReport) -> str:
     parts = [f"{report.prompt_tokens} prompt tokens{_rate(report.prompt_tokens_per_second)}"]
+    if report.steps != "plain":
+        parts.append(f"steps {report.steps} in {report.prepare_seconds:.1f} s")
     if report.seconds_to_first_token is not None:
         parts.append(f"first token after {report.seconds_to_first_token:.3f} s")
     parts.append(f"{report.generated_tokens} generated{_rate(report.generation_tokens_per_second)}")
     if report.peak_memory_bytes is not None:
         parts.append(f"peak {report.peak_memory_bytes / 2**20:.0f} MiB")
     return f"amoeba: {', '.join(parts)}; stopped: {report.stopped}"
+
+
+def summary_of_prompts(report: PromptsReport) -> str:
+    parts = [f"{report.prompts} prompts answered"]
+    if report.skipped:
+        parts.append(f"{report.skipped} were before")
+    parts.append(f"{report.generated_tokens} generated{_rate(report.generated_tokens_per_second)}")
+    if report.batching is not None:
+        parts.append(f"batching {report.batching}")
+    if report.peak_memory_bytes is not None:
+        parts.append(f"peak {report.peak_memory_bytes / 2**20:.0f} MiB")
+    return f"amoeba: {', '.join(parts)}; {report.stopped}"
 
 
 def _rate(tokens_per_second: float | None) -> str:

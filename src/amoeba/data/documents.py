@@ -67,21 +67,21 @@ def parse_document(record: object, place: str) -> Document:
         raise bad_value(place, f"an object with {RECORDS}", shown(record), "write one object per document")
     match {field: record[field] for field in RECORD_FIELDS if record.get(field) is not None}:
         case {"text": text}:
-            return Text(_string(text, "text", place))
+            return Text(parse_string(text, "text", place))
         case {"messages": messages}:
-            return Conversation(_messages(messages, "messages", place))
+            return Conversation(parse_messages(messages, "messages", place))
         case {"prompt": list() as prompt, "completion": list() as completion}:
-            before = _messages(prompt, "prompt", place)
-            return Conversation(before + _messages(completion, "completion", place), given=len(before))
+            before = parse_messages(prompt, "prompt", place)
+            return Conversation(before + parse_messages(completion, "completion", place), given=len(before))
         case {"prompt": prompt, "completion": completion}:
-            return Completion(_string(prompt, "prompt", place), _string(completion, "completion", place))
+            return Completion(parse_string(prompt, "prompt", place), parse_string(completion, "completion", place))
     fields = ", ".join(f"{field} (null)" if value is None else str(field) for field, value in record.items())
     raise bad_value(
         place, f"an object with {RECORDS}", f"the fields {fields or '(none)'}", "rename or add a field, or remove it"
     )
 
 
-def _messages(messages: object, field: str, place: str) -> tuple[Message, ...]:
+def parse_messages(messages: object, field: str, place: str) -> tuple[Message, ...]:
     if not isinstance(messages, list) or not messages:
         raise bad_value(
             place, f"`{field}` to be a list of messages with role and content", shown(messages), "correct or remove it"
@@ -95,12 +95,14 @@ def _messages(messages: object, field: str, place: str) -> tuple[Message, ...]:
                 shown(message),
                 "write calls of tools as content, or remove the conversation",
             )
-        role, content = (_string(message.get(part), f"{field}[{number - 1}].{part}", place) for part in Message._fields)
+        role, content = (
+            parse_string(message.get(part), f"{field}[{number - 1}].{part}", place) for part in Message._fields
+        )
         found.append(Message(role, content))
     return tuple(found)
 
 
-def _string(value: object, field: str, place: str) -> str:
+def parse_string(value: object, field: str, place: str) -> str:
     if not isinstance(value, str):
         raise bad_value(place, f"`{field}` to be a string", shown(value), "correct or remove it")
     try:

@@ -122,7 +122,7 @@ def read_file(path: Path) -> Iterable[Placed]:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return _read_parquet(path)
-    text = _read_text(path)
+    text = read_text(path)
     if suffix in JSON_LINES:
         return _read_json_lines(path, text)
     if suffix == ".json":
@@ -130,7 +130,7 @@ def read_file(path: Path) -> Iterable[Placed]:
     return ((block, str(path)) for block in blocks(text))
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """UTF-8 with or without a byte order mark; the line ends of Windows become \\n."""
     data = path.read_bytes()
     try:
@@ -150,13 +150,13 @@ def _read_json_lines(path: Path, text: str) -> Iterator[Placed]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{path}, line {number}"
-            yield parse_document(_parse_json(line, place), place), place
+            yield parse_document(parse_json(line, place), place), place
 
 
 def _read_json(path: Path, text: str) -> Iterator[Placed]:
     if not text.strip():
         return
-    content = _parse_json(text, str(path))
+    content = parse_json(text, str(path))
     if isinstance(content, dict):
         yield parse_document(content, str(path)), str(path)
     elif isinstance(content, list):
@@ -167,7 +167,7 @@ def _read_json(path: Path, text: str) -> Iterator[Placed]:
         raise bad_value(str(path), "a list of objects or one object", shown(content), f"write objects with {RECORDS}")
 
 
-def _parse_json(text: str, place: str) -> Any:
+def parse_json(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -12,7 +12,7 @@ _REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no character, 
 
 
 class TokenStream:
-    """The streamer that transformers calls with every token.
+    """The streamer that transformers calls with every token, the prompt's first; `add` is for new tokens alone.
 
     ids[prefix:read] was written last and is decoded again together with the new tokens, since a tokenizer may drop
     the space at the start of what it decodes. Text that ends inside a character waits for the rest of it.
@@ -30,10 +30,13 @@ class TokenStream:
         if not self._seen_prompt:
             self._seen_prompt = True
             return
+        self.add(value.flatten().tolist())
+
+    def add(self, ids: list[int]) -> None:
         self.last_at = time.perf_counter()
         if not self.ids:
             self.first_at = self.last_at
-        self.ids += value.flatten().tolist()
+        self.ids += ids
         self._emit(final=False)
 
     def end(self) -> None:

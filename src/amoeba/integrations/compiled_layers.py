@@ -39,11 +39,13 @@ class CompiledLayers:
         return torch.compiler.set_stance("force_eager")
 
 
-def decoder_layers(model: nn.Module) -> list[Any]:
-    """The layers that the tokens go through one after another, as transformers marks them for checkpointing."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+def decoder_layers(model: Any) -> list[Any]:
+    """The stack that the tokens go through."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "h") and len(module) == count:
+            return list(module)
+    raise NotImplementedError(f"no list of {count} decoder layers in {type(model).__name__}")
 
 
 def _keep_what_is_compiled() -> None:

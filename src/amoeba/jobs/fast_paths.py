@@ -92,9 +92,10 @@ def _documents_apart(trainer: Any) -> Iterator[str | None]:
 
 @contextmanager
 def _compiled(trainer: Any) -> Iterator[str | None]:
-    layers = CompiledLayers(trainer.model)
-    layers.begin()
+    layers = None
     try:
+        layers = CompiledLayers(trainer.model)
+        layers.begin()
         trainer.try_batch(rows=trainer.args.per_device_train_batch_size, gradients=True)
         reason = None
     except torch.OutOfMemoryError:
@@ -102,13 +103,15 @@ def _compiled(trainer: Any) -> Iterator[str | None]:
     except Exception as error:  # a compiler fails in many ways
         logger.info("decoder layers compiled", exc_info=error)
         reason = _first_line(error)
-        layers.end()
+        if layers is not None:
+            layers.end()
     try:
         trainer.compiled = reason is None
         yield reason
     finally:
         trainer.compiled = False
-        layers.end()
+        if layers is not None:
+            layers.end()
 
 
 @contextmanager

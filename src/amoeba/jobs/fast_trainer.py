@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,8 +41,13 @@ class FastTrainer(Trainer):
     by_documents = False  # whether attention wants to be told where documents end
     compiled = False  # whether the layers are
     captures = False  # whether passes are captured, once one has run
+    while_it_runs: ExitStack  # what is to be undone afterwards
     _passes = 0
     _captured: CapturedStep | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.while_it_runs = ExitStack()
 
     def note_pass(self, inputs: Any, loss: Tensor) -> None:
         """Is told of each pass that trains."""

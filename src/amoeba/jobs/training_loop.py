@@ -9,6 +9,7 @@ What a checkpoint holds of the model is passed in: all of it (`WholeModel`), or 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import shutil
 import time
@@ -23,6 +24,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 from amoeba.data.token_rows import NO_LABEL
 from amoeba.errors import bad_value
 from amoeba.files import replace_folder
+from amoeba.integrations.fused_routers import fused_routers
 from amoeba.jobs.fast_paths import fast_paths
 from amoeba.jobs.fast_trainer import FastTrainer, Rows
 from amoeba.jobs.manifest import seal
@@ -42,6 +44,7 @@ from amoeba.jobs.time_budget import TimeBudget
 from amoeba.shell import shell_command, shell_words
 
 CHECKPOINTS_KEPT = 2
+logger = logging.getLogger("amoeba")
 
 
 class Artifact(Protocol):
@@ -260,6 +263,9 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=rows.collate,
     )
+    if trainer.args.device.type == "cuda":
+        found = trainer.while_it_runs.enter_context(fused_routers(trainer.model))  # beneath the log's watch over them
+        logger.info("%d routers by our kernels", found)
     trainer.data_collator = trainer.collate
     trainer.kept, trainer.command, trainer.folder, trainer.rows = kept, command, folder, rows
     trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row)
@@ -286,7 +292,7 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -
     """
     log = trainer.run_log
     try:
-        with fast_paths(trainer, log.settings.compile, log.console.say):
+        with trainer.while_it_runs, fast_paths(trainer, log.settings.compile, log.console.say):
             return _run_to_end(trainer, folder, earlier)
     except NotFinite as error:
         raise trainer._diverged(error) from None

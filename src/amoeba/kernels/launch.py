@@ -9,6 +9,9 @@
     chosen = kernel.bound(BLOCK=128, num_warps=4)   # kept by the caller: the constants are then not even compared
     chosen[(grid,)](x, n)
 
+    launch = kernel.fixed((grid,), (n,), BLOCK=128, num_warps=4)        # for the same shapes again and again
+    launch(x)
+
 Triton finds the variant anew at each launch; for kernels with tensor descriptors and a few dozen arguments that takes
 longer than many of our kernels run. Here the variant is looked up by what distinguishes variants and no more: dtypes,
 alignment of pointers, divisibility of integers, and the constants. In the interpreter nothing changes.
@@ -25,6 +28,8 @@ from triton.runtime.jit import JITFunction
 
 from amoeba.errors import bad_value
 
+Launch = Callable[..., None]  # of tensors, all else is known
+
 
 class Quick:
     """A compiled kernel behind a short look-up; launched like a Triton kernel."""
@@ -37,6 +42,9 @@ class Quick:
 
     def bound(self, **constants: Any) -> Quick:
         return Quick(self.kernel, constants)
+
+    def fixed(self, grid: tuple[int, ...], numbers: tuple, **constants: Any) -> Callable[..., None]:
+        return _Fixed(self, grid, numbers, constants)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **constants: self._launch(grid, arguments, constants)
@@ -57,6 +65,36 @@ class Quick:
         compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
 
 
+class _Fixed:
+    """A launch of which all is known but the tensors, the kernel's first arguments.
+
+    Their dtypes are the same every time: the caller keeps one of these for each set of them.
+    """
+
+    def __init__(self, kernel: Quick, grid: tuple[int, ...], numbers: tuple, constants: dict[str, Any]) -> None:
+        self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
+        self._runners: dict[int, tuple[Callable[..., None], tuple]] = {}  # by device, for aligned tensors
+
+    def __call__(self, *tensors: Tensor) -> None:
+        places = 0
+        for tensor in tensors:
+            places |= tensor.data_ptr()
+        if places % 16:
+            self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+            return
+        device = torch.cuda.current_device()
+        found = self._runners.get(device)
+        if found is None:
+            arguments = (*tensors, *self._numbers)
+            compiled = self._kernel.kernel[self._grid](*arguments, **self._constants)
+            names = self._kernel.kernel.arg_names[len(arguments) :]
+            rest = (*self._numbers, *(self._constants[name] for name in names))
+            self._runners[device] = compiled[(*self._grid, 1, 1)[:3]], rest
+            return
+        runner, rest = found
+        runner(*tensors, *rest)
+
+
 class _Interpreted:
     """The same for a kernel that the interpreter runs."""
 
@@ -71,6 +109,7 @@ def quick(kernel: Any) -> Any:
     if isinstance(kernel, JITFunction):
         return Quick(kernel)
     kernel.bound = lambda **constants: _Interpreted(kernel, constants)
+    kernel.fixed = lambda grid, numbers, **constants: lambda *tensors: kernel[grid](*tensors, *numbers, **constants)
     return kernel
 
 

@@ -18,6 +18,7 @@ from amoeba.bench.models.training import LEARNING_RATE, MOST_NORM
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.integrations.fused_loss import fused_loss
+from amoeba.integrations.fused_routers import fused_routers
 from amoeba.jobs.captured_step import CapturedStep
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
@@ -35,9 +36,10 @@ def our_step(states: Literal["float32", "bfloat16"], problem: Problem) -> Step:
 
     model: Any = problem.model("amoeba", torch.bfloat16).train()
     model.set_attn_implementation(NAME)
+    until_the_end = ExitStack()  # of the process
+    until_the_end.enter_context(fused_routers(model))
     watch = RouterWatch(model)
     watch.balance(BALANCE, 0.0)
-    until_the_end = ExitStack()  # of the process
     reason = until_the_end.enter_context(fused_loss(model))
     assert reason is None, reason
     CompiledLayers(model).begin()

@@ -27,44 +27,95 @@ them must be 1 for speed (rows of W1 and W2 contiguous as in transformers is the
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from amoeba.config import Activation
 from amoeba.kernels.decode import configuration as configurations
 from amoeba.kernels.decode.at_once import down_at_once, up_at_once
 from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_expert
 from amoeba.kernels.decode.by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.configuration import Configuration
-from amoeba.kernels.decode.low_rank import low_of_down, low_of_up
+from amoeba.kernels.decode.low_rank import LowLaunches, low_launches, ranks_of
+from amoeba.kernels.launch import Launch
 from amoeba.problem import Problem
+from amoeba.weights import LoraFactors
+
+
+class Plan(NamedTuple):
+    """The launches of a layer for one number of tokens: found once, since the host has less time than the GPU."""
+
+    up: Launch
+    down: Launch
+    sum: Launch | None  # None by slot: down has it inside
+    low: LowLaunches | None  # with LoRA factors
+    activation: Activation  # kept, so that no other comes to its address, by which the plan is found
+
+
+_plans: dict[tuple, Plan] = {}
 
 
 def decode(problem: Problem, *, configuration: Configuration | None = None) -> Tensor:
     """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
-    tokens, top_k = problem.expert_TK.shape
-    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
-    x_TH = problem.x_TH.contiguous()
-    if tokens * top_k == 0:
+    x_TH, expert_TK, weight_TK, weights, lora = problem
+    x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
+    slots = expert_TK.numel()
+    if slots == 0:
         return torch.zeros_like(x_TH)
-    chosen = configuration or _chosen(problem)
-    expert_TK, weight_TK = problem.expert_TK.contiguous(), problem.weight_TK.contiguous()
-    a_NI = x_TH.new_empty((tokens * top_k, intermediate))
+    gate_up_EJH, down_EHI, gate_up_bias_EJ, down_bias_EH = weights.tensors()
+    if configuration is not None:
+        plan = _plan(problem, configuration)
+    else:
+        key = (
+            x_TH.device,
+            expert_TK.shape,
+            x_TH.dtype,
+            expert_TK.dtype,
+            weight_TK.dtype,
+            down_EHI.shape,
+            down_EHI.stride(),
+            gate_up_EJH.stride(),
+            gate_up_bias_EJ is None,
+            down_bias_EH is None,
+            id(weights.activation),
+            None if lora is None else _kind_of(lora),
+        )
+        found = _plans.get(key)
+        plan = _plans[key] = _plan(problem, _chosen(problem)) if found is None else found
+    a_NI = x_TH.new_empty((slots, down_EHI.shape[2]))
     y_TH = torch.empty_like(x_TH)
-    of_up = low_of_up(problem, x_TH, expert_TK, chosen.overlap)
-    if chosen.by_slot:
-        up = up_at_once if chosen.up.at_once else up_by_slot
-        up(problem, x_TH, expert_TK, a_NI, of_up, chosen)
-        of_down = low_of_down(problem, a_NI, expert_TK, chosen.overlap)
-        down = down_at_once if chosen.down.at_once else down_by_token
-        down(problem, a_NI, expert_TK, weight_TK, y_TH, of_down, chosen)
+    # a kernel without a bias or factors looks at none, whatever stands in its place
+    bias_EJ = x_TH if gate_up_bias_EJ is None else gate_up_bias_EJ.contiguous()
+    bias_EH = x_TH if down_bias_EH is None else down_bias_EH.contiguous()
+    factors = (x_TH, x_TH, x_TH) if plan.low is None else plan.low.before_up(lora, x_TH, expert_TK)
+    plan.up(x_TH, expert_TK, gate_up_EJH, bias_EJ, *factors, a_NI)
+    factors = (x_TH, x_TH) if plan.low is None else plan.low.before_down(lora, a_NI, expert_TK)
+    if plan.sum is None:
+        plan.down(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, *factors, y_TH)
         return y_TH
-    y_NH = x_TH.new_empty((tokens * top_k, hidden), dtype=torch.float32)
-    up_by_expert(problem, x_TH, expert_TK, a_NI, of_up, chosen)
-    of_down = low_of_down(problem, a_NI, expert_TK, chosen.overlap)
-    down_by_expert(problem, a_NI, expert_TK, y_NH, of_down, chosen)
-    sum_of_slots(y_NH, expert_TK, weight_TK, y_TH, num_experts)
+    y_NH = x_TH.new_empty((slots, down_EHI.shape[1]), dtype=torch.float32)
+    plan.down(a_NI, expert_TK, down_EHI, bias_EH, *factors, y_NH)
+    plan.sum(y_NH, expert_TK, weight_TK, y_TH)
     return y_TH
+
+
+def _plan(problem: Problem, chosen: Configuration) -> Plan:
+    activation, ranks = problem.weights.activation, ranks_of(problem.lora)
+    low = low_launches(problem, ranks, chosen.overlap)
+    if not chosen.by_slot:
+        up, down = up_by_expert(problem, chosen, ranks), down_by_expert(problem, chosen, ranks)
+        return Plan(up, down, sum_of_slots(problem), low, activation)
+    up = (up_at_once if chosen.up.at_once else up_by_slot)(problem, chosen, ranks)
+    down = (down_at_once if chosen.down.at_once else down_by_token)(problem, chosen, ranks)
+    return Plan(up, down, None, low, activation)
+
+
+def _kind_of(lora: LoraFactors) -> tuple:
+    """What a plan depends on."""
+    dtypes = (None if factor is None else factor.dtype for factor in lora.six())
+    return (ranks_of(lora), lora.scaling, *dtypes)
 
 
 def _chosen(problem: Problem) -> Configuration:

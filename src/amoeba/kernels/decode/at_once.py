@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_at_once(problem, x_TH, expert_TK, a_NI, low, chosen)
-    down_at_once(problem, a_NI, expert_TK, weight_TK, y_TH, low, chosen)     # with the sum over k inside
+    up_at_once(problem, chosen, ranks)(x_TH, expert_TK, gate_up_EJH, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_at_once(problem, chosen, ranks)(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, low_NR, b_EHR, y_TH)
 
 What a program reads of the weights fits in its registers. The down projection asks for its weights before it looks at
 `a`; on Hopper its launch may begin while the one that computes `a` still runs (`chosen.overlap`).
@@ -13,82 +13,53 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.kernels import activation as activations
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
-from amoeba.kernels.decode.low_rank import Low, load_b, rounded, times_low
-from amoeba.kernels.decode.tiles import bias_or, load_tile
-from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.decode.low_rank import Ranks, load_b, rounded, times_low
+from amoeba.kernels.decode.tiles import load_tile
+from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
 
 
-def up_at_once(
-    problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, low: Low, chosen: Configuration
-) -> None:
-    (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
+def up_at_once(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    tile, activation = chosen.up, problem.weights.activation
     if tile.depth < hidden:
         raise bad_value("tile", f"a depth of {hidden} or more, whole rows of the weights", tile, "decode by slot")
-    bias_EJ, has_bias = bias_or(x_TH, problem.weights.gate_up_bias_EJ)
-    _up_at_once[(slots * cdiv(intermediate, tile.columns),)](
-        x_TH,
-        expert_TK,
-        problem.weights.gate_up_EJH,
-        bias_EJ,
-        *low.tensors,
-        a_NI,
-        *problem.weights.gate_up_EJH.stride(),
-        problem.weights.gate_up_EJH.shape[0],
-        hidden,
-        intermediate,
-        expert_TK.shape[1],
+    return _up_at_once.fixed(
+        (problem.rows * cdiv(intermediate, tile.columns),),
+        (*problem.weights.gate_up_EJH.stride(), num_experts, hidden, intermediate, problem.expert_TK.shape[1]),
         BLOCK_I=tile.columns,
         BLOCK_H=tile.depth,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=problem.weights.gate_up_bias_EJ is not None,
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden == tile.depth,
-        INTERLEAVED=problem.weights.activation.interleaved,
+        INTERLEAVED=activation.interleaved,
         OVERLAP=chosen.overlap,
-        **low.constants,
-        **constants(problem.weights.activation),
+        **ranks.of_up,
+        **constants(activation),
         num_warps=tile.warps,
-        **({"launch_pdl": True} if chosen.overlap and low.present else {}),
+        **({"launch_pdl": True} if chosen.overlap and ranks.any_up else {}),
     )
 
 
-def down_at_once(
-    problem: Problem,
-    a_NI: Tensor,
-    expert_TK: Tensor,
-    weight_TK: Tensor,
-    y_TH: Tensor,
-    low: Low,
-    chosen: Configuration,
-) -> None:
-    (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
-    bias_EH, has_bias = bias_or(y_TH, problem.weights.down_bias_EH)
-    _down_at_once[(tokens * cdiv(hidden, tile.columns),)](
-        a_NI,
-        expert_TK,
-        weight_TK,
-        problem.weights.down_EHI,
-        bias_EH,
-        *low.tensors,
-        y_TH,
-        *problem.weights.down_EHI.stride(),
-        problem.weights.down_EHI.shape[0],
-        hidden,
-        intermediate,
-        K=expert_TK.shape[1],
-        SLOTS=next_power_of_2(expert_TK.shape[1]),
+def down_at_once(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    (tokens, top_k), tile = problem.expert_TK.shape, chosen.down
+    return _down_at_once.fixed(
+        (tokens * cdiv(hidden, tile.columns),),
+        (*problem.weights.down_EHI.stride(), num_experts, hidden, intermediate),
+        K=top_k,
+        SLOTS=next_power_of_2(top_k),
         BLOCK_H=tile.columns,
         BLOCK_I=tile.depth,
         PIECES=cdiv(intermediate, tile.depth),
-        HAS_BIAS=has_bias,
+        HAS_BIAS=problem.weights.down_bias_EH is not None,
         OVERLAP=chosen.overlap,
-        **low.constants,
+        RANK=ranks.down,
         num_warps=tile.warps,
         **({"launch_pdl": True} if chosen.overlap else {}),
     )
@@ -149,30 +120,30 @@ def _up_at_once(
     if GATED:
         up_rows = weights + (j + apart).to(tl.int64)[:, None] * stride_j
         up_tile = load_tile(up_rows, column_ok, h < H, EVEN_I, EVEN_H, "evict_first")
-    if gate_b_EIR is not None:
+    if GATE_RANK > 0:
         gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, column, column_ok, GATE_RANK, 1)
-    if up_b_EIR is not None:
+    if UP_RANK > 0:
         up_b = load_b(up_b_EIR + expert * I * UP_RANK, column, column_ok, UP_RANK, 1)
     x = tl.load(x_TH + (slot // K).to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)
     J = 2 * I if GATED else I
     gate = tl.sum(gate_tile.to(tl.float32) * x[None, :], axis=1)
     if HAS_BIAS:
         gate += tl.load(bias_EJ + expert * J + j, mask=column_ok, other=0.0).to(tl.float32)
-    if low_NR is not None:
+    if GATE_RANK + UP_RANK > 0:
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         low = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
-    if gate_b_EIR is not None:
+    if GATE_RANK > 0:
         gate += times_low(gate_b, low, GATE_RANK)
     if GATED:
         up = tl.sum(up_tile.to(tl.float32) * x[None, :], axis=1)
         if HAS_BIAS:
             up += tl.load(bias_EJ + expert * J + j + apart, mask=column_ok, other=0.0).to(tl.float32)
-        if up_b_EIR is not None:
+        if UP_RANK > 0:
             up += times_low(up_b, low + UP_AT, UP_RANK)
         a = activations.gated(gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
     else:
-        if up_b_EIR is not None:
+        if UP_RANK > 0:
             gate += times_low(up_b, low, UP_RANK)
         a = activations.plain(gate, KIND, ALPHA, CLAMP, LIMIT)
     tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column_ok)
@@ -229,7 +200,7 @@ def _down_at_once(
     bias = tl.zeros((SLOTS, BLOCK_H), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_EH + expert[:, None] * H + h[None, :], mask=inside, other=0.0).to(tl.float32)
-    if b_EHR is not None:
+    if RANK > 0:
         r = tl.arange(0, triton.next_power_of_2(RANK))
         b_rows = b_EHR + ((expert[:, None] * H + h[None, :]) * RANK)[:, :, None]
         b = tl.load(b_rows + r[None, None, :], mask=inside[:, :, None] & (r < RANK)[None, None, :], other=0.0)
@@ -242,7 +213,7 @@ def _down_at_once(
         value = tl.load(a + here[None, :], mask=owned[:, None] & (here < I)[None, :], other=0.0).to(tl.float32)
         total += tiles[piece].to(tl.float32) * value[:, None, :]
     y_KH = tl.sum(total, axis=2) + bias
-    if b_EHR is not None:
+    if RANK > 0:
         low_rows = low_NR + ((token * K + k).to(tl.int64) * RANK)[:, None]
         low = tl.load(low_rows + r[None, :], mask=owned[:, None] & (r < RANK)[None, :], other=0.0)
         y_KH += tl.sum(rounded(b, low).to(tl.float32) * low.to(tl.float32)[:, None, :], axis=2)

@@ -2,9 +2,9 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_expert(problem, x_TH, expert_TK, a_NI, low, chosen)
-    down_by_expert(problem, a_NI, expert_TK, y_NH, low, chosen)
-    sum_of_slots(y_NH, expert_TK, weight_TK, y_TH, num_experts)
+    up_by_expert(problem, chosen, ranks)(x_TH, expert_TK, gate_up_EJH, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_by_expert(problem, chosen, ranks)(a_NI, expert_TK, down_EHI, bias_EH, low_NR, b_EHR, y_NH)
+    sum_of_slots(problem)(y_NH, expert_TK, weight_TK, y_TH)
 
 Every program reads all N expert ids and finds the slots of its expert itself, in chunks of `chosen.rows`.
 """
@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
-from amoeba.kernels.decode.low_rank import Low, add_times_lows, halves_of_rows, load_b
-from amoeba.kernels.decode.tiles import activate, bias_or, load_tile, rows_of_gate_up
-from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.decode.low_rank import Ranks, add_times_lows, halves_of_rows, load_b
+from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
+from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
 
 # A program by expert finds its chunk's slots by comparing ranks with ids, this many pairs at once. More take registers
@@ -30,87 +29,64 @@ RANKS_TIMES_IDS = 4096
 COMBINE_TILE = 2048
 
 
-def up_by_expert(
-    problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, low: Low, chosen: Configuration
-) -> None:
-    (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
-    num_experts = problem.weights.gate_up_EJH.shape[0]
-    bias_EJ, has_bias = bias_or(x_TH, problem.weights.gate_up_bias_EJ)
-    _up_by_expert[(min(slots, num_experts) * cdiv(intermediate, tile.columns),)](
-        x_TH,
-        expert_TK,
-        problem.weights.gate_up_EJH,
-        bias_EJ,
-        *low.tensors,
-        a_NI,
-        *problem.weights.gate_up_EJH.stride(),
-        num_experts,
-        hidden,
-        intermediate,
-        slots,
-        expert_TK.shape[1],
+def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    slots, tile, activation = problem.rows, chosen.up, problem.weights.activation
+    return _up_by_expert.fixed(
+        (min(slots, num_experts) * cdiv(intermediate, tile.columns),),
+        (
+            *problem.weights.gate_up_EJH.stride(),
+            num_experts,
+            hidden,
+            intermediate,
+            slots,
+            problem.expert_TK.shape[1],
+        ),
         OWNER_IS_EXPERT=num_experts <= slots,
         BLOCK_N=next_power_of_2(slots),
         PIECE=min(RANKS_TIMES_IDS // chosen.rows, next_power_of_2(slots)),
         ROWS=chosen.rows,
         BLOCK_I=tile.columns,
         BLOCK_H=tile.depth,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=problem.weights.gate_up_bias_EJ is not None,
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden % tile.depth == 0,
-        INTERLEAVED=problem.weights.activation.interleaved,
-        **low.constants,
-        **constants(problem.weights.activation),
+        INTERLEAVED=activation.interleaved,
+        **ranks.of_up,
+        **constants(activation),
         num_stages=tile.stages,
         num_warps=tile.warps,
     )
 
 
-def down_by_expert(
-    problem: Problem, a_NI: Tensor, expert_TK: Tensor, y_NH: Tensor, low: Low, chosen: Configuration
-) -> None:
-    (slots, hidden), intermediate, tile = y_NH.shape, a_NI.shape[1], chosen.down
-    num_experts = problem.weights.down_EHI.shape[0]
-    bias_EH, has_bias = bias_or(a_NI, problem.weights.down_bias_EH)
-    _down_by_expert[(min(slots, num_experts) * cdiv(hidden, tile.columns),)](
-        a_NI,
-        expert_TK,
-        problem.weights.down_EHI,
-        bias_EH,
-        *low.tensors,
-        y_NH,
-        *problem.weights.down_EHI.stride(),
-        num_experts,
-        hidden,
-        intermediate,
-        slots,
+def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    slots, tile = problem.rows, chosen.down
+    return _down_by_expert.fixed(
+        (min(slots, num_experts) * cdiv(hidden, tile.columns),),
+        (*problem.weights.down_EHI.stride(), num_experts, hidden, intermediate, slots),
         OWNER_IS_EXPERT=num_experts <= slots,
         BLOCK_N=next_power_of_2(slots),
         PIECE=min(RANKS_TIMES_IDS // chosen.rows, next_power_of_2(slots)),
         ROWS=chosen.rows,
         BLOCK_H=tile.columns,
         BLOCK_I=tile.depth,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=problem.weights.down_bias_EH is not None,
         EVEN_H=hidden % tile.columns == 0,
         EVEN_I=intermediate % tile.depth == 0,
-        **low.constants,
+        RANK=ranks.down,
         num_stages=tile.stages,
         num_warps=tile.warps,
     )
 
 
-def sum_of_slots(y_NH: Tensor, expert_TK: Tensor, weight_TK: Tensor, y_TH: Tensor, num_experts: int) -> None:
-    (tokens, hidden), top_k = y_TH.shape, expert_TK.shape[1]
+def sum_of_slots(problem: Problem) -> Launch:
+    (tokens, top_k), (num_experts, hidden, _) = problem.expert_TK.shape, problem.weights.down_EHI.shape
     block_k = next_power_of_2(top_k)
     columns = min(max(COMBINE_TILE // block_k, 16), next_power_of_2(hidden))
-    _sum_of_slots[(tokens * cdiv(hidden, columns),)](
-        y_NH,
-        expert_TK,
-        weight_TK,
-        y_TH,
-        num_experts,
-        hidden,
-        top_k,
+    return _sum_of_slots.fixed(
+        (tokens * cdiv(hidden, columns),),
+        (num_experts, hidden, top_k),
         BLOCK_K=block_k,
         BLOCK_H=columns,
         num_warps=4,
@@ -213,13 +189,13 @@ def _up_by_expert(
         if HAS_BIAS:
             J = 2 * I if GATED else I
             h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-        if low_NR is not None:
+        if GATE_RANK + UP_RANK > 0:
             low_S = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
             part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
-            if gate_b_EIR is not None:
+            if GATE_RANK > 0:
                 gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK, 16)
                 h = add_times_lows(h, gate_b, low_S, slot_ok, GATE_RANK)
-            if up_b_EIR is not None:
+            if UP_RANK > 0:
                 up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK, 16)
                 h = add_times_lows(h, up_b, low_S + UP_AT, slot_ok, UP_RANK)
         a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, ROWS)
@@ -278,7 +254,7 @@ def _down_by_expert(
             y = tl.dot(tile, tl.trans(value), y, input_precision="ieee")
         if HAS_BIAS:
             y += tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-        if b_EHR is not None:
+        if RANK > 0:
             b = load_b(b_EHR + expert * H * RANK, h, row_ok, RANK, 16)
             y = add_times_lows(y, b, low_NR + slot * RANK, slot_ok, RANK)
         tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])

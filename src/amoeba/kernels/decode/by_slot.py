@@ -2,86 +2,57 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_slot(problem, x_TH, expert_TK, a_NI, low, chosen)
-    down_by_token(problem, a_NI, expert_TK, weight_TK, y_TH, low, chosen)     # with the sum over k inside
+    up_by_slot(problem, chosen, ranks)(x_TH, expert_TK, gate_up_EJH, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_by_token(problem, chosen, ranks)(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, low_NR, b_EHR, y_TH)
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
-from amoeba.kernels.decode.low_rank import Low, halves_of_rows, load_b, times_low
-from amoeba.kernels.decode.tiles import activate, bias_or, load_tile, rows_of_gate_up
-from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, times_low
+from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
+from amoeba.kernels.launch import Launch, cdiv, quick
 from amoeba.problem import Problem
 
 
-def up_by_slot(
-    problem: Problem, x_TH: Tensor, expert_TK: Tensor, a_NI: Tensor, low: Low, chosen: Configuration
-) -> None:
-    (slots, intermediate), hidden, tile = a_NI.shape, x_TH.shape[1], chosen.up
-    bias_EJ, has_bias = bias_or(x_TH, problem.weights.gate_up_bias_EJ)
-    _up_by_slot[(slots * cdiv(intermediate, tile.columns),)](
-        x_TH,
-        expert_TK,
-        problem.weights.gate_up_EJH,
-        bias_EJ,
-        *low.tensors,
-        a_NI,
-        *problem.weights.gate_up_EJH.stride(),
-        problem.weights.gate_up_EJH.shape[0],
-        hidden,
-        intermediate,
-        expert_TK.shape[1],
+def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    tile, activation = chosen.up, problem.weights.activation
+    return _up_by_slot.fixed(
+        (problem.rows * cdiv(intermediate, tile.columns),),
+        (*problem.weights.gate_up_EJH.stride(), num_experts, hidden, intermediate, problem.expert_TK.shape[1]),
         BLOCK_I=tile.columns,
         BLOCK_H=tile.depth,
         STAGES=tile.stages,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=problem.weights.gate_up_bias_EJ is not None,
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden % tile.depth == 0,
-        INTERLEAVED=problem.weights.activation.interleaved,
+        INTERLEAVED=activation.interleaved,
         OVERLAP=chosen.overlap,
-        **low.constants,
-        **constants(problem.weights.activation),
+        **ranks.of_up,
+        **constants(activation),
         num_warps=tile.warps,
-        **({"launch_pdl": True} if chosen.overlap and low.present else {}),
+        **({"launch_pdl": True} if chosen.overlap and ranks.any_up else {}),
     )
 
 
-def down_by_token(
-    problem: Problem,
-    a_NI: Tensor,
-    expert_TK: Tensor,
-    weight_TK: Tensor,
-    y_TH: Tensor,
-    low: Low,
-    chosen: Configuration,
-) -> None:
-    (tokens, hidden), intermediate, tile = y_TH.shape, a_NI.shape[1], chosen.down
-    bias_EH, has_bias = bias_or(y_TH, problem.weights.down_bias_EH)
-    _down_by_token[(tokens * cdiv(hidden, tile.columns),)](
-        a_NI,
-        expert_TK,
-        weight_TK,
-        problem.weights.down_EHI,
-        bias_EH,
-        *low.tensors,
-        y_TH,
-        *problem.weights.down_EHI.stride(),
-        problem.weights.down_EHI.shape[0],
-        hidden,
-        intermediate,
-        K=expert_TK.shape[1],
+def down_by_token(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    (tokens, top_k), tile = problem.expert_TK.shape, chosen.down
+    return _down_by_token.fixed(
+        (tokens * cdiv(hidden, tile.columns),),
+        (*problem.weights.down_EHI.stride(), num_experts, hidden, intermediate),
+        K=top_k,
         BLOCK_H=tile.columns,
         BLOCK_I=tile.depth,
         STAGES=tile.stages,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=problem.weights.down_bias_EH is not None,
         EVEN_H=hidden % tile.columns == 0,
-        **low.constants,
+        RANK=ranks.down,
         num_warps=tile.warps,
     )
 
@@ -153,15 +124,15 @@ def _up_by_slot(
     if HAS_BIAS:
         J = 2 * I if GATED else I
         h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-    if low_NR is not None:
+    if GATE_RANK + UP_RANK > 0:
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         low = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
         part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
-        if gate_b_EIR is not None:
+        if GATE_RANK > 0:
             gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK, 1)
             h += times_low(gate_b, low, GATE_RANK)[:, None]
-        if up_b_EIR is not None:
+        if UP_RANK > 0:
             up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK, 1)
             h += times_low(up_b, low + UP_AT, UP_RANK)[:, None]
     a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, 1)
@@ -220,7 +191,7 @@ def _down_by_token(
         once_ok = h < tl.where(owned & (step % steps == 0), H, 0)
         if HAS_BIAS:
             beside += tl.load(bias_EH + expert * H + h, mask=once_ok, other=0.0).to(tl.float32) * scale
-        if b_EHR is not None:
+        if RANK > 0:
             b = load_b(b_EHR + expert * H * RANK, h, once_ok, RANK, 1)
             low = low_NR + slot.to(tl.int64) * RANK
             beside += times_low(b, low, tl.where(owned, RANK, 0)) * scale

@@ -2,10 +2,11 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · R LoRA rank
 
-    of_up = low_of_up(problem, x_TH, expert_TK, overlap)          # before the up projection: c·A x of each slot
-    of_down = low_of_down(problem, a_NI, expert_TK, overlap)      # before the down projection: c·A_d a
-    kernel[grid](..., *of_up.tensors, **of_up.constants)          # adds B · low in fp32, before it activates
+    low = low_launches(problem, ranks_of(lora), overlap)                        # once for a plan
+    up(..., *low.before_up(lora, x_TH, expert_TK), a_NI)                        # computes c·A x of each slot
+    down(..., *low.before_down(lora, a_NI, expert_TK), y_TH)                    # and c·A_d a
 
+The projections' kernels then add B · low in fp32, the up projection's before it activates.
 Only the factors of chosen experts are read, as they are: fp32 ones beside weights of half precision are rounded when
 they are loaded, since to copy all experts' for each token would take as long as the projections themselves. Programs of
 such a launch may overlap those of the one before it: they ask for A before they look at the rows.
@@ -13,101 +14,116 @@ such a launch may overlap those of the one before it: they ask for A before they
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.decode.tiles import load_tile
-from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
+from amoeba.weights import LoraFactors
 
 # Rows of A in a program and how much of them it reads at a time: at T = 1 with K = 8 and R = 16 there are 64 programs.
 # Not measured yet.
 RANKS, DEPTH, WARPS = 2, 2048, 4
 
 
-class Low(NamedTuple):
-    """What an epilogue is handed, after its other tensors and among its constants."""
+class Ranks(NamedTuple):
+    """Of the factors of gate, up and down, 0 where there are none; shared: gate and up have one A."""
 
-    tensors: tuple[Tensor | None, ...]
-    constants: dict[str, Any]
-    present: bool = True
+    gate: int = 0
+    up: int = 0
+    down: int = 0
+    shared: bool = False
 
+    @property
+    def any_up(self) -> bool:
+        return self.gate + self.up > 0
 
-_NOT_UP = Low((None, None, None), {"GATE_RANK": 0, "UP_RANK": 0, "UP_AT": 0}, False)
-_NOT_DOWN = Low((None, None), {"RANK": 0}, False)
+    @property
+    def low_up(self) -> int:
+        """How many numbers the up projection has for a slot: gate's, then up's, or those that they share."""
+        return self.up if self.shared else self.gate + self.up
 
-
-def low_of_up(problem: Problem, x_TH: Tensor, expert_TK: Tensor, overlap: bool) -> Low:
-    """(low of gate and up side by side, or once where they share their A; gate's B, up's B)."""
-    lora = problem.lora
-    if lora is None or lora.gate_lora_a is lora.up_lora_a is None:
-        return _NOT_UP
-    gate_a, up_a = lora.gate_lora_a, None if lora.shares_a else lora.up_lora_a
-    gate_rank, up_rank = (0 if a is None else a.shape[1] for a in (gate_a, up_a))
-    low_NR = x_TH.new_empty((expert_TK.numel(), gate_rank + up_rank))
-    if gate_a is not None:
-        _multiply(x_TH, gate_a, expert_TK, low_NR[:, :gate_rank], lora.scaling, overlap and up_a is None)
-    if up_a is not None:
-        _multiply(x_TH, up_a, expert_TK, low_NR[:, gate_rank:], lora.scaling, overlap)
-    if lora.shares_a:
-        ranks = {"GATE_RANK": gate_rank, "UP_RANK": gate_rank, "UP_AT": 0}
-    else:
-        ranks = {"GATE_RANK": gate_rank, "UP_RANK": up_rank, "UP_AT": gate_rank}
-    return Low((low_NR, _plain(lora.gate_lora_b), _plain(lora.up_lora_b)), ranks)
+    @property
+    def of_up(self) -> dict[str, int]:
+        """Constants of a kernel of the up projection. UP_AT: where up's numbers begin in a slot's."""
+        return {"GATE_RANK": self.gate, "UP_RANK": self.up, "UP_AT": 0 if self.shared else self.gate}
 
 
-def low_of_down(problem: Problem, a_NI: Tensor, expert_TK: Tensor, overlap: bool) -> Low:
-    """(low, B)."""
-    lora = problem.lora
-    if lora is None or lora.down_lora_a is None:
-        return _NOT_DOWN
-    rank = lora.down_lora_a.shape[1]
-    low_NR = a_NI.new_empty((expert_TK.numel(), rank))
-    _multiply(a_NI, lora.down_lora_a, expert_TK, low_NR, lora.scaling, overlap, after_rows=overlap)
-    return Low((low_NR, _plain(lora.down_lora_b)), {"RANK": rank})
+def ranks_of(lora: LoraFactors | None) -> Ranks:
+    if lora is None:
+        return Ranks()
+    ranks = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
+    return Ranks(*ranks, lora.shares_a)
 
 
-def _plain(factor: Tensor | None) -> Tensor | None:
-    return None if factor is None else factor.contiguous()
+class LowLaunches(NamedTuple):
+    """Of one plan, each None where it has nothing to do."""
+
+    ranks: Ranks
+    gate: Launch | None
+    up: Launch | None
+    down: Launch | None
+
+    def before_up(self, lora: LoraFactors, x_TH: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the up projection is handed: low, B of gate, B of up; whatever stands in its place where it has none."""
+        if not self.ranks.any_up:
+            return x_TH, x_TH, x_TH
+        low_NR = x_TH.new_empty((expert_TK.numel(), self.ranks.low_up))
+        if self.gate is not None:
+            self.gate(x_TH, _plain(lora.gate_lora_a), expert_TK, low_NR)
+        if self.up is not None:
+            self.up(x_TH, _plain(lora.up_lora_a), expert_TK, low_NR[:, self.ranks.gate :])
+        gate_b, up_b = lora.gate_lora_b, lora.up_lora_b
+        return low_NR, x_TH if gate_b is None else _plain(gate_b), x_TH if up_b is None else _plain(up_b)
+
+    def before_down(self, lora: LoraFactors, a_NI: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for the down projection: low, B."""
+        if self.down is None:
+            return a_NI, a_NI
+        low_NR = a_NI.new_empty((expert_TK.numel(), self.ranks.down))
+        self.down(a_NI, _plain(lora.down_lora_a), expert_TK, low_NR)
+        return low_NR, _plain(lora.down_lora_b)
 
 
-def _multiply(
-    rows: Tensor,
-    a_ERW: Tensor,
-    expert_TK: Tensor,
-    low_NR: Tensor,
-    scaling: float,
-    overlap: bool,
-    *,
-    after_rows: bool = False,
-) -> None:
-    """low[n] = scaling · A of n's expert · its row. rows: of tokens, or of slots.
+def low_launches(problem: Problem, ranks: Ranks, overlap: bool) -> LowLaunches | None:
+    """overlap: see `configuration.Configuration`."""
+    if problem.lora is None:
+        return None
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    top_k, scaling = problem.expert_TK.shape[1], problem.lora.scaling
 
-    after_rows: the launch ahead computes the rows and may still run.
-    """
-    experts, rank, width = a_ERW.shape
-    (slots, _), depth = low_NR.shape, min(next_power_of_2(width), DEPTH)
-    _low[(slots * cdiv(rank, RANKS),)](
-        rows,
-        a_ERW.contiguous(),
-        expert_TK,
-        low_NR,
-        scaling,
-        experts,
-        low_NR.stride(0),
-        WIDTH=width,
-        RANK=rank,
-        SLOTS_PER_ROW=slots // rows.shape[0],
-        RANKS=RANKS,
-        DEPTH=depth,
-        OVERLAP=overlap,
-        AFTER_ROWS=after_rows,
-        num_warps=WARPS,
-        **({"launch_pdl": True} if after_rows else {}),
+    def launch(rank: int, stride: int, width: int, slots_per_row: int, begins_next: bool, after_rows: bool) -> Launch:
+        return _low.fixed(
+            (problem.rows * cdiv(rank, RANKS),),
+            (scaling, num_experts, stride),
+            WIDTH=width,
+            RANK=rank,
+            SLOTS_PER_ROW=slots_per_row,
+            RANKS=RANKS,
+            DEPTH=min(next_power_of_2(width), DEPTH),
+            OVERLAP=begins_next,
+            AFTER_ROWS=after_rows,
+            num_warps=WARPS,
+            **({"launch_pdl": True} if after_rows else {}),
+        )
+
+    alone = ranks.up > 0 and not ranks.shared
+    of_tokens = ranks.low_up, hidden, top_k
+    return LowLaunches(
+        ranks,
+        launch(ranks.gate, *of_tokens, overlap and not alone, False) if ranks.gate else None,
+        launch(ranks.up, *of_tokens, overlap, False) if alone else None,
+        launch(ranks.down, ranks.down, intermediate, 1, overlap, overlap) if ranks.down else None,
     )
+
+
+def _plain(factor: Tensor | None) -> Tensor:
+    assert factor is not None
+    return factor.contiguous()
 
 
 @quick

@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from amoeba.kernels import activation as activations
-
-
-def bias_or(stand_in: Tensor, bias: Tensor | None) -> tuple[Tensor, bool]:
-    """A tensor to hand to a kernel, and whether it is a bias."""
-    return (stand_in, False) if bias is None else (bias.contiguous(), True)
 
 
 @triton.jit

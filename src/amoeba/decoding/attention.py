@@ -1,0 +1,99 @@
+"""The attention of a step: an implementation that transformers dispatches to while a step is captured or run.
+
+    with decoding_attention(model):
+        model(input_ids, past_key_values=cache, ...)     # cache.filled is None
+
+One token per row goes to our kernel on a GPU (`kernels.decode.attention`), several tokens to torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+NAME = "amoeba_decode"
+
+
+@contextmanager
+def decoding_attention(model: nn.Module) -> Iterator[None]:
+    configs = {id(config): config for config in _configs(model)}.values()
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            yield config
+
+
+def decode_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query (B, Q, tokens, D), key and value (B, G, L, ·), mask bool (B, 1, tokens, L) -> (B, tokens, Q, ·)"""
+    if softcap is not None or position_bias is not None or attention_mask is None or attention_mask.shape[1] != 1:
+        raise NotImplementedError("its attention has a soft cap, a position bias or a mask of its own")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.shape[2] == 1 and query.is_cuda:
+        out = torch.ops.amoeba.decode_attention(query[:, :, 0], key, value, attention_mask[:, 0, 0], scaling, s_aux)
+        return out[:, None], None
+    return _by_torch(query, key, value, attention_mask, scaling, s_aux).transpose(1, 2).contiguous(), None
+
+
+def _by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, sink_Q: Tensor | None) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if sink_Q is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    logits = (query @ key.transpose(2, 3) * scaling).masked_fill(~mask, torch.finfo(query.dtype).min)
+    sink = sink_Q.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    logits = torch.cat([logits, sink], dim=-1)
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    return torch.softmax(logits, dim=-1)[..., :-1].to(value.dtype) @ value
+
+
+def _materialised_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **kwargs)
+
+
+@torch.library.custom_op("amoeba::decode_attention", mutates_args=())
+def _operator(
+    query_BQD: Tensor, key_BGLD: Tensor, value_BGLV: Tensor, live_BL: Tensor, scaling: float, sink_Q: Tensor | None
+) -> Tensor:
+    from amoeba.kernels.decode.attention import attention
+
+    return attention(query_BQD, key_BGLD, value_BGLV, live_BL.view(torch.uint8), scaling, sink_Q)
+
+
+@_operator.register_fake
+def _(query_BQD, key_BGLD, value_BGLV, live_BL, scaling, sink_Q):
+    return query_BQD.new_empty((*query_BQD.shape[:2], value_BGLV.shape[-1]))
+
+
+AttentionInterface.register(NAME, decode_attention)
+AttentionMaskInterface.register(NAME, _materialised_mask)

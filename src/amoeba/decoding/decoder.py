@@ -1,0 +1,199 @@
+"""Prompts in, tokens out, one after another: a model with a cache of fixed addresses, whose steps are CUDA graphs.
+
+B rows · L slots of the cache
+
+    decoder = Decoder(model, batch=1, length=700)
+    decoder.prepare(prompt_tokens=17)                                      # compiles, captures
+    for tokens in decoder.generate([ids], max_new_tokens=64, seed=1):     # one list of B tokens per step
+        ...
+
+Prompts of different lengths are padded on the left. A short prompt is read by a captured graph, a longer one in pieces
+by the model as it is. On a GPU the steps run ahead of what is handed out by `AHEAD`: the next token stays on the device
+and is copied to the host beside the following steps, so that whoever stops early has computed a few for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.decoding.cache import FixedCache
+from amoeba.decoding.sampling import Sampler, Sampling
+from amoeba.decoding.step import Rows, Step
+from amoeba.errors import bad_value
+
+AHEAD = 4  # steps on their way to the GPU before one is waited for
+SHORTEST_CACHE = 512  # lengths are rounded up to powers of two from here, so that compiled code is found again
+CAPTURED_PROMPT = 512  # tokens of all rows; above it the GPU is busy long enough for the host to keep up
+SHORTEST_PIECE = 16
+PIECE = 8192  # tokens of all rows of a longer prompt that are read at once
+
+
+def cache_length(tokens: int) -> int:
+    return max(SHORTEST_CACHE, _power_of_2(tokens))
+
+
+class Decoder:
+    """capture: steps as CUDA graphs; where the model is on a GPU if nothing is said.
+    compiled: decoder layers through torch.compile, which takes a minute the first time."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch: int = 1,
+        length: int,
+        sampling: Sampling | None = None,
+        capture: bool | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self.model, self.device, self.batch = model, model.device, batch
+        self.capture = self.device.type == "cuda" if capture is None else capture
+        self.cache = FixedCache(model.config, cache_length(length), self.device)
+        self._rows = Rows(self.cache, batch, self.device)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self._sampler = Sampler(sampling or Sampling(), batch, vocabulary, self.device)
+        self._step = Step(model, self._rows, self._sampler, compiled=compiled)
+        self._prompt_steps: dict[int, Step] = {}
+        self._prepared = False
+
+    def prepare(self, prompt_tokens: int) -> None:
+        """For prompts as long as this. What `generate` would otherwise do before its first token."""
+        self._prepare_steps()
+        if self._captures_prompt(prompt_tokens):
+            self._prompt_step(prompt_tokens)
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0) -> Iterator[list[int]]:
+        """The new tokens of all rows, step by step; who has enough stops asking."""
+        prompt_BL, pad_B = self._padded(prompts)
+        tokens = prompt_BL.shape[1]
+        if tokens + max_new_tokens - 1 > self.cache.length:
+            raise bad_value(
+                "length",
+                f"{tokens + max_new_tokens - 1} or more: the prompt and {max_new_tokens} new tokens",
+                self.cache.length,
+                "make a Decoder with a longer cache",
+            )
+        self.prepare(tokens)
+        self._begin(prompt_BL, pad_B, seed)
+        return self._tokens(prompt_BL, pad_B, max_new_tokens)
+
+    def _tokens(self, prompt_BL: Tensor, pad_B: Tensor, count: int) -> Iterator[list[int]]:
+        out, ahead = _Outlet(self._rows.token_B1), AHEAD if self.capture else 0
+        self._read_prompts(prompt_BL, pad_B)
+        out.send()
+        for _ in range(count - 1):
+            if len(out) > ahead:
+                yield out.receive()
+            self._step()
+            out.send()
+        while len(out):
+            yield out.receive()
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        if len(prompts) != self.batch or not all(prompts):
+            raise bad_value(
+                "prompts",
+                f"{self.batch}, none of them empty",
+                [len(prompt) for prompt in prompts],
+                "make a Decoder for as many rows as there are prompts",
+            )
+        tokens = max(len(prompt) for prompt in prompts)
+        # nothing attends to what comes before a prompt; a token of its own there is not penalised for being there
+        rows = [[prompt[0]] * (tokens - len(prompt)) + list(prompt) for prompt in prompts]
+        pads = [tokens - len(prompt) for prompt in prompts]
+        prompt_BL, pad_B = (torch.tensor(each, dtype=torch.int64, device=self.device) for each in (rows, pads))
+        return prompt_BL, pad_B
+
+    def _begin(self, prompt_BL: Tensor, pad_B: Tensor, seed: int) -> None:
+        self.cache.slot.zero_()
+        slots = torch.arange(self.cache.length, dtype=torch.int64, device=self.device)
+        self._rows.live_BL.copy_(slots[None] >= pad_B[:, None])
+        self._sampler.begin(prompt_BL, seed)
+
+    def _read_prompts(self, prompt_BL: Tensor, pad_B: Tensor) -> None:
+        tokens = prompt_BL.shape[1]
+        position_BL = (torch.arange(tokens, dtype=torch.int64, device=self.device) - pad_B[:, None]).clamp(min=0)
+        if self._captures_prompt(tokens):
+            step = self._prompt_step(tokens)
+            step.ids_BC[:, :tokens] = prompt_BL
+            step.position_BC[:, :tokens] = position_BL
+            step.last.fill_(tokens - 1)
+            step()
+            return
+        logits_BV = self._read_in_pieces(prompt_BL, position_BL)
+        self.cache.slot.fill_(tokens)
+        self._rows.position_B1.copy_(position_BL[:, -1:] + 1)
+        self._rows.token_B1.copy_(self._sampler.choose(logits_BV)[:, None])
+
+    @torch.no_grad()
+    def _read_in_pieces(self, prompt_BL: Tensor, position_BL: Tensor) -> Tensor:
+        size, tokens = max(1, PIECE // self.batch), prompt_BL.shape[1]
+        padded = self.batch > 1
+        for first in range(0, tokens, size):
+            end = min(first + size, tokens)
+            self.cache.filled = first
+            out = self.model(
+                input_ids=prompt_BL[:, first:end],
+                position_ids=position_BL[:, first:end],
+                attention_mask=self._rows.live_BL[:, :end] if padded else None,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return out.logits[:, -1]
+
+    def _captures_prompt(self, tokens: int) -> bool:
+        return self.capture and tokens * self.batch <= CAPTURED_PROMPT
+
+    def _prepare_steps(self) -> None:
+        if not self._prepared:
+            self._prepared = True
+            self._step.prepare(self.capture)
+
+    def _prompt_step(self, tokens: int) -> Step:
+        size = min(max(SHORTEST_PIECE, _power_of_2(tokens)), self.cache.length)
+        if size not in self._prompt_steps:
+            step = Step(self.model, self._rows, self._sampler, tokens=size)
+            step.prepare(self.capture)
+            self._prompt_steps[size] = step
+        return self._prompt_steps[size]
+
+
+class _Outlet:
+    """Tokens on their way to the host, in order."""
+
+    def __init__(self, token_B1: Tensor) -> None:
+        self._token_B1 = token_B1
+        self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._free: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def send(self) -> None:
+        if self._token_B1.device.type != "cuda":
+            self._sent.append((self._token_B1.clone(), None))
+            return
+        if not self._free:
+            host = torch.empty(self._token_B1.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._free.append((host, torch.cuda.Event()))
+        host, event = self._free.pop()
+        host.copy_(self._token_B1, non_blocking=True)
+        event.record()
+        self._sent.append((host, event))
+
+    def receive(self) -> list[int]:
+        host, event = self._sent.popleft()
+        if event is not None:
+            event.synchronize()
+            self._free.append((host, event))
+        return host.flatten().tolist()
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,56 @@
+"""Decoder layers compiled one by one for a step, all by the same code, so that the compiler sees one layer and not all.
+
+with compiled_layers(model, cache):
+    model(input_ids, past_key_values=cache, ...)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from amoeba.decoding import compiled_code
+from amoeba.decoding.cache import FixedCache, OneLayer
+from amoeba.integrations.compiled_layers import decoder_layers
+
+# bf16 numbers are rounded where the plain model rounds them, so that greedy decoding chooses the same tokens. Products
+# of one row become reductions that the compiler fuses with what is around them, once it may search for their tiles.
+OPTIONS = {"emulate_precision_casts": True, "coordinate_descent_tuning": True}
+
+
+@contextmanager
+def compiled_layers(model: nn.Module, cache: FixedCache) -> Iterator[None]:
+    """While it lasts each decoder layer runs compiled, with its own part of the cache."""
+    compiled_code.keep_there()
+    layers = decoder_layers(model)
+    for layer, own in zip(layers, cache.layers, strict=True):
+        layer.forward = _with_own_cache(layer, OneLayer(own), cache)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _with_own_cache(layer: nn.Module, own: OneLayer, whole: FixedCache) -> Callable[..., Any]:
+    compiled = _compiled()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: own if value is whole else value for name, value in kwargs.items()}
+        return compiled(layer, args, kwargs)
+
+    return forward
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(_run, dynamic=False, fullgraph=True, options=OPTIONS)  # type: ignore[arg-type]
+
+
+def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)

@@ -1,0 +1,118 @@
+"""One forward of fixed shape that chooses the next token of each row, run as it is or captured in a CUDA graph.
+
+B rows · C tokens of a row at once · L slots of the cache
+
+    row = Rows(cache, batch, live_BL)             # where the rows stand: their last token, its position
+    step = Step(model, rows, sampler, tokens=1)   # reads rows.token_B1, writes it
+    step.prepare(capture=True)                    # compiles and captures; changes the rows
+    step()
+
+With more than one token it reads a piece of the prompts: `ids_BC`, `position_BC`, and in `last` where the piece ends;
+what comes after that is computed too, and overwritten by the next tokens before anything looks at it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.decoding.attention import decoding_attention
+from amoeba.decoding.cache import FixedCache
+from amoeba.decoding.regions import compiled_layers
+from amoeba.decoding.sampling import Sampler
+from amoeba.integrations.fused_routers import fused_routers
+
+
+class Rows:
+    """live_BL: which slots hold something to attend to; slots to come count, the mask of a step is causal."""
+
+    def __init__(self, cache: FixedCache, batch: int, device: torch.device) -> None:
+        self.cache = cache
+        self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.position_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.live_BL = torch.ones(batch, cache.length, dtype=torch.bool, device=device)
+
+
+class Step:
+    def __init__(self, model: Any, rows: Rows, sampler: Sampler, *, tokens: int = 1, compiled: bool = False) -> None:
+        self.model, self.rows, self.sampler, self.compiled = model, rows, sampler, compiled
+        self.tokens = tokens
+        batch, device = rows.token_B1.shape[0], rows.token_B1.device
+        if tokens > 1:
+            self.ids_BC = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
+            self.position_BC = torch.zeros_like(self.ids_BC)
+            self.last = torch.zeros(1, dtype=torch.int64, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._takes_cache_position = "cache_position" in inspect.signature(type(model).forward).parameters
+
+    def prepare(self, capture: bool) -> None:
+        """Runs it, and captures it where that is asked for. What the rows hold afterwards means nothing."""
+        if not capture:
+            return
+        if self.compiled and not all(layer.is_initialized for layer in self.rows.cache.layers):
+            with ExitStack() as stack:  # as it is: a compiled layer writes into keys and values that are there
+                self._enter(stack, compiled=False)
+                self._run()
+        with ExitStack() as stack:
+            stack.enter_context(fused_routers(self.model))
+            self._enter(stack, self.compiled)
+            ready = torch.cuda.Stream()
+            ready.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(ready):
+                self._run()
+            torch.cuda.current_stream().wait_stream(ready)
+            self.rows.cache.slot.zero_()
+            graph = torch.cuda.CUDAGraph()
+            if self.sampler.generator is not None:
+                graph.register_generator_state(self.sampler.generator)
+            with torch.cuda.graph(graph, stream=ready, capture_error_mode="thread_local"):
+                self._run()
+        self._graph = graph
+
+    def __call__(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        with ExitStack() as stack:
+            self._enter(stack, self.compiled)
+            self._run()
+
+    def _enter(self, stack: ExitStack, compiled: bool) -> None:
+        self.rows.cache.filled = None
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(decoding_attention(self.model))
+        if compiled:
+            stack.enter_context(compiled_layers(self.model, self.rows.cache))
+
+    def _run(self) -> None:
+        rows, slot = self.rows, self.rows.cache.slot
+        if self.tokens == 1:
+            token_B = self.sampler.choose(self._logits(rows.token_B1, rows.position_B1, 1))
+            rows.position_B1.add_(1)
+            slot.add_(1)
+        else:
+            token_B = self.sampler.choose(self._logits(self.ids_BC, self.position_BC, self.last))
+            rows.position_B1.copy_(self.position_BC.index_select(1, self.last) + 1)
+            slot.add_(self.last + 1)
+        rows.token_B1.copy_(token_B[:, None])
+
+    def _logits(self, ids: Tensor, position: Tensor, keep: int | Tensor) -> Tensor:
+        more: dict[str, Any] = {}
+        if self._takes_cache_position:
+            more["cache_position"] = self.rows.cache.slot + torch.arange(
+                self.tokens, dtype=torch.int64, device=ids.device
+            )
+        out = self.model(
+            input_ids=ids,
+            position_ids=position,
+            attention_mask=self.rows.live_BL,
+            past_key_values=self.rows.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+            **more,
+        )
+        return out.logits[:, -1]

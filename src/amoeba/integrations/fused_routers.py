@@ -1,0 +1,138 @@
+"""The routers of a Hugging Face model by our kernels: softmax, choice and weights in one launch each way.
+
+T tokens · K experts per token · E experts · H hidden
+
+    with fused_routers(model) as count:         # of routers that were recognised
+        model(...)
+
+A router is recognised by evaluating it: its choices and weights for a few random tokens are those of one of our own
+routers, or it stays as it is. Experts with equal logits are chosen by their number; torch.topk says nothing of those.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amoeba import fused_router
+from amoeba.config import RouterConfig
+from amoeba.integrations.experts_module import is_experts
+from amoeba.routing import route
+
+NAMES = ("gate", "router")  # what transformers calls the module beside the experts that chooses among them
+_KINDS: tuple[dict[str, Any], ...] = (
+    {"score": "softmax", "renormalize": True},
+    {"score": "softmax", "renormalize": False},
+)  # a softmax over the chosen logits alone is the first
+_TOKENS = 64
+_TOLERANCE = 1e-2  # weights may come in bf16
+
+
+class _Found(NamedTuple):
+    config: RouterConfig
+    weight_dtype: torch.dtype | None  # None: of the logits
+
+
+@contextmanager
+def fused_routers(model: nn.Module) -> Iterator[int]:
+    changed = []
+    for block in model.modules():
+        if not any(is_experts(child) for child in block.children()):
+            continue
+        for name in NAMES:
+            router: Any = getattr(block, name, None)
+            found = recognise(router) if isinstance(router, nn.Module) else None
+            if found is not None:
+                changed.append((router, type(router)))
+                own: Any = type(router)
+                router.__class__ = _fused(own, found)
+    try:
+        yield len(changed)
+    finally:
+        for router, own in changed:
+            router.__class__ = own
+
+
+def recognise(router: Any) -> _Found | None:
+    """What it computes, if it is a linear layer whose results are the logits, the weights and the chosen experts."""
+    training = router.training
+    try:
+        found = [_recognised(router.train(mode)) for mode in (True, False)]
+    finally:
+        router.train(training)
+    return found[0] if found[0] == found[1] else None
+
+
+@torch.no_grad()
+def _recognised(router: Any) -> _Found | None:
+    weight = getattr(router, "weight", None)
+    others = {name for name, _ in (*router.named_parameters(), *router.named_buffers())} - {"weight", "bias"}
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or others or weight.is_meta:
+        return None
+    hidden_TH = _random(weight)
+    try:
+        output = router(hidden_TH)
+    except Exception:  # it wants other arguments
+        return None
+    if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(each, Tensor) for each in output)):
+        return None
+    logits_TE, weight_TK, expert_TK = output
+    if len(logits_TE.unique()) < logits_TE.shape[1]:
+        return None  # among equals every choice looks right
+    if not torch.equal(logits_TE, _logits(router, hidden_TH)) or weight_TK.shape != expert_TK.shape:
+        return None
+    for kind in _KINDS:
+        config = _config(logits_TE.shape[1], expert_TK.shape[1], **kind)
+        routing = route(logits_TE, config)
+        same_choice = torch.equal(_chosen(logits_TE, expert_TK), _chosen(logits_TE, routing.expert_TK))
+        if same_choice and torch.allclose(weight_TK.float(), routing.weight_TK.float(), atol=_TOLERANCE, rtol=0):
+            return _Found(config, None if weight_TK.dtype == logits_TE.dtype else weight_TK.dtype)
+    return None
+
+
+class _FusedRouter:
+    """Mixed in before the router's own class."""
+
+    found: _Found
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = _logits(self, hidden_states.reshape(-1, hidden_states.shape[-1]))
+        config, dtype = self.found
+        if fused_router.why_not(logits_TE, config) is None:
+            expert_TK, weight_TK, _ = fused_router.fused_route(logits_TE, config, None)
+        else:
+            routing = route(logits_TE, config)
+            expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
+        return logits_TE, weight_TK.to(logits_TE.dtype if dtype is None else dtype), expert_TK
+
+
+@functools.cache
+def _fused(own: type, found: _Found) -> type:
+    return type(own.__name__, (_FusedRouter, own), {"found": found, "__module__": own.__module__})
+
+
+@functools.cache
+def _config(experts: int, top_k: int, **kind: Any) -> RouterConfig:
+    return RouterConfig(experts, top_k, **kind)
+
+
+def _logits(router: Any, hidden_TH: Tensor) -> Tensor:
+    return nn.functional.linear(hidden_TH, router.weight, getattr(router, "bias", None))
+
+
+def _random(weight: Tensor) -> Tensor:
+    """Tokens for which a router of this weight has logits of about one; the same each time."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(_TOKENS, weight.shape[1], generator=generator, dtype=torch.float32, device="cpu")
+    size = weight.float().norm(dim=1).mean().clamp(min=1e-6)
+    return (x.to(weight.device) / size).to(weight.dtype)
+
+
+def _chosen(logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+    """The logits of the chosen experts, which tell choices apart but for equals."""
+    return logits_TE.gather(1, expert_TK).sort(dim=1).values

@@ -1,0 +1,95 @@
+"""What may be asked of a generation, and what becomes of it beside what the model's folder says.
+
+options = GenerationOptions(temperature=0.7, seed=1)
+sampling = sampling_of(options, model.generation_config)
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from amoeba.errors import bad_value
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """What is None is left to the model: its generation_config, its checkpoint's dtype, the best device here.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 keep every token. The seed that was drawn is in the report.
+    """
+
+    max_new_tokens: int = 200
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    chat: bool = False
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    experts: str = "auto"  # where they are kept, as amoeba.placements names it
+    compile: bool | None = None  # on a GPU: decoder layers through torch.compile; None: where it pays
+    trust_remote_code: bool = False  # whether Python code in the model's folder may run
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise bad_value("max_new_tokens", "at least 1", self.max_new_tokens, "ask for one token or more")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise bad_value(
+                "temperature", "a number from 0 (greedy) up", self.temperature, "0.7 is common, 1 is the model's own"
+            )
+        if self.top_k is not None and self.top_k < 0:
+            raise bad_value("top_k", "at least 0", self.top_k, "leave it out, or 0, to keep every token")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise bad_value("top_p", "0 < top_p <= 1", self.top_p, "leave it out, or 1, to keep every token")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+            raise bad_value("repetition_penalty", "a number above 0", self.repetition_penalty, "1 penalises nothing")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out to have one drawn")
+
+
+def sampling_of(options: GenerationOptions, own: Any) -> dict[str, Any]:
+    """What was asked for, then what the model's generation_config says, then nothing cut off (transformers' top_k is
+    50 where nobody says otherwise)."""
+    asked = any(value is not None for value in (options.temperature, options.top_k, options.top_p))
+    penalty = _first(options.repetition_penalty, own.repetition_penalty, 1.0)
+    if options.temperature == 0 or not (asked or own.do_sample):
+        return {"do_sample": False, "repetition_penalty": penalty}
+    return {
+        "do_sample": True,
+        "temperature": _first(options.temperature, own.temperature, 1.0),
+        "top_k": _first(options.top_k, own.top_k, 0),
+        "top_p": _first(options.top_p, own.top_p, 1.0),
+        "repetition_penalty": penalty,
+    }
+
+
+def in_words(sampling: dict[str, Any]) -> str:
+    numbers = [f"{name} {value}" for name, value in sampling.items() if name != "do_sample"]
+    return ", ".join([*([] if sampling["do_sample"] else ["greedy"]), *numbers])
+
+
+def set_generation_config(model: Any, tokenizer: Any, sampling: dict[str, Any], most: int) -> None:
+    config = copy.deepcopy(model.generation_config)
+    # Left from the folder, the ones that greedy has no use for would be warned about
+    for name in ("temperature", "top_k", "top_p", "max_length"):
+        setattr(config, name, None)
+    ends = end_ids(model)
+    pad = next((p for p in (config.pad_token_id, tokenizer.pad_token_id, *ends) if p is not None), None)
+    config.update(**sampling, max_new_tokens=most, num_beams=1, pad_token_id=pad)
+    model.generation_config = config
+
+
+def end_ids(model: Any) -> list[int]:
+    """The tokens that end a text."""
+    eos = model.generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

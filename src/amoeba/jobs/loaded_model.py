@@ -1,0 +1,155 @@
+"""A model ready to generate with: its experts placed, its adapter put on, and one token through it.
+
+    names = find_model("models/tiny", adapter=None, options)       # tokenizer and config alone, quickly
+    loaded = load(names, options, say=print)
+    loaded.model, loaded.backend, loaded.reason
+
+A model without experts, or whose experts transformers does not dispatch, runs as it is and `reason` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba import lora
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import explain
+from amoeba.integrations.model_folder import check_model, find_adapter, load_model, load_tokenizer_and_config
+from amoeba.jobs.generation_options import GenerationOptions
+from amoeba.jobs.merged_adapters import check_not_merged
+from amoeba.routing import Routing
+
+logger = logging.getLogger("amoeba")
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """What is known of a model before its weights are read."""
+
+    name: str
+    adapter: Any
+    tokenizer: Any
+    config: Any
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    placement: str  # of the experts
+    backend: str | None  # None: transformers computes the experts, if there are any
+    reason: str
+    load_seconds: float
+    warm_up_seconds: float
+
+    @property
+    def experts(self) -> str:
+        return "transformers" if self.backend is None else "amoeba"
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+
+def find_model(model_folder: str | Path, adapter: str | Path | None, options: GenerationOptions) -> FoundModel:
+    """model_folder: as save_pretrained writes it, or the name of a model on the hub.
+    adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used."""
+    from amoeba.integrations.placement import check_placement
+
+    check_placement(options.experts)
+    name = check_model(str(model_folder))
+    adapter = None if adapter is None else find_adapter(adapter)
+    if adapter is not None:
+        check_not_merged(name, adapter)
+    tokenizer, config = load_tokenizer_and_config(name, adapter, trust_remote_code=options.trust_remote_code)
+    return FoundModel(name, adapter, tokenizer, config)
+
+
+def load(found: FoundModel, options: GenerationOptions, token: int, say: Callable[[str], object]) -> LoadedModel:
+    """token: one of the prompt's, to warm up with. say: is told in one line what computes; the log has the reasons."""
+    from amoeba.integrations.placement import place_experts
+
+    device = _choose_device(options.device)
+    started = time.perf_counter()
+    # The caller's random numbers go on where they were: transformers may draw some when it makes a model
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model = load_model(found.name, options.dtype, trust_remote_code=options.trust_remote_code)
+        placed = place_experts(model, options.experts, trains=False, device=device)
+        logger.info("experts %s: %s", placed.placement, placed.reason)
+        if found.adapter is not None:
+            lora.load(model, found.adapter)
+            logger.info("adapter %s", found.adapter)
+        model.to(device)
+        loaded = time.perf_counter()
+        backend, reason = _warm_up(model, token)
+    logger.info("backend %s: %s", backend or "of transformers", reason)
+    done = LoadedModel(
+        model=model,
+        tokenizer=found.tokenizer,
+        device=device,
+        placement=placed.placement,
+        backend=backend,
+        reason=reason,
+        load_seconds=loaded - started,
+        warm_up_seconds=time.perf_counter() - loaded,
+    )
+    experts = f"experts {placed.placement}, backend {backend}" if backend else reason
+    say(f"{model.config.model_type} on {device} in {done.dtype}; {experts}")
+    return done
+
+
+def _choose_device(asked: torch.device | None) -> torch.device:
+    if asked is not None:
+        device, reason = asked, "as asked"
+    elif torch.cuda.is_available():
+        device, reason = torch.device("cuda"), torch.cuda.get_device_name()
+    else:
+        device, reason = torch.device("cpu"), f"torch {torch.__version__} finds no GPU"
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.cuda.reset_peak_memory_stats(device)
+    logger.info("device %s: %s", device, reason)
+    return device
+
+
+def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
+    """Runs one token; returns the backends that served the experts, or None, and why these."""
+    from amoeba.integrations.coverage import coverage
+    from amoeba.integrations.experts_module import experts_modules, is_described
+
+    with torch.no_grad():
+        ids = torch.tensor([[token]], dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=False)
+    served = [module for module in experts_modules(model).values() if is_described(module)]
+    if not served:
+        others = coverage(model).others
+        how = f"has its experts computed by {coverage(model)}" if others else "has no experts"
+        return None, f"{type(model).__name__} {how}"
+    found = list(dict.fromkeys(_backend_of(module) for module in served))
+    reasons = dict.fromkeys(reason for _, reason in found)
+    if (covered := coverage(model)).others:
+        reasons[f"experts by {covered}"] = None
+    return " and ".join(dict.fromkeys(name for name, _ in found)), "; ".join(reasons)
+
+
+def _backend_of(module: Any) -> tuple[str, str]:
+    """The backend that `auto` takes for this module, and why."""
+    from amoeba.integrations.experts_module import weights_of
+
+    weights = weights_of(module)
+    if weights is None:
+        return "composed", f"the activation or norm of {type(module).__name__} is called as it is"
+    x_TH = torch.zeros(1, weights.hidden, dtype=weights.dtype, device=weights.device)
+    routing = Routing(torch.zeros(1, 1, dtype=torch.int64, device=x_TH.device), x_TH.new_ones(1, 1))
+    explanation = explain(Request(x_TH, routing, weights))
+    backend = explanation.backend
+    assert backend is not None  # the warm-up ran
+    return backend.name, explanation.reasons or f"{backend.summary}, the first choice on {weights.device.type}"

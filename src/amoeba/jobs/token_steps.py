@@ -1,0 +1,115 @@
+"""What makes the tokens of a model, one step after another: our Decoder with captured steps, or transformers' own loop.
+
+    steps = choose_steps(model, sampling, batch=1, prompt_tokens=17, new_tokens=200)
+    steps.kind, steps.reason            # "captured", "compiled" or "plain", and why
+    steps.decoder                       # None where plain
+
+Plain is what remains where a step cannot be captured, and where capturing or compiling it fails.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from amoeba.errors import is_out_of_memory, one_line
+
+logger = logging.getLogger("amoeba")
+
+Kind = Literal["compiled", "captured", "plain"]
+
+# Compiling the layers takes about a minute, loading them from the cache some seconds, and a step then saves a
+# millisecond or two. Not measured yet.
+STEPS_WORTH_COMPILING = 20_000
+STEPS_WORTH_LOADING = 2_000
+
+
+@dataclass(frozen=True)
+class Steps:
+    kind: Kind
+    reason: str
+    decoder: Any  # amoeba.decoding.Decoder, or None
+    seconds: float  # to prepare them
+
+
+def choose_steps(
+    model: Any,
+    sampling: dict[str, Any],
+    *,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    steps: int | None = None,
+    compile: bool | None = None,
+) -> Steps:
+    """prompt_tokens: of the longest prompt. new_tokens: at most, after each prompt.
+    steps: how many there will be, where it is more than one batch.
+    compile: None for compiled where it pays. The model has its generation_config already."""
+    started = time.perf_counter()
+    reason = why_plain(model)
+    if reason is None:
+        length = prompt_tokens + new_tokens
+        for compiled, why in _ways(model, batch, length, steps or new_tokens, compile):
+            try:
+                decoder = _prepared(model, sampling, batch, length, prompt_tokens, compiled)
+            except Exception as error:  # of the compiler, of Triton, of CUDA, of the model's own code
+                reason = _failed("compiling" if compiled else "capturing", error)
+            else:
+                why = why if reason is None else reason
+                return Steps("compiled" if compiled else "captured", why, decoder, time.perf_counter() - started)
+            _free_memory()
+    assert reason is not None
+    return Steps("plain", reason, None, time.perf_counter() - started)
+
+
+def why_plain(model: Any) -> str | None:
+    from amoeba.decoding.refusal import why_not, why_not_chosen
+
+    if model.device.type != "cuda":
+        return f"CUDA graphs hold steps on an NVIDIA GPU, the model is on {model.device.type}"
+    return why_not(model) or why_not_chosen(model, model.generation_config)
+
+
+def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -> list[tuple[bool, str]]:
+    """Compiled or not with the reason, the first choice first."""
+    from amoeba.decoding import compiled_code
+    from amoeba.decoding.decoder import cache_length
+
+    if asked is not None:
+        return [(True, "as asked"), (False, "")] if asked else [(False, "not compiled: as asked")]
+    known = compiled_code.is_there(model, batch, cache_length(length))
+    least = STEPS_WORTH_LOADING if known else STEPS_WORTH_COMPILING
+    if steps >= least:
+        return [(True, f"{steps} steps are worth {'loading compiled code' if known else 'compiling'}"), (False, "")]
+    return [(False, f"not compiled: that pays from {least} steps on, and there are {steps} at most")]
+
+
+def _prepared(model: Any, sampling: dict[str, Any], batch: int, length: int, prompt_tokens: int, compiled: bool) -> Any:
+    from amoeba.decoding import compiled_code
+    from amoeba.decoding.decoder import Decoder
+    from amoeba.decoding.sampling import Sampling
+
+    decoder = Decoder(model, batch=batch, length=length, sampling=Sampling(**sampling), compiled=compiled)
+    decoder.prepare(prompt_tokens)
+    if compiled:
+        compiled_code.note(model, batch, decoder.cache.length)
+    return decoder
+
+
+def _failed(what: str, error: Exception) -> str:
+    """The reason, which somebody should see: what follows is slower than it need be."""
+    cause = "there was not enough memory" if is_out_of_memory(error) else type(error).__name__
+    reason = f"{what} a step failed ({cause}: {one_line(error)[:300]})"
+    logger.warning("%s; going on without", reason)
+    return reason
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,191 @@
+"""The Decoder against `model.generate`, greedy: the same tokens, however the prompts come and however they are read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from amoeba import lora
+from amoeba.decoding import Decoder, Sampling, regions
+from amoeba.decoding import decoder as decoder_module
+from tiny_models import VOCABULARY, build
+
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]
+TOKENS = 21  # past the window of 16 of the layers that have one
+_models: dict[str, torch.nn.Module] = {}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    return built(request.param)
+
+
+def built(family: str):
+    if family not in _models:
+        _models[family] = endless(family)
+    return _models[family]
+
+
+def endless(family: str):
+    model = build(family, max_position_embeddings=128)
+    model.set_experts_implementation("amoeba")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def plain(model, rows: list[list[int]], tokens: int = TOKENS, **changes) -> list[list[int]]:
+    """One prompt at a time, so that nothing is padded."""
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, **changes)
+    found = []
+    for row in rows:
+        ids = torch.tensor([row], device=model.device)
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        found.append(out[0, len(row) :].tolist())
+    return found
+
+
+def decoded(model, rows: list[list[int]], tokens: int = TOKENS, decoder: Decoder | None = None, **options):
+    decoder = decoder or Decoder(model, batch=len(rows), length=max(map(len, rows)) + tokens, **options)
+    steps = list(decoder.generate(rows, tokens))
+    return [list(row) for row in zip(*steps, strict=True)]
+
+
+@pytest.mark.parametrize("lengths", [(1,), (19, 3, 7)], ids=["one_token", "a_batch"])
+def test_the_tokens_are_those_of_plain_generate(model, lengths):
+    rows = prompts(*lengths)
+    expected = plain(model, rows)
+    assert decoded(model, rows) == expected
+    assert len({token for row in expected for token in row}) > 2  # a model that repeats itself would show little
+
+
+def test_prompts_read_in_pieces_give_the_same(model, monkeypatch):
+    monkeypatch.setattr(decoder_module, "PIECE", 10)  # of 5 tokens of two rows, with a rest
+    rows = prompts(17, 2)
+    assert decoded(model, rows, 5) == plain(model, rows, 5)
+
+
+def test_prompts_read_by_a_step_of_fixed_shape_give_the_same(model, monkeypatch):
+    """As a captured one does, with room after the prompt that is filled later."""
+    monkeypatch.setattr(Decoder, "_captures_prompt", lambda self, tokens: True)
+    rows = prompts(17, 2)
+    assert decoded(model, rows, 5) == plain(model, rows, 5)
+
+
+def test_one_decoder_serves_one_prompt_after_another():
+    model = built("gpt_oss")
+    decoder = Decoder(model, batch=1, length=60)
+    for rows in (prompts(23), prompts(4), prompts(11)):
+        assert decoded(model, rows, decoder=decoder) == plain(model, rows)
+
+
+def test_the_repetition_penalty_counts_each_rows_own_tokens_and_no_padding():
+    model, rows, sampling = built("qwen3_moe"), prompts(9, 2, 5), Sampling(repetition_penalty=1.7)
+    expected = plain(model, rows, repetition_penalty=1.7)
+    decoder = Decoder(model, batch=3, length=40, sampling=sampling)
+    assert decoded(model, rows, decoder=decoder) == expected != plain(model, rows)
+    seen = [set(row.nonzero().flatten().tolist()) for row in decoder._sampler._seen_BV]
+    assert seen == [{*row, *new} for row, new in zip(rows, expected, strict=True)]
+
+
+def test_the_first_token_comes_before_the_second_is_computed():
+    model = built("mixtral")
+    calls = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        next(Decoder(model, batch=1, length=40).generate(prompts(5), 20))
+    finally:
+        handle.remove()
+    assert len(calls) == 1
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_others():
+    model, rows = built("qwen3_moe"), prompts(5, 8)
+    decoder = Decoder(model, batch=2, length=40, sampling=Sampling(do_sample=True, temperature=1.5, top_k=40))
+    first, again, other = (list(decoder.generate(rows, 12, seed)) for seed in (3, 3, 4))
+    assert first == again != other
+    fresh = Decoder(model, batch=2, length=40, sampling=Sampling(do_sample=True, temperature=1.5, top_k=40))
+    assert list(fresh.generate(rows, 12, 3)) == first
+
+
+def test_an_adapter_takes_part(model):
+    rows = prompts(7, 3)
+    without = plain(model, rows, 8)
+    attached = lora.attach(model, r=2, alpha=64, targets=["experts", "o_proj"])
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for layer in (*attached.experts.values(), *attached.linears.values()):
+                for name, factor in layer.named_parameters():
+                    if "lora" in name:
+                        factor.copy_(torch.randn(factor.shape, generator=generator) * 0.3)
+        assert decoded(model, rows, 8) == plain(model, rows, 8) != without
+    finally:
+        lora.detach(model)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "with_an_adapter"])
+def test_a_compiled_layer_is_one_graph_for_all_layers(monkeypatch, tmp_path, adapted):
+    """Without Inductor, which takes a minute: that Dynamo traces it whole, and once."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled = torch.compile(regions._run, dynamic=False, fullgraph=True, backend=backend)
+    monkeypatch.setattr(regions, "_compiled", lambda: compiled)
+    model = endless("qwen3_moe")
+    if adapted:
+        lora.attach(model, r=2, alpha=8)
+    rows = prompts(6)
+    assert decoded(model, rows, 5, compiled=True) == plain(model, rows, 5)
+    assert len(graphs) == 1
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence():
+    decoder = Decoder(built("qwen3_moe"), batch=1, length=20)
+    with pytest.raises(ValueError, match=r"length: expected 600 or more: the prompt and 597 new tokens; got 512"):
+        decoder.generate(prompts(4), 597)
+    with pytest.raises(ValueError, match=r"prompts: expected 1, none of them empty; got \[3, 4\]"):
+        decoder.generate(prompts(3, 4), 2)
+    with pytest.raises(ValueError, match=r"got \[0\]"):
+        decoder.generate([[]], 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [(1,), (19, 3, 7)], ids=["one_token", "a_batch"])
+def test_captured_steps_give_the_tokens_of_plain_generate(family, lengths):
+    model = endless(family).cuda()
+    rows = prompts(*lengths)
+    assert decoded(model, rows) == plain(model, rows)
+
+
+@pytest.mark.gpu
+def test_captured_steps_sample_the_same_again():
+    model, rows = endless("qwen3_moe").cuda(), prompts(5, 8)
+    decoder = Decoder(model, batch=2, length=40, sampling=Sampling(do_sample=True, temperature=1.5))
+    first, again, other = (list(decoder.generate(rows, 12, seed)) for seed in (3, 3, 4))
+    assert first == again != other
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu_inside_a_step():
+    model = endless("qwen3_moe").cuda()
+    decoder = Decoder(model, batch=1, length=40)
+    tokens = decoder.generate(prompts(5), 30)
+    next(tokens)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decoder._step()
+        eager = decoder_module.Step(model, decoder._rows, decoder._sampler)
+        eager()  # the same without a graph
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,71 @@
+"""Models and settings that a Decoder does not serve, each with the sentence that says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationConfig, Qwen3MoeForCausalLM
+
+from amoeba.cpu import placements as cpu_placements
+from amoeba.decoding import why_not
+from amoeba.decoding.refusal import why_not_chosen
+from amoeba.integrations.placement import place_experts
+from tiny_models import build
+
+needs_engine = pytest.mark.skipif(cpu_placements._why_not() is not None, reason=str(cpu_placements._why_not()))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen3_moe")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe"])
+def test_these_are_served(family):
+    assert why_not(build(family)) is None
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_states_of_another_kind_are_not(family):
+    reason = why_not(build(family)) or ""
+    assert any(words in reason for words in ("layers of another kind (LinearAttention", "no decisions by the host"))
+
+
+def test_a_rotation_that_changes_with_the_length_is_not():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert why_not(build("qwen3_moe", rope_parameters=rope)) == "its rotary embedding changes with the length (dynamic)"
+
+
+def test_a_class_of_somebody_else_is_not(model):
+    class Own(Qwen3MoeForCausalLM):
+        pass
+
+    assert "Own is no class of transformers" in (why_not(Own(model.config)) or "")
+
+
+@needs_engine
+def test_experts_that_are_elsewhere_are_not():
+    model = build("qwen3_moe")
+    place_experts(model, "cpu-bf16", trains=False, device=torch.device("cpu"))
+    assert why_not(model) == "its experts are packed, and a step waits for them on the host"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"min_p": 0.1, "do_sample": True}, "asks for MinP, which"),
+        ({"no_repeat_ngram_size": 3, "bad_words_ids": [[5]]}, "asks for NoBadWords, NoRepeatNGram, which"),
+        ({"suppress_tokens": [3]}, "asks for SuppressTokens, which"),
+        ({"stop_strings": ["end"]}, "its generation_config has stop_strings"),
+        ({"min_new_tokens": 3}, "its generation_config has min_new_tokens"),
+        ({"use_cache": False}, "its generation_config wants no cache"),
+    ],
+)
+def test_settings_that_are_not_computed(model, settings, words):
+    assert words in (why_not_chosen(model, GenerationConfig(eos_token_id=2, pad_token_id=0, **settings)) or "")
+
+
+def test_settings_that_are(model):
+    usual = GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1)
+    assert why_not_chosen(model, usual) is None
+    assert why_not_chosen(model, GenerationConfig()) is None

@@ -1,0 +1,89 @@
+"""Routers of transformers by our own: recognised by what they compute, with the same results and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amoeba.integrations.fused_routers import fused_routers, recognise
+from tiny_models import build, experts_of, token_ids
+
+KINDS = {
+    "mixtral": ("softmax", True),
+    "qwen3_moe": ("softmax", True),
+    "olmoe": ("softmax", False),
+    "gpt_oss": ("softmax", True),
+}
+
+
+def results(model):
+    model.zero_grad()
+    ids = token_ids()
+    output = model(input_ids=ids, labels=ids, use_cache=False)
+    output.loss.backward()
+    return output.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sharpen(model):
+    for name, parameter in model.named_parameters():
+        if ".gate." in name or ".router." in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", KINDS)
+def test_the_same_logits_and_gradients(family):
+    model = build(family, **({"norm_topk_prob": True} if family == "qwen3_moe" else {})).train()
+    sharpen(model)
+    classes = [type(module) for module in model.modules()]
+    logits, gradients = results(model)
+    with fused_routers(model) as count:
+        assert count == len(experts_of(model))
+        router = next(module for module in model.modules() if hasattr(module, "found"))
+        assert (router.found.config.score, router.found.config.renormalize) == KINDS[family]
+        found, others = results(model)
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-3, atol=1e-6)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_routers_that_choose_otherwise_stay_as_they_are(family):
+    with fused_routers(build(family)) as count:
+        assert count == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_router_that_looks_alike_and_weighs_otherwise_is_not_taken_for_one():
+    model = build("mixtral")
+    sharpen(model)
+    router = model.model.layers[0].mlp.gate
+    assert recognise(router) is not None
+
+    class Cooler(type(router)):
+        def forward(self, hidden_states):
+            logits, weights, experts = super().forward(hidden_states)
+            return logits, weights.square(), experts
+
+    router.__class__ = Cooler
+    assert recognise(router) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_concluded_from_a_router_of_zeros_or_one_that_draws_noise():
+    model = build("mixtral")
+    sharpen(model)
+    router = model.model.layers[0].mlp.gate
+    own = type(router)
+
+    class Noisy(own):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states + torch.randn_like(hidden_states) * self.training)
+
+    router.__class__ = Noisy
+    assert recognise(router) is None
+    router.__class__ = own
+    torch.nn.init.zeros_(router.weight)
+    assert recognise(router) is None
