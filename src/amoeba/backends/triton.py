@@ -51,8 +51,8 @@ class TritonBackend(PassesBackend):
         return None if _TRITON_FOUND else "needs Triton, which is not installed"
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
-        """What decodes reads the factors of chosen experts alone, and rounds them itself."""
-        return problem if _is_few(problem) and not gradient else super().prepared(problem, gradient)
+        """Factors are rounded where they are read: in decoding, those of chosen experts alone."""
+        return problem
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         if save != "h" and _is_few(problem):
