@@ -4,7 +4,7 @@ E experts · H hidden · I intermediate · J = 2I or I · R LoRA rank, of the jo
 
     pair = of_up(lora, activation, x_TH.dtype, smallest=16)
     pair.a_ERI, pair.b_EOR                                    # h += c (x aᵀ) bᵀ
-    split_up(da_ERI, db_EOR, lora, activation)                # gradients by name
+    split_up(da_ERI, db_EOR, lora, activation, needs)                # gradients by name
 
 Joined, gate and up are one product each way: x and dh are read once for both. b is zero where a column of h is gate's
 and a rank up's, or the other way round.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.addend import padded_rank
+from amoeba.problem import Needs
 from amoeba.weights import LoraFactors
 
 
@@ -59,14 +60,14 @@ def of_down(lora: LoraFactors, dtype: torch.dtype, smallest: int) -> Pair | None
 
 
 def split_up(
-    da_ERI: Tensor | None, db_EOR: Tensor | None, lora: LoraFactors, activation: Activation
+    da_ERI: Tensor | None, db_EOR: Tensor | None, lora: LoraFactors, activation: Activation, needs: Needs
 ) -> dict[str, Tensor]:
-    """Those of gate's and up's factors that the given gradients of the joined ones hold."""
+    """Gradients of gate's and up's factors by name, those that are needed, from those of the joined ones."""
     found: dict[str, Tensor] = {}
     for part in _parts(lora, activation):
-        if da_ERI is not None:
+        if da_ERI is not None and getattr(needs, f"{part.name}_lora_a"):
             found[f"{part.name}_lora_a"] = torch.empty_like(part.a).copy_(da_ERI[:, part.ranks])
-        if db_EOR is not None:
+        if db_EOR is not None and getattr(needs, f"{part.name}_lora_b"):
             found[f"{part.name}_lora_b"] = torch.empty_like(part.b).copy_(db_EOR[:, part.rows, part.ranks])
     return found
 

@@ -47,7 +47,7 @@ class RowProducts(Protocol):
 def add_to_h(problem: Problem, products: RowProducts, x: Rows, h_NJ: Tensor) -> None:
     low_NR = None
     for _, columns, a, b in _of_up(problem, h_NJ):
-        if low_NR is None or not problem.lora.shares_a:
+        if low_NR is None or not _shares_a(problem):
             low_NR = _low(problem, products, x, a.mT)
         products.add_product(low_NR, b.mT, columns)
 
@@ -94,7 +94,7 @@ def up_gradients(
     for name, dpart, a, b in _of_up(problem, dh_NJ):
         needs_a, needs_b = getattr(needs, f"{name}_lora_a"), getattr(needs, f"{name}_lora_b")
         if needs_b:
-            if low_NR is None or not problem.lora.shares_a:
+            if low_NR is None or not _shares_a(problem):
                 low_NR = _low(problem, products, x, a.mT)
             found[f"{name}_lora_b"] = products.weight_gradient(dpart, low_NR, b)
         if needs_a or dx_NH is not None:
@@ -122,6 +122,10 @@ def _of_up(problem: Problem, h_NJ: Tensor) -> Iterator[tuple[str, Tensor, Tensor
         yield "gate", gate, lora.gate_lora_a, lora.gate_lora_b
     if lora.up_lora_a is not None and lora.up_lora_b is not None:
         yield "up", up, lora.up_lora_a, lora.up_lora_b
+
+
+def _shares_a(problem: Problem) -> bool:
+    return problem.lora is not None and problem.lora.shares_a
 
 
 def _of_down(problem: Problem) -> tuple[Tensor, Tensor] | None:

@@ -251,7 +251,7 @@ class TritonRows(SortedRows):
         if needs.x:
             dx_NH = self.new_rows(problem.weights.hidden)
             self._multiply(dh_NJ, problem.weights.gate_up_EJH.mT, dx_NH, addend=addend)
-        return dx_NH, {} if lora is None else joined.split_up(d_a, d_b, lora, activation)
+        return dx_NH, {} if lora is None else joined.split_up(d_a, d_b, lora, activation, needs)
 
     def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
         return self.factor_gradient(grad, rows, torch.empty_like(weight_EOI))

@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     up: Launch
     down: Launch
     sum: Launch | None  # None by slot: down has it inside
-    low: LowLaunches | None  # with LoRA factors
+    low: LowLaunches  # of LoRA factors
     activation: Activation  # kept, so that no other comes to its address, by which the plan is found
 
 
@@ -89,9 +89,8 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
     # a kernel without a bias or factors looks at none, whatever stands in its place
     bias_EJ = x_TH if gate_up_bias_EJ is None else gate_up_bias_EJ.contiguous()
     bias_EH = x_TH if down_bias_EH is None else down_bias_EH.contiguous()
-    factors = (x_TH, x_TH, x_TH) if plan.low is None else plan.low.before_up(lora, x_TH, expert_TK)
-    plan.up(x_TH, expert_TK, gate_up_EJH, bias_EJ, *factors, a_NI)
-    factors = (x_TH, x_TH) if plan.low is None else plan.low.before_down(lora, a_NI, expert_TK)
+    plan.up(x_TH, expert_TK, gate_up_EJH, bias_EJ, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+    factors = plan.low.before_down(lora, a_NI, expert_TK)
     if plan.sum is None:
         plan.down(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, *factors, y_TH)
         return y_TH

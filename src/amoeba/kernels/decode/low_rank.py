@@ -56,8 +56,8 @@ class Ranks(NamedTuple):
 def ranks_of(lora: LoraFactors | None) -> Ranks:
     if lora is None:
         return Ranks()
-    ranks = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
-    return Ranks(*ranks, lora.shares_a)
+    gate, up, down = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
+    return Ranks(gate, up, down, lora.shares_a)
 
 
 class LowLaunches(NamedTuple):
@@ -68,9 +68,9 @@ class LowLaunches(NamedTuple):
     up: Launch | None
     down: Launch | None
 
-    def before_up(self, lora: LoraFactors, x_TH: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_up(self, lora: LoraFactors | None, x_TH: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the up projection is handed: low, B of gate, B of up; whatever stands in its place where it has none."""
-        if not self.ranks.any_up:
+        if lora is None or not self.ranks.any_up:
             return x_TH, x_TH, x_TH
         low_NR = x_TH.new_empty((expert_TK.numel(), self.ranks.low_up))
         if self.gate is not None:
@@ -80,21 +80,19 @@ class LowLaunches(NamedTuple):
         gate_b, up_b = lora.gate_lora_b, lora.up_lora_b
         return low_NR, x_TH if gate_b is None else _plain(gate_b), x_TH if up_b is None else _plain(up_b)
 
-    def before_down(self, lora: LoraFactors, a_NI: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def before_down(self, lora: LoraFactors | None, a_NI: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
         """The same for the down projection: low, B."""
-        if self.down is None:
+        if lora is None or self.down is None:
             return a_NI, a_NI
         low_NR = a_NI.new_empty((expert_TK.numel(), self.ranks.down))
         self.down(a_NI, _plain(lora.down_lora_a), expert_TK, low_NR)
         return low_NR, _plain(lora.down_lora_b)
 
 
-def low_launches(problem: Problem, ranks: Ranks, overlap: bool) -> LowLaunches | None:
+def low_launches(problem: Problem, ranks: Ranks, overlap: bool) -> LowLaunches:
     """overlap: see `configuration.Configuration`."""
-    if problem.lora is None:
-        return None
     num_experts, hidden, intermediate = problem.weights.down_EHI.shape
-    top_k, scaling = problem.expert_TK.shape[1], problem.lora.scaling
+    top_k, scaling = problem.expert_TK.shape[1], 1.0 if problem.lora is None else problem.lora.scaling
 
     def launch(rank: int, stride: int, width: int, slots_per_row: int, begins_next: bool, after_rows: bool) -> Launch:
         return _low.fixed(
