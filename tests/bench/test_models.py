@@ -166,7 +166,7 @@ def test_who_is_left_out_is_listed_with_the_reason(monkeypatch):
     monkeypatch.setattr(suite, "measure_in_process", measured)
     monkeypatch.setattr(suite, "available_memory", lambda device: 1000)
     done = []
-    (report,) = run_models([tiny("training")], 1, done=done.append, ours=["fp32"], peers=["eager"])
+    (report,) = run_models([tiny("training")], 1, done=done.append, ours=["fp32 + autocast"], peers=["eager"])
     assert done == [report]
     assert not asked
     reasons = {each.candidate: each.reason for each in report.measurements}

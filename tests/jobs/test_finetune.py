@@ -124,7 +124,7 @@ def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batch(packed: bool, 
 
     def found(batch_size: int) -> float:
         made = settings(tmp_path, base, data, batch_size=batch_size)
-        rows = Rows(held_out, held_out, functools.partial(pad_rows, padding=0), 1)
+        rows = Rows(held_out, held_out, functools.partial(pad_rows, padding=0), 1, 2, 512)
         trainer = make_trainer(
             model, tokenizer, rows, made, 1, tmp_path, Quiet(), torch.float32, AdapterAlone(), "amoeba finetune"
         )

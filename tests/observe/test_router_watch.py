@@ -148,3 +148,16 @@ def test_entropy_is_that_of_the_scores_and_survives_certainty():
     expected = torch.distributions.Categorical(logits=logits[:2]).entropy().sum() + torch.tensor(2.0).log()
     assert ledger.entropy_L2[0].tolist() == [0, 0] and ledger.entropy_L2[1, 0] == 3
     assert abs(ledger.entropy_L2[1, 1].item() * 2.0**-20 - expected.item()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_watch_takes_over():
+    model = build("qwen3_moe").train()
+    model.set_experts_implementation("amoeba")
+    classes = [type(module) for module in model.modules()]
+    first, second = RouterWatch(model), RouterWatch(model)
+    model(input_ids=token_ids(), use_cache=False)
+    assert sum(first.take()[0]["load"]) == 0 < sum(second.take()[0]["load"])
+    second.close()
+    first.close()
+    assert [type(module) for module in model.modules()] == classes

@@ -92,7 +92,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def _positions(self, begin: int) -> Tensor:
         place_S = torch.arange(self.sequence_length, dtype=torch.int64, device="cpu")
-        first, last = torch.searchsorted(self.starts, torch.tensor([begin, begin + self.sequence_length], device="cpu"))
+        edges = torch.tensor([begin, begin + self.sequence_length], dtype=torch.int64, device="cpu")
+        first, last = torch.searchsorted(self.starts, edges)
         start_S = torch.zeros_like(place_S)
         inside = self.starts[first:last] - begin
         start_S[inside] = inside

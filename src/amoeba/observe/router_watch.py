@@ -159,7 +159,7 @@ def _watched(mixin: type, own: type) -> type:
 
 
 def _watch(module: Any, mixin: type, key: Tensor, experts: int) -> None:
-    own: Any = type(module)
+    own: Any = module.own_class if isinstance(module, mixin) else type(module)  # the last to watch is told
     module.__class__ = _watched(mixin, own)
     module.__dict__["amoeba_key"], module.__dict__["amoeba_experts"] = key, experts
 

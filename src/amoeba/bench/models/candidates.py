@@ -35,9 +35,9 @@ def _training(recipe: Recipe) -> Candidate:
     )
 
 
-def _amoeba_train(states: Literal["float32", "bfloat16"]) -> Candidate:
+def _as_it_trains(states: Literal["float32", "bfloat16"]) -> Candidate:
     return Candidate(
-        f"amoeba train, {'fp32' if states == 'float32' else 'bf16'} moments",
+        f"amoeba as it trains, {'fp32' if states == 'float32' else 'bf16'} moments",
         True,
         "training",
         "bf16 with fp32 masters, layers compiled, loss from hidden states, routers balanced, passes captured",
@@ -97,11 +97,11 @@ def _decode(decoding: Decoding) -> Candidate:
 
 
 CANDIDATES = (
-    _amoeba_train("float32"),
-    _amoeba_train("bfloat16"),
     _training(Recipe("amoeba", "float32")),
     _training(Recipe("amoeba", "bfloat16")),
     _training(Recipe("amoeba", "bfloat16", compiled=True)),
+    _as_it_trains("float32"),
+    _as_it_trains("bfloat16"),
     _training(Recipe("grouped_mm", "float32")),
     _training(Recipe("grouped_mm", "bfloat16")),
     _training(Recipe("grouped_mm", "bfloat16", compiled=True)),

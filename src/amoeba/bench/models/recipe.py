@@ -41,14 +41,15 @@ def our_step(states: Literal["float32", "bfloat16"], problem: Problem) -> Step:
     watch = RouterWatch(model)
     watch.balance(BALANCE, 0.0)
     reason = until_the_end.enter_context(fused_loss(model))
-    assert reason is None, reason
+    if reason is not None:
+        raise RuntimeError(f"the loss from hidden states: {reason}")
     CompiledLayers(model).begin()
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, states=states)
     ids = problem.ids(problem.batch.rows)
     ends = document_arguments({"input_ids": ids.cpu()}, 1, ids.shape[1])
     inputs = {name: value.to(ids.device) if isinstance(value, Tensor) else value for name, value in ends.items()}
     inputs |= {"input_ids": ids, "labels": ids}
-    predicted = torch.tensor(ids.shape[0] * (ids.shape[1] - 1), device=ids.device)
+    predicted = torch.tensor(ids.shape[0] * (ids.shape[1] - 1), dtype=torch.int64, device=ids.device)
     captured: list[CapturedStep] = []
 
     def run(inputs: dict[str, Any], predicted: Tensor) -> Tensor:
