@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation
-from amoeba.cpu.pointers import place_of
 from amoeba.errors import bad_value
 from amoeba.operands import Operand, operands_of
 
@@ -251,13 +250,8 @@ class LoraFactors:
 
     @property
     def shares_a(self) -> bool:
-        """Whether gate and up have one A, as adapters from PEFT do: one tensor, or two that are the same memory."""
-        gate, up = self.gate_lora_a, self.up_lora_a
-        if gate is None or up is None:
-            return False
-        return gate is up or (
-            place_of(gate) == place_of(up) and gate.shape == up.shape and gate.stride() == up.stride()
-        )
+        """Whether gate and up have one A, the same tensor, as adapters from PEFT do."""
+        return self.gate_lora_a is not None and self.gate_lora_a is self.up_lora_a
 
     def to(self, dtype: torch.dtype) -> LoraFactors:
         """The same factors in another dtype, differentiably; an A that gate and up share stays shared."""

@@ -180,7 +180,7 @@ def factors(problem, shared, ranks, device):
             # stored the other way round, so that it is no contiguous tensor
             made[f"{name}_lora_b"] = torch.randn(experts, rank, fan_out, generator=generator).to(device).mT
     if shared:
-        made["up_lora_a"] = made["gate_lora_a"].view_as(made["gate_lora_a"])
+        made["up_lora_a"] = made["gate_lora_a"]
     return LoraFactors(**made, scaling=0.5)
 
 

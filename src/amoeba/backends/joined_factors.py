@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation
+from amoeba.cpu.pointers import place_of
 from amoeba.kernels.addend import padded_rank
 from amoeba.problem import Needs
 from amoeba.weights import LoraFactors
@@ -50,7 +51,7 @@ def of_down(lora: LoraFactors, dtype: torch.dtype, smallest: int) -> Pair | None
         return None
     own = a.shape[1]
     rank = padded_rank(own, smallest)
-    if rank == own and a.dtype == dtype and a.is_contiguous() and b.is_contiguous():
+    if rank == own and all(_as_it_is(factor, dtype) for factor in (a, b)):
         return Pair(a, b)
     a_ERI = a.new_zeros((a.shape[0], rank, a.shape[2]), dtype=dtype)
     b_EOR = b.new_zeros((*b.shape[:2], rank), dtype=dtype)
@@ -70,6 +71,11 @@ def split_up(
         if db_EOR is not None and getattr(needs, f"{part.name}_lora_b"):
             found[f"{part.name}_lora_b"] = torch.empty_like(part.b).copy_(db_EOR[:, part.rows, part.ranks])
     return found
+
+
+def _as_it_is(factor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the bulk copy engine can read it."""
+    return factor.dtype == dtype and factor.is_contiguous() and place_of(factor) % 16 == 0
 
 
 class _Part(NamedTuple):

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from amoeba.backends.rowwise import split_gate_up
+from amoeba.cpu.pointers import place_of
 from amoeba.problem import Needs, Problem
 
 
@@ -125,7 +126,12 @@ def _of_up(problem: Problem, h_NJ: Tensor) -> Iterator[tuple[str, Tensor, Tensor
 
 
 def _shares_a(problem: Problem) -> bool:
-    return problem.lora is not None and problem.lora.shares_a
+    """In backward autograd may give out one tensor as two of the same memory."""
+    assert problem.lora is not None
+    gate, up = problem.lora.gate_lora_a, problem.lora.up_lora_a
+    if gate is None or up is None:
+        return False
+    return place_of(gate) == place_of(up) and gate.shape == up.shape and gate.stride() == up.stride()
 
 
 def _of_down(problem: Problem) -> tuple[Tensor, Tensor] | None:
