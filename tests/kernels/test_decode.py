@@ -396,9 +396,10 @@ class TestConfiguration:
 
 @pytest.mark.gpu
 class TestOnAGpu:
+    @pytest.mark.parametrize("lora", ["none", "all"])
     @pytest.mark.parametrize("tokens", [1, 8, 64])
-    def test_a_real_layer_agrees_with_the_reference(self, tokens, device):
-        case = Case(tokens, 8, hidden=2048, intermediate=768, num_experts=32)
+    def test_a_real_layer_agrees_with_the_reference(self, tokens, lora, device):
+        case = Case(tokens, 8, hidden=2048, intermediate=768, num_experts=32, lora=lora, rank=16)
         truth_TH = example(case, torch.bfloat16).truth["output"]
         assert_right(run(problem_of(case, torch.bfloat16, device)), truth_TH, torch.bfloat16)
 
@@ -415,12 +416,14 @@ class TestOnAGpu:
         truth_TH = example(case, torch.bfloat16).truth["output"]
         assert_right(run(problem_of(case, torch.bfloat16, device), way), truth_TH, torch.bfloat16)
 
+    @pytest.mark.parametrize("lora", ["none", "all"])
     @pytest.mark.parametrize("overlap", [False, True])
     @pytest.mark.parametrize("tokens", [1, 2, 8])
-    def test_a_graph_follows_the_routing_that_lies_in_its_memory(self, tokens, overlap, device):
+    def test_a_graph_follows_the_routing_that_lies_in_its_memory(self, tokens, overlap, lora, device):
         if overlap and torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("programmatic dependent launch needs compute capability 9.0")
-        case = Case(tokens, 4, bias=True, pattern="sentinels", hidden=512, intermediate=256, num_experts=32)
+        sizes = {"hidden": 512, "intermediate": 256, "num_experts": 32}
+        case = Case(tokens, 4, bias=True, pattern="sentinels", lora=lora, rank=16, **sizes)
         problem = problem_of(case, torch.bfloat16, device)
         chosen = configuration(tokens, 4, 32, 512, 256, gated=True, itemsize=2)
         way = chosen._replace(overlap=overlap)
