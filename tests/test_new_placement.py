@@ -139,7 +139,7 @@ def _registered() -> Iterator[None]:
     amoeba.register_placement(HALVED)
     yield
     placements._placements, registry._backends = before
-    registry._serving.clear()
+    registry._sort_backends()
 
 
 # --- and what it has to work in ---------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from amoeba.commands.options import (
     parse_dtypes,
 )
 from amoeba.commands.start import speak_up, start
+from amoeba.loading import loading
 
 app = typer.Typer(
     name="amoeba",
@@ -210,9 +211,10 @@ def train(
         "gradient_checkpointing": gradient_checkpointing or None,
     }  # fmt: skip
     output = start(verbose)
-    from amoeba.commands import train as train_command
-    from amoeba.jobs.resume import settings_of
-    from amoeba.jobs.settings import TrainSettings
+    with loading():
+        from amoeba.commands import train as train_command
+        from amoeba.jobs.resume import settings_of
+        from amoeba.jobs.settings import TrainSettings
 
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}

@@ -56,3 +56,17 @@ def test_heads_and_losses_of_another_kind_are_left_alone():
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with fused_loss(model) as reason:
         assert reason == "its output head is a Sequential, not a plain Linear"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trying_it_computes_experts_as_training_does():
+    model = build("qwen3_moe")
+    seen = []
+    for name, module in model.named_modules():
+        if name.endswith("experts"):
+            module.register_forward_hook(lambda module, args, output: seen.append((len(args[0]), output.requires_grad)))
+    with fused_loss(model) as reason:
+        assert reason is None
+    # not as a few tokens are decoded, nor for an odd number of them: for either Triton compiles kernels of their own
+    assert seen and all(tokens % 16 == 0 and with_gradient for tokens, with_gradient in seen)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers
+from amoeba.jobs import fast_paths
 from amoeba.jobs.captured_step import CapturedStep
 from tiny_models import build
 from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
@@ -29,22 +30,38 @@ def run(folder: Any, inputs: Any, command: str = "train", **changes: Any) -> tup
     return losses(console), console.said
 
 
-@pytest.mark.parametrize("command", ["train", "finetune"])
-def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(command, tmp_path, inputs, monkeypatch):
-    by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off")
+@pytest.fixture
+def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Fills with the layers as they are compiled, by aot_eager: what a compiler would make of them takes a minute."""
     compile_layer = nn.Module.compile
-    counted = []
+    counted: list[nn.Module] = []
 
-    def by_aot(layer: nn.Module, **options: Any) -> None:  # what a compiler would make of it takes a minute
+    def by_aot(layer: nn.Module, **options: Any) -> None:
         counted.append(layer)
         compile_layer(layer, backend="aot_eager", **options)
 
     monkeypatch.setattr(nn.Module, "compile", by_aot)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return counted
+
+
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(command, tmp_path, inputs, compiled_layers):
+    by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off")
     found, said = run(tmp_path / "compiled", inputs, command, compile="on")
-    assert len(counted) == 2 and any("decoder layers compiled" in line for line in said)
+    assert len(compiled_layers) == 2 and any("decoder layers compiled" in line for line in said)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(by_itself), rtol=1e-5, atol=1e-6)
-    assert all(layer._compiled_call_impl is None for layer in counted)
+    assert all(layer._compiled_call_impl is None for layer in compiled_layers)
+
+
+@pytest.mark.parametrize(("worth", "graphs"), [(fast_paths.WORTH_COMPILING, 1), (0.0, 2)])
+def test_layers_are_compiled_once_and_for_evaluations_only_where_they_are_long(
+    worth, graphs, tmp_path, inputs, compiled_layers, monkeypatch
+):
+    monkeypatch.setattr(fast_paths, "WORTH_COMPILING", worth)
+    run(tmp_path / "run", inputs, compile="on", held_out=0.5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, inputs, monkeypatch):

@@ -22,7 +22,7 @@ from amoeba.errors import bad_value
 logger = logging.getLogger("amoeba")
 
 _backends: list[Backend] = [module.BACKEND for module in (cpu, eager, grouped, triton, packed)]
-_serving: dict[tuple[type, str], list[Backend]] = {}
+_serving: dict[tuple[type, str], list[Backend]] = {}  # by kind and type of device, the preferred ones first
 _announced: set[str] = set()
 
 
@@ -53,17 +53,26 @@ def register_backend(backend: Backend) -> None:
     for other in same:
         _backends.remove(other)
     _backends.append(backend)
-    _serving.clear()
+    _sort_backends()
 
 
 def backends_of(kind: type, device: torch.device) -> list[Backend]:
     """Those that serve this kind of weights, the preferred ones first."""
     found = _serving.get((kind, device.type))
-    if found is None:
-        serving = [backend for backend in _backends if kind in backend.kinds]
-        found = sorted(serving, key=lambda backend: -backend.preference(device))
-        _serving[kind, device.type] = found
-    return found
+    return _sorted(kind, device) if found is None else found
+
+
+def _sort_backends() -> None:
+    """Ahead of use: what a first pass noted down, torch.compile would find changed in the second, and compile again."""
+    _serving.clear()
+    for kind in {kind for backend in _backends for kind in backend.kinds}:
+        for device in ("cpu", "cuda"):
+            _serving[kind, device] = _sorted(kind, torch.device(device))
+
+
+def _sorted(kind: type, device: torch.device) -> list[Backend]:
+    serving = [backend for backend in _backends if kind in backend.kinds]
+    return sorted(serving, key=lambda backend: -backend.preference(device))
 
 
 def explain(request: Request) -> Explanation:
@@ -128,3 +137,6 @@ def _announce(explanation: Explanation, request: Request) -> None:
             name,
             f" ({explanation.reasons})" if explanation.refused else "",
         )
+
+
+_sort_backends()

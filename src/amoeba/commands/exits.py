@@ -22,6 +22,7 @@ from typing import Any
 from amoeba.commands.front import typer
 from amoeba.commands.output import Output
 from amoeba.errors import bad_value, is_out_of_memory, one_line
+from amoeba.loading import loading
 
 # A reader that went away (`| head -1`) is no failed check, but it is what click and rich exit with too.
 CHECK_FAILED, READER_GONE, BAD_USAGE, BUG, INTERRUPTED = 1, 1, 2, 70, 130
@@ -79,8 +80,9 @@ def run(app: Callable[..., object]) -> None:
 
 def need(*packages: str) -> None:
     """Inside `usage`: says which package is missing, before another one trips over it in its own way."""
-    for name in packages:
-        importlib.import_module(name)
+    with loading():
+        for name in packages:
+            importlib.import_module(name)
 
 
 def _sentence(error: Exception) -> str | None:

@@ -11,6 +11,7 @@ from amoeba.commands.options import Compile, Json, OptimizerStates, Seed, TrustR
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.commands.start import start
+from amoeba.loading import loading
 from amoeba.shell import shell_command
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ def finetune(
         "held_out": None if held_out is None else _share_or_file(held_out),
     }  # fmt: skip
     output = start(verbose)
-    from amoeba.jobs.resume import settings_of
-    from amoeba.jobs.settings import FinetuneSettings
+    with loading():
+        from amoeba.jobs.resume import settings_of
+        from amoeba.jobs.settings import FinetuneSettings
 
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}
@@ -98,7 +100,8 @@ def run(
     settings: FinetuneSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     need("tokenizers", "safetensors", "transformers", "accelerate")
-    from amoeba.jobs.finetune import finetune as finetune_model
+    with loading():
+        from amoeba.jobs.finetune import finetune as finetune_model
 
     console = RunConsole(output)
     try:

@@ -16,6 +16,7 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, parse_device, parse_dtypes
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.errors import bad_value
+from amoeba.loading import loading
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,8 @@ def generate(
     output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers")
-        from amoeba.jobs.generation_options import GenerationOptions
+        with loading():
+            from amoeba.jobs.generation_options import GenerationOptions
 
         _check_prompts(prompt, prompts, out, batching, batch_size)
         hide_loading_bars(model, output)
@@ -123,7 +125,8 @@ def _check_prompts(
 
 
 def _one(model: str, prompt: str, options: GenerationOptions, adapter: str | None, output: Output) -> GenerationReport:
-    from amoeba.jobs.generate import generate as generate_text
+    with loading():
+        from amoeba.jobs.generate import generate as generate_text
 
     report = generate_text(model, prompt, options, _write, adapter, say=lambda text: output.progress(f"amoeba: {text}"))
     if not report.text.endswith("\n"):
@@ -142,9 +145,10 @@ def _many(
     adapter: str | None,
     output: Output,
 ) -> PromptsReport:
-    from amoeba.data.prompts import read_prompts
-    from amoeba.jobs.generate_prompts import BatchOptions, generate_prompts
-    from amoeba.jobs.prompt_results import Results
+    with loading():
+        from amoeba.data.prompts import read_prompts
+        from amoeba.jobs.generate_prompts import BatchOptions, generate_prompts
+        from amoeba.jobs.prompt_results import Results
 
     batches = BatchOptions(batching, batch_size)  # type: ignore[arg-type]  # it checks the word
     of = model if adapter is None else f"{model} with {adapter}"

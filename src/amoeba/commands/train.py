@@ -9,6 +9,7 @@ from amoeba.commands.exits import need
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.jobs.settings import TrainSettings
+from amoeba.loading import loading
 from amoeba.shell import shell_command
 
 
@@ -16,7 +17,8 @@ def run(
     settings: TrainSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     need("tokenizers", "safetensors", "transformers", "accelerate")
-    from amoeba.jobs.train import train
+    with loading():
+        from amoeba.jobs.train import train
 
     console = RunConsole(output)
     try:

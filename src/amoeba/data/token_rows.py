@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from amoeba.data.chat_template import render
-from amoeba.data.documents import Document
+from amoeba.data.documents import Document, characters
+from amoeba.data.token_cache import WORTH_KEEPING, kept, key_of
 from amoeba.errors import bad_value
 
 if TYPE_CHECKING:
@@ -55,10 +56,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 "tokenizer", "an end-of-text token, which goes between documents", "none", "set its eos_token"
             )
         self.sequence_length = sequence_length
-        none = torch.empty(0, dtype=torch.int32, device="cpu")
-        parts = list(_tokenised(documents, tokenizer))
-        self.tokens = torch.cat([none, *(tokens for tokens, _ in parts)])
-        lengths = torch.cat([none, *(lengths for _, lengths in parts)]).long()
+        self.tokens, lengths = _tokens_and_lengths(documents, tokenizer)
         self.starts = lengths.cumsum(0) - lengths
         self.padding = tokenizer.eos_token_id
         full, rest = divmod(len(self.tokens), sequence_length)
@@ -134,6 +132,37 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts before a text: the token for its begin, or nothing."""
     end = tokenizer.eos_token_id
     return [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id and token != end]
+
+
+def _tokens_and_lengths(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """Of all documents; kept for the next run where there are many and it can be told what the tokenizer does."""
+
+    def make() -> Tensor:
+        none = torch.empty(0, dtype=torch.int32, device="cpu")
+        parts = list(_tokenised(documents, tokenizer))
+        return torch.cat([none, *(tokens for tokens, _ in parts), *(lengths for _, lengths in parts)])
+
+    described = _described(tokenizer)
+    if described is None or characters(documents) < WORTH_KEEPING:
+        numbers = make()
+    else:
+        key = key_of("tokens", (render(document, tokenizer) for document in documents), **described)
+        content = kept(key, lambda: make().numpy().tobytes())
+        numbers = torch.frombuffer(bytearray(content), dtype=torch.int32)
+    tokens, lengths = numbers.split([len(numbers) - len(documents), len(documents)])
+    return tokens, lengths.long()
+
+
+def _described(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """All that its tokens follow from; None for one with code of its own."""
+    if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
+        return None
+    return {
+        "class": type(tokenizer).__qualname__,
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "told": {name: value for name, value in tokenizer.init_kwargs.items() if name != "name_or_path"},
+        "around": [begin_tokens(tokenizer), tokenizer.eos_token_id],
+    }
 
 
 def _tokenised(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Tensor, Tensor]]:

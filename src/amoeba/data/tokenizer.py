@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from amoeba.data.chat_template import render
 from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Document, contents
+from amoeba.data.token_cache import WORTH_KEEPING, kept, key_of
 from amoeba.errors import bad_value
 from amoeba.integrations.model_folder import has_tokenizer, has_weights, load_config, load_tokenizer
 from amoeba.integrations.model_limits import vocabulary
@@ -38,6 +39,23 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             vocab_size,
             "4096 suits a few hundred kB of text",
         )
+    texts = list(texts)
+    if sum(map(len, texts)) < WORTH_KEEPING:
+        tokenizer = _trained(texts, vocab_size)
+    else:
+        key = key_of("tokenizer", texts, vocab_size=vocab_size)
+        made = kept(key, lambda: _trained(texts, vocab_size).to_str().encode())
+        tokenizer = Tokenizer.from_str(made.decode())
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _trained(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,13 +66,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    return tokenizer
 
 
 def load_or_train_tokenizer(

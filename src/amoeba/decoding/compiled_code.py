@@ -3,7 +3,7 @@
 if is_there(model, batch, length): ...
 note(model, batch, length)              # after they were compiled
 
-Inductor keeps the code in its cache, `folder()`; here is only noted for which steps it was made.
+Inductor keeps the code in its cache (`integrations.compile_cache`); here is only noted for which steps it was made.
 """
 
 from __future__ import annotations
@@ -11,26 +11,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from amoeba._version import __version__
-from amoeba.cpu.library_cache import default_folder
-
-_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-
-
-def folder() -> Path:
-    """The user's choice, else a part of our cache. OSError for someone without a home."""
-    return Path(os.environ.get(_VARIABLE) or default_folder() / "inductor")
-
-
-def keep_there() -> None:
-    """Before Inductor asks for a folder."""
-    os.environ[_VARIABLE] = str(folder())
+from amoeba.integrations.compile_cache import folder
 
 
 def is_there(model: Any, batch: int, length: int) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from amoeba.decoding import compiled_code
 from amoeba.decoding.cache import FixedCache, OneLayer
+from amoeba.integrations.compile_cache import keep_compiled_code
 from amoeba.integrations.compiled_layers import decoder_layers
 
 # bf16 numbers are rounded where the plain model rounds them, so that greedy decoding chooses the same tokens. Products
@@ -26,7 +26,7 @@ OPTIONS = {"emulate_precision_casts": True, "coordinate_descent_tuning": True}
 @contextmanager
 def compiled_layers(model: nn.Module, cache: FixedCache) -> Iterator[None]:
     """While it lasts each decoder layer runs compiled, with its own part of the cache."""
-    compiled_code.keep_there()
+    keep_compiled_code()
     layers = decoder_layers(model)
     for layer, own in zip(layers, cache.layers, strict=True):
         layer.forward = _with_own_cache(layer, OneLayer(own), cache)

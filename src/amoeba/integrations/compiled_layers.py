@@ -5,19 +5,19 @@
     loss = model(...).loss          # the first call compiles one layer, not the whole model
     layers.end()
 
-What torch.compile makes is kept in the cache folder of aMoEba, so that the next run begins at once.
+What torch.compile makes is kept in the cache folder of aMoEba, so that the next run does not make it again.
 """
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from amoeba.cpu.library_cache import default_folder
+from amoeba.integrations.compile_cache import keep_compiled_code
+from amoeba.loading import loading
 
 
 class CompiledLayers:
@@ -25,9 +25,10 @@ class CompiledLayers:
         self.layers = decoder_layers(model)
 
     def begin(self) -> None:
-        _keep_what_is_compiled()
-        for layer in self.layers:
-            layer.compile()  # for one shape; where a second one comes, for any
+        keep_compiled_code()
+        with loading():  # the compiler
+            for layer in self.layers:
+                layer.compile()  # for one shape; where a second one comes, for any
 
     def end(self) -> None:
         for layer in self.layers:
@@ -46,11 +47,3 @@ def decoder_layers(model: Any) -> list[Any]:
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "h") and len(module) == count:
             return list(module)
     raise NotImplementedError(f"no list of {count} decoder layers in {type(model).__name__}")
-
-
-def _keep_what_is_compiled() -> None:
-    """Unless the user has said where."""
-    try:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_folder() / "compiled"))
-    except OSError:  # nowhere to keep it
-        return

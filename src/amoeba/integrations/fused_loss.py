@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from amoeba.language_loss import linear_cross_entropy
 
 IGNORED = -100  # the label that transformers does not count
+TRIED_TOKENS = 16  # of a size for which Triton compiles what it compiles for a batch
 
 
 @contextmanager
@@ -54,10 +55,12 @@ def why_not(model: Any) -> str | None:
     handle = head.register_forward_hook(lambda module, args, output: handed.append(output))
     own, training = model.loss_function, model.training
     model.loss_function = note
-    ids = torch.zeros(1, 3, dtype=torch.int64, device=head.weight.device)
+    ids = torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=head.weight.device)
     try:
         model.eval()
-        with torch.no_grad():
+        with (
+            torch.enable_grad()
+        ):  # without gradients so few tokens are decoded, by kernels that training has no use for
             model(input_ids=ids, labels=ids)
     finally:
         model.loss_function = own

@@ -107,9 +107,10 @@ def _compiled(trainer: Any) -> Iterator[str | None]:
             layers.end()
     try:
         trainer.compiled = reason is None
+        trainer.compiles_evaluation = trainer.evaluation_flops() >= WORTH_COMPILING
         yield reason
     finally:
-        trainer.compiled = False
+        trainer.compiled = trainer.compiles_evaluation = False
         if layers is not None:
             layers.end()
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal, NamedTuple
@@ -40,6 +41,7 @@ class FastTrainer(Trainer):
     optimizer_states: Literal["float32", "bfloat16"] = "float32"
     by_documents = False  # whether attention wants to be told where documents end
     compiled = False  # whether the layers are
+    compiles_evaluation = False  # a pass without gradients is other code, which takes as long to compile again
     captures = False  # whether passes are captured, once one has run
     while_it_runs: ExitStack  # what is to be undone afterwards
     _passes = 0
@@ -53,14 +55,24 @@ class FastTrainer(Trainer):
         """Is told of each pass that trains."""
 
     def as_compiled(self, inputs: Any) -> AbstractContextManager:
-        """Where a batch is not as large as those in training, the layers run as they are."""
+        """Where a batch is not as large as those in training, or evaluations are short, the layers run as they are."""
+        model: Any = self.model
         whole = inputs["input_ids"].shape[0] == self.args.per_device_train_batch_size
-        return CompiledLayers.paused() if self.compiled and not whole else nullcontext()
+        serves = whole and (model.training or self.compiles_evaluation)
+        return CompiledLayers.paused() if self.compiled and not serves else nullcontext()
 
     def flops(self) -> float:
         """Of all its steps."""
-        passes = self.args.max_steps * self.args.gradient_accumulation_steps * self.args.per_device_train_batch_size
-        return passes * self.rows.tokens_per_row * training_flops_per_token(self.model, self.rows.tokens_per_row)
+        rows = self.args.max_steps * self.args.gradient_accumulation_steps * self.args.per_device_train_batch_size
+        return rows * self._flops_per_row()
+
+    def evaluation_flops(self) -> float:
+        """Of all its evaluations: of the three products with a weight in training, they have the first."""
+        evaluations = 1 + self.args.max_steps / (self.args.eval_steps or math.inf)
+        return evaluations * len(self.rows.held_out) * self._flops_per_row() / 3
+
+    def _flops_per_row(self) -> float:
+        return self.rows.tokens_per_row * training_flops_per_token(self.model, self.rows.tokens_per_row)
 
     def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
         batch = self.rows.collate(rows)

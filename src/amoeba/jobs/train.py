@@ -26,6 +26,7 @@ from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import TrainSettings
+from amoeba.loading import loading
 from amoeba.observe.router_watch import check_balance
 from amoeba.shell import shell_words
 
@@ -66,13 +67,14 @@ def _train(
     start_from: str | None,
     trust_remote_code: bool,
 ) -> TrainReport:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
+    with loading():
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
 
-    from amoeba.integrations.coverage import check_coverage
-    from amoeba.integrations.transformers import register
-    from amoeba.jobs.fast_trainer import Rows
-    from amoeba.jobs.training_loop import WholeModel, make_trainer, run_to_end
+        from amoeba.integrations.coverage import check_coverage
+        from amoeba.integrations.transformers import register
+        from amoeba.jobs.fast_trainer import Rows
+        from amoeba.jobs.training_loop import WholeModel, make_trainer, run_to_end
 
     register()
     transformers_logging.disable_progress_bar()  # the run has one of its own
