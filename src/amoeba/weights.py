@@ -248,6 +248,11 @@ class LoraFactors:
     def tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in zip(LORA_NAMES, self.six(), strict=True) if tensor is not None}
 
+    @property
+    def shares_a(self) -> bool:
+        """Whether gate and up have one A, the same tensor, as adapters from PEFT do."""
+        return self.gate_lora_a is not None and self.gate_lora_a is self.up_lora_a
+
     def to(self, dtype: torch.dtype) -> LoraFactors:
         """The same factors in another dtype, differentiably; an A that gate and up share stays shared."""
         if all(tensor.dtype == dtype for tensor in self.tensors().values()):

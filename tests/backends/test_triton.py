@@ -23,7 +23,8 @@ from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of, choose
 from amoeba.kernels import decode
 from amoeba.problem import Needs, Problem, Saved
-from amoeba.weights import ExpertWeights
+from amoeba.proof.cases import Case, example, lora_of, weights_of
+from amoeba.weights import ExpertWeights, LoraFactors
 from small_layer import E, H, I, K, Layer, kernel_device
 
 CUDA = torch.device("cuda")
@@ -170,6 +171,20 @@ class TestWhichWay:
         assert taken == [expected]
         torch.testing.assert_close(y_TH, run(layer)[0].detach())
         assert taken == [expected, "up keeping h"]
+
+    def test_few_tokens_with_factors_are_decoded_and_the_factors_not_copied(
+        self, taken: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case = Case(3, 2, lora="all", rank=5)
+        made = example(case, torch.float16)
+        tensors = {name: tensor.to(DEVICE, torch.float16) for name, tensor in made.inputs.items()}
+        lora = lora_of({name: tensor.float() for name, tensor in tensors.items()})
+        routing = Routing(made.expert_TK.to(DEVICE), tensors["weight"].float())
+        arguments = tensors["x"], routing, weights_of(tensors, case.activation)
+        y_TH = experts(*arguments, lora=lora.to(torch.float16), backend="triton")
+        monkeypatch.setattr(LoraFactors, "to", None)
+        assert torch.equal(experts(*arguments, lora=lora, backend="triton"), y_TH)
+        assert taken == ["decode", "decode"]
 
     def test_with_gradients_h_is_kept_and_not_computed_again(self, taken: list[str]) -> None:
         layer = layer_here(tokens=2)

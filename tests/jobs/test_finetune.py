@@ -510,3 +510,19 @@ def test_fine_tuning_with_packed_experts_learns(placement: str, base: Path, data
     assert report.final_loss < report.start_loss - 0.3
     resident = base_model(base)
     lora.load(resident, report.adapter)  # the adapter is one like any other
+
+
+@pytest.mark.parametrize(
+    ("dtype", "train_router", "autocast"),
+    [(torch.bfloat16, False, False), (torch.bfloat16, True, True), (torch.float32, False, False)],
+)
+def test_autocast_is_for_routers_that_train_in_fp32_beside_a_bf16_model(
+    dtype: torch.dtype, train_router: bool, autocast: bool, base: Path, data: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The experts' fp32 factors do not need it, and it would cast and copy in every layer."""
+    seen = []
+    monkeypatch.setattr("amoeba.jobs.finetune.run_to_end", lambda trainer, *_: seen.append(trainer.args.bf16) or 1 / 0)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ZeroDivisionError):
+        finetune(settings(tmp_path / "run", base, data, dtype=name, train_router=train_router), Quiet())
+    assert seen == [autocast]

@@ -15,16 +15,17 @@ import torch
 
 from amoeba.config import Activation, ActivationKind
 from amoeba.problem import Problem
-from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, example
+from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, example, lora_of
 from amoeba.proof.conformance import TOLERANCE, poisoned_memory
 from amoeba.proof.reference.experts import experts_forward
-from amoeba.weights import ExpertWeights
+from amoeba.weights import ExpertWeights, LoraFactors
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language")
 decode = pytest.importorskip("amoeba.kernels.decode").decode
 decode_configuration = pytest.importorskip("amoeba.kernels.decode.configuration")
 decode_by_expert = pytest.importorskip("amoeba.kernels.decode.by_expert")
+decode_low_rank = pytest.importorskip("amoeba.kernels.decode.low_rank")
 configuration = decode_configuration.configuration
 Configuration, Tile = decode_configuration.Configuration, decode_configuration.Tile
 
@@ -62,6 +63,7 @@ def problem_of(case, dtype, device):
             tensors.get("down_bias"),
             case.activation,
         ),
+        lora_of(tensors),
     )
 
 
@@ -126,6 +128,7 @@ def test_a_plan_is_found_again_by_all_that_it_was_made_for(device, monkeypatch):
     base = Case(3, 2, bias=True, hidden=32, intermediate=32)
     changes = [{}, {"activation": CLAMPED_SWIGLU}, {"activation": Activation("gelu")}, {"bias": False}, {"top_k": 1}]
     changes += [{"storage": "transposed"}, {"narrow": True}, {"num_tokens": 2}, {"num_experts": 3}]
+    changes += [{"lora": "all"}, {"lora": "all", "rank": 5}, {"lora": "down"}]
     cases = [(dataclasses.replace(base, **change), torch.float32) for change in changes]
     cases.append((base, torch.float16))
     plans: dict = {}
@@ -141,6 +144,72 @@ def _with_gaps(x_TH):
     """The same numbers, each row and each element apart from the next."""
     wide = x_TH.new_empty(2 * x_TH.shape[0], 2 * x_TH.shape[1])[::2, ::2]
     return wide.copy_(x_TH)
+
+
+ADAPTED = [
+    Case(1, 2, bias=True, hidden=63, intermediate=199, lora="all", rank=5),
+    Case(1, 5, CLAMPED_SWIGLU, True, "sentinels", lora="all", rank=16),
+    Case(3, 2, PLAIN_RELU2, True, "sentinels", lora="all", rank=1),
+    Case(8, 2, CLAMPED_SWIGLU, hidden=31, intermediate=23, lora="gate_up"),
+    Case(2, 3, SILU, storage="transposed", narrow=True, lora="down", rank=3),
+    Case(2, 2, SILU, lora="up", rank=17),
+]
+
+
+@WAYS
+@pytest.mark.parametrize("case", ADAPTED, ids=lambda case: case.name)
+def test_factors_agree_with_the_reference(case, way, device, monkeypatch):
+    monkeypatch.setattr(decode_low_rank, "DEPTH", 16)  # so that these sizes take several steps
+    assert_agrees(case, way, device)
+
+
+@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
+def test_factors_of_shared_experts_agree_with_the_reference(case, device):
+    assert_agrees(dataclasses.replace(case, lora="all", rank=5), BY_EXPERT, device)
+
+
+def factors(problem, shared, ranks, device):
+    """Of gate, up and down with ranks of their own; 0: none."""
+    generator = torch.Generator().manual_seed(3)
+    experts, hidden, inner = problem.weights.down_EHI.shape
+    made = {}
+    for name, rank in ranks.items():
+        fan_in, fan_out = (inner, hidden) if name == "down" else (hidden, inner)
+        if rank:
+            made[f"{name}_lora_a"] = torch.randn(experts, rank, fan_in, generator=generator).to(device) / 8
+            # stored the other way round, so that it is no contiguous tensor
+            made[f"{name}_lora_b"] = torch.randn(experts, rank, fan_out, generator=generator).to(device).mT
+    if shared:
+        made["up_lora_a"] = made["gate_lora_a"]
+    return LoraFactors(**made, scaling=0.5)
+
+
+@WAYS
+@pytest.mark.parametrize("activation", [SILU, CLAMPED_SWIGLU], ids=str)
+@pytest.mark.parametrize(
+    ("shared", "ranks"),
+    [(True, (3, 3, 2)), (False, (3, 9, 1)), (False, (4, 0, 0)), (False, (2, 0, 5)), (False, (3, 3, 3))],
+    ids=str,
+)
+def test_every_combination_of_ranks_agrees_with_the_reference(activation, shared, ranks, way, device):
+    problem = problem_of(Case(3, 2, activation, True, "sentinels"), torch.float32, device)
+    lora = factors(problem, shared, dict(zip(("gate", "up", "down"), ranks, strict=True)), device)
+    truth_TH = experts_forward(
+        problem.x_TH.cpu().double(),
+        problem.expert_TK.cpu(),
+        problem.weight_TK.cpu().double(),
+        ExpertWeights(*(t.cpu().double() for t in problem.weights.tensors()), activation),
+        LoraFactors(**{name: tensor.cpu().double() for name, tensor in lora.tensors().items()}, scaling=0.5),
+    )
+    assert_right(run(problem._replace(lora=lora), way), truth_TH, torch.float32)
+
+
+@WAYS
+def test_fp32_factors_beside_half_precision_are_rounded_as_they_are_read(way, device):
+    problem = problem_of(Case(3, 2, bias=True), torch.float16, device)
+    lora = factors(problem, True, {"gate": 3, "up": 3, "down": 2}, device)
+    rounded = run(problem._replace(lora=lora.to(torch.float16)), way)
+    assert torch.equal(run(problem._replace(lora=lora), way), rounded)
 
 
 @WAYS
@@ -166,8 +235,8 @@ def test_no_tokens_or_no_experts_per_token(top_k, device):
 
 @WAYS
 def test_what_nobody_owns_is_not_read(way, device):
-    """NaN in the weights of untouched experts, in routing weights of nobody's slots and in x of lost tokens."""
-    problem = problem_of(Case(4, 2, bias=True), torch.float32, device)
+    """NaN in weights and factors of untouched experts, in routing weights of nobody's slots and in x of lost tokens."""
+    problem = problem_of(Case(4, 2, bias=True, lora="all"), torch.float32, device)
     expert_TK = torch.tensor([[3, -1], [8, 5], [2**32 + 3, 8], [5, 3]], device=device)
     nobody_TK = (expert_TK < 0) | (expert_TK >= 8)
     problem = problem._replace(expert_TK=expert_TK)
@@ -176,18 +245,23 @@ def test_what_nobody_owns_is_not_read(way, device):
         expert_TK.cpu(),
         problem.weight_TK.cpu().double(),
         ExpertWeights(*(t.cpu().double() for t in problem.weights.tensors()), problem.weights.activation),
+        lora_of({name: tensor.cpu().double() for name, tensor in problem.lora.tensors().items()}),
     )
     assert truth_TH[2].count_nonzero() == 0
     x_TH = problem.x_TH.clone()
     x_TH[2] = torch.nan
     untouched = torch.ones(8, dtype=torch.bool, device=device)
     untouched[[3, 5]] = False
-    weights = [t.masked_fill(untouched.view(-1, *[1] * (t.dim() - 1)), torch.nan) for t in problem.weights.tensors()]
+
+    def poison(tensor):
+        return tensor.masked_fill(untouched.view(-1, *[1] * (tensor.dim() - 1)), torch.nan)
+
     poisoned = Problem(
         x_TH,
         expert_TK,
         problem.weight_TK.masked_fill(nobody_TK, torch.nan),
-        ExpertWeights(*weights, problem.weights.activation),
+        ExpertWeights(*map(poison, problem.weights.tensors()), problem.weights.activation),
+        lora_of({name: poison(tensor) for name, tensor in problem.lora.tensors().items()}),
     )
     assert_right(run(poisoned, way), truth_TH, torch.float32)
 
@@ -322,9 +396,10 @@ class TestConfiguration:
 
 @pytest.mark.gpu
 class TestOnAGpu:
+    @pytest.mark.parametrize("lora", ["none", "all"])
     @pytest.mark.parametrize("tokens", [1, 8, 64])
-    def test_a_real_layer_agrees_with_the_reference(self, tokens, device):
-        case = Case(tokens, 8, hidden=2048, intermediate=768, num_experts=32)
+    def test_a_real_layer_agrees_with_the_reference(self, tokens, lora, device):
+        case = Case(tokens, 8, hidden=2048, intermediate=768, num_experts=32, lora=lora, rank=16)
         truth_TH = example(case, torch.bfloat16).truth["output"]
         assert_right(run(problem_of(case, torch.bfloat16, device)), truth_TH, torch.bfloat16)
 
@@ -341,12 +416,14 @@ class TestOnAGpu:
         truth_TH = example(case, torch.bfloat16).truth["output"]
         assert_right(run(problem_of(case, torch.bfloat16, device), way), truth_TH, torch.bfloat16)
 
+    @pytest.mark.parametrize("lora", ["none", "all"])
     @pytest.mark.parametrize("overlap", [False, True])
     @pytest.mark.parametrize("tokens", [1, 2, 8])
-    def test_a_graph_follows_the_routing_that_lies_in_its_memory(self, tokens, overlap, device):
+    def test_a_graph_follows_the_routing_that_lies_in_its_memory(self, tokens, overlap, lora, device):
         if overlap and torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("programmatic dependent launch needs compute capability 9.0")
-        case = Case(tokens, 4, bias=True, pattern="sentinels", hidden=512, intermediate=256, num_experts=32)
+        sizes = {"hidden": 512, "intermediate": 256, "num_experts": 32}
+        case = Case(tokens, 4, bias=True, pattern="sentinels", lora=lora, rank=16, **sizes)
         problem = problem_of(case, torch.bfloat16, device)
         chosen = configuration(tokens, 4, 32, 512, 256, gated=True, itemsize=2)
         way = chosen._replace(overlap=overlap)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.activation_backward_product import down_backward, number_of_slices
+from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
 from amoeba.kernels.tiles import Configuration, configuration, expert_constants, slots
 from amoeba.layout import Layout, build_layout
@@ -152,6 +153,30 @@ def test_sorted_rows_with_bias_and_either_storage_of_the_matrix(
         if bias_EH is not None:
             expected[rows] += bias_EH[e].double()
     assert_close("y", y_NH[: p.owned], expected[: p.owned], torch.float32)
+
+
+@pytest.mark.parametrize("rank", [16, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scaled_product_and_an_addend(rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    p = problem("unowned", dtype, device)
+    low_NR = torch.randn(p.rows(rank).shape, device=device).to(dtype)
+    low_NR[p.owned :] = math.nan
+    factor_EOR = torch.randn(*p.gate_up_EJH.shape[:2], rank, device=device).to(dtype) / math.sqrt(rank)
+    out_NJ = p.rows(p.gate_up_EJH.shape[1])
+    matrix = p.gate_up_EJH.transpose(1, 2)
+    addend = Addend(low_NR, factor_EOR)
+    multiply_rows(p.x_TH, matrix, p.layout.offs_E, out_NJ, **p.order, scale=0.75, addend=addend, configuration=TINY)
+    expected = torch.empty_like(out_NJ, dtype=torch.float64)
+    for e, rows in p.per_expert():
+        expected[rows] = 0.75 * p.x_TH.double()[p.layout.token_N[rows]] @ p.gate_up_EJH[e].double().T
+        expected[rows] += low_NR[rows].double() @ factor_EOR[e].double().T
+    assert_close("out", out_NJ[: p.owned], expected[: p.owned], dtype)
+    assert out_NJ[p.owned :].isnan().all(), "rows that belong to nobody are not written"
+
+
+def test_ranks_are_padded_to_what_the_kernels_take() -> None:
+    assert [padded_rank(rank, 16) for rank in (1, 16, 17, 33, 64, 65, 128, 129)] == [16, 16, 32, 64, 64, 128, 128, 192]
+    assert [padded_rank(rank, 64) for rank in (1, 16, 64, 65)] == [64, 64, 64, 128]
 
 
 def test_strided_rows_into_part_of_a_wider_buffer(device: torch.device) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation
+from amoeba.kernels.addend import Addend
 from amoeba.kernels.hopper import gradient as hopper_gradient
 from amoeba.kernels.hopper import product as hopper_product
 from amoeba.kernels.weight_gradient import heaviest_first
@@ -226,6 +227,50 @@ def test_rows_times_their_experts_matrix(
         if bias_EO is not None:
             expected[of_e] += bias_EO[e].double()
     assert_rows("out", memory, expected, rows.owned)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("gathered", "rows_first", "rank"), [(True, True, 64), (True, False, 128), (False, False, 64)])
+@pytest.mark.parametrize("activated", [False, True])
+def test_an_addend_is_more_of_the_depth(
+    activated: bool,
+    gathered: bool,
+    rows_first: bool,
+    rank: int,
+    routing: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if activated and not (gathered and rows_first):
+        pytest.skip("the up projection gathers, from matrices stored (J, H)")
+    dtype, depth, width = torch.bfloat16, 192, 384
+    rows = routed(routing, device)
+    left = (rows.of_tokens if gathered else rows.sorted)(depth, dtype, seed=0)
+    matrix_EOW = normal(E, width, depth, dtype=dtype, seed=1, device=device, scale=depth**-0.5)
+    low_NR = rows.sorted(rank, dtype, seed=2)
+    factor_EOR = normal(E, width, rank, dtype=dtype, seed=3, device=device, scale=rank**-0.5)
+    if not rows_first:
+        matrix_EOW = matrix_EOW.transpose(1, 2).contiguous().transpose(1, 2)
+    order = {"order_N": rows.order_N, "top_k": K} if gathered else {}
+
+    def compute() -> tuple[Tensor, ...]:
+        columns = width // 2 if activated else width
+        out_NO, memory = poisoned(rows.tokens * K, columns, dtype=dtype, device=device)
+        table = hopper_product.tile_table(rows.offs_E, rows.tokens * K)
+        addend = Addend(low_NR, factor_EOR)
+        if activated:
+            hopper_product.up(left, rows.order_N, K, matrix_EOW, table, Activation(), out_NO, addend=addend)
+        else:
+            hopper_product.multiply(left, matrix_EOW, table, out_NO, addend=addend, **order)
+        return (memory,)
+
+    (memory,) = on_any_number_of_programs(monkeypatch, compute)
+    expected = torch.zeros(rows.owned, width, dtype=torch.float64, device=device)
+    for e, of_e in rows.experts():
+        of_expert = left[rows.token(of_e)] if gathered else left[of_e]
+        expected[of_e] = of_expert.double() @ matrix_EOW[e].double().T
+        expected[of_e] += low_NR[of_e].double() @ factor_EOR[e].double().T
+    assert_rows("out", memory, activate(expected, Activation()) if activated else expected, rows.owned)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

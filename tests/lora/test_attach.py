@@ -394,3 +394,29 @@ def test_experts_alone_need_no_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"targets: expected the package peft.*[Pp]ip install 'amoeba-moe\[lora\]'"):
         lora.attach(model, 2, 4, "q_proj")
     lora.attach(model, 2, 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_compile_to_one_code_and_one_for_the_first_whose_input_needs_no_gradient() -> None:
+    """However many layers there are: a code for each would take minutes before the first step."""
+    import torch._dynamo.utils
+
+    model = build("qwen3_moe", num_hidden_layers=4).train().to(torch.bfloat16)
+    lora.attach(model, r=2)
+    ids = token_ids()
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+
+    expected = gradients()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", dynamic=False)
+    found = gradients()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(found) == len(expected) > 0
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -46,10 +46,10 @@ class RowProducts(Protocol):
 
 
 def add_to_h(problem: Problem, products: RowProducts, x: Rows, h_NJ: Tensor) -> None:
-    low_NR = previous_a = None
+    low_NR = None
     for _, columns, a, b in _of_up(problem, h_NJ):
-        if low_NR is None or not _same(a, previous_a):
-            low_NR, previous_a = _low(problem, products, x, a.mT), a
+        if low_NR is None or not _shares_a(problem):
+            low_NR = _low(problem, products, x, a.mT)
         products.add_product(low_NR, b.mT, columns)
 
 
@@ -91,12 +91,12 @@ def up_gradients(
 ) -> dict[str, Tensor]:
     """By name, those that are needed; adds the LoRA path to dx_NH where that is given."""
     found: dict[str, Tensor] = {}
-    low_NR = previous_a = None
+    low_NR = None
     for name, dpart, a, b in _of_up(problem, dh_NJ):
         needs_a, needs_b = getattr(needs, f"{name}_lora_a"), getattr(needs, f"{name}_lora_b")
         if needs_b:
-            if low_NR is None or not _same(a, previous_a):
-                low_NR, previous_a = _low(problem, products, x, a.mT), a
+            if low_NR is None or not _shares_a(problem):
+                low_NR = _low(problem, products, x, a.mT)
             found[f"{name}_lora_b"] = products.weight_gradient(dpart, low_NR, b)
         if needs_a or dx_NH is not None:
             dlow_NR = _low(problem, products, dpart, b)
@@ -125,13 +125,17 @@ def _of_up(problem: Problem, h_NJ: Tensor) -> Iterator[tuple[str, Tensor, Tensor
         yield "up", up, lora.up_lora_a, lora.up_lora_b
 
 
+def _shares_a(problem: Problem) -> bool:
+    """In backward autograd may give out one tensor as two of the same memory."""
+    assert problem.lora is not None
+    gate, up = problem.lora.gate_lora_a, problem.lora.up_lora_a
+    if gate is None or up is None:
+        return False
+    return place_of(gate) == place_of(up) and gate.shape == up.shape and gate.stride() == up.stride()
+
+
 def _of_down(problem: Problem) -> tuple[Tensor, Tensor] | None:
     lora = problem.lora
     if lora is None or lora.down_lora_a is None or lora.down_lora_b is None:
         return None
     return lora.down_lora_a, lora.down_lora_b
-
-
-def _same(a: Tensor, b: Tensor | None) -> bool:
-    """Whether gate and up share their A, as adapters from PEFT do."""
-    return b is not None and place_of(a) == place_of(b) and a.shape == b.shape and a.stride() == b.stride()

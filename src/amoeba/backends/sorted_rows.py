@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.backends import low_rank
-from amoeba.backends.low_rank import RowProducts, Rows
+from amoeba.backends.low_rank import Rows
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.torch_internals import graph_is_freed
 
@@ -59,11 +58,6 @@ class SortedRows(ABC):
     @abstractmethod
     def x(self) -> Rows: ...
 
-    @property
-    @abstractmethod
-    def thin(self) -> RowProducts:
-        """The products with LoRA factors."""
-
     @abstractmethod
     def hidden(self) -> Tensor:
         """h = x · gate_upᵀ + bias (+ LoRA)."""
@@ -99,8 +93,15 @@ class SortedRows(ABC):
         """Σ over each expert's rows of grad, each times its routing weight if weighted."""
 
     @abstractmethod
-    def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
-        """dx of each row = dh · gate_up, as `combine` takes it; without LoRA."""
+    def down_factor_gradients(
+        self, dy: Rows, dlow_NR: Tensor | None, scaled_a_NI: Tensor | None, needs: Needs
+    ) -> dict[str, Tensor]:
+        """Of the LoRA factors of down, by name, those that are needed."""
+
+    @abstractmethod
+    def up_backward(self, dh_NJ: Tensor, needs: Needs) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """dx of each row = dh · gate_up (+ LoRA), as `combine` takes it, and the gradients of the LoRA factors of gate
+        and up by name: those that are needed."""
 
 
 def forward(problem: Problem, save: Save, rows_type: type[SortedRows]) -> tuple[Tensor, Saved | None]:
@@ -137,7 +138,7 @@ def backward(
     d_x = d_weight = None
     if needs.weight:
         d_weight = rows.slot_gradient(ds_N, dy)
-    found |= low_rank.down_gradients(problem, rows.thin, dy, dlow_NR, scaled_a_NI, needs)
+    found |= rows.down_factor_gradients(dy, dlow_NR, scaled_a_NI, needs)
     if needs.down:
         assert scaled_a_NI is not None
         found["down"] = rows.weight_gradient(dy, scaled_a_NI, weights.down_EHI)
@@ -149,8 +150,8 @@ def backward(
         found["gate_up"] = rows.weight_gradient(dh_NJ, rows.x, weights.gate_up_EJH)
     if needs.gate_up_bias:
         found["gate_up_bias"] = rows.bias_gradient(dh_NJ, weights.gate_up_bias_EJ, weighted=False)
-    dx_NH = rows.rows_gradient(dh_NJ) if needs.x else None
-    found |= low_rank.up_gradients(problem, rows.thin, rows.x, dh_NJ, dx_NH, needs)
+    dx_NH, of_factors = rows.up_backward(dh_NJ, needs)
+    found |= of_factors
     if dx_NH is not None:
         d_x = rows.combine(dx_NH, weighted=False)
         del dx_NH

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from amoeba.backends import low_rank
 from amoeba.backends.allocate import empty_gradient, empty_rows
-from amoeba.backends.low_rank import ByToken, RowProducts, Rows
+from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward, slot_gradient, sum_rows
 from amoeba.backends.sorted_rows import ActivationGradients, SortedRows
 from amoeba.cpu_features import compute_dtype
 from amoeba.layout import Layout
-from amoeba.problem import Problem, Saved, layout_of
+from amoeba.problem import Needs, Problem, Saved, layout_of
 
 
 class RowsInTorch(SortedRows):
@@ -49,10 +49,6 @@ class RowsInTorch(SortedRows):
     def x(self) -> Rows:
         return ByToken(self.problem.x_TH)
 
-    @property
-    def thin(self) -> RowProducts:
-        return self
-
     def gather(self, rows_TH: Tensor) -> Tensor:
         return rows_TH.index_select(0, self.token_N)
 
@@ -64,6 +60,19 @@ class RowsInTorch(SortedRows):
         a_NI = self.new_rows(weights.intermediate)
         self.activate(h_NJ, self.scale_N, weights.activation, a_NI)
         return h_NJ if want_h else None, a_NI
+
+    @abstractmethod
+    def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
+        """dh · gate_up, without LoRA."""
+
+    def up_backward(self, dh_NJ: Tensor, needs: Needs) -> tuple[Tensor | None, dict[str, Tensor]]:
+        dx_NH = self.rows_gradient(dh_NJ) if needs.x else None
+        return dx_NH, low_rank.up_gradients(self.problem, self, self.x, dh_NJ, dx_NH, needs)
+
+    def down_factor_gradients(
+        self, dy: Rows, dlow_NR: Tensor | None, scaled_a_NI: Tensor | None, needs: Needs
+    ) -> dict[str, Tensor]:
+        return low_rank.down_gradients(self.problem, self, dy, dlow_NR, scaled_a_NI, needs)
 
     def activation_backward(
         self, dy: Rows, h_NJ: Tensor, want_scaled_a: bool, *, overwrite_h: bool

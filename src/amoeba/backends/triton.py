@@ -5,7 +5,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 Rows are sorted by a counting sort on the device. The up projection gathers the rows of x as it loads them and activates
 in its epilogue; the routing weights enter in the gather-and-sum at the end, in fp32. Backward starts from dA' = dy ·
 down: one pass over it and h gives dh, s·a and ds, so that y is never saved. A few tokens without gradients are decoded
-by kernels that read each weight once and sort nothing; with LoRA factors they are not.
+by kernels that read each weight once and sort nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +50,12 @@ class TritonBackend(PassesBackend):
             return "Triton's interpreter multiplies bf16 wrongly"
         return None if _TRITON_FOUND else "needs Triton, which is not installed"
 
+    def prepared(self, problem: Problem, gradient: bool) -> Problem:
+        """Factors are rounded where they are read: in decoding, those of chosen experts alone."""
+        return problem
+
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        if save != "h" and 0 < problem.x_TH.shape[0] <= DECODE_TOKENS and problem.lora is None:
+        if save != "h" and _is_few(problem):
             from amoeba.kernels.decode import decode
 
             return decode(problem), None
@@ -63,6 +67,10 @@ class TritonBackend(PassesBackend):
         from amoeba.backends.triton_rows import TritonRows
 
         return sorted_rows.backward(problem, saved, dy_TH, needs, TritonRows)
+
+
+def _is_few(problem: Problem) -> bool:
+    return 0 < problem.x_TH.shape[0] <= DECODE_TOKENS
 
 
 BACKEND = TritonBackend()

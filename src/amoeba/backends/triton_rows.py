@@ -3,27 +3,30 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
 Rows are gathered as the products load them, so `gather` and `x` copy nothing; the routing weights enter in `combine`,
-in fp32. With LoRA factors the up projection and dA' are not fused with the activation, their low-rank terms come
-between.
+in fp32. LoRA: a thin product gives each row its few numbers (`low`), and the large one after it takes them as more of
+its depth (`Addend`), so that nothing of the size of the rows is written or read for them.
 """
 
 from __future__ import annotations
 
+import functools
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from amoeba.backends import low_rank
-from amoeba.backends.low_rank import ByToken, RowProducts, Rows
+from amoeba.backends import joined_factors as joined
+from amoeba.backends.joined_factors import Pair
+from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients, SortedRows
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels import activation_backward_product, grouped_product, weight_gradient
 from amoeba.kernels.activate import activate, activate_backward
+from amoeba.kernels.addend import SMALLEST_STEP, WHOLE_STEP, Addend
 from amoeba.kernels.combine import combine, slot_gradient
 from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
 from amoeba.kernels.sort import sort_rows
-from amoeba.problem import Problem, Saved
+from amoeba.problem import Needs, Problem, Saved
 
 # What H and I have to be multiples of in the kernels for Hopper.
 HOPPER_WIDTH = 64
@@ -55,10 +58,6 @@ class TritonRows(SortedRows):
         return ByToken(self.problem.x_TH)
 
     @property
-    def thin(self) -> RowProducts:
-        return self
-
-    @property
     def top_k(self) -> int:
         return self.problem.expert_TK.shape[1]
 
@@ -73,34 +72,14 @@ class TritonRows(SortedRows):
 
     def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
         weights = self.problem.weights
-        apart = self._activates_apart()
-        h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if want_h or apart else None
+        h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if want_h else None
         a_NI = self.new_rows(weights.intermediate)
-        if h_NJ is not None and apart:
-            self._multiply_x(h_NJ)
-            low_rank.add_to_h(self.problem, self.thin, self.x, h_NJ)
-            activate(h_NJ, weights.activation, a_NI, self.offs_E)
-        else:
-            self._multiply_x_and_activate(h_NJ, a_NI)
-        return h_NJ, a_NI
+        pair = self.of_up
+        addend = None if pair is None else Addend(self.low(self.x, pair.a_ERI.mT), pair.b_EOR)
+        return self._multiply_x_and_activate(h_NJ, a_NI, addend), a_NI
 
-    def _activates_apart(self) -> bool:
-        return self.problem.lora is not None
-
-    def _multiply_x(self, h_NJ: Tensor) -> None:
-        """h = gathered x · gate_upᵀ + bias."""
-        weights = self.problem.weights
-        grouped_product.multiply_rows(
-            self.problem.x_TH,
-            weights.gate_up_EJH.transpose(1, 2),
-            self.offs_E,
-            h_NJ,
-            order_N=self.order_N,
-            top_k=self.top_k,
-            bias_EO=weights.gate_up_bias_EJ,
-        )
-
-    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor) -> None:
+    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
+        """Returns h, if it was written."""
         weights = self.problem.weights
         grouped_product.multiply_rows_activated(
             self.problem.x_TH,
@@ -112,18 +91,60 @@ class TritonRows(SortedRows):
             order_N=self.order_N,
             top_k=self.top_k,
             bias_EJ=weights.gate_up_bias_EJ,
+            addend=addend,
         )
+        return h_NJ
 
     def down(self, a_NI: Tensor) -> Tensor:
-        y_NH = self.new_rows(self.problem.weights.hidden)
-        self._multiply_a(a_NI, y_NH)
-        low_rank.add_to_y(self.problem, self.thin, a_NI, y_NH)
+        y_NH, weights, pair = self.new_rows(self.problem.weights.hidden), self.problem.weights, self.of_down
+        addend = None if pair is None else Addend(self.low(a_NI, pair.a_ERI.mT), pair.b_EOR)
+        self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH, addend=addend)
         return y_NH
 
-    def _multiply_a(self, a_NI: Tensor, y_NH: Tensor) -> None:
-        weights = self.problem.weights
-        matrix_EIH = weights.down_EHI.transpose(1, 2)
-        grouped_product.multiply_rows(a_NI, matrix_EIH, self.offs_E, y_NH, bias_EO=weights.down_bias_EH)
+    def _multiply(
+        self,
+        rows: Rows,
+        matrix_EOI: Tensor,
+        out_NO: Tensor,
+        *,
+        bias_EO: Tensor | None = None,
+        addend: Addend | None = None,
+    ) -> None:
+        """out = rows · matrixᵀ + bias + addend."""
+        plain, order_N = self._gathered(rows)
+        grouped_product.multiply_rows(
+            plain,
+            matrix_EOI.transpose(1, 2),
+            self.offs_E,
+            out_NO,
+            order_N=order_N,
+            top_k=self.top_k,
+            bias_EO=bias_EO,
+            addend=addend,
+        )
+
+    smallest_rank = SMALLEST_STEP
+
+    @cached_property
+    def of_up(self) -> Pair | None:
+        """The LoRA factors of gate and up."""
+        lora, activation = self.problem.lora, self.problem.weights.activation
+        return None if lora is None else joined.of_up(lora, activation, self.problem.x_TH.dtype, self.smallest_rank)
+
+    @cached_property
+    def of_down(self) -> Pair | None:
+        lora = self.problem.lora
+        return None if lora is None else joined.of_down(lora, self.problem.x_TH.dtype, self.smallest_rank)
+
+    def low(self, rows: Rows, factor_EIR: Tensor) -> Tensor:
+        """scaling · rows · factor, as `Addend` takes it."""
+        assert self.problem.lora is not None
+        low_NR = self.new_rows(factor_EIR.shape[2])
+        plain, order_N = self._gathered(rows)
+        scaling, top_k = self.problem.lora.scaling, self.top_k
+        return grouped_product.multiply_rows(
+            plain, factor_EIR, self.offs_E, low_NR, order_N=order_N, top_k=top_k, scale=scaling
+        )
 
     def combine(self, rows_NH: Tensor, *, weighted: bool) -> Tensor:
         out_TH = torch.empty_like(self.problem.x_TH)
@@ -165,21 +186,17 @@ class TritonRows(SortedRows):
     def _activation_backward_in_steps(
         self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
     ) -> ActivationGradients:
-        problem = self.problem
+        problem, pair = self.problem, self.of_down
         da_NI = self.new_rows(problem.weights.intermediate)
-        self._multiply_dy(dy_TH, da_NI)
-        dlow_NR = low_rank.add_to_da(problem, self.thin, ByToken(dy_TH), da_NI)
+        dlow_NR = None if pair is None else self.low(ByToken(dy_TH), pair.b_EOR)
+        addend = None if pair is None or dlow_NR is None else Addend(dlow_NR, pair.a_ERI.mT)
+        self._multiply(ByToken(dy_TH), problem.weights.down_EHI.mT, da_NI, addend=addend)
         scaled_a_NI = da_NI if want_scaled_a else None
         activation = problem.weights.activation
         ds_N = activate_backward(
             da_NI, h_NJ, problem.weight_TK, self.order_N, activation, dh_NJ, scaled_a_NI, self.offs_E
         )
         return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, dlow_NR)
-
-    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor) -> None:
-        """dA' = gathered dy · down."""
-        matrix = self.problem.weights.down_EHI
-        grouped_product.multiply_rows(dy_TH, matrix, self.offs_E, da_NI, order_N=self.order_N, top_k=self.top_k)
 
     def slot_gradient(self, ds_N: Tensor, dy: Rows) -> Tensor:
         problem, bias_EH = self.problem, self.problem.weights.down_bias_EH
@@ -200,26 +217,47 @@ class TritonRows(SortedRows):
             )
         return gradient
 
-    def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
-        dx_NH = self.new_rows(self.problem.weights.hidden)
-        self._multiply_dh(dh_NJ, dx_NH)
-        return dx_NH
+    def down_factor_gradients(
+        self, dy: Rows, dlow_NR: Tensor | None, scaled_a_NI: Tensor | None, needs: Needs
+    ) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        lora, pair = self.problem.lora, self.of_down
+        if lora is None or pair is None or scaled_a_NI is None:
+            return found
+        a_ERI, b_EHR = lora.down_lora_a, lora.down_lora_b
+        assert a_ERI is not None and b_EHR is not None and dlow_NR is not None
+        rank = a_ERI.shape[1]
+        if needs.down_lora_a:
+            found["down_lora_a"] = self.factor_gradient(dlow_NR[:, :rank], scaled_a_NI, torch.empty_like(a_ERI))
+        if needs.down_lora_b:
+            low_NR = self.low(scaled_a_NI, pair.a_ERI.mT)[:, :rank]
+            found["down_lora_b"] = self.factor_gradient(dy, low_NR, torch.empty_like(b_EHR))
+        return found
 
-    def _multiply_dh(self, dh_NJ: Tensor, dx_NH: Tensor) -> None:
-        grouped_product.multiply_rows(dh_NJ, self.problem.weights.gate_up_EJH, self.offs_E, dx_NH)
-
-    def multiply(self, rows: Rows, matrix_EIO: Tensor) -> Tensor:
-        out_NO = self.new_rows(matrix_EIO.shape[2])
-        rows, order_N = self._gathered(rows)
-        top_k = self.top_k if order_N is not None else 1
-        grouped_product.multiply_rows(rows, matrix_EIO, self.offs_E, out_NO, order_N=order_N, top_k=top_k)
-        return out_NO
-
-    def add_product(self, rows_NI: Tensor, matrix_EIO: Tensor, out_NO: Tensor) -> None:
-        out_NO += self.multiply(rows_NI, matrix_EIO)
+    def up_backward(self, dh_NJ: Tensor, needs: Needs) -> tuple[Tensor | None, dict[str, Tensor]]:
+        problem, pair = self.problem, self.of_up
+        lora, activation = problem.lora, problem.weights.activation
+        d_a = d_b = addend = None
+        if lora is not None and pair is not None:
+            dlow_NR = self.low(dh_NJ, pair.b_EOR)
+            addend = Addend(dlow_NR, pair.a_ERI.mT)
+            dtype = functools.reduce(torch.promote_types, {factor.dtype for factor in lora.tensors().values()})
+            if needs.gate_lora_a or needs.up_lora_a:
+                d_a = self.factor_gradient(dlow_NR, self.x, torch.empty_like(pair.a_ERI, dtype=dtype))
+            if needs.gate_lora_b or needs.up_lora_b:
+                low_NR = self.low(self.x, pair.a_ERI.mT)
+                d_b = self.factor_gradient(dh_NJ, low_NR, torch.empty_like(pair.b_EOR, dtype=dtype))
+        dx_NH = None
+        if needs.x:
+            dx_NH = self.new_rows(problem.weights.hidden)
+            self._multiply(dh_NJ, problem.weights.gate_up_EJH.mT, dx_NH, addend=addend)
+        return dx_NH, {} if lora is None else joined.split_up(d_a, d_b, lora, activation, needs)
 
     def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
-        gradient = torch.empty_like(weight_EOI)
+        return self.factor_gradient(grad, rows, torch.empty_like(weight_EOI))
+
+    def factor_gradient(self, grad: Rows, rows: Rows, gradient: Tensor) -> Tensor:
+        """The same into `gradient`, whatever its shape."""
         grad, left_order_N = self._gathered(grad)
         rows, right_order_N = self._gathered(rows)
         return weight_gradient.weight_gradient(
@@ -248,18 +286,17 @@ class HopperRows(TritonRows):
     def gather(self, rows_TH: Tensor) -> ByToken:
         return ByToken(_in_whole_pieces(rows_TH))
 
-    @cached_property
-    def thin(self) -> RowProducts:
-        return _ThinRows(self)
+    smallest_rank = WHOLE_STEP
 
-    def _activates_apart(self) -> bool:
-        weights = self.problem.weights
-        return self.problem.lora is not None or weights.activation.interleaved or weights.gate_up_EJH.stride(2) != 1
-
-    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor) -> None:
+    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
         from amoeba.kernels.hopper import product
 
         weights = self.problem.weights
+        if weights.activation.interleaved or weights.gate_up_EJH.stride(2) != 1:
+            h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if h_NJ is None else h_NJ
+            self._multiply(self.x, weights.gate_up_EJH, h_NJ, bias_EO=weights.gate_up_bias_EJ, addend=addend)
+            activate(h_NJ, weights.activation, a_NI, self.offs_E)
+            return h_NJ
         product.up(
             self.problem.x_TH,
             self.order_N,
@@ -270,31 +307,26 @@ class HopperRows(TritonRows):
             a_NI,
             h_NJ=h_NJ,
             bias_EJ=weights.gate_up_bias_EJ,
+            addend=addend,
         )
-
-    def _multiply_x(self, h_NJ: Tensor) -> None:
-        weights = self.problem.weights
-        self._multiply(self.problem.x_TH, weights.gate_up_EJH, h_NJ, by_token=True, bias_EO=weights.gate_up_bias_EJ)
-
-    def _multiply_a(self, a_NI: Tensor, y_NH: Tensor) -> None:
-        self._multiply(a_NI, self.problem.weights.down_EHI, y_NH, bias_EO=self.problem.weights.down_bias_EH)
-
-    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor) -> None:
-        self._multiply(dy_TH, self.problem.weights.down_EHI.transpose(1, 2), da_NI, by_token=True)
-
-    def _multiply_dh(self, dh_NJ: Tensor, dx_NH: Tensor) -> None:
-        self._multiply(dh_NJ, self.problem.weights.gate_up_EJH.transpose(1, 2), dx_NH)
+        return h_NJ
 
     def _multiply(
-        self, rows: Tensor, matrix_EOI: Tensor, out_NO: Tensor, *, by_token: bool = False, bias_EO: Tensor | None = None
+        self,
+        rows: Rows,
+        matrix_EOI: Tensor,
+        out_NO: Tensor,
+        *,
+        bias_EO: Tensor | None = None,
+        addend: Addend | None = None,
     ) -> None:
         from amoeba.kernels.hopper import product
 
-        if by_token:
-            order_N, top_k = self.order_N, self.top_k
-            product.multiply(rows, matrix_EOI, self.table, out_NO, order_N=order_N, top_k=top_k, bias_EO=bias_EO)
-        else:
-            product.multiply(rows, matrix_EOI, self.table, out_NO, bias_EO=bias_EO)
+        plain, order_N = self._gathered(rows)
+        top_k = self.top_k
+        product.multiply(
+            plain, matrix_EOI, self.table, out_NO, order_N=order_N, top_k=top_k, bias_EO=bias_EO, addend=addend
+        )
 
     def _activation_backward(
         self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
@@ -321,18 +353,6 @@ class HopperRows(TritonRows):
         from amoeba.kernels.hopper import product
 
         return product.tile_table(self.offs_E, self.problem.rows)
-
-
-class _ThinRows(TritonRows):
-    """The products with LoRA factors on Hopper, of any rank: by plain Triton."""
-
-    def __init__(self, of: TritonRows) -> None:
-        super().__init__(of.problem, of.order_N, of.slot_row_N, of.offs_E)
-        self._of = of
-
-    @cached_property
-    def heaviest_E(self) -> Tensor:
-        return self._of.heaviest_E
 
 
 def _rows_of_tokens(rows: Rows) -> Tensor:

@@ -24,6 +24,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 from amoeba.data.token_rows import NO_LABEL
 from amoeba.errors import bad_value
 from amoeba.files import replace_folder
+from amoeba.integrations.experts_module import LORA
 from amoeba.integrations.fused_routers import fused_routers
 from amoeba.jobs.fast_paths import fast_paths
 from amoeba.jobs.fast_trainer import FastTrainer, Rows
@@ -248,7 +249,7 @@ def make_trainer(
         disable_tqdm=True,
         seed=settings.seed,
         data_seed=settings.seed,
-        bf16=autocast == torch.bfloat16 and any(p.dtype != torch.bfloat16 for p in model.parameters()),
+        bf16=autocast == torch.bfloat16 and _trains_in_another_dtype(model, autocast),
         use_cpu=not torch.cuda.is_available(),
         dataloader_num_workers=0,
         accelerator_config={"non_blocking": torch.cuda.is_available()},  # a batch is copied beside the GPU's work
@@ -283,6 +284,12 @@ def make_trainer(
     trainer.add_callback(trainer.run_log)
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _trains_in_another_dtype(model: Any, dtype: torch.dtype) -> bool:
+    """Whether torch's own products meet such parameters. The experts' factors they do not: our operators round them."""
+    trained = (name for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype)
+    return any(LORA not in name.split(".") for name in trained)
 
 
 def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -> tuple[RunReport, str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
+from amoeba.kernels.addend import Addend
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.tiles import Configuration, configuration_on, expert_constants, find_tile, rows_of_tile, slots
@@ -32,9 +33,11 @@ def multiply_rows(
     order_N: Tensor | None = None,
     top_k: int = 1,
     bias_EO: Tensor | None = None,
+    scale: float = 1.0,
+    addend: Addend | None = None,
     configuration: Configuration | None = None,
 ) -> Tensor:
-    """out[n] = rows[n] @ matrix[e] (+ bias[e]); rows[order[n] // top_k] where there is an order."""
+    """out[n] = scale · rows[n] @ matrix[e] (+ bias[e], + addend); rows[order[n] // top_k] where there is an order."""
     rows, columns = out_NO.shape
     experts, reduction, _ = matrix_EIO.shape
     fit = matrix_EIO.shape[2] == columns and rows_NI.shape[1] == reduction and offs_E.shape[0] == experts
@@ -59,12 +62,17 @@ def multiply_rows(
         out_NO,
         order_N,
         bias_EO,
+        *_tensors(addend),
+        scale,
         *rows_NI.stride(),
         *matrix_EIO.stride(),
         out_NO.stride(0),
         *(bias_EO.stride() if bias_EO is not None else (0, 0)),
+        *_strides(addend),
         REDUCTION=reduction,
         COLUMNS=columns,
+        RANK=_rank(addend),
+        SCALED=scale != 1.0,
         TOP_K=top_k,
         **expert_constants(rows, experts, chosen),
         COLUMN_TILES=column_tiles,
@@ -84,9 +92,10 @@ def multiply_rows_activated(
     order_N: Tensor | None = None,
     top_k: int = 1,
     bias_EJ: Tensor | None = None,
+    addend: Addend | None = None,
     configuration: Configuration | None = None,
 ) -> Tensor:
-    """h[n] = x[order[n] // top_k] @ gate_up[e]ᵀ (+ bias[e]) where it is asked for, and a[n] = act(h[n])."""
+    """h[n] = x[order[n] // top_k] @ gate_up[e]ᵀ (+ bias[e], + addend) where it is asked for, and a[n] = act(h[n])."""
     rows, intermediate = a_NI.shape
     experts, width, hidden = gate_up_EJH.shape
     fit = width == activation.width(intermediate) and x_TH.shape[1] == hidden and offs_E.shape[0] == experts
@@ -107,6 +116,7 @@ def multiply_rows_activated(
         a_NI,
         order_N,
         bias_EJ,
+        *_tensors(addend),
         *x_TH.stride(),
         gate_up_EJH.stride(0),
         gate_up_EJH.stride(2),
@@ -114,8 +124,10 @@ def multiply_rows_activated(
         h_NJ.stride(0) if h_NJ is not None else 0,
         a_NI.stride(0),
         *(bias_EJ.stride() if bias_EJ is not None else (0, 0)),
+        *_strides(addend),
         REDUCTION=hidden,
         INTERMEDIATE=intermediate,
+        RANK=_rank(addend),
         TOP_K=top_k,
         **expert_constants(rows, experts, chosen),
         COLUMN_TILES=column_tiles,
@@ -124,6 +136,18 @@ def multiply_rows_activated(
         **chosen.constants(),
     )
     return a_NI
+
+
+def _tensors(addend: Addend | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if addend is None else addend
+
+
+def _strides(addend: Addend | None) -> tuple[int, ...]:
+    return (0, 0, 0) if addend is None else addend.factor_EOR.stride()
+
+
+def _rank(addend: Addend | None) -> int:
+    return 0 if addend is None else addend.low_NR.shape[1]
 
 
 @triton.jit
@@ -144,10 +168,43 @@ def accumulate(
     BLOCK_K: tl.constexpr,
 ):
     """The product of the rows `source_M` with the columns `column_N` of one expert's matrix, in fp32."""
+    nothing = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    return _add_product(
+        nothing,
+        rows,
+        matrix,
+        source_M,
+        column_N,
+        inside_N,
+        STRIDE_ROW,
+        STRIDE_ROW_IN,
+        STRIDE_IN,
+        STRIDE_OUT,
+        REDUCTION,
+        EVEN_COLUMNS,
+        BLOCK_K,
+    )
+
+
+@triton.jit
+def _add_product(
+    result,
+    rows,
+    matrix,
+    source_M,
+    column_N,
+    inside_N,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_ROW_IN: tl.constexpr,
+    STRIDE_IN: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     inner_K = tl.arange(0, BLOCK_K)
     row_pointers = rows + (source_M.to(tl.int64) * STRIDE_ROW)[:, None] + (inner_K * STRIDE_ROW_IN)[None, :]
     matrix_pointers = matrix + (inner_K * STRIDE_IN)[:, None] + (column_N.to(tl.int64) * STRIDE_OUT)[None, :]
-    result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for done in range(0, REDUCTION, BLOCK_K):
         if REDUCTION % BLOCK_K == 0:
             row_tile = tl.load(row_pointers)
@@ -163,6 +220,39 @@ def accumulate(
         row_pointers += BLOCK_K * STRIDE_ROW_IN
         matrix_pointers += BLOCK_K * STRIDE_IN
     return result
+
+
+@triton.jit
+def _add_low_rank(
+    result,
+    low_NR,
+    factor_EOR,
+    expert,
+    row_M,
+    row_end,
+    column_N,
+    inside_N,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    STRIDE_RANK: tl.constexpr,
+    RANK: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr,
+):
+    return _add_product(
+        result,
+        low_NR,
+        factor_EOR + expert.to(tl.int64) * STRIDE_EXPERT,
+        tl.minimum(row_M, row_end - 1),
+        column_N,
+        inside_N,
+        RANK,
+        1,
+        STRIDE_RANK,
+        STRIDE_OUT,
+        RANK,
+        EVEN_COLUMNS,
+        RANK if RANK < 64 else 64,
+    )
 
 
 @triton.jit
@@ -182,6 +272,9 @@ def _multiply(
     out_NO,
     order_N,
     bias_EO,
+    low_NR,
+    factor_EOR,
+    scale,
     STRIDE_ROW: tl.constexpr,
     STRIDE_ROW_IN: tl.constexpr,
     STRIDE_EXPERT: tl.constexpr,
@@ -190,8 +283,13 @@ def _multiply(
     STRIDE_OUT_ROW: tl.constexpr,
     STRIDE_BIAS_EXPERT: tl.constexpr,
     STRIDE_BIAS: tl.constexpr,
+    STRIDE_FACTOR_EXPERT: tl.constexpr,
+    STRIDE_FACTOR_OUT: tl.constexpr,
+    STRIDE_FACTOR_RANK: tl.constexpr,
     REDUCTION: tl.constexpr,
     COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -226,6 +324,24 @@ def _multiply(
         BLOCK_N,
         BLOCK_K,
     )
+    if SCALED:
+        result *= scale
+    if low_NR is not None:
+        result = _add_low_rank(
+            result,
+            low_NR,
+            factor_EOR,
+            expert,
+            row_M,
+            row_end,
+            column_N,
+            inside_N,
+            STRIDE_FACTOR_EXPERT,
+            STRIDE_FACTOR_OUT,
+            STRIDE_FACTOR_RANK,
+            RANK,
+            COLUMNS % BLOCK_N == 0,
+        )
     if bias_EO is not None:
         bias = bias_EO + expert.to(tl.int64) * STRIDE_BIAS_EXPERT
         result += tl.load(bias + column_N * STRIDE_BIAS, mask=inside_N, other=0.0).to(tl.float32)[None, :]
@@ -247,6 +363,8 @@ def _multiply_activated(
     a_NI,
     order_N,
     bias_EJ,
+    low_NR,
+    factor_EJR,
     STRIDE_ROW: tl.constexpr,
     STRIDE_ROW_IN: tl.constexpr,
     STRIDE_EXPERT: tl.constexpr,
@@ -256,8 +374,12 @@ def _multiply_activated(
     STRIDE_A_ROW: tl.constexpr,
     STRIDE_BIAS_EXPERT: tl.constexpr,
     STRIDE_BIAS: tl.constexpr,
+    STRIDE_FACTOR_EXPERT: tl.constexpr,
+    STRIDE_FACTOR_OUT: tl.constexpr,
+    STRIDE_FACTOR_RANK: tl.constexpr,
     REDUCTION: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
+    RANK: tl.constexpr,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -308,6 +430,22 @@ def _multiply_activated(
         BLOCK_N,
         BLOCK_K,
     )
+    if low_NR is not None:
+        h = _add_low_rank(
+            h,
+            low_NR,
+            factor_EJR,
+            expert,
+            row_M,
+            row_end,
+            column_N,
+            inside_N,
+            STRIDE_FACTOR_EXPERT,
+            STRIDE_FACTOR_OUT,
+            STRIDE_FACTOR_RANK,
+            RANK,
+            INTERMEDIATE % ACTIVATED == 0,
+        )
     if bias_EJ is not None:
         bias = bias_EJ + expert.to(tl.int64) * STRIDE_BIAS_EXPERT
         h += tl.load(bias + column_N * STRIDE_BIAS, mask=inside_N, other=0.0).to(tl.float32)[None, :]

@@ -158,7 +158,7 @@ def _watched(mixin: type, own: type) -> type:
     return type(own.__name__, (mixin, own), {"own_class": own, "__module__": own.__module__})
 
 
-def _watch(module: Any, mixin: type, key: Tensor, experts: int) -> None:
+def _watch(module: Any, mixin: Any, key: Tensor, experts: int) -> None:
     own: Any = module.own_class if isinstance(module, mixin) else type(module)  # the last to watch is told
     module.__class__ = _watched(mixin, own)
     module.__dict__["amoeba_key"], module.__dict__["amoeba_experts"] = key, experts

@@ -16,6 +16,8 @@ by expert   up and down: one program per (touched expert, columns), the expert's
             cores, weights as the left operand; then a launch that sums over k. 3 launches, weights read once (the
             second and later chunks of an expert with more than `rows` slots find them in the L2 cache, mostly).
 
+With LoRA factors two small launches are added, see `low_rank`.
+
 Slots whose id lies outside [0, E) are sentinels: their rows of the buffers are neither written nor read, and they
 add nothing. Sums are in fp32 and in a fixed order: bitwise equal from run to run. No host synchronisation, and grids
 follow from shapes alone: all of it can be captured in a CUDA graph. The weights' two inner strides are free; one of
@@ -36,8 +38,10 @@ from amoeba.kernels.decode.at_once import down_at_once, up_at_once
 from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_expert
 from amoeba.kernels.decode.by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import LowLaunches, low_launches, ranks_of
 from amoeba.kernels.launch import Launch
 from amoeba.problem import Problem
+from amoeba.weights import LoraFactors
 
 
 class Plan(NamedTuple):
@@ -46,6 +50,7 @@ class Plan(NamedTuple):
     up: Launch
     down: Launch
     sum: Launch | None  # None by slot: down has it inside
+    low: LowLaunches  # of LoRA factors
     activation: Activation  # kept, so that no other comes to its address, by which the plan is found
 
 
@@ -54,7 +59,7 @@ _plans: dict[tuple, Plan] = {}
 
 def decode(problem: Problem, *, configuration: Configuration | None = None) -> Tensor:
     """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
-    x_TH, expert_TK, weight_TK, weights, _ = problem
+    x_TH, expert_TK, weight_TK, weights, lora = problem
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
     slots = expert_TK.numel()
     if slots == 0:
@@ -75,31 +80,41 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
             gate_up_bias_EJ is None,
             down_bias_EH is None,
             id(weights.activation),
+            None if lora is None else _kind_of(lora),
         )
         found = _plans.get(key)
         plan = _plans[key] = _plan(problem, _chosen(problem)) if found is None else found
     a_NI = x_TH.new_empty((slots, down_EHI.shape[2]))
     y_TH = torch.empty_like(x_TH)
-    # a kernel without a bias looks at no bias, whatever stands in its place
-    plan.up(x_TH, expert_TK, gate_up_EJH, x_TH if gate_up_bias_EJ is None else gate_up_bias_EJ.contiguous(), a_NI)
+    # a kernel without a bias or factors looks at none, whatever stands in its place
+    bias_EJ = x_TH if gate_up_bias_EJ is None else gate_up_bias_EJ.contiguous()
     bias_EH = x_TH if down_bias_EH is None else down_bias_EH.contiguous()
+    plan.up(x_TH, expert_TK, gate_up_EJH, bias_EJ, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+    factors = plan.low.before_down(lora, a_NI, expert_TK)
     if plan.sum is None:
-        plan.down(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, y_TH)
+        plan.down(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, *factors, y_TH)
         return y_TH
     y_NH = x_TH.new_empty((slots, down_EHI.shape[1]), dtype=torch.float32)
-    plan.down(a_NI, expert_TK, down_EHI, bias_EH, y_NH)
+    plan.down(a_NI, expert_TK, down_EHI, bias_EH, *factors, y_NH)
     plan.sum(y_NH, expert_TK, weight_TK, y_TH)
     return y_TH
 
 
 def _plan(problem: Problem, chosen: Configuration) -> Plan:
-    activation = problem.weights.activation
+    activation, ranks = problem.weights.activation, ranks_of(problem.lora)
+    low = low_launches(problem, ranks, chosen.overlap)
     if not chosen.by_slot:
-        up, down = up_by_expert(problem, chosen), down_by_expert(problem, chosen)
-        return Plan(up, down, sum_of_slots(problem), activation)
-    up = (up_at_once if chosen.up.at_once else up_by_slot)(problem, chosen)
-    down = (down_at_once if chosen.down.at_once else down_by_token)(problem, chosen)
-    return Plan(up, down, None, activation)
+        up, down = up_by_expert(problem, chosen, ranks), down_by_expert(problem, chosen, ranks)
+        return Plan(up, down, sum_of_slots(problem), low, activation)
+    up = (up_at_once if chosen.up.at_once else up_by_slot)(problem, chosen, ranks)
+    down = (down_at_once if chosen.down.at_once else down_by_token)(problem, chosen, ranks)
+    return Plan(up, down, None, low, activation)
+
+
+def _kind_of(lora: LoraFactors) -> tuple:
+    """What a plan depends on."""
+    dtypes = (None if factor is None else factor.dtype for factor in lora.six())
+    return (ranks_of(lora), lora.scaling, *dtypes)
 
 
 def _chosen(problem: Problem) -> Configuration:

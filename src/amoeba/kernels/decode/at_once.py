@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_at_once(problem, chosen)(x_TH, expert_TK, gate_up_EJH, bias_EJ, a_NI)
-    down_at_once(problem, chosen)(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, y_TH)     # with the sum over k inside
+    up_at_once(problem, chosen, ranks)(x_TH, expert_TK, gate_up_EJH, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_at_once(problem, chosen, ranks)(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, low_NR, b_EHR, y_TH)
 
 What a program reads of the weights fits in its registers. The down projection asks for its weights before it looks at
 `a`; on Hopper its launch may begin while the one that computes `a` still runs (`chosen.overlap`).
@@ -18,12 +18,13 @@ from amoeba.errors import bad_value
 from amoeba.kernels import activation as activations
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import Ranks, load_b, rounded, times_low
 from amoeba.kernels.decode.tiles import load_tile
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
 
 
-def up_at_once(problem: Problem, chosen: Configuration) -> Launch:
+def up_at_once(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     num_experts, hidden, intermediate = problem.weights.down_EHI.shape
     tile, activation = chosen.up, problem.weights.activation
     if tile.depth < hidden:
@@ -38,12 +39,14 @@ def up_at_once(problem: Problem, chosen: Configuration) -> Launch:
         EVEN_H=hidden == tile.depth,
         INTERLEAVED=activation.interleaved,
         OVERLAP=chosen.overlap,
+        **ranks.of_up,
         **constants(activation),
         num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap and ranks.any_up else {}),
     )
 
 
-def down_at_once(problem: Problem, chosen: Configuration) -> Launch:
+def down_at_once(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     num_experts, hidden, intermediate = problem.weights.down_EHI.shape
     (tokens, top_k), tile = problem.expert_TK.shape, chosen.down
     return _down_at_once.fixed(
@@ -56,6 +59,7 @@ def down_at_once(problem: Problem, chosen: Configuration) -> Launch:
         PIECES=cdiv(intermediate, tile.depth),
         HAS_BIAS=problem.weights.down_bias_EH is not None,
         OVERLAP=chosen.overlap,
+        RANK=ranks.down,
         num_warps=tile.warps,
         **({"launch_pdl": True} if chosen.overlap else {}),
     )
@@ -68,6 +72,9 @@ def _up_at_once(
     expert_TK,
     gate_up_EJH,
     bias_EJ,
+    low_NR,
+    gate_b_EIR,
+    up_b_EIR,
     a_NI,
     stride_e,
     stride_j,
@@ -83,6 +90,9 @@ def _up_at_once(
     EVEN_H: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     OVERLAP: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+    UP_AT: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -110,17 +120,31 @@ def _up_at_once(
     if GATED:
         up_rows = weights + (j + apart).to(tl.int64)[:, None] * stride_j
         up_tile = load_tile(up_rows, column_ok, h < H, EVEN_I, EVEN_H, "evict_first")
+    if GATE_RANK > 0:
+        gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, column, column_ok, GATE_RANK, 1)
+    if UP_RANK > 0:
+        up_b = load_b(up_b_EIR + expert * I * UP_RANK, column, column_ok, UP_RANK, 1)
     x = tl.load(x_TH + (slot // K).to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)
     J = 2 * I if GATED else I
     gate = tl.sum(gate_tile.to(tl.float32) * x[None, :], axis=1)
     if HAS_BIAS:
         gate += tl.load(bias_EJ + expert * J + j, mask=column_ok, other=0.0).to(tl.float32)
+    if GATE_RANK + UP_RANK > 0:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        low = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
+    if GATE_RANK > 0:
+        gate += times_low(gate_b, low, GATE_RANK)
     if GATED:
         up = tl.sum(up_tile.to(tl.float32) * x[None, :], axis=1)
         if HAS_BIAS:
             up += tl.load(bias_EJ + expert * J + j + apart, mask=column_ok, other=0.0).to(tl.float32)
+        if UP_RANK > 0:
+            up += times_low(up_b, low + UP_AT, UP_RANK)
         a = activations.gated(gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
     else:
+        if UP_RANK > 0:
+            gate += times_low(up_b, low, UP_RANK)
         a = activations.plain(gate, KIND, ALPHA, CLAMP, LIMIT)
     tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column_ok)
 
@@ -133,6 +157,8 @@ def _down_at_once(
     weight_TK,
     down_EHI,
     bias_EH,
+    low_NR,
+    b_EHR,
     y_TH,
     stride_e,
     stride_h,
@@ -147,6 +173,7 @@ def _down_at_once(
     PIECES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     blocks = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0) // blocks
@@ -173,6 +200,10 @@ def _down_at_once(
     bias = tl.zeros((SLOTS, BLOCK_H), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_EH + expert[:, None] * H + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    if RANK > 0:
+        r = tl.arange(0, triton.next_power_of_2(RANK))
+        b_rows = b_EHR + ((expert[:, None] * H + h[None, :]) * RANK)[:, :, None]
+        b = tl.load(b_rows + r[None, None, :], mask=inside[:, :, None] & (r < RANK)[None, None, :], other=0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     a = a_NI + (token * K + k).to(tl.int64)[:, None] * I
@@ -182,5 +213,9 @@ def _down_at_once(
         value = tl.load(a + here[None, :], mask=owned[:, None] & (here < I)[None, :], other=0.0).to(tl.float32)
         total += tiles[piece].to(tl.float32) * value[:, None, :]
     y_KH = tl.sum(total, axis=2) + bias
+    if RANK > 0:
+        low_rows = low_NR + ((token * K + k).to(tl.int64) * RANK)[:, None]
+        low = tl.load(low_rows + r[None, :], mask=owned[:, None] & (r < RANK)[None, :], other=0.0)
+        y_KH += tl.sum(rounded(b, low).to(tl.float32) * low.to(tl.float32)[:, None, :], axis=2)
     y = tl.sum(y_KH * scale[:, None], axis=0)
     tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=h < H)

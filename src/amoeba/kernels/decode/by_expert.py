@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_expert(problem, chosen)(x_TH, expert_TK, gate_up_EJH, bias_EJ, a_NI)
-    down_by_expert(problem, chosen)(a_NI, expert_TK, down_EHI, bias_EH, y_NH)
+    up_by_expert(problem, chosen, ranks)(x_TH, expert_TK, gate_up_EJH, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_by_expert(problem, chosen, ranks)(a_NI, expert_TK, down_EHI, bias_EH, low_NR, b_EHR, y_NH)
     sum_of_slots(problem)(y_NH, expert_TK, weight_TK, y_TH)
 
 Every program reads all N expert ids and finds the slots of its expert itself, in chunks of `chosen.rows`.
@@ -16,6 +16,7 @@ import triton.language as tl
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import Ranks, add_times_lows, halves_of_rows, load_b
 from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
@@ -28,7 +29,7 @@ RANKS_TIMES_IDS = 4096
 COMBINE_TILE = 2048
 
 
-def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
+def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     num_experts, hidden, intermediate = problem.weights.down_EHI.shape
     slots, tile, activation = problem.rows, chosen.up, problem.weights.activation
     return _up_by_expert.fixed(
@@ -51,13 +52,14 @@ def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
         EVEN_I=intermediate % tile.columns == 0,
         EVEN_H=hidden % tile.depth == 0,
         INTERLEAVED=activation.interleaved,
+        **ranks.of_up,
         **constants(activation),
         num_stages=tile.stages,
         num_warps=tile.warps,
     )
 
 
-def down_by_expert(problem: Problem, chosen: Configuration) -> Launch:
+def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     num_experts, hidden, intermediate = problem.weights.down_EHI.shape
     slots, tile = problem.rows, chosen.down
     return _down_by_expert.fixed(
@@ -72,6 +74,7 @@ def down_by_expert(problem: Problem, chosen: Configuration) -> Launch:
         HAS_BIAS=problem.weights.down_bias_EH is not None,
         EVEN_H=hidden % tile.columns == 0,
         EVEN_I=intermediate % tile.depth == 0,
+        RANK=ranks.down,
         num_stages=tile.stages,
         num_warps=tile.warps,
     )
@@ -131,6 +134,9 @@ def _up_by_expert(
     expert_TK,
     gate_up_EJH,
     bias_EJ,
+    low_NR,
+    gate_b_EIR,
+    up_b_EIR,
     a_NI,
     stride_e,
     stride_j,
@@ -150,6 +156,9 @@ def _up_by_expert(
     EVEN_I: tl.constexpr,
     EVEN_H: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+    UP_AT: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -180,6 +189,15 @@ def _up_by_expert(
         if HAS_BIAS:
             J = 2 * I if GATED else I
             h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        if GATE_RANK + UP_RANK > 0:
+            low_S = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
+            part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
+            if GATE_RANK > 0:
+                gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK, 16)
+                h = add_times_lows(h, gate_b, low_S, slot_ok, GATE_RANK)
+            if UP_RANK > 0:
+                up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK, 16)
+                h = add_times_lows(h, up_b, low_S + UP_AT, slot_ok, UP_RANK)
         a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, ROWS)
         tl.store(
             a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],
@@ -195,6 +213,8 @@ def _down_by_expert(
     expert_TK,
     down_EHI,
     bias_EH,
+    low_NR,
+    b_EHR,
     y_NH,
     stride_e,
     stride_h,
@@ -212,6 +232,7 @@ def _down_by_expert(
     HAS_BIAS: tl.constexpr,
     EVEN_H: tl.constexpr,
     EVEN_I: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     blocks = tl.cdiv(H, BLOCK_H)
     h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -233,6 +254,9 @@ def _down_by_expert(
             y = tl.dot(tile, tl.trans(value), y, input_precision="ieee")
         if HAS_BIAS:
             y += tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        if RANK > 0:
+            b = load_b(b_EHR + expert * H * RANK, h, row_ok, RANK, 16)
+            y = add_times_lows(y, b, low_NR + slot * RANK, slot_ok, RANK)
         tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])
 
 

@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_slot(problem, chosen)(x_TH, expert_TK, gate_up_EJH, bias_EJ, a_NI)
-    down_by_token(problem, chosen)(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, y_TH)     # with the sum over k inside
+    up_by_slot(problem, chosen, ranks)(x_TH, expert_TK, gate_up_EJH, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_by_token(problem, chosen, ranks)(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, low_NR, b_EHR, y_TH)
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import triton.language as tl
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, times_low
 from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, quick
 from amoeba.problem import Problem
 
 
-def up_by_slot(problem: Problem, chosen: Configuration) -> Launch:
+def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     num_experts, hidden, intermediate = problem.weights.down_EHI.shape
     tile, activation = chosen.up, problem.weights.activation
     return _up_by_slot.fixed(
@@ -32,12 +33,14 @@ def up_by_slot(problem: Problem, chosen: Configuration) -> Launch:
         EVEN_H=hidden % tile.depth == 0,
         INTERLEAVED=activation.interleaved,
         OVERLAP=chosen.overlap,
+        **ranks.of_up,
         **constants(activation),
         num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap and ranks.any_up else {}),
     )
 
 
-def down_by_token(problem: Problem, chosen: Configuration) -> Launch:
+def down_by_token(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     num_experts, hidden, intermediate = problem.weights.down_EHI.shape
     (tokens, top_k), tile = problem.expert_TK.shape, chosen.down
     return _down_by_token.fixed(
@@ -49,6 +52,7 @@ def down_by_token(problem: Problem, chosen: Configuration) -> Launch:
         STAGES=tile.stages,
         HAS_BIAS=problem.weights.down_bias_EH is not None,
         EVEN_H=hidden % tile.columns == 0,
+        RANK=ranks.down,
         num_warps=tile.warps,
     )
 
@@ -60,6 +64,9 @@ def _up_by_slot(
     expert_TK,
     gate_up_EJH,
     bias_EJ,
+    low_NR,
+    gate_b_EIR,
+    up_b_EIR,
     a_NI,
     stride_e,
     stride_j,
@@ -76,6 +83,9 @@ def _up_by_slot(
     EVEN_H: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     OVERLAP: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+    UP_AT: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -114,6 +124,17 @@ def _up_by_slot(
     if HAS_BIAS:
         J = 2 * I if GATED else I
         h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+    if GATE_RANK + UP_RANK > 0:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        low = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
+        part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
+        if GATE_RANK > 0:
+            gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK, 1)
+            h += times_low(gate_b, low, GATE_RANK)[:, None]
+        if UP_RANK > 0:
+            up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK, 1)
+            h += times_low(up_b, low + UP_AT, UP_RANK)[:, None]
     a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, 1)
     column = first + tl.arange(0, BLOCK_I)[:, None]
     tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column < I)
@@ -127,6 +148,8 @@ def _down_by_token(
     weight_TK,
     down_EHI,
     bias_EH,
+    low_NR,
+    b_EHR,
     y_TH,
     stride_e,
     stride_h,
@@ -140,6 +163,7 @@ def _down_by_token(
     STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_H: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     blocks = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0) // blocks
@@ -150,7 +174,7 @@ def _down_by_token(
     steps = tl.cdiv(I, BLOCK_I)
 
     total = tl.zeros((BLOCK_H, BLOCK_I), tl.float32)
-    bias = tl.zeros((BLOCK_H,), tl.float32)
+    beside = tl.zeros((BLOCK_H,), tl.float32)  # what is not summed over I: bias, LoRA
     # one loop over k and the steps of each, so that it can run ahead from one expert into the next
     for step in tl.range(0, K * steps, num_stages=STAGES):
         slot = token * K + step // steps
@@ -164,8 +188,12 @@ def _down_by_token(
         tile = load_tile(pointers, row_ok, depth_ok, EVEN_H, False, "evict_first")
         a = tl.load(a_NI + slot.to(tl.int64) * I + i, mask=depth_ok, other=0.0)
         total += tile.to(tl.float32) * (a.to(tl.float32) * scale)[None, :]
+        once_ok = h < tl.where(owned & (step % steps == 0), H, 0)
         if HAS_BIAS:
-            bias_ok = h < tl.where(owned & (step % steps == 0), H, 0)
-            bias += tl.load(bias_EH + expert * H + h, mask=bias_ok, other=0.0).to(tl.float32) * scale
-    y = tl.sum(total, axis=1) + bias
+            beside += tl.load(bias_EH + expert * H + h, mask=once_ok, other=0.0).to(tl.float32) * scale
+        if RANK > 0:
+            b = load_b(b_EHR + expert * H * RANK, h, once_ok, RANK, 1)
+            low = low_NR + slot.to(tl.int64) * RANK
+            beside += times_low(b, low, tl.where(owned, RANK, 0)) * scale
+    y = tl.sum(total, axis=1) + beside
     tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=row_ok)

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
+from amoeba.kernels.addend import Addend
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
@@ -54,6 +55,7 @@ class Plan:
     B_K_MAJOR: bool  # the matrix is stored (O, W), rows along the summed dimension
     BIAS: bool
     KEEP: bool  # write the product as well as what its activation gives
+    LOW: bool  # more of the depth comes from other tensors: see `amoeba.kernels.addend`
     KIND: str = "relu"
     GATED: bool = False
     ALPHA: float = 1.0
@@ -142,48 +144,70 @@ def _place(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    row_desc, matrix_desc, x, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns, x_stride, top_k,
+def _fill(
+    row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width, columns,
     PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """The stages of one tile, as they come free. pointers: to the rows, where they are gathered."""
+    MATRIX_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
+    BYTES: gl.constexpr = MATRIX_BYTES if PLAN.GATHER else MATRIX_BYTES + BLOCK_M * BLOCK_K * 2
+    for k in range(0, depth, BLOCK_K):
+        stage = count % STAGES
+        mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
+        matrix_buf = matrix_bufs.index(stage)
+        mbarrier.expect(bar, BYTES)
+        if PLAN.PAIRED:
+            at = expert * width + n * PLAN.COLUMNS
+            gate_buf = matrix_buf.slice(0, PLAN.COLUMNS, 0)
+            up_buf = matrix_buf.slice(PLAN.COLUMNS, PLAN.COLUMNS, 0)
+            bulk_load(matrix_desc, [at, k], bar, gate_buf)
+            bulk_load(matrix_desc, [at + columns, k], bar, up_buf)
+        elif PLAN.B_K_MAJOR:
+            bulk_load(matrix_desc, [expert * width + n * BLOCK_N, k], bar, matrix_buf)
+        else:
+            bulk_load(matrix_desc, [expert * depth + k, n * BLOCK_N], bar, matrix_buf)
+        if PLAN.GATHER:
+            gather(row_bufs.index(stage), pointers)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            pointers += BLOCK_K
+        else:
+            bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
+        count += 1
+    return count
+
+
+@gluon.jit
+def _produce(
+    row_desc, matrix_desc, low_desc, factor_desc, x, order, table, low, row_bufs, matrix_bufs, full, empty, depth,
+    rank, width, columns, x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
-    MATRIX_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
-    BYTES: gl.constexpr = MATRIX_BYTES if PLAN.GATHER else MATRIX_BYTES + BLOCK_M * BLOCK_K * 2
     count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, n = _place(tile, table, tiles, column_tiles, GROUP_M)
         if PLAN.GATHER:
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-            token = gl.load(order + gl.minimum(row + m, end - 1)) // top_k
+            sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
+            token = gl.load(order + sorted_row) // top_k
             k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
             pointers = x + (token.to(gl.int64) * x_stride)[:, None] + k[None, :]
-        for k in range(0, depth, BLOCK_K):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            matrix_buf = matrix_bufs.index(stage)
-            mbarrier.expect(bar, BYTES)
-            if PLAN.PAIRED:
-                at = expert * width + n * PLAN.COLUMNS
-                gate_buf = matrix_buf.slice(0, PLAN.COLUMNS, 0)
-                up_buf = matrix_buf.slice(PLAN.COLUMNS, PLAN.COLUMNS, 0)
-                bulk_load(matrix_desc, [at, k], bar, gate_buf)
-                bulk_load(matrix_desc, [at + columns, k], bar, up_buf)
-            elif PLAN.B_K_MAJOR:
-                bulk_load(matrix_desc, [expert * width + n * BLOCK_N, k], bar, matrix_buf)
-            else:
-                bulk_load(matrix_desc, [expert * depth + k, n * BLOCK_N], bar, matrix_buf)
+        else:
+            pointers = x
+        count = _fill(
+            row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width,
+            columns, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
+        if PLAN.LOW:
             if PLAN.GATHER:
-                gather(row_bufs.index(stage), pointers)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-                pointers += BLOCK_K
-            else:
-                bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
-            count += 1
+                pointers = low + (sorted_row.to(gl.int64) * rank)[:, None] + k[None, :]
+            count = _fill(
+                low_desc, factor_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank,
+                width, columns, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -284,10 +308,10 @@ def _store(value, out, desc, buffer, stride, row, end, column, width, shift):
 @quick
 @gluon.jit
 def product_kernel(
-    row_desc, matrix_desc, h_desc, out_desc, x, order, table, bias, h, out, depth, width, columns, x_stride, h_stride,
-    out_stride, top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr,
-    STAGE_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    row_desc, matrix_desc, low_desc, factor_desc, h_desc, out_desc, x, order, table, low, bias, h, out, depth, rank,
+    width, columns, x_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = out.dtype.element_ty
     row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
@@ -304,16 +328,16 @@ def product_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width,
+                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth + rank, width,
                 columns, h_stride, out_stride, gl.constexpr(0), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width,
+                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth + rank, width,
                 columns, h_stride, out_stride, gl.constexpr(1), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_produce, (
-                row_desc, matrix_desc, x, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns,
-                x_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+                row_desc, matrix_desc, low_desc, factor_desc, x, order, table, low, row_bufs, matrix_bufs, full, empty,
+                depth, rank, width, columns, x_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
@@ -353,23 +377,29 @@ def _launch(
     top_k: int,
     bias_EO: Tensor | None,
     h: Tensor | None,
+    addend: Addend | None,
 ) -> None:
-    experts, width, depth = matrix_EOW.shape
-    stored = matrix_EOW if plan.B_K_MAJOR else matrix_EOW.transpose(1, 2)
-    flat = stored.view(experts * stored.shape[1], stored.shape[2])
+    _, width, depth = matrix_EOW.shape
+    matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
+    low, factor = (rows, matrix) if addend is None else (addend.low_NR, _flat(addend.factor_EOR, plan.B_K_MAJOR))
+    layout = shared_layout(plan.MATRIX, out.dtype)
     h = out if h is None else h
     _bound(plan, out.dtype)[(multiprocessors(out.device),)](
         descriptor(rows, _ROWS),
-        descriptor(flat, plan.COPIED, shared_layout(plan.MATRIX, out.dtype)),
+        descriptor(matrix, plan.COPIED, layout),
+        descriptor(low, _ROWS),
+        descriptor(factor, plan.COPIED, layout),
         descriptor(h, _STAGED),
         descriptor(out, _STAGED),
         rows,
         table if order_N is None else order_N,  # the table stands for what this plan does not read
         table,
+        low,
         table if bias_EO is None else bias_EO,
         h,
         out,
         depth,
+        0 if addend is None else low.shape[1],
         width,
         width // 2 if plan.PAIRED else width,
         rows.stride(0),
@@ -377,6 +407,12 @@ def _launch(
         out.stride(0),
         top_k,
     )
+
+
+def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:
+    """All experts' matrices one below the other, stored (O, W) or (W, O); a copy where they are stored otherwise."""
+    stored = (matrix_EOW if k_major else matrix_EOW.transpose(1, 2)).contiguous()
+    return stored.view(-1, stored.shape[2])
 
 
 def multiply(
@@ -388,16 +424,21 @@ def multiply(
     order_N: Tensor | None = None,
     top_k: int = 1,
     bias_EO: Tensor | None = None,
+    addend: Addend | None = None,
 ) -> None:
-    """out[n] = rows[n] · matrix[e]ᵀ + bias[e]; with order_N the rows are gathered, rows[order[n] // top_k]."""
+    """out[n] = rows[n] · matrix[e]ᵀ + bias[e] + addend; with order_N the rows are gathered, rows[order[n] // top_k].
+
+    The addend's rank is a multiple of BLOCK_K.
+    """
     plan = Plan(
         ACTIVATE=False,
         GATHER=order_N is not None,
         B_K_MAJOR=matrix_EOW.stride(2) == 1,
         BIAS=bias_EO is not None,
         KEEP=False,
+        LOW=addend is not None,
     )
-    _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None)
+    _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None, addend)
 
 
 def up(
@@ -411,8 +452,9 @@ def up(
     *,
     h_NJ: Tensor | None = None,
     bias_EJ: Tensor | None = None,
+    addend: Addend | None = None,
 ) -> None:
-    """h = gathered x · gate_upᵀ + bias and a = act(h); h is written where it is given.
+    """h = gathered x · gate_upᵀ + bias + addend and a = act(h); h is written where it is given.
 
     The weights are stored (J, H), all gates before all ups.
     """
@@ -422,6 +464,7 @@ def up(
         B_K_MAJOR=True,
         BIAS=bias_EJ is not None,
         KEEP=h_NJ is not None,
+        LOW=addend is not None,
         **constants(activation),  # type: ignore[arg-type]
     )
-    _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ)
+    _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend)

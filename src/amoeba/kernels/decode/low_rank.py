@@ -1,0 +1,217 @@
+"""LoRA factors of few tokens: the rank's few numbers of each slot in a launch of their own, B in the epilogues.
+
+T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · R LoRA rank
+
+    low = low_launches(problem, ranks_of(lora), overlap)                        # once for a plan
+    up(..., *low.before_up(lora, x_TH, expert_TK), a_NI)                        # computes c·A x of each slot
+    down(..., *low.before_down(lora, a_NI, expert_TK), y_TH)                    # and c·A_d a
+
+The projections' kernels then add B · low in fp32, the up projection's before it activates.
+Only the factors of chosen experts are read, as they are: fp32 ones beside weights of half precision are rounded when
+they are loaded, since to copy all experts' for each token would take as long as the projections themselves. Programs of
+such a launch may overlap those of the one before it: they ask for A before they look at the rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.kernels.decode.tiles import load_tile
+from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
+from amoeba.problem import Problem
+from amoeba.weights import LoraFactors
+
+# Rows of A in a program and how much of them it reads at a time: at T = 1 with K = 8 and R = 16 there are 64 programs.
+# Not measured yet.
+RANKS, DEPTH, WARPS = 2, 2048, 4
+
+
+class Ranks(NamedTuple):
+    """Of the factors of gate, up and down, 0 where there are none; shared: gate and up have one A."""
+
+    gate: int = 0
+    up: int = 0
+    down: int = 0
+    shared: bool = False
+
+    @property
+    def any_up(self) -> bool:
+        return self.gate + self.up > 0
+
+    @property
+    def low_up(self) -> int:
+        """How many numbers the up projection has for a slot: gate's, then up's, or those that they share."""
+        return self.up if self.shared else self.gate + self.up
+
+    @property
+    def of_up(self) -> dict[str, int]:
+        """Constants of a kernel of the up projection. UP_AT: where up's numbers begin in a slot's."""
+        return {"GATE_RANK": self.gate, "UP_RANK": self.up, "UP_AT": 0 if self.shared else self.gate}
+
+
+def ranks_of(lora: LoraFactors | None) -> Ranks:
+    if lora is None:
+        return Ranks()
+    gate, up, down = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
+    return Ranks(gate, up, down, lora.shares_a)
+
+
+class LowLaunches(NamedTuple):
+    """Of one plan, each None where it has nothing to do."""
+
+    ranks: Ranks
+    gate: Launch | None
+    up: Launch | None
+    down: Launch | None
+
+    def before_up(self, lora: LoraFactors | None, x_TH: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the up projection is handed: low, B of gate, B of up; whatever stands in its place where it has none."""
+        if lora is None or not self.ranks.any_up:
+            return x_TH, x_TH, x_TH
+        low_NR = x_TH.new_empty((expert_TK.numel(), self.ranks.low_up))
+        if self.gate is not None:
+            self.gate(x_TH, _plain(lora.gate_lora_a), expert_TK, low_NR)
+        if self.up is not None:
+            self.up(x_TH, _plain(lora.up_lora_a), expert_TK, low_NR[:, self.ranks.gate :])
+        gate_b, up_b = lora.gate_lora_b, lora.up_lora_b
+        return low_NR, x_TH if gate_b is None else _plain(gate_b), x_TH if up_b is None else _plain(up_b)
+
+    def before_down(self, lora: LoraFactors | None, a_NI: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for the down projection: low, B."""
+        if lora is None or self.down is None:
+            return a_NI, a_NI
+        low_NR = a_NI.new_empty((expert_TK.numel(), self.ranks.down))
+        self.down(a_NI, _plain(lora.down_lora_a), expert_TK, low_NR)
+        return low_NR, _plain(lora.down_lora_b)
+
+
+def low_launches(problem: Problem, ranks: Ranks, overlap: bool) -> LowLaunches:
+    """overlap: see `configuration.Configuration`."""
+    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
+    top_k, scaling = problem.expert_TK.shape[1], 1.0 if problem.lora is None else problem.lora.scaling
+
+    def launch(rank: int, stride: int, width: int, slots_per_row: int, begins_next: bool, after_rows: bool) -> Launch:
+        return _low.fixed(
+            (problem.rows * cdiv(rank, RANKS),),
+            (scaling, num_experts, stride),
+            WIDTH=width,
+            RANK=rank,
+            SLOTS_PER_ROW=slots_per_row,
+            RANKS=RANKS,
+            DEPTH=min(next_power_of_2(width), DEPTH),
+            OVERLAP=begins_next,
+            AFTER_ROWS=after_rows,
+            num_warps=WARPS,
+            **({"launch_pdl": True} if after_rows else {}),
+        )
+
+    alone = ranks.up > 0 and not ranks.shared
+    of_tokens = ranks.low_up, hidden, top_k
+    return LowLaunches(
+        ranks,
+        launch(ranks.gate, *of_tokens, overlap and not alone, False) if ranks.gate else None,
+        launch(ranks.up, *of_tokens, overlap, False) if alone else None,
+        launch(ranks.down, ranks.down, intermediate, 1, overlap, overlap) if ranks.down else None,
+    )
+
+
+def _plain(factor: Tensor | None) -> Tensor:
+    assert factor is not None
+    return factor.contiguous()
+
+
+@quick
+@triton.jit
+def _low(
+    rows,
+    a_ERW,
+    expert_TK,
+    low_NR,
+    scaling,
+    E,
+    stride_low,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    SLOTS_PER_ROW: tl.constexpr,
+    RANKS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    AFTER_ROWS: tl.constexpr,
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    BLOCKS: tl.constexpr = (RANK + RANKS - 1) // RANKS
+    slot = tl.program_id(0) // BLOCKS
+    r = (tl.program_id(0) % BLOCKS) * RANKS + tl.arange(0, RANKS)
+    expert = tl.load(expert_TK + slot)
+    if (expert < 0) | (expert >= E):
+        return
+    depth = tl.arange(0, DEPTH)
+    factor = a_ERW + expert.to(tl.int64) * (RANK * WIDTH) + r[:, None] * WIDTH
+    row = rows + (slot // SLOTS_PER_ROW).to(tl.int64) * WIDTH
+    tile = load_tile(factor + depth[None, :], r < RANK, depth < WIDTH, RANK % RANKS == 0, WIDTH == DEPTH, "")
+    if AFTER_ROWS:
+        tl.extra.cuda.gdc_wait()
+    value = tl.load(row + depth, mask=depth < WIDTH, other=0.0)
+    total = rounded(tile, value).to(tl.float32) * value.to(tl.float32)[None, :]
+    for done in range(DEPTH, WIDTH, DEPTH):
+        here = done + depth
+        tile = load_tile(factor + here[None, :], r < RANK, here < WIDTH, RANK % RANKS == 0, WIDTH % DEPTH == 0, "")
+        value = tl.load(row + here, mask=here < WIDTH, other=0.0)
+        total += rounded(tile, value).to(tl.float32) * value.to(tl.float32)[None, :]
+    low = tl.sum(total, axis=1) * scaling
+    tl.store(low_NR + slot.to(tl.int64) * stride_low + r, low.to(low_NR.dtype.element_ty), mask=r < RANK)
+
+
+@triton.jit
+def rounded(factor, like):
+    """A factor in the dtype that the layer computes in."""
+    return factor.to(like.dtype)
+
+
+@triton.jit
+def load_b(b_OR, o, o_ok, RANK: tl.constexpr, LEAST: tl.constexpr):
+    """The rows o of one expert's B, with zeros up to a power of two of columns, LEAST of them or more."""
+    COLUMNS: tl.constexpr = LEAST if RANK <= LEAST else triton.next_power_of_2(RANK)
+    r = tl.arange(0, COLUMNS)
+    mask = o_ok[:, None] & (r < RANK)[None, :]
+    return tl.load(b_OR + o.to(tl.int64)[:, None] * RANK + r[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def times_low(b, low, rank):
+    """B · low of one slot."""
+    r = tl.arange(0, b.shape[1])
+    value = tl.load(low + r, mask=r < rank, other=0.0)
+    return tl.sum(rounded(b, value).to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
+
+
+@triton.jit
+def add_times_lows(total, b, low_S, slot_ok, RANK: tl.constexpr):
+    """total + B · low of many slots, by the tensor cores."""
+    r = tl.arange(0, b.shape[1])
+    value = tl.load(low_S[:, None] + r[None, :], mask=slot_ok[:, None] & (r < RANK)[None, :], other=0.0)
+    return tl.dot(rounded(b, value), tl.trans(value), total, input_precision="ieee")
+
+
+@triton.jit
+def halves_of_rows(j, row_ok, I, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """For rows j of W1: the column of a that each makes, which of them are gate's, and which are up's."""
+    if GATED:
+        if INTERLEAVED:
+            column = j // 2
+            is_up = j % 2 == 1
+        else:
+            is_up = j >= I
+            column = tl.where(is_up, j - I, j)
+        gate_ok = row_ok & (is_up == 0)
+        up_ok = row_ok & is_up
+    else:
+        column = j
+        gate_ok = row_ok & (j < 0)
+        up_ok = row_ok
+    return column, gate_ok, up_ok

@@ -1,0 +1,107 @@
+"""The kernels for few tokens compile for Hopper with LoRA factors, here without one: all in registers.
+
+A spill would be as right and much slower, and no other test would see it. It runs in a process of its own, this file as
+a program, since Triton's interpreter cannot compile.
+
+    TRITON_CACHE_DIR=cubins python tests/kernels/test_decode_compiles.py      # a line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_hopper_compiles import compiled_by, figures
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
+    return compiled_by(__file__, tmp_path_factory.mktemp("cubins"))
+
+
+def test_nothing_is_spilled(kernels):
+    assert len(kernels) == 7
+    assert all(found["local_accesses"] == found["stack_bytes"] == 0 for found in kernels.values()), kernels
+
+
+def test_the_factors_of_shared_experts_go_through_the_tensor_cores(kernels):
+    assert kernels["up_by_expert"]["wgmma"] > 0
+    assert kernels["down_by_expert"]["wgmma"] > 0
+
+
+class CompileOnly:
+    """Stands for a kernel: a launch compiles it for what it is launched with, and runs nothing."""
+
+    def __init__(self, kernel: Any, found: dict[str, Any]) -> None:
+        self.kernel, self.found = kernel.kernel, found
+
+    def fixed(self, grid: tuple[int, ...], numbers: tuple, **constants: Any) -> Callable[..., None]:
+        return lambda *tensors: self.compile((*tensors, *numbers), constants)
+
+    def compile(self, arguments: tuple, constants: dict[str, Any]) -> None:
+        from triton import compile
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        names = self.kernel.arg_names
+        options = {name: constants.pop(name) for name in list(constants) if name not in names}
+        signature, attributes = dict.fromkeys(names, "constexpr"), {}
+        for at, argument in enumerate(arguments):
+            if isinstance(argument, int) and argument == 1:
+                constants[names[at]] = 1
+                continue
+            signature[names[at]] = _type_of(argument)
+            if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):
+                attributes[(at,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
+        made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        self.found[f"{self.kernel.__name__.strip('_')}{' of a' * constants.get('AFTER_ROWS', False)}"] = figures(made)
+
+
+def _type_of(argument: Any) -> str:
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
+    if isinstance(argument, torch.Tensor):
+        return f"*{names[argument.dtype]}"
+    return "fp32" if isinstance(argument, float) else "i32"
+
+
+def main() -> dict[str, dict[str, int]]:
+    """With fp32 factors on all projections of Qwen3-30B's layers, by slot and by expert."""
+    from amoeba.kernels.decode import at_once, by_expert, decode, low_rank
+    from amoeba.kernels.decode.configuration import configuration
+    from amoeba.problem import Problem
+    from amoeba.weights import ExpertWeights, LoraFactors
+
+    E, K, H, I, R = 128, 8, 2048, 768, 16
+    found: dict[str, dict[str, int]] = {}
+    for module, names in (
+        (low_rank, ("_low",)),
+        (at_once, ("_up_at_once", "_down_at_once")),
+        (by_expert, ("_up_by_expert", "_down_by_expert", "_sum_of_slots")),
+    ):
+        for name in names:
+            setattr(module, name, CompileOnly(getattr(module, name), found))
+    with torch.device("meta"):
+        a, down_a = torch.empty(E, R, H), torch.empty(E, R, I)
+        b, down_b = torch.empty(E, I, R), torch.empty(E, H, R)
+        weights = ExpertWeights(
+            torch.empty(E, 2 * I, H, dtype=torch.bfloat16), torch.empty(E, H, I, dtype=torch.bfloat16)
+        )
+        for tokens in (1, 8):
+            problem = Problem(
+                torch.empty(tokens, H, dtype=torch.bfloat16),
+                torch.empty(tokens, K, dtype=torch.int64),
+                torch.empty(tokens, K),
+                weights,
+                LoraFactors(a, b, a, b, down_a, down_b, scaling=2.0),
+            )
+            chosen = configuration(tokens, K, E, H, I, gated=True, itemsize=2, overlap=True)
+            decode(problem, configuration=chosen)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
