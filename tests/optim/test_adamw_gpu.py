@@ -1,4 +1,4 @@
-"""AdamW on a GPU: the bits of the CPU, one launch for all, no waiting, little memory."""
+"""AdamW on a GPU: the numbers of the CPU, one launch for all, no waiting, little memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ def optimizer_of(dtype, states, device="cuda"):
 
 @BOTH
 @STATES
-def test_a_gpu_computes_the_bits_of_the_cpu(dtype, states):
+def test_a_gpu_computes_what_the_cpu_does_but_for_a_few_last_bits(dtype, states):
     here, there = optimizer_of(dtype, states, "cpu"), optimizer_of(dtype, states)
     for optimizer, of in (here, there):
         train(optimizer, of, steps=5)
-    assert same(here[0], there[0])
+    differ = total = 0
+    for on_cpu, on_gpu in zip(here[1], there[1], strict=True):
+        one, other = here[0].master_of(on_cpu), there[0].master_of(on_gpu).cpu()
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-4)  # 0.1 % of a step is 1e-5
+        differ, total = differ + int((one != other).sum()), total + one.numel()
+    assert differ < total / 100
 
 
 @BOTH
@@ -98,9 +103,11 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_bit_for_bit():
     resumed = [Parameter(parameter.detach().clone()) for parameter in of]
     again = AdamW(groups(resumed), states="bfloat16")
     saved = whole.state_dict()
-    for state in saved["state"].values():
-        state.update({name: value.cpu() for name, value in state.items() if name != "step"})
-    again.load_state_dict(saved)
+    on_cpu = {
+        key: {name: value if name == "step" else value.cpu() for name, value in state.items()}
+        for key, state in saved["state"].items()
+    }
+    again.load_state_dict({**saved, "state": on_cpu})
     assert again.state[resumed[0]]["remainder"].is_cuda
     for optimizer, trained in ((whole, of), (again, resumed)):
         train(optimizer, trained, steps=3, seed=5, max_norm=1.0)
@@ -140,5 +147,5 @@ def test_a_model_that_moved_after_its_first_step_is_refused():
     for parameter in of:
         parameter.data = parameter.data.cuda()
         parameter.grad = torch.zeros_like(parameter)
-    with pytest.raises(ValueError, match="move the model before the first step"):
+    with pytest.raises(ValueError, match="Move the model before the first step"):
         optimizer.step()

@@ -5,7 +5,8 @@
 
 optim/batch.py has the formula. Every tensor is read once, and all but the gradients are written once. bf16 is read
 and written as its bits: see optim/split_master.py for masters and optim/rounding.py for averages in bf16, which are
-rounded by chance. Each operation rounds by itself (no fused multiply-add), so that a CPU computes the same bits.
+rounded by chance. Each operation rounds by itself (no fused multiply-add), as torch's on a CPU mostly do: of 1.1M
+numbers after five steps about a hundred differed between an H200 and its Xeon.
 """
 
 from __future__ import annotations

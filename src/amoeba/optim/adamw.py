@@ -6,7 +6,7 @@
     optimizer.step()
 
 What a step does to the master is torch.optim.AdamW's formula in fp32; the parameter is the master, rounded to bf16. A
-CPU and a GPU compute the same bits from the same gradients, as does a run that was resumed. Nothing waits for the GPU.
+run that was resumed computes the same bits as one that was not. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
