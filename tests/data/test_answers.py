@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
-from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows, rows_of
+from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, Row, check_answers, pad_rows, rows_of
 from amoeba.data.documents import Completion, Conversation, Message, Text
 from amoeba.data.token_rows import NO_LABEL
 from amoeba.data.tokenizer import train_tokenizer
@@ -125,6 +125,17 @@ def test_a_batch_is_padded_without_labels_and_masked() -> None:
     assert batch["input_ids"].tolist() == [[0, 1, 2], [0, 7, 7]]
     assert batch["labels"].tolist() == [[0, 1, 2], [0, NO_LABEL, NO_LABEL]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert pad_rows(rows, padding=7, least=4)["input_ids"].tolist() == [[0, 1, 2, 7], [0, 7, 7, 7]]
+    assert torch.equal(pad_rows(rows, padding=7, least=2)["input_ids"], batch["input_ids"])
+
+
+def test_the_longest_row_of_a_batch_is_expected_by_the_lengths_of_all() -> None:
+    rows = AnswerRows.__new__(AnswerRows)
+    rows.rows = [Row([0] * length, []) for length in (4, 1, 3, 2)]
+    assert rows.longest == 4
+    assert rows.expected_longest(1) == 2.5
+    assert rows.expected_longest(2) == pytest.approx(sum(max(i, j) for i in range(1, 5) for j in range(1, 5)) / 16)
+    assert rows.expected_longest(100) == pytest.approx(4)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,16 @@ class AnswerRows(Dataset[dict[str, Tensor]]):
         if len(self.rows) < len(rows):
             self.description += f"; left out: {len(rows) - len(self.rows)} whose answer begins after the cut"
 
+    @property
+    def longest(self) -> int:
+        return max(len(row.ids) for row in self.rows)
+
+    def expected_longest(self, batch: int) -> float:
+        """Of the rows of a random batch."""
+        lengths = sorted(len(row.ids) for row in self.rows)
+        chances = [(place / len(lengths)) ** batch for place in range(len(lengths) + 1)]
+        return sum(length * (chances[at + 1] - chances[at]) for at, length in enumerate(lengths))
+
     def largest_id(self) -> int:
         return max(max(row.ids) for row in self.rows)
 
@@ -85,9 +95,9 @@ class AnswerRows(Dataset[dict[str, Tensor]]):
         return {name: torch.tensor(ids, dtype=torch.int64, device="cpu") for name, ids in columns.items()}
 
 
-def pad_rows(rows: list[dict[str, Tensor]], padding: int) -> dict[str, Tensor]:
-    """A batch as long as its longest row."""
-    length = max(len(row["input_ids"]) for row in rows)
+def pad_rows(rows: list[dict[str, Tensor]], padding: int, least: int = 0) -> dict[str, Tensor]:
+    """A batch as long as its longest row, or `least`."""
+    length = max(least, *(len(row["input_ids"]) for row in rows))
 
     def padded(tensors: Iterator[Tensor], value: int) -> Tensor:
         return torch.stack(
