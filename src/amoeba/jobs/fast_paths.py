@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_loss import fused_loss
 
 logger = logging.getLogger("amoeba")
@@ -50,7 +51,7 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
             began = time.monotonic()
             reason = stack.enter_context(_compiled(trainer))
             _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
-        if gpu:
+        if gpu and not _has_placed_experts(trainer.model):  # for which the host has to wait in the midst of a pass
             trainer.captures = stack.enter_context(_captured(trainer))
             taken.append("passes captured in a CUDA graph")
         if taken:
@@ -121,6 +122,10 @@ def _captured(trainer: Any) -> Iterator[bool]:
         yield True
     finally:
         trainer.release()
+
+
+def _has_placed_experts(model: Any) -> bool:
+    return any(placed_in(module) is not None for module in experts_modules(model).values())
 
 
 def _first_line(error: Exception) -> str:
