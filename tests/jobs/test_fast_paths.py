@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def losses(console: Quiet) -> list[float]:
     return [loss for line in console.lines for loss in line["step_losses"]]
+
+
+def loads(folder: Any) -> list[list[int]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [layer["load"] for line in lines if line["kind"] == "router" for layer in line["layers"]]
 
 
 def run(folder: Any, inputs: Any, command: str = "train", **changes: Any) -> tuple[list[float], list[str]]:
@@ -76,6 +82,7 @@ def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, input
     monkeypatch.setattr(nn.Module, "compile", broken)
     found, said = run(tmp_path / "broken", inputs, compile="on")
     assert found == by_itself  # the batch that was tried has left nothing behind
+    assert loads(tmp_path / "broken") == loads(tmp_path / "plain")
     assert [line for line in said if line.startswith("without decoder layers compiled")] == [
         next(line for line in said if line.endswith("RuntimeError: no compiler for this"))
     ]
