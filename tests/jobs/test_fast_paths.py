@@ -59,6 +59,8 @@ def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(comma
     assert len(compiled_layers) == 2 and any("decoder layers compiled" in line for line in said)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(by_itself), rtol=1e-5, atol=1e-6)
     assert all(layer._compiled_call_impl is None for layer in compiled_layers)
+    rows = [[sum(load) for load in loads(tmp_path / name)] for name in ("plain", "compiled")]
+    assert rows[0] == rows[1], "the batch that was tried was counted"
 
 
 @pytest.mark.parametrize(("worth", "graphs"), [(fast_paths.WORTH_COMPILING, 1), (0.0, 2)])
