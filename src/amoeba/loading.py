@@ -8,6 +8,7 @@ For commands, whose process is theirs alone: what is there at the end is never l
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,4 +23,5 @@ def loading() -> Iterator[None]:
     finally:
         if looked:
             gc.freeze()
+            atexit.register(gc.unfreeze)  # extension modules complain of what is left when they go
             gc.enable()
