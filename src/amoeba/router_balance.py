@@ -27,7 +27,7 @@ from amoeba import operators
 from amoeba.operands import Operand
 from amoeba.torch_internals import inside_backward
 
-ENTROPY_UNIT = 2.0**-20  # nats; as kernels.router_balance has it, which may not be imported here
+ENTROPY_UNIT = 2.0**-20  # nats: sums of integers are the same in any order
 _LAYERS = 1 << 16  # more than any model has
 PAIRS_OF = 4096  # tokens of a pass, the first ones, in which pairs of experts are counted
 
@@ -84,7 +84,7 @@ class Ledger:
         if logits_TE.is_cuda:
             from amoeba.kernels.router_balance import add_entropy
 
-            return add_entropy(logits_TE.contiguous(), totals)
+            return add_entropy(logits_TE.contiguous(), totals, ENTROPY_UNIT)
         logarithm_TE = logits_TE.float().log_softmax(-1)
         entropy_T = -(logarithm_TE.exp() * logarithm_TE.clamp(min=-1e30)).sum(-1)
         totals[0] += len(entropy_T)

@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from amoeba.kernels.router_balance import ENTROPY_UNIT, add_entropy, balance_gradient, count_experts
+from amoeba.kernels.router_balance import add_entropy, balance_gradient, count_experts
+from amoeba.router_balance import ENTROPY_UNIT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -30,7 +31,7 @@ def test_entropy_and_gradient(shape):
     logits = (torch.randn(shape, device=DEVICE) * 3).requires_grad_()
     count_E = torch.randint(0, 50, shape[1:], device=DEVICE)
     totals = torch.tensor([3, 5], device=DEVICE)
-    add_entropy(logits.detach(), totals)
+    add_entropy(logits.detach(), totals, ENTROPY_UNIT)
     assert totals[0] == 3 + shape[0]
     probability = logits.double().softmax(-1)
     entropy = -(probability * probability.log()).sum()

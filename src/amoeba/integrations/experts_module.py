@@ -30,6 +30,7 @@ from amoeba.weights import AnyExperts, ExpertWeights
 logger = logging.getLogger("amoeba")
 
 ATTRIBUTE = "_amoeba"
+ROUTER_NAMES = ("gate", "router")  # what transformers calls the module beside the experts that chooses among them
 LORA = "lora_factors"  # the child that holds LoRA factors, an amoeba.lora.experts_lora.ExpertsLora
 
 
@@ -79,6 +80,12 @@ def is_experts(module: Any) -> bool:
 
 def experts_modules(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def routers_beside(block: nn.Module | None) -> list[Any]:
+    """The routers in a block that holds experts."""
+    beside = [getattr(block, child, None) for child in ROUTER_NAMES]
+    return [router for router in beside if isinstance(router, nn.Module)]
 
 
 def layout_of(module: Any) -> ExpertsLayout | None:

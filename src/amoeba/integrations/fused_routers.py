@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from amoeba import fused_router
 from amoeba.config import RouterConfig
-from amoeba.integrations.experts_module import is_experts
+from amoeba.integrations.experts_module import is_experts, routers_beside
 from amoeba.routing import route
 
-NAMES = ("gate", "router")  # what transformers calls the module beside the experts that chooses among them
 _KINDS: tuple[dict[str, Any], ...] = (
     {"score": "softmax", "renormalize": True},
     {"score": "softmax", "renormalize": False},
@@ -44,12 +43,11 @@ def fused_routers(model: nn.Module) -> Iterator[int]:
     for block in model.modules():
         if not any(is_experts(child) for child in block.children()):
             continue
-        for name in NAMES:
-            router: Any = getattr(block, name, None)
-            found = recognise(router) if isinstance(router, nn.Module) else None
+        for router in routers_beside(block):
+            found = recognise(router)
             if found is not None:
-                changed.append((router, type(router)))
                 own: Any = type(router)
+                changed.append((router, own))
                 router.__class__ = _fused(own, found)
     try:
         yield len(changed)

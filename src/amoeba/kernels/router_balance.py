@@ -3,7 +3,7 @@
 T tokens · N = T·K chosen slots · E experts
 
     count_experts(expert_N, count_E1)                     # += how often each was chosen, and ids outside [0, E)
-    add_entropy(logits_TE, totals)                        # += T, and the entropy of softmax(logits) in ENTROPY_UNITs
+    add_entropy(logits_TE, totals, unit)                  # += T, and the entropy of softmax(logits) in these units
     balance_gradient(logits_TE, count_E, pull, z_pull)    # of pull · Σ_e count_e Σ_t p_te + z_pull · Σ_t logsumexp_t²
 
 Sums over programs are made of integers, so they are the same in whatever order they come.
@@ -19,7 +19,6 @@ from torch import Tensor
 from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
-ENTROPY_UNIT = 2.0**-20  # nats
 IDS_AT_ONCE = 1024
 TILE_ELEMENTS = 4096
 
@@ -35,13 +34,13 @@ def count_experts(expert_N: Tensor, count_E1: Tensor) -> None:
         )
 
 
-def add_entropy(logits_TE: Tensor, totals: Tensor) -> None:
-    """totals: tokens and entropy, int64."""
+def add_entropy(logits_TE: Tensor, totals: Tensor, unit: float) -> None:
+    """totals: tokens and entropy, int64; the latter in this many nats."""
     rows, experts = logits_TE.shape
     tile = _tile(experts)
     check_arguments(logits_TE.is_contiguous(), "contiguous", logits_TE=logits_TE)
     if rows:
-        _entropy[(cdiv(rows, tile["ROWS"]),)](logits_TE, totals, rows, experts, UNIT=ENTROPY_UNIT, **tile, num_warps=4)
+        _entropy[(cdiv(rows, tile["ROWS"]),)](logits_TE, totals, rows, experts, UNIT=unit, **tile, num_warps=4)
 
 
 def balance_gradient(logits_TE: Tensor, count_E: Tensor, pull: float, z_pull: float) -> Tensor:

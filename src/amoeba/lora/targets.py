@@ -16,10 +16,9 @@ from typing import NamedTuple
 from torch import nn
 
 from amoeba.errors import bad_value
-from amoeba.integrations.experts_module import ExpertsLayout, layouts_of
+from amoeba.integrations.experts_module import ROUTER_NAMES, ExpertsLayout, layouts_of
 
 EXPERTS, ALL_LINEAR = "experts", "all-linear"
-ROUTER_NAMES = ("gate", "router")  # what transformers calls the module beside the experts that chooses among them
 
 
 class Chosen(NamedTuple):

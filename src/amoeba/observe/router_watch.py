@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
-from amoeba.integrations.experts_module import is_experts
-from amoeba.lora.targets import ROUTER_NAMES
+from amoeba.integrations.experts_module import ROUTER_NAMES, is_experts, routers_beside
 from amoeba.router_balance import ENTROPY_UNIT, Ledger, attach_balance, count_choices
 
 
@@ -34,7 +33,7 @@ class RouterWatch:
         found = [(name, module) for name, module in model.named_modules() if _is_experts(module)]
         self.names = [name for name, _ in found]
         self.experts: list[Any] = [module for _, module in found]
-        self.routers = [_routers_in(parents.get(module)) for module in self.experts]
+        self.routers = [routers_beside(parents.get(module)) for module in self.experts]
         self.selection_biases = [
             next((router.e_score_correction_bias for router in routers if _has_bias(router)), None)
             for routers in self.routers
@@ -194,8 +193,3 @@ def _logits_of(output: Any) -> Any:
 
 def _has_bias(router: nn.Module) -> bool:
     return getattr(router, "e_score_correction_bias", None) is not None
-
-
-def _routers_in(block: nn.Module | None) -> list[Any]:
-    beside = [getattr(block, child, None) for child in ROUTER_NAMES]
-    return [router for router in beside if isinstance(router, nn.Module)]
