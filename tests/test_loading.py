@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -34,3 +36,13 @@ def test_a_package_that_is_missing_changes_nothing() -> None:
     with pytest.raises(ModuleNotFoundError), loading():
         import amoeba.not_there  # type: ignore[import-not-found]  # noqa: F401
     assert gc.isenabled()
+
+
+def test_nothing_is_frozen_when_the_process_ends() -> None:
+    """What is left of them makes extension modules complain on stderr."""
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count()));"
+        "from amoeba.loading import loading\nwith loading(): import json\nprint(gc.get_freeze_count() > 0)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "0"]
