@@ -169,7 +169,7 @@ _ALL = (
         "qwen3_moe",
         _qwen3(2048, 48, 32, 4, 128, 768, 128, 8)
         | {"vocab_size": 151936, "intermediate_size": 6144, "tie_word_embeddings": False},
-        {"decode": Batch(1, 128, 64)},
+        {"decode": Batch(1, 128, 32)},
         "Qwen3-30B-A3B's dimensions",
     ),
 )
