@@ -163,7 +163,7 @@ def _decode_time(decode: Decode, problem: Problem, rows: int, stage: Stage) -> D
         rows / ms * 1e3,
         first_token_ms,
         first_call_seconds,
-        first_call_seconds - middle,
+        max(0.0, first_call_seconds - middle),
         stage.compare(ids, made) if stage.compare is not None else None,
     )
 
