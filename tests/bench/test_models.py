@@ -13,22 +13,19 @@ import pytest
 import torch
 
 from amoeba.bench.ceilings import Ceilings, Product
-from amoeba.bench.models import decoding, suite, worker
 from amoeba.bench.models import measure as measure_module
-from amoeba.bench.models.candidate import Candidate, Stage
+from amoeba.bench.models import suite, worker
+from amoeba.bench.models.candidate import Candidate
 from amoeba.bench.models.candidates import CANDIDATES, candidates_for
-from amoeba.bench.models.decoding import Decoding, OurSteps
-from amoeba.bench.models.greedy import Agreement, Difference, compare
+from amoeba.bench.models.greedy import Agreement, Difference
 from amoeba.bench.models.measure import DecodeTime, ModelMeasurement, measure
 from amoeba.bench.models.problem import DECODE_ROWS, KINDS, SIZES, Batch, Problem, choose_problems
 from amoeba.bench.models.suite import ModelReport, run_models
 from amoeba.commands import bench_models
 from amoeba.commands.output import Output
-from amoeba.decoding import Decoder
 from amoeba.integrations import attention
 from amoeba.jobs import fast_paths
 from amoeba.jobs.model_cost import training_flops_per_token
-from amoeba.jobs.token_steps import Steps
 
 CPU = torch.device("cpu")
 TINY = SIZES["tiny"]
@@ -101,56 +98,6 @@ def test_a_step_as_a_command_runs_it_has_the_fast_paths_of_a_gpu_and_the_same_lo
     peer = _candidate("training", "transformers grouped_mm, fp32 + autocast")
     assert found.first_loss == pytest.approx(measure(peer, tiny("training"), 1, 1e6).first_loss, rel=1e-4)
     assert len(documents_seen) == taken, "the fast paths are gone when it was measured"
-
-
-@pytest.mark.parametrize("steps", [OurSteps(), OurSteps(adapter=True)])
-def test_the_steps_of_generate_are_compared_with_the_plain_loop(steps, monkeypatch):
-    asked = []
-
-    def plain_steps(model, sampling, *, batch, prompt_tokens, new_tokens, compile):
-        asked.append((batch, prompt_tokens, new_tokens, compile))
-        decoder = Decoder(model, batch=batch, length=prompt_tokens + new_tokens)
-        return Steps("captured", "for a test", decoder, 0.0)
-
-    monkeypatch.setattr(decoding, "choose_steps", plain_steps)
-    found = measure(_candidate("decode", steps.name), tiny("decode"), 1, 0.0)
-    assert asked == [(1, 8, 8, False), (8, 8, 8, False)], "once for each number of rows"
-    assert [each.greedy for each in found.decodes] == [Agreement(True, 8, []), Agreement(True, 64, [])]
-
-    def refused(*arguments, **options):
-        return Steps("plain", "no graph today", None, 0.0)
-
-    monkeypatch.setattr(decoding, "choose_steps", refused)
-    with pytest.raises(RuntimeError, match="steps are plain: no graph today"):
-        measure(_candidate("decode", steps.name), tiny("decode"), 1, 0.0)
-
-
-def test_an_adapter_changes_the_tokens_and_leaves_the_model_as_it_was():
-    problem, ids = tiny("decode"), tiny("decode").ids(8)
-    made = []
-    for adapter in (False, True, False):
-        with Stage() as stage:
-            made.append(decoding.by_generate(Decoding("amoeba", adapter=adapter), problem, stage)(ids, 8))
-    assert torch.equal(made[0], made[2])
-    assert not torch.equal(made[0], made[1])
-    assert all(len(set(row)) > 2 for row in made[0].tolist()), "layers matter: no token is just repeated"
-
-
-def test_where_tokens_part_from_the_plain_loop_the_margin_is_told():
-    problem, ids = tiny("decode"), tiny("decode").ids(2)
-    with Stage() as stage:
-        plain = decoding.by_generate(Decoding("amoeba"), problem, stage)(ids, 8)
-    model = problem.model("amoeba", torch.float32).eval()
-    made = plain.clone()
-    made[1, 3:] = (made[1, 3:] + 1) % 256
-    found = compare(model, ids, made, plain)
-    with torch.no_grad():
-        logits = model(input_ids=torch.cat((ids, plain[:, :3]), 1)).logits[1, -1]
-    best, second = logits.topk(2).values.tolist()
-    assert (found.same, found.tokens) == (False, 16)
-    assert [(each.row, each.token) for each in found.first_differences] == [(1, 3)]
-    assert found.first_differences[0].margin == pytest.approx(best - second, rel=1e-3, abs=1e-5)
-    assert found.median_margin > 0
 
 
 @pytest.mark.gpu
@@ -413,6 +360,22 @@ def test_options_that_say_nothing_about_whole_models_are_refused():
     with pytest.raises(ValueError, match="--sustained: expected none with --suite model"):
         bench_models.check_options([], 4.0)
     problems = choose_problems(["tiny"], "lora", CPU)
-    with pytest.raises(ValueError, match=r"--peer: expected a part of one of: .*PEFT on transformers grouped_mm"):
+    with pytest.raises(
+        ValueError, match=r"--peer: expected one of these, or a part of it: .*PEFT on transformers grouped_mm"
+    ):
         bench_models.choose_candidates(problems, [], ["sonic"])
     assert bench_models.choose_candidates(problems, ["factors"], ["PEFT"]) == (("factors",), ("PEFT",))
+
+
+def test_a_whole_name_stands_for_that_candidate_alone_and_none_for_nobody():
+    problem = Problem(SIZES["1b"], "training", CPU)
+
+    def names(*peers):
+        chosen = bench_models.choose_candidates([problem], ["as it trains"], peers)
+        assert ("--peer none" in bench_models.command_line([problem], 1, chosen)) == (peers == ("none",))
+        return [each.name for each in candidates_for(problem, *chosen) if not each.ours]
+
+    assert names("transformers grouped_mm, bf16") == ["transformers grouped_mm, bf16"]
+    assert names("grouped_mm, bf16") == ["transformers grouped_mm, bf16", "transformers grouped_mm, bf16, compiled"]
+    assert names("none") == []
+    assert len(names()) == 4

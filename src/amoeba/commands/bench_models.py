@@ -23,8 +23,11 @@ from amoeba.errors import bad_value
 __all__ = ["check_options", "choose_candidates", "choose_problems", "run"]
 
 
+NOBODY = "none"  # as --ours or --peer
+
+
 class Chosen(NamedTuple):
-    """Parts of the names of the candidates that are wanted; None: all."""
+    """Names of the candidates that are wanted, or parts of them; None: all."""
 
     ours: tuple[str, ...] | None
     peers: tuple[str, ...] | None
@@ -46,9 +49,11 @@ def choose_candidates(problems: Sequence[Problem], ours: Sequence[str], peers: S
     for option, parts, is_ours in (("--ours", ours, True), ("--peer", peers, False)):
         names = {each.name: None for problem in problems for each in candidates_for(problem) if each.ours == is_ours}
         for part in parts:
-            if not any(part in name for name in names):
-                raise bad_value(option, f"a part of one of: {'; '.join(names)}", repr(part), "leave it out for all")
-    return Chosen(tuple(ours) or None, tuple(peers) or None)
+            if part != NOBODY and not any(part in name for name in names):
+                remedy = f"leave it out for all, or {NOBODY} for none of them"
+                raise bad_value(option, f"one of these, or a part of it: {'; '.join(names)}", repr(part), remedy)
+    chosen = (tuple(part for part in parts if part != NOBODY) if parts else None for parts in (ours, peers))
+    return Chosen(*chosen)
 
 
 def command_line(problems: Sequence[Problem], repeats: int, chosen: Chosen) -> str:
@@ -59,8 +64,8 @@ def command_line(problems: Sequence[Problem], repeats: int, chosen: Chosen) -> s
     kinds = {problem.kind for problem in problems}
     words += ["--pass", kinds.pop()] if len(kinds) == 1 else []
     words += ["--repeats", str(repeats)]
-    words += [word for name in chosen.ours or () for word in ("--ours", name)]
-    words += [word for name in chosen.peers or () for word in ("--peer", name)]
+    for option, names in (("--ours", chosen.ours), ("--peer", chosen.peers)):
+        words += [word for name in (names or [NOBODY] if names is not None else []) for word in (option, name)]
     return shlex.join(words)
 
 

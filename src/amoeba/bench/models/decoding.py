@@ -118,12 +118,6 @@ def by_our_steps(steps: OurSteps, problem: Problem, stage: Stage) -> Decode:
     return decode
 
 
-def release() -> None:
-    """The model that is held."""
-    global _held
-    _held = None
-
-
 def _hold(experts: str, adapter: bool, problem: Problem) -> _Held:
     global _held
     of = problem.size.name, problem.device.type, experts

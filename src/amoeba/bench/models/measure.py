@@ -74,7 +74,7 @@ class ModelMeasurement:
     first_loss: float | None = None
     last_loss: float | None = None
     decodes: list[DecodeTime] = field(default_factory=list)
-    peak_bytes: int | None = None  # of the measured steps, parameters and all; on a CPU of the whole process
+    peak_bytes: int | None = None  # from the first step on, parameters and all; on a CPU of the whole process
     process_seconds: float | None = None  # of all of it, with the imports where it was the first of its process
 
 
@@ -109,13 +109,13 @@ def _measured_decodes(nothing: ModelMeasurement, decode: Decode, problem: Proble
 def _measured_steps(
     nothing: ModelMeasurement, step: Step, problem: Problem, repeats: int, flops_per_token: float
 ) -> ModelMeasurement:
+    if problem.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(problem.device)  # now: what a captured pass takes is seen in its capture
     began = time.perf_counter()
     first_loss = _finite(step())
     first_step_seconds = time.perf_counter() - began
     for _ in range(WARM_STEPS):
         warm_seconds, _ = _timed(step, problem.device)
-    if problem.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(problem.device)
     count = max(LEAST_STEPS, min(repeats, int(MOST_SECONDS / warm_seconds)))
     times_ms, loss = _back_to_back(step, problem.device, count)
     ms = statistics.fmean(times_ms)
