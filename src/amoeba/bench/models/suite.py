@@ -62,7 +62,9 @@ def run_models(
         for problem in problems:
             report = _empty(problem)
             reports.append(report)
-            for family in _families(problem, ours, peers):
+            families = _families(problem, ours, peers)
+            for family in families:
+                workers.more = family is not families[-1]
                 for found in _measured(family, problem, repeats, report, workers, progress):
                     report.measurements.append(found)
                     so_far(report)
@@ -72,6 +74,8 @@ def run_models(
 
 class _Workers(ExitStack):
     """One that works, and on a GPU one that imports meanwhile what the next will need."""
+
+    more = False  # whether there will be a next one of the same kind
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +91,7 @@ class _Workers(ExitStack):
             self.start(problem)
         assert self._next is not None
         (_, worker), self._next = self._next, None
-        if problem.device.type == "cuda":
+        if self.more and problem.device.type == "cuda":
             self.start(problem)
         return worker
 
