@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import logging
 import math
 from dataclasses import replace
 
@@ -14,11 +17,14 @@ from amoeba.bench.models import measure as measure_module
 from amoeba.bench.models import suite, worker
 from amoeba.bench.models.candidate import Candidate
 from amoeba.bench.models.candidates import CANDIDATES, candidates_for
+from amoeba.bench.models.greedy import Agreement, Difference
 from amoeba.bench.models.measure import DecodeTime, ModelMeasurement, measure
-from amoeba.bench.models.problem import DECODE_ROWS, KINDS, SIZES, Problem, choose_problems
-from amoeba.bench.models.suite import ModelReport, measure_in_process, run_models
+from amoeba.bench.models.problem import DECODE_ROWS, KINDS, SIZES, Batch, Problem, choose_problems
+from amoeba.bench.models.suite import ModelReport, run_models
 from amoeba.commands import bench_models
 from amoeba.commands.output import Output
+from amoeba.integrations import attention
+from amoeba.jobs import fast_paths
 from amoeba.jobs.model_cost import training_flops_per_token
 
 CPU = torch.device("cpu")
@@ -50,13 +56,63 @@ def test_every_candidate_of_this_machine_is_measured_on_the_same_model(kind):
             assert (each.last_loss == pytest.approx(each.first_loss)) == frozen, "what is trained gets better"
 
 
+AS_COMMANDS = [("training", "amoeba as it trains, fp32 moments"), ("lora", "amoeba as it finetunes")]
+AS_COMMANDS += [("lora", "amoeba as it finetunes, frozen: forward and dx")]
+
+
+def _candidate(kind, name) -> Candidate:
+    return next(each for each in CANDIDATES if (each.kind, each.name) == (kind, name))
+
+
+@pytest.fixture
+def documents_seen(monkeypatch):
+    """The fast paths of a GPU on this CPU, attention by documents in torch's own operations; fills with their ends."""
+    seen = []
+
+    def by_documents(q, k, v, ends, *, longest, scale, window):
+        seen.append(ends.tolist())
+        q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(each[:, first:last] for each in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+            )
+            for first, last in itertools.pairwise(seen[-1])
+            if first < last
+        ]
+        return torch.cat(parts, 1).transpose(0, 1)
+
+    monkeypatch.setattr(fast_paths, "_is_on_a_gpu", lambda trainer: True)
+    monkeypatch.setattr(attention, "why_not", lambda *heads: None)
+    monkeypatch.setattr(attention, "document_attention", by_documents)
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "name"), AS_COMMANDS)
+def test_a_step_as_a_command_runs_it_has_the_fast_paths_of_a_gpu_and_the_same_loss(kind, name, documents_seen):
+    found = measure(_candidate(kind, name), tiny(kind), repeats=1, flops_per_token=1e6)
+    assert documents_seen and all(ends[:3] == [0, 32, 64] for ends in documents_seen if len(ends) > 3)
+    assert found.said[0] == (
+        "in a step: the loss without all logits in memory, attention by documents, passes captured in a CUDA graph"
+    )
+    taken = len(documents_seen)
+    peer = _candidate("training", "transformers grouped_mm, fp32 + autocast")
+    assert found.first_loss == pytest.approx(measure(peer, tiny("training"), 1, 1e6).first_loss, rel=1e-4)
+    assert len(documents_seen) == taken, "the fast paths are gone when it was measured"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu_every_candidate_that_does_not_compile_is_measured(kind):
     problem = Problem(TINY, kind, torch.device("cuda"))
     for candidate in candidates_for(problem):
-        if "compiled" not in candidate.name:
-            assert measure(candidate, problem, repeats=2, flops_per_token=1e6).status == "measured"
+        if "compiled" in candidate.name:
+            continue
+        found = measure(candidate, problem, repeats=2, flops_per_token=1e6)
+        assert found.status == "measured"
+        if "amoeba as it" in candidate.name:
+            (line,) = found.said
+            for part in ("the loss without", "attention by documents", "layers compiled", "passes captured"):
+                assert part in line
 
 
 @pytest.mark.parametrize(
@@ -74,6 +130,22 @@ def test_operations_are_counted_as_a_run_counts_them_and_without_weight_gradient
     assert tiny("lora").flops_per_token() == training_flops_per_token(model, TINY.batches["lora"].length)
 
 
+@pytest.mark.parametrize("name", ["120m", "1b", "qwen3_30b"])
+def test_operations_are_those_of_products_and_causal_attention(name):
+    """Written out for Qwen3's layers; norms, which are among the parameters at work, are less than a thousandth."""
+    c, length = SIZES[name].settings, 1024
+    hidden, heads, groups, head = (
+        c[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    projections = 2 * hidden * head * (2 * heads + 2 * groups)
+    experts = 6 * c["num_experts_per_tok"] * c["moe_intermediate_size"] * hidden + 2 * hidden * c["num_experts"]
+    scores = 2 * 2 * length * heads * head / 2
+    forward = c["num_hidden_layers"] * (projections + experts + scores) + 2 * hidden * c["vocab_size"]
+    batch = Batch(1, length)
+    size = replace(SIZES[name], batches={"training": batch})
+    assert Problem(size, "training", CPU).flops_per_token() == pytest.approx(3 * forward, rel=1e-3)
+
+
 def test_names_are_told_apart_and_every_kind_has_ours_and_a_peer():
     assert len({(each.kind, each.name) for each in CANDIDATES}) == len(CANDIDATES)
     assert {(each.kind, each.ours) for each in CANDIDATES} == {(kind, ours) for kind in KINDS for ours in (True, False)}
@@ -88,27 +160,29 @@ class Clock:
 
 
 def test_the_first_token_is_the_prompts_and_the_others_are_the_steps(monkeypatch):
-    clock = Clock()
+    clock, seen = Clock(), set[int]()
 
     def decode(ids, new_tokens):
-        clock.now += 0.050 * ids.shape[0] + 0.004 * (new_tokens - 1)
+        clock.now += 0.050 * ids.shape[0] + 0.004 * (new_tokens - 1) + (3.0 if ids.shape[0] not in seen else 0.0)
+        seen.add(ids.shape[0])
         return ids.new_zeros(ids.shape[0], new_tokens)
 
     monkeypatch.setattr(measure_module, "time", clock)
-    found = measure(_planted(lambda problem: decode, "decode"), tiny("decode"), 1, 0.0)
+    found = measure(_planted(lambda problem, stage: decode, "decode"), tiny("decode"), 1, 0.0)
     one, eight = found.decodes
     assert (one.rows, eight.rows) == (1, 8)
     assert (one.first_token_ms, eight.first_token_ms) == (pytest.approx(50.0), pytest.approx(400.0))
     assert (one.ms, eight.ms) == (pytest.approx(4.0), pytest.approx(4.0))
     assert eight.tokens_per_second == pytest.approx(2000.0)
-    assert one.first_call_seconds == pytest.approx(0.050 + 0.004 * 7)
+    assert one.first_call_seconds == pytest.approx(3.0 + 0.050 + 0.004 * 7)
+    assert one.prepare_seconds == pytest.approx(3.0), "what is compiled and captured"
 
 
 def _planted(prepare, kind="training", **changes) -> Candidate:
-    return replace(Candidate("planted", True, kind, "for a test", prepare, 8.0), **changes)
+    return replace(Candidate("planted", True, kind, "for a test", prepare, "amoeba", 8.0), **changes)
 
 
-def _fails(problem):
+def _fails(problem, stage):
     raise RuntimeError("out of order\nand more lines")
 
 
@@ -116,54 +190,55 @@ def _fails(problem):
     ("kind", "prepare", "said"),
     [
         ("training", _fails, "RuntimeError: out of order and more lines"),
-        ("training", lambda problem: lambda: torch.tensor(math.nan), "ValueError: the loss is nan"),
+        ("training", lambda problem, stage: lambda: torch.tensor(math.nan), "ValueError: the loss is nan"),
         (
             "decode",
-            lambda problem: lambda ids, count: ids[:, :1],
+            lambda problem, stage: lambda ids, count: ids[:, :1],
             "expected 8 new tokens for each of 1 rows, got (1, 1)",
         ),
     ],
 )
 def test_what_a_candidate_raises_is_its_result(kind, prepare, said, monkeypatch):
     monkeypatch.setattr(worker, "CANDIDATES", (_planted(prepare, kind),))
-    job = {"candidate": "planted", "size": "tiny", "kind": kind, "device": "cpu", "repeats": 1, "flops_per_token": 1.0}
-    found = worker.run(job)
+    (found,) = worker.run(_job(kind, "planted"))
     assert found.status == "failed"
     assert said in found.reason
 
 
-def test_a_candidate_is_measured_in_a_process_of_its_own():
-    found = measure_in_process(candidates_for(tiny("training"))[0], tiny("training"), 1, 1e6)
-    assert (found.status, found.reason) == ("measured", None)
-    assert found.process_seconds > found.prepare_seconds > 0
+def _job(kind, *names) -> dict:
+    return {
+        "candidates": names, "size": "tiny", "kind": kind, "device": "cpu", "repeats": 1, "flops_per_token": 1.0,
+    }  # fmt: skip
 
 
-def test_a_candidate_that_takes_too_long_is_stopped_and_one_that_dies_leaves_its_last_words(monkeypatch):
-    started = []
-    real = suite.subprocess.Popen
+def test_what_a_candidate_set_up_is_undone_before_the_next_and_what_it_said_is_kept(monkeypatch):
+    undone = []
 
-    def popen(*arguments, **options):
-        started.append(real(*arguments, **options))
-        return started[-1]
+    def prepare(name):
+        def prepared(problem, stage):
+            stage.callback(undone.append, name)
+            stage.said.append(f"{name} without a part")
+            logging.getLogger("amoeba").warning("%s is slow", name)
+            return lambda: torch.tensor(float(len(undone)))
 
-    monkeypatch.setattr(suite.subprocess, "Popen", popen)
-    found = measure_in_process(_planted(_fails, limit_seconds=0.2), tiny("training"), 1, 1.0)
-    assert (found.status, found.reason) == ("failed", "was stopped after 0.2 s, its limit")
-    monkeypatch.setattr(suite, "_WORKER", "amoeba.bench.models.nobody")
-    found = measure_in_process(_planted(_fails), tiny("training"), 1, 1.0)
-    assert found.status == "failed"
-    assert found.reason.startswith("its process ended with 1: ") and "No module named" in found.reason
-    assert all(process.returncode is not None for process in started)
+        return prepared
+
+    three = [replace(_planted(prepare(name)), name=name) for name in ("a", "b", "c")]
+    three[1] = replace(three[1], prepare=_fails)
+    monkeypatch.setattr(worker, "CANDIDATES", tuple(three))
+    first, second = worker.run(_job("training", "a", "b", "c"))
+    assert (first.status, second.status) == ("measured", "failed"), "after one that failed the process ends"
+    assert undone == ["a"]
+    assert first.said == ["a without a part", "a is slow"]
+    (third,) = worker.run(_job("training", "c"))
+    assert third.first_loss == 1.0, "a was undone before"
 
 
 def test_who_is_left_out_is_listed_with_the_reason(monkeypatch):
     asked = []
 
-    def measured(candidate, problem, repeats, flops_per_token):
-        asked.append(candidate.name)
-        return ModelMeasurement(candidate.name, candidate.ours, candidate.about, "measured")
-
-    monkeypatch.setattr(suite, "measure_in_process", measured)
+    monkeypatch.setattr(suite, "measure_in_process", lambda candidates, *others: asked.append(candidates))
+    monkeypatch.setattr(suite, "WorkerProcess", lambda kind: contextlib.nullcontext())
     monkeypatch.setattr(suite, "available_memory", lambda device: 1000)
     done = []
     (report,) = run_models([tiny("training")], 1, done=done.append, ours=["fp32 + autocast"], peers=["eager"])
@@ -200,15 +275,31 @@ def test_the_command_prints_each_table_and_writes_the_document(monkeypatch, tmp_
         "amoeba, bf16", True, "", "measured", prepare_seconds=2.0, first_step_seconds=3.0, steps=20, ms=196.0,
         tokens_per_second=167_000.0, flops_per_second=2.5e8, first_loss=10.4, peak_bytes=36 * 2**30,
     )  # fmt: skip
-    decodes = [DecodeTime(1, 3.5, 285.0, 60.0, 12.0), DecodeTime(8, 5.0, 1600.0, 90.0, 12.0)]
+    peer = replace(stepped, candidate="transformers grouped_mm, bf16", ours=False, ms=294.0)
+    parted = Agreement(False, 64, [Difference(3, 7, 0.02), Difference(5, 1, 0.01)], 0.4)
+    decodes = [
+        DecodeTime(1, 3.5, 285.0, 60.0, 12.0, 11.5, Agreement(True, 8, [])),
+        DecodeTime(8, 5.0, 1600.0, 90.0, 12.0, 11.5, parted),
+    ]
     decoded = ModelMeasurement("amoeba", True, "", "measured", prepare_seconds=1.0, decodes=decodes)
+    slower = [replace(each, ms=1.2 * each.ms) for each in decodes]
+    adapted = replace(decoded, candidate="amoeba, adapter", against="amoeba", decodes=slower, said=["is slow"])
     failed = ModelMeasurement("amoeba, compiled", True, "", "failed", "RuntimeError: no")
+    factors = replace(stepped, candidate="amoeba, factors", against="amoeba, bf16", ms=205.8)
 
-    def run(problems, repeats, progress, done, ours, peers):
+    def run(problems, repeats, progress, done, ours, peers, so_far):
         assert (repeats, ours, peers) == (7, ("bf16",), None)
-        done(_report("training", stepped, failed))
-        assert not json.loads(path.read_text())["finished"], "what is measured is kept if the rest is not"
-        done(_report("decode", decoded))
+        for kind, *found in (
+            ("training", stepped, peer, failed), ("decode", decoded, adapted), ("lora", factors, stepped),
+        ):  # fmt: skip
+            report = _report(kind)
+            for each in found:
+                report.measurements.append(each)
+                so_far(report)
+                kept = json.loads(path.read_text())
+                assert not kept["finished"], "what is measured is kept if the rest is not"
+                assert kept["models"][-1]["measurements"][-1]["candidate"] == each.candidate
+            done(report)
 
     monkeypatch.setattr(bench_models, "run_models", run)
     path, output, chosen = tmp_path / "models.json", Tables(), bench_models.Chosen(("bf16",), None)
@@ -221,18 +312,24 @@ def test_the_command_prints_each_table_and_writes_the_document(monkeypatch, tmp_
     assert document["models"][0]["measurements"][0]["tokens_per_second"] == 167_000.0
     assert document["models"][1]["measurements"][0]["decodes"][1]["ms"] == 5.0
 
-    (title, columns, (row,)), (_, decode_columns, (decode_row,)) = output.found
+    (title, columns, (row, _)), (_, decode_columns, decode_rows), (_, lora_columns, lora_rows) = output.found
     assert title == "tiny (1.00B parameters) training, 2 x 32, on cpu"
     assert dict(zip(columns, row, strict=True)) == {
         "": "amoeba, bf16", "ms": "196", "tokens/s": "167,000", "of matmul": "25.0%", "peak GiB": "36.0",
         "start s": "2.0 + 3.0", "loss": "10.400",
     }  # fmt: skip
-    assert dict(zip(decode_columns, decode_row, strict=True)) == {
-        "": "amoeba", "ms, 1 row": "3.5", "first ms, 1": "60", "ms, 8 rows": "5", "first ms, 8": "90",
-        "peak GiB": "-", "start s": "1.0 + 12.0",
+    by_itself, with_adapter = (dict(zip(decode_columns, each, strict=True)) for each in decode_rows)
+    assert by_itself == {
+        "": "amoeba", "ms, 1 row": "3.5", "first ms, 1": "60", "x, 1": "-", "ms, 8 rows": "5", "first ms, 8": "90",
+        "x, 8": "-", "greedy": "same; 2 of 8 rows part, at 0.02 (0.4)", "peak GiB": "-", "start s": "1.0 + 12.0",
     }  # fmt: skip
+    assert (with_adapter["x, 1"], with_adapter["x, 8"]) == ("1.20", "1.20")
+    assert [dict(zip(lora_columns, each, strict=True))["x"] for each in lora_rows] == ["1.050", "-"]
+    assert "  amoeba, bf16: 1.50 times as fast as transformers grouped_mm, bf16" in output.lines
+    assert "  amoeba, adapter: is slow" in output.lines
+    assert any("dense product of 0.001 TFLOP/s" in line for line in output.lines), "the peak is said"
     assert "  amoeba, compiled: failed, RuntimeError: no" in output.lines
-    assert any("in a process of its own" in line and "without rests" in line for line in output.lines)
+    assert any("one after another" in line and "without rests" in line for line in output.lines)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +360,22 @@ def test_options_that_say_nothing_about_whole_models_are_refused():
     with pytest.raises(ValueError, match="--sustained: expected none with --suite model"):
         bench_models.check_options([], 4.0)
     problems = choose_problems(["tiny"], "lora", CPU)
-    with pytest.raises(ValueError, match=r"--peer: expected a part of one of: .*PEFT on transformers grouped_mm"):
+    with pytest.raises(
+        ValueError, match=r"--peer: expected one of these, or a part of it: .*PEFT on transformers grouped_mm"
+    ):
         bench_models.choose_candidates(problems, [], ["sonic"])
     assert bench_models.choose_candidates(problems, ["factors"], ["PEFT"]) == (("factors",), ("PEFT",))
+
+
+def test_a_whole_name_stands_for_that_candidate_alone_and_none_for_nobody():
+    problem = Problem(SIZES["1b"], "training", CPU)
+
+    def names(*peers):
+        chosen = bench_models.choose_candidates([problem], ["as it trains"], peers)
+        assert ("--peer none" in bench_models.command_line([problem], 1, chosen)) == (peers == ("none",))
+        return [each.name for each in candidates_for(problem, *chosen) if not each.ours]
+
+    assert names("transformers grouped_mm, bf16") == ["transformers grouped_mm, bf16"]
+    assert names("grouped_mm, bf16") == ["transformers grouped_mm, bf16", "transformers grouped_mm, bf16, compiled"]
+    assert names("none") == []
+    assert len(names()) == 4

@@ -105,3 +105,10 @@ def test_slow_products_are_few(each, products, monkeypatch):
 
 def test_it_is_measured_on_this_machine():
     assert 1e7 < measured_ceiling(CPU) < 1e15
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_products_are_timed_back_to_back_until_its_clocks_are_up():
+    seconds = model_cost._seconds_of_products(1024, torch.bfloat16, torch.device("cuda"))
+    assert len(seconds) % model_cost._GPU_PRODUCTS == 0
+    assert sum(seconds) >= model_cost._GPU_SECONDS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.document import make_document, write_again, write_new
 from amoeba.bench.models.candidates import candidates_for
-from amoeba.bench.models.measure import ModelMeasurement
+from amoeba.bench.models.measure import DecodeTime, ModelMeasurement
 from amoeba.bench.models.problem import Problem, choose_problems
 from amoeba.bench.models.suite import ModelReport, run_models
 from amoeba.commands.bench import three_digits, warn_if_busy
@@ -23,8 +23,11 @@ from amoeba.errors import bad_value
 __all__ = ["check_options", "choose_candidates", "choose_problems", "run"]
 
 
+NOBODY = "none"  # as --ours or --peer
+
+
 class Chosen(NamedTuple):
-    """Parts of the names of the candidates that are wanted; None: all."""
+    """Names of the candidates that are wanted, or parts of them; None: all."""
 
     ours: tuple[str, ...] | None
     peers: tuple[str, ...] | None
@@ -46,9 +49,11 @@ def choose_candidates(problems: Sequence[Problem], ours: Sequence[str], peers: S
     for option, parts, is_ours in (("--ours", ours, True), ("--peer", peers, False)):
         names = {each.name: None for problem in problems for each in candidates_for(problem) if each.ours == is_ours}
         for part in parts:
-            if not any(part in name for name in names):
-                raise bad_value(option, f"a part of one of: {'; '.join(names)}", repr(part), "leave it out for all")
-    return Chosen(tuple(ours) or None, tuple(peers) or None)
+            if part != NOBODY and not any(part in name for name in names):
+                remedy = f"leave it out for all, or {NOBODY} for none of them"
+                raise bad_value(option, f"one of these, or a part of it: {'; '.join(names)}", repr(part), remedy)
+    chosen = (tuple(part for part in parts if part != NOBODY) if parts else None for parts in (ours, peers))
+    return Chosen(*chosen)
 
 
 def command_line(problems: Sequence[Problem], repeats: int, chosen: Chosen) -> str:
@@ -59,8 +64,8 @@ def command_line(problems: Sequence[Problem], repeats: int, chosen: Chosen) -> s
     kinds = {problem.kind for problem in problems}
     words += ["--pass", kinds.pop()] if len(kinds) == 1 else []
     words += ["--repeats", str(repeats)]
-    words += [word for name in chosen.ours or () for word in ("--ours", name)]
-    words += [word for name in chosen.peers or () for word in ("--peer", name)]
+    for option, names in (("--ours", chosen.ours), ("--peer", chosen.peers)):
+        words += [word for name in (names or [NOBODY] if names is not None else []) for word in (option, name)]
     return shlex.join(words)
 
 
@@ -83,15 +88,21 @@ def run(
         return strict_json(make_document([], command, load, limits, finished, reports))
 
     def keep(report: ModelReport) -> None:
-        reports.append(report)
-        _print(report, limits.matmul_flops_per_second(problems[0].dtype), output)
+        """After each candidate: what is measured is not lost where the rest is stopped."""
+        if not reports or reports[-1] is not report:
+            reports.append(report)
         if path is not None:
-            (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
+            (write_again if written else write_new)(path, document_of(finished=False))
+            written.append(path)
 
-    run_models(problems, repeats, output.progress, keep, chosen.ours, chosen.peers)
+    def show(report: ModelReport) -> None:
+        _print(report, limits.matmul_flops_per_second(problems[0].dtype), output)
+
+    written: list[Path] = []
+    run_models(problems, repeats, output.progress, show, chosen.ours, chosen.peers, keep)
     document = document_of(finished=True)
     if path is not None:
-        write_again(path, document)
+        (write_again if written else write_new)(path, document)
         output.heading(f"written to {path}")
     failed = [each for report in reports for each in report.measurements if each.ours and each.status == "failed"]
     return document, not failed
@@ -103,42 +114,87 @@ def _print(report: ModelReport, peak: float, output: Output) -> None:
         f"prompts of {report.length} tokens, {report.new_tokens} new" if decode else f"{report.rows} x {report.length}"
     )
     title = f"{report.model} ({report.parameters / 1e9:.2f}B parameters) {report.kind}, {sizes}, on {report.device}"
-    measured = [each for each in report.measurements if each.status == "measured"]
-    rows = [_decode_row(each) if decode else _step_row(each, peak) for each in measured]
+    measured: dict[str | None, ModelMeasurement] = {
+        each.candidate: each for each in report.measurements if each.status == "measured"
+    }
+    rows = [(_decode_row(each, measured) if decode else _step_row(each, measured, peak)) for each in measured.values()]
     output.table(title, list(rows[0]) if rows else [""], [list(row.values()) for row in rows])
-    output.line("  each in a process of its own, one after another, its steps back to back without rests")
+    output.line("  one after another, each with a model of its own, its steps back to back without rests")
     if decode:
         output.line("  ms a step; first: until the first token; start: the model made, and the first decode of one row")
+        output.line("  greedy: the tokens of the plain loop, or at how many logits it parted from them (median margin)")
     else:
         output.line(
-            "  start: the model made, and the first step with what it compiles; of matmul: of the dense product"
+            "  start: the model made, and the first step with what it compiles; of matmul: of the dense product of "
+            f"{peak / 1e12:.3g} TFLOP/s, {report.flops_per_token / 1e9:.3g} GFLOP a token"
         )
+    if any(each.against in measured for each in measured.values()):
+        output.line("  x: the time over that of the same without factors")
+    if (line := _beside_peers(list(measured.values()), report.kind == "lora")) is not None:
+        output.line(f"  {line}")
     for each in report.measurements:
         if each.status != "measured":
             style = "bold red" if each.ours and each.status == "failed" else None
             output.line(f"  {each.candidate}: {each.status}, {each.reason}", style=style)
+        for sentence in each.said:
+            output.line(f"  {each.candidate}: {sentence}")
 
 
-def _step_row(found: ModelMeasurement, peak: float) -> dict[str, str]:
+def _beside_peers(measured: Sequence[ModelMeasurement], with_factors: bool) -> str | None:
+    """The fastest of ours over the fastest of the peers: in LoRA steps those with factors, else those without."""
+    same = [each for each in measured if (each.against is not None) == with_factors]
+    ours, peers = ([each for each in same if each.ours == is_ours] for is_ours in (True, False))
+    if not ours or not peers:
+        return None
+    if measured[0].decodes:
+        texts = []
+        for number, decode in enumerate(measured[0].decodes):
+            best, other = (min(some, key=lambda each: each.decodes[number].ms) for some in (ours, peers))
+            ratio = other.decodes[number].ms / best.decodes[number].ms
+            texts.append(f"{decode.rows} rows: {best.candidate} {ratio:.2f} times as fast as {other.candidate}")
+        return "; ".join(texts)
+    best, other = (min(some, key=lambda each: each.ms or 0.0) for some in (ours, peers))
+    return f"{best.candidate}: {(other.ms or 0.0) / (best.ms or 1.0):.2f} times as fast as {other.candidate}"
+
+
+def _step_row(found: ModelMeasurement, measured: Mapping[str | None, ModelMeasurement], peak: float) -> dict[str, str]:
     assert found.ms is not None and found.tokens_per_second is not None and found.flops_per_second is not None
     assert found.first_step_seconds is not None
-    return {
+    other = measured.get(found.against)
+    row = {
         "": found.candidate,
         "ms": three_digits(found.ms),
         "tokens/s": f"{found.tokens_per_second:,.0f}",
         "of matmul": f"{found.flops_per_second / peak:.1%}",
+    }
+    if any(each.against in measured for each in measured.values()):
+        row["x"] = "-" if other is None or other.ms is None else f"{found.ms / other.ms:.3f}"
+    return row | {
         "peak GiB": _gib(found.peak_bytes),
         "start s": _start(found, found.first_step_seconds),
         "loss": f"{found.first_loss:.3f}",
     }
 
 
-def _decode_row(found: ModelMeasurement) -> dict[str, str]:
-    row = {"": found.candidate}
-    for each in found.decodes:
+def _decode_row(found: ModelMeasurement, measured: Mapping[str | None, ModelMeasurement]) -> dict[str, str]:
+    row, other = {"": found.candidate}, measured.get(found.against)
+    compared = any(each.against in measured for each in measured.values())
+    for number, each in enumerate(found.decodes):
         row[f"ms, {each.rows} row{'s' if each.rows > 1 else ''}"] = three_digits(each.ms)
         row[f"first ms, {each.rows}"] = three_digits(each.first_token_ms)
+        if compared:
+            row[f"x, {each.rows}"] = "-" if other is None else f"{each.ms / other.decodes[number].ms:.2f}"
+    row["greedy"] = "; ".join(_agreement(each) for each in found.decodes) if found.decodes[0].greedy else "-"
     return row | {"peak GiB": _gib(found.peak_bytes), "start s": _start(found, found.decodes[0].first_call_seconds)}
+
+
+def _agreement(decode: DecodeTime) -> str:
+    greedy = decode.greedy
+    if greedy is None or greedy.same:
+        return "same"
+    widest = max(each.margin for each in greedy.first_differences)
+    count = len(greedy.first_differences)
+    return f"{count} of {decode.rows} rows part, at {widest:.2g} ({greedy.median_margin:.2g})"
 
 
 def _start(found: ModelMeasurement, first: float) -> str:

@@ -35,7 +35,7 @@ WORTH_COMPILING = 1e16
 @contextmanager
 def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) -> Iterator[None]:
     """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
-    gpu = trainer.args.device.type == "cuda"
+    gpu = _is_on_a_gpu(trainer)
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
     if not gpu and not compiles:
         yield
@@ -57,6 +57,10 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
         if taken:
             say(f"in a step: {', '.join(taken)}")
         yield
+
+
+def _is_on_a_gpu(trainer: Any) -> bool:
+    return trainer.args.device.type == "cuda"
 
 
 def _tell(taken: list[str], what: str, reason: str | None, say: Callable[[str], None]) -> None:

@@ -189,6 +189,9 @@ class RunLog(TrainerCallback):
         if self.trained:  # otherwise what was counted before is in the log already
             self.write({"kind": "coactivation", "step": step, "layers": self.watch.take_coactivation()})
         self.write({"kind": "final", "step": step, "loss": report.final_loss, **asdict(report)})
+        self.close()
+
+    def close(self) -> None:
         self.watch.close()
         if self._writer:
             self._writer.close()

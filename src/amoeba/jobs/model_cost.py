@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import statistics
@@ -22,16 +23,31 @@ from amoeba.machine import cpu_model, load_average, usable_cores
 
 # Products that are timed for the ceiling, at least and at most, and the seconds after which there are no more.
 _PRODUCTS, _MOST_SECONDS = (2, 10), 0.4
+# On a GPU: so many between two waits, until it has been busy for this long. A shorter time, or waiting for each, gives
+# a peak that is a few per cent too low: clocks have not risen yet, and the launch is counted.
+_GPU_PRODUCTS, _GPU_SECONDS = 20, 0.2
 # A machine whose median product takes so many times the best one has other work: what it gave is not kept.
 _CALM = 1.1
 
 
 def training_flops_per_token(model: Any, tokens_per_row: float) -> float:
-    """Per parameter at work 2 forward, 2 for the gradient of its input, and 2 for its own if it is trained; and 6·S·H
-    per layer for causal attention (half of the 12·S·H of full attention)."""
+    """Per parameter at work 2 forward, 2 for the gradient of its input, and 2 for its own if it is trained; and per
+    layer, for causal attention over S tokens with Q heads of size D, 6·S·Q·D (half of the 12·S·Q·D of full attention).
+
+    What is computed again, routing, norms and the optimizer's own work do not count."""
     config = model.config
-    attention = 6.0 * config.num_hidden_layers * config.hidden_size * tokens_per_row
+    attention = 6.0 * config.num_hidden_layers * _width_of_attention(config) * tokens_per_row
     return attention + sum((6.0 if trained else 4.0) * numbers for numbers, trained in _at_work(model))
+
+
+def _width_of_attention(config: Any) -> float:
+    """Of all query heads together; where keys and values have different sizes, the mean of them."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size / heads
+    keys = getattr(config, "qk_nope_head_dim", None)
+    if keys is not None:
+        size = (keys + config.qk_rope_head_dim + config.v_head_dim) / 2
+    return heads * size
 
 
 def _at_work(model: Any) -> Iterator[tuple[float, bool]]:
@@ -67,7 +83,7 @@ def measured_ceiling(device: torch.device) -> float:
         "dtype": str(dtype).removeprefix("torch."),
         "size": size,
         "torch": str(torch.__version__),
-    }
+    } | ({"busy_seconds": _GPU_SECONDS} if gpu else {})
     if (kept := _kept_ceiling(about)) is not None:
         return kept
     seconds = _seconds_of_products(size, dtype, device)
@@ -82,11 +98,19 @@ def measured_ceiling(device: torch.device) -> float:
 def _seconds_of_products(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
     left = torch.randn(size, size, device=device, dtype=dtype)
     result, taken = torch.empty_like(left), list[float]()
+    if device.type == "cuda":
+        while sum(taken) < _GPU_SECONDS:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(_GPU_PRODUCTS + 1)]
+            events[0].record()
+            for event in events[1:]:
+                torch.mm(left, left, out=result)
+                event.record()
+            events[-1].synchronize()
+            taken += [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+        return taken
     while len(taken) < _PRODUCTS[0] or (len(taken) < _PRODUCTS[1] and sum(taken) < _MOST_SECONDS):
         began = time.perf_counter()
         torch.mm(left, left, out=result)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return taken
 

@@ -1,8 +1,8 @@
 """LoRA steps: factors on all experts of a frozen model, ours and PEFT's, and what the frozen model itself costs.
 
-step = our_factors(Frozen("amoeba"), problem)
-step = peft_factors(Frozen("grouped_mm"), problem)
-step = frozen_step(Frozen("grouped_mm", compiled=True), problem)
+step = our_factors(Frozen("amoeba"), problem, stage)
+step = peft_factors(Frozen("grouped_mm"), problem, stage)
+step = frozen_step(Frozen("grouped_mm", compiled=True), problem, stage)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amoeba import lora
-from amoeba.bench.models.candidate import Step, who_computes
+from amoeba.bench.models.candidate import Stage, Step, who_computes
 from amoeba.bench.models.problem import LORA_ALPHA, LORA_RANK, Problem
 from amoeba.bench.models.training import optimizer_step
 
@@ -33,14 +33,14 @@ class Frozen:
         return "is measured on a GPU" if self.compiled and problem.device.type == "cpu" else None
 
 
-def our_factors(frozen: Frozen, problem: Problem) -> Step:
-    """As `amoeba finetune` does it."""
+def our_factors(frozen: Frozen, problem: Problem, stage: Stage) -> Step:
+    """The factors of `amoeba finetune` in a step as it is usually written."""
     model = problem.model(frozen.experts, problem.dtype).train()
     lora.attach(model, LORA_RANK, LORA_ALPHA)
     return optimizer_step(model, frozen.compiled, problem)
 
 
-def peft_factors(frozen: Frozen, problem: Problem) -> Step:
+def peft_factors(frozen: Frozen, problem: Problem, stage: Stage) -> Step:
     """PEFT's own way: it adds the update to the weights of all experts in every forward."""
     from peft import LoraConfig, get_peft_model
 
@@ -52,7 +52,7 @@ def peft_factors(frozen: Frozen, problem: Problem) -> Step:
     return optimizer_step(get_peft_model(model, config), frozen.compiled, problem)
 
 
-def frozen_step(frozen: Frozen, problem: Problem) -> Step:
+def frozen_step(frozen: Frozen, problem: Problem, stage: Stage) -> Step:
     """Forward and the gradient of what the first layer gets: no adapter's step can be shorter."""
     model = problem.model(frozen.experts, problem.dtype).train().requires_grad_(False)
     run = torch.compile(model) if frozen.compiled else model

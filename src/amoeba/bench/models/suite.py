@@ -1,36 +1,31 @@
-"""Runs the candidates on whole models, one after another, each in a process of its own.
+"""Runs the candidates on whole models, one after another, those of a family in one process.
 
     reports = run_models([Problem(SIZES["1b"], "training", torch.device("cuda"))], repeats=20)
     reports[0].measurements[0].tokens_per_second
 
 In turns within one process would hide the machine's moods better, but two of these models with their optimizers do not
-fit into a GPU together, and one candidate's compiled code, patches and memory would be another's. So each is measured
-for some seconds by itself, at clocks that it can hold.
+fit into a GPU together, and one library's patches would be another's. So each is measured for some seconds by itself,
+at clocks that it can hold. Candidates of one family (the same experts) share a process on a GPU, so that imports are
+paid for once; what one compiled, captured or allocated is dropped before the next. Where one fails, is stopped or dies,
+the rest of its family gets a new process. On a CPU, whose peak memory is that of the process, each has its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import amoeba
 from amoeba.bench.models.candidate import Candidate
 from amoeba.bench.models.candidates import candidates_for
+from amoeba.bench.models.greedy import Agreement, Difference
 from amoeba.bench.models.measure import DecodeTime, ModelMeasurement
 from amoeba.bench.models.problem import Kind, Problem
+from amoeba.bench.models.process import WorkerProcess
 from amoeba.machine import available_memory
-
-_WORKER = "amoeba.bench.models.worker"
 
 
 @dataclass(frozen=True)
@@ -57,81 +52,148 @@ def run_models(
     done: Callable[[ModelReport], None] = lambda report: None,
     ours: Sequence[str] | None = None,
     peers: Sequence[str] | None = None,
+    so_far: Callable[[ModelReport], None] = lambda report: None,
 ) -> list[ModelReport]:
-    """done: called with each report as soon as there is one."""
+    """done: called with each report as soon as there is one; so_far: with what there is of it, after each candidate."""
     reports = []
-    for problem in problems:
-        parameters, flops_per_token = problem.parameters(), problem.flops_per_token()
-        measurements = []
-        for candidate in candidates_for(problem, ours, peers):
-            reason = candidate.why_not(problem) or _why_no_memory(candidate, parameters, problem)
-            if reason is not None:
-                measurements.append(_without(candidate, "left out", reason))
-                continue
-            progress(f"{problem.size.name} {problem.kind}: {candidate.name}")
-            measurements.append(measure_in_process(candidate, problem, repeats, flops_per_token))
-        batch = problem.batch
-        reports.append(
-            ModelReport(
-                problem.size.name,
-                problem.size.about,
-                problem.kind,
-                problem.device.type,
-                parameters,
-                batch.rows,
-                batch.length,
-                batch.new_tokens,
-                flops_per_token,
-                {"model_type": problem.size.model_type} | problem.size.settings,
-                measurements,
-            )
-        )
-        done(reports[-1])
+    with _Workers() as workers:
+        if problems:
+            workers.start(problems[0])
+        for problem in problems:
+            report = _empty(problem)
+            reports.append(report)
+            families = _families(problem, ours, peers)
+            for family in families:
+                workers.more = family is not families[-1]
+                for found in _measured(family, problem, repeats, report, workers, progress):
+                    report.measurements.append(found)
+                    so_far(report)
+            done(report)
     return reports
 
 
+class _Workers(ExitStack):
+    """One that works, and on a GPU one that imports meanwhile what the next will need."""
+
+    more = False  # whether there will be a next one of the same kind
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next: tuple[Kind, WorkerProcess] | None = None
+        self.callback(self._drop)
+
+    def start(self, problem: Problem) -> None:
+        self._drop()
+        self._next = problem.kind, WorkerProcess(problem.kind)
+
+    def take(self, problem: Problem) -> WorkerProcess:
+        if self._next is None or self._next[0] != problem.kind:
+            self.start(problem)
+        assert self._next is not None
+        (_, worker), self._next = self._next, None
+        if self.more and problem.device.type == "cuda":
+            self.start(problem)
+        return worker
+
+    def _drop(self) -> None:
+        if self._next is not None:
+            self._next[1].__exit__(None, None, None)
+            self._next = None
+
+
+def _families(problem: Problem, ours: Sequence[str] | None, peers: Sequence[str] | None) -> list[list[Candidate]]:
+    """In the order of their first members."""
+    found: dict[str, list[Candidate]] = {}
+    for candidate in candidates_for(problem, ours, peers):
+        key = candidate.family if problem.device.type == "cuda" else candidate.name
+        found.setdefault(key, []).append(candidate)
+    return list(found.values())
+
+
+def _measured(
+    family: list[Candidate],
+    problem: Problem,
+    repeats: int,
+    report: ModelReport,
+    workers: _Workers,
+    progress: Callable[[str], None],
+) -> Iterator[ModelMeasurement]:
+    waiting = []
+    for candidate in family:
+        reason = candidate.why_not(problem) or _why_no_memory(candidate, report.parameters, problem)
+        if reason is None:
+            waiting.append(candidate)
+        else:
+            yield _without(candidate, "left out", reason)
+    while waiting:
+        with workers.take(problem) as worker:
+            answers = measure_in_process(waiting, problem, repeats, report.flops_per_token, worker, progress)
+            for found in answers:
+                waiting.pop(0)
+                yield found
+
+
 def measure_in_process(
-    candidate: Candidate, problem: Problem, repeats: int, flops_per_token: float
-) -> ModelMeasurement:
+    candidates: Sequence[Candidate],
+    problem: Problem,
+    repeats: int,
+    flops_per_token: float,
+    worker: WorkerProcess,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Iterator[ModelMeasurement]:
+    """One answer at least, and as many as the process gives: it ends with the first that fails, see `worker`."""
     job = {
-        "candidate": candidate.name,
+        "candidates": [each.name for each in candidates],
         "size": problem.size.name,
         "kind": problem.kind,
         "device": problem.device.type,
         "repeats": repeats,
         "flops_per_token": flops_per_token,
     }
-    source = str(Path(amoeba.__file__).parent.parent)
-    others = os.environ.get("PYTHONPATH")
-    environment = os.environ | {"PYTHONPATH": source if not others else f"{source}{os.pathsep}{others}"}
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "said", "w+", errors="replace") as said:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", _WORKER, str(result), json.dumps(job)]
-        # a session of its own: what it starts to compile goes with it
-        process = subprocess.Popen(
-            command, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            process.wait(candidate.limit_seconds)
-        except subprocess.TimeoutExpired:
-            return _without(candidate, "failed", f"was stopped after {candidate.limit_seconds:g} s, its limit")
-        finally:
-            _end(process)
-        if not result.exists():
-            said.seek(0)
-            lines = said.read().strip().splitlines() or ["without a word"]
-            return _without(candidate, "failed", f"its process ended with {process.returncode}: {lines[-1][:300]}")
-        found = json.loads(result.read_text())
+    worker.begin(job)
+    for number, candidate in enumerate(list(candidates)):
+        progress(f"{problem.size.name} {problem.kind}: {candidate.name}")
+        began = time.monotonic()
+        line = worker.next_line(began + candidate.limit_seconds)
+        if line is not None:
+            found = replace(_read(line), process_seconds=time.monotonic() - began)
+            yield found
+            if found.status == "failed":
+                return
+            continue
+        status = worker.process.poll()
+        if status is None:
+            yield _without(candidate, "failed", f"was stopped after {candidate.limit_seconds:g} s, its limit")
+        elif status != 0 or number == 0:
+            yield _without(candidate, "failed", f"its process ended with {status}: {worker.last_words()}")
+        return
+
+
+def _read(line: str) -> ModelMeasurement:
+    found = json.loads(line)
+    for decode in found["decodes"]:
+        if (greedy := decode["greedy"]) is not None:
+            greedy["first_differences"] = [Difference(**each) for each in greedy["first_differences"]]
+            decode["greedy"] = Agreement(**greedy)
     found["decodes"] = [DecodeTime(**decode) for decode in found["decodes"]]
-    return replace(ModelMeasurement(**found), process_seconds=time.perf_counter() - began)
+    return ModelMeasurement(**found)
 
 
-def _end(process: subprocess.Popen) -> None:
-    """With all that it has started; nothing of it is left where it has ended by itself."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of nobody but the ended one
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _empty(problem: Problem) -> ModelReport:
+    batch = problem.batch
+    return ModelReport(
+        problem.size.name,
+        problem.size.about,
+        problem.kind,
+        problem.device.type,
+        problem.parameters(),
+        batch.rows,
+        batch.length,
+        batch.new_tokens,
+        problem.flops_per_token(),
+        {"model_type": problem.size.model_type} | problem.size.settings,
+        [],
+    )
 
 
 def _why_no_memory(candidate: Candidate, parameters: int, problem: Problem) -> str | None:

@@ -1,6 +1,6 @@
 """A whole training step as it is usually written: loss, backward, clipped gradients, AdamW.
 
-step = training_step(Recipe("grouped_mm", "bfloat16", compiled=True), problem)
+step = training_step(Recipe("grouped_mm", "bfloat16", compiled=True), problem, stage)
 loss = step()
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from amoeba.bench.models.candidate import Step, who_computes
+from amoeba.bench.models.candidate import Stage, Step, who_computes
 from amoeba.bench.models.problem import Problem
 
 LEARNING_RATE = 1e-4
@@ -44,7 +44,7 @@ class Recipe:
         return None
 
 
-def training_step(recipe: Recipe, problem: Problem) -> Step:
+def training_step(recipe: Recipe, problem: Problem, stage: Stage) -> Step:
     model = problem.model(recipe.experts, recipe.dtype).train()
     return optimizer_step(model, recipe.compiled, problem)
 
