@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -41,6 +43,22 @@ def test_frozen_parts_get_no_gradient_and_no_memory():
     assert hidden.grad is not None and weight.grad is None
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, torch.arange(5)), loss)
+
+
+def test_the_logits_of_one_part_are_gone_before_the_next_are_made(monkeypatch):
+    monkeypatch.setattr(language_loss, "PART_BYTES", 4 * 50 * 4)  # four tokens
+    linear, made = torch.nn.functional.linear, []
+
+    def watched(*arguments):
+        assert all(logits() is None for logits in made)
+        found = linear(*arguments)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    hidden_TH, weight_VH = torch.randn(10, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    linear_cross_entropy(hidden_TH, weight_VH, torch.arange(10))
+    assert len(made) == 3
 
 
 def test_autocast_computes_in_its_dtype():

@@ -84,6 +84,7 @@ def _computed(
             _add_product_(sums_VH, logits_TV.T, hidden_TH[rows])
         if sums_V is not None:
             sums_V += logits_TV.sum(0, dtype=wide)
+        del logits_TV  # before the next part's are made
     return (
         loss_T.sum(),
         dhidden_TH,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers
+from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers, final_norm
 from amoeba.jobs import fast_paths
 from amoeba.jobs.captured_step import CapturedStep
 from tiny_models import build
@@ -56,20 +56,20 @@ def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(command, tmp_path, inputs, compiled_layers):
     by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off")
     found, said = run(tmp_path / "compiled", inputs, command, compile="on")
-    assert len(compiled_layers) == 2 and any("decoder layers compiled" in line for line in said)
+    assert len(compiled_layers) == 3 and any("decoder layers compiled" in line for line in said)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(by_itself), rtol=1e-5, atol=1e-6)
     assert all(layer._compiled_call_impl is None for layer in compiled_layers)
     rows = [[sum(load) for load in loads(tmp_path / name)] for name in ("plain", "compiled")]
     assert rows[0] == rows[1], "the batch that was tried was counted"
 
 
-@pytest.mark.parametrize(("worth", "graphs"), [(fast_paths.WORTH_COMPILING, 1), (0.0, 2)])
+@pytest.mark.parametrize(("worth", "graphs"), [(fast_paths.WORTH_COMPILING, 2), (0.0, 4)])
 def test_layers_are_compiled_once_and_for_evaluations_only_where_they_are_long(
     worth, graphs, tmp_path, inputs, compiled_layers, monkeypatch
 ):
     monkeypatch.setattr(fast_paths, "WORTH_COMPILING", worth)
     run(tmp_path / "run", inputs, compile="on", held_out=0.5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs  # of a layer and of the last norm
 
 
 def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, inputs, monkeypatch):
@@ -98,6 +98,7 @@ def test_short_runs_and_cpus_do_not_compile_by_themselves(tmp_path, inputs, monk
 def test_decoder_layers_are_the_stack_of_the_model():
     model = build("qwen3_moe")
     assert decoder_layers(model) == list(model.model.layers)
+    assert final_norm(model) == [model.model.norm]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The decoder layers of a Hugging Face model compiled one by one, all by the same code.
+"""The decoder layers of a Hugging Face model compiled one by one, all by the same code, and the norm behind them.
 
     layers = CompiledLayers(model)
     layers.begin()
@@ -21,16 +21,16 @@ from amoeba.integrations.compile_cache import keep_compiled_code
 
 class CompiledLayers:
     def __init__(self, model: nn.Module) -> None:
-        self.layers = decoder_layers(model)
+        self.modules = [*decoder_layers(model), *final_norm(model)]
 
     def begin(self) -> None:
         keep_compiled_code()
-        for layer in self.layers:
-            layer.compile()  # for one shape; where a second one comes, for any
+        for module in self.modules:
+            module.compile()  # for one shape; where a second one comes, for any
 
     def end(self) -> None:
-        for layer in self.layers:
-            layer._compiled_call_impl = None
+        for module in self.modules:
+            module._compiled_call_impl = None
 
     @staticmethod
     def paused() -> AbstractContextManager:
@@ -40,8 +40,21 @@ class CompiledLayers:
 
 def decoder_layers(model: Any) -> list[Any]:
     """The stack that the tokens go through."""
+    return list(model.get_submodule(_name_of_stack(model)))
+
+
+def final_norm(model: Any) -> list[Any]:
+    """One or none: between stack and output head; op by op, it saves fp32 copies of the hidden states."""
+    around = model.get_submodule(_name_of_stack(model).rpartition(".")[0])
+    return [module for name, module in around.named_children() if name in _FINAL_NORMS]
+
+
+_FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
+
+
+def _name_of_stack(model: Any) -> str:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "h") and len(module) == count:
-            return list(module)
+            return name
     raise NotImplementedError(f"no list of {count} decoder layers in {type(model).__name__}")
