@@ -28,11 +28,19 @@ DECODE_TOKENS = 64
 _TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
 
+def _low_ranks(problem: Problem) -> int:
+    from amoeba.kernels.addend import padded_rank
+
+    lora = problem.lora
+    factors = () if lora is None else (lora.gate_lora_a, lora.up_lora_a)
+    return padded_rank(sum(factor.shape[1] for factor in factors if factor is not None))
+
+
 class TritonBackend(PassesBackend):
     """Importing this file does not import Triton: the first pass does."""
 
     name, summary, kinds = "triton", "our kernels on the GPU", (ExpertWeights,)
-    traced = SavedRows(map_dtype=torch.int32)
+    traced = SavedRows(map_dtype=torch.int32, low_ranks=_low_ranks)
 
     def preference(self, device: torch.device) -> int:
         return 10 if device.type == "cpu" else 40
