@@ -8,7 +8,7 @@ P ranks, joined and padded
         scaling=2.0, b_EJP=up.b_EOP, dlow_NP=dlow, a_EPI=down.a_EPI, low_down_NR=low_down,
     )
 
-`dlow` = scaling · dh · b and `low_down` = scaling · s·a · aᵀ would otherwise be passes of their own over N x J and N x I.
+`dlow` = scaling · dh · b and `low_down` = scaling · s·a · aᵀ would otherwise be passes of their own over N x J and NxI.
 A program owns 64 whole rows of one expert, so that no sum crosses programs. Rows of sentinels are neither computed nor
 written, in ds neither.
 """
@@ -26,8 +26,9 @@ from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.launch import next_power_of_2, quick
 from amoeba.kernels.tiles import find_tile, slots
 
-# A tile of h: so many rows and columns. With 8 warps a thread has 16 numbers of each of six tensors at a time.
-BLOCK_M, BLOCK_I, WARPS = 64, 64, 8
+# A tile of h: so many rows and columns. Takes 128 registers with Triton 3.9 for Hopper, so that two programs of 8 warps
+# share a multiprocessor; twice the columns take 193, half the warps 178. Speed not measured yet.
+BLOCK_M, BLOCK_I, WARPS = 64, 32, 8
 # Sums are kept in registers: 64 rows by the ranks. Beyond, thin products of their own are made.
 WIDEST_RANK = 128
 
@@ -91,6 +92,32 @@ def activate_backward_low_rank(
 
 
 @triton.jit
+def _load(
+    da_row,
+    h_row,
+    row_in,
+    first,
+    I: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """A tile of da, and of h: gates (both by turns where they are interleaved), and ups where they lie apart."""
+    column = (first + tl.arange(0, BLOCK_I))[None, :]
+    inside = row_in[:, None] & (column < I)
+    d = tl.load(da_row + column, mask=inside, other=0.0)
+    if INTERLEAVED:
+        pair = (2 * first + tl.arange(0, 2 * BLOCK_I))[None, :]
+        z = tl.load(h_row + pair, mask=row_in[:, None] & (pair < 2 * I), other=0.0)
+    else:
+        z = tl.load(h_row + column, mask=inside, other=0.0)
+    up = d
+    if GATED and not INTERLEAVED:
+        up = tl.load(h_row + (I + column), mask=inside, other=0.0)
+    return d, z, up
+
+
+@triton.jit
 def _add_thin(total, tile_MC, factor, column_C, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, STRIDE_RANK: tl.constexpr,
               RANK: tl.constexpr):  # fmt: skip
     """total += tile · the rows `column_C` of a thin matrix."""
@@ -142,7 +169,11 @@ def _activate_backward(
     dtype: tl.constexpr = dh.dtype.element_ty
     row = first_row + tl.arange(0, BLOCK_M)
     row_in = row < row_end
-    scale = tl.load(weight + tl.load(order + row, mask=row_in, other=0), mask=row_in, other=0.0).to(tl.float32)[:, None]
+    slot = tl.load(order + row, mask=row_in, other=0)
+    weight_M = tl.load(weight + slot, mask=row_in, other=0.0).to(tl.float32)
+    # A sum over one number. Without it the compiler moves the change of layout before each thin product up to the loads
+    # and computes the activation three times over.
+    scale = tl.sum(tl.where(tl.arange(0, 2)[None, :] == 0, weight_M[:, None], 0.0), axis=1)[:, None]
     row_64 = row.to(tl.int64)[:, None]
     h_row, dh_row, da_row = h + row_64 * J, dh + row_64 * J, da + row_64 * I
     dot = tl.zeros((BLOCK_M, BLOCK_I), tl.float32)
@@ -152,29 +183,27 @@ def _activate_backward(
     if low_down is not None:
         a_down += expert.to(tl.int64) * (DOWN_PADDED * I)
         low_total = tl.zeros((BLOCK_M, DOWN_RANK), tl.float32)
+    d, z, up = _load(da_row, h_row, row_in, 0, I, GATED, INTERLEAVED, BLOCK_I)
     for first in range(0, I, BLOCK_I):
         column_I = first + tl.arange(0, BLOCK_I)
         column = column_I[None, :]
         inside = row_in[:, None] & (column < I)
-        d = tl.load(da_row + column, mask=inside, other=0.0)
+        tl.debug_barrier()
+        # on their way while this tile is computed
+        next_d, next_z, next_up = _load(da_row, h_row, row_in, first + BLOCK_I, I, GATED, INTERLEAVED, BLOCK_I)
+        d = d.to(tl.float32)
         if INTERLEAVED:
             pair_C = 2 * first + tl.arange(0, 2 * BLOCK_I)
-            pair_inside = row_in[:, None] & (pair_C < J)[None, :]
-            both = tl.load(h_row + pair_C[None, :], mask=pair_inside, other=0.0)
-            tl.debug_barrier()
-            d = d.to(tl.float32)
-            gate, up = tl.split(tl.reshape(both.to(tl.float32), (BLOCK_M, BLOCK_I, 2)))
-            a, dgate, dup = gated_backward(scale * d, gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+            gate_32, up_32 = tl.split(tl.reshape(z.to(tl.float32), (BLOCK_M, BLOCK_I, 2)))
+            a, dgate, dup = gated_backward(scale * d, gate_32, up_32, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
             d_both = tl.reshape(tl.join(dgate, dup), (BLOCK_M, 2 * BLOCK_I)).to(dtype)
-            tl.store(dh_row + pair_C[None, :], d_both, mask=pair_inside)
+            tl.store(dh_row + pair_C[None, :], d_both, mask=row_in[:, None] & (pair_C < J)[None, :])
             if dlow is not None:
                 dlow_total = _add_thin(dlow_total, d_both, b, pair_C, J, UP_PADDED, 1, UP_RANK)
         elif GATED:
-            gate = tl.load(h_row + column, mask=inside, other=0.0)
-            up = tl.load(h_row + (I + column), mask=inside, other=0.0)
-            tl.debug_barrier()
-            d, gate, up = d.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
-            a, dgate, dup = gated_backward(scale * d, gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+            a, dgate, dup = gated_backward(
+                scale * d, z.to(tl.float32), up.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT
+            )
             dgate, dup = dgate.to(dtype), dup.to(dtype)
             tl.store(dh_row + column, dgate, mask=inside)
             tl.store(dh_row + (I + column), dup, mask=inside)
@@ -182,9 +211,6 @@ def _activate_backward(
                 dlow_total = _add_thin(dlow_total, dgate, b, column_I, I, UP_PADDED, 1, UP_RANK)
                 dlow_total = _add_thin(dlow_total, dup, b + I * UP_PADDED, column_I, I, UP_PADDED, 1, UP_RANK)
         else:
-            z = tl.load(h_row + column, mask=inside, other=0.0)
-            tl.debug_barrier()
-            d = d.to(tl.float32)
             a, dz = plain_backward(scale * d, z.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT)
             dz = dz.to(dtype)
             tl.store(dh_row + column, dz, mask=inside)
@@ -196,6 +222,7 @@ def _activate_backward(
             tl.store(scaled_a + row_64 * I + column, weighted, mask=inside)
         if low_down is not None:
             low_total = _add_thin(low_total, weighted, a_down, column_I, I, 1, I, DOWN_RANK)
+        d, z, up = next_d, next_z, next_up
     tl.store(ds + row, tl.sum(dot, axis=1), mask=row_in)
     if dlow is not None:
         for part in tl.static_range(UP_PADDED // UP_RANK):  # zeros where ranks are padding
