@@ -12,7 +12,7 @@ Without a tracer, a mode or a tensor subclass an autograd function calls the two
 any structure of tuples and dataclasses with tensors in it. Elsewhere `torch.ops.amoeba.<name>` is called, an opaque
 operator to torch.compile, autocast and activation checkpointing. A traced graph holds tensors of known shapes only:
 `traced` tells them; without it backward calls forward again. Saved between the passes are x and what forward saves;
-x alone with save="inputs". LoRA factors are inputs like the weights; what a backend computes with them is not saved.
+x alone with save="inputs". LoRA factors are inputs like the weights.
 """
 
 from __future__ import annotations
