@@ -7,8 +7,8 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
     dB = dhᵀ [c (x Aᵀ)]      dA = [c (dh B)]ᵀ x               dB_d = dyᵀ [c (s·a A_dᵀ)]      dA_d = [c (dy B_d)]ᵀ (s·a)
 
 with c the scaling, which is applied to the (N, R) in brackets and nowhere else. Since dA' holds the LoRA path, <dA', a>
-is still the whole of ds. Nothing of this is saved for backward here (`triton_low_rank` saves c (x Aᵀ)). A backend brings its products (`RowProducts`); as
-with all sorted rows, those past the last expert's hold anything.
+is still the whole of ds. Nothing of this is saved for backward. A backend brings its products (`RowProducts`); as
+with all sorted rows, those past the last expert's hold anything. (`triton` has a way of its own: `triton_low_rank`.)
 """
 
 from __future__ import annotations
