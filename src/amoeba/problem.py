@@ -55,9 +55,9 @@ _NO_FACTORS = (None,) * len(LORA_NAMES)
 
 
 class Saved(NamedTuple):
-    """What forward saves for backward where rows are sorted: h, the maps of the rows, and of LoRA c (x Aᵀ).
+    """What forward saves for backward where rows are sorted: h, the maps of the rows; of LoRA, c (x Aᵀ) and c (a Aᵀ).
 
-    The maps are empty where a backend sorts again in backward, and so is low_NP where it multiplies again.
+    The maps are empty where a backend sorts again in backward, and so are the last two where it multiplies again.
     """
 
     h_NJ: Tensor
@@ -65,14 +65,15 @@ class Saved(NamedTuple):
     slot_row_N: Tensor
     offs_E: Tensor
     low_NP: Tensor
+    low_down_NP: Tensor
 
     @staticmethod
     def of(h_NJ: Tensor, layout: Layout) -> Saved:
-        return Saved(h_NJ, layout.order_N, layout.slot_row_N, layout.offs_E, h_NJ.new_empty(0))
+        return Saved(h_NJ, layout.order_N, layout.slot_row_N, layout.offs_E, h_NJ.new_empty(0), h_NJ.new_empty(0))
 
     @staticmethod
     def without_maps(h_NJ: Tensor, map_dtype: torch.dtype = torch.int64) -> Saved:
-        dtypes = (map_dtype, map_dtype, torch.int32, h_NJ.dtype)
+        dtypes = (map_dtype, map_dtype, torch.int32, h_NJ.dtype, h_NJ.dtype)
         return Saved(h_NJ, *(h_NJ.new_empty(0, dtype=dtype) for dtype in dtypes))
 
     @property

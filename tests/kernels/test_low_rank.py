@@ -1,4 +1,4 @@
-"""LoRA's kernels for sorted rows: `join_factors`, and `activate_backward_low_rank` against the reference in fp64."""
+"""LoRA's kernels for sorted rows: `join_factors`, and `thin_pair` against sums in fp64."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from row_checks import error
 from torch import Tensor
 
 from amoeba.config import Activation
-from amoeba.kernels.activate_low_rank import activate_backward_low_rank
 from amoeba.kernels.join_factors import join_factors
-from amoeba.layout import build_layout
+from amoeba.kernels.thin_pair import thin_pair
 from amoeba.proof.reference import experts as truth
 from amoeba.weights import LoraFactors
 
-E, H, I = 3, 37, 71  # I: a whole tile of 32 columns, and a part of one
+E, H, I = 3, 37, 71
 GATED, INTERLEAVED, PLAIN = Activation("silu"), Activation("gelu", interleaved=True), Activation("relu2", gated=False)
 ACTIVATIONS = pytest.mark.parametrize("activation", [GATED, INTERLEAVED, PLAIN], ids=["gated", "interleaved", "plain"])
 # tl.dot on bf16 is wrong in Triton's interpreter
@@ -71,36 +70,46 @@ def test_joined_factors_are_the_factors_and_zeros(device, activation, ranks, dty
             assert a.shape[0] % 64 == 0 and not a[own:].any() and not b[:, own:].any()
 
 
-@ACTIVATIONS
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("rank", [5, 40])
-def test_thin_products_come_with_the_backward_of_the_activation(device, activation, in_place, rank):
-    """70 rows on one expert are two tiles; rows of nobody are not read (NaN) and not written (7)."""
-    expert_TK = torch.tensor([[0, 2]] * 70 + [[-1, 2], [3, 0]], device=device)
-    layout = build_layout(expert_TK, E)
-    rows, owned = expert_TK.numel(), int(layout.offs_E[-1])
-    lora = factors(device, rank if activation.gated else 0, rank, rank)
-    up, down = join_factors(lora, activation, torch.float32)
-    da, h = random(device, rows, I), random(device, rows, activation.width(I), seed=1)
-    weight_TK = random(device, *expert_TK.shape, seed=2)
-    da[owned:], h[owned:] = math.nan, math.nan
-    da64, h64 = da[:owned].double(), h[:owned].double()
-    up_rank = rank * (2 if activation.gated else 1)
-    dlow, low_down = torch.full((rows, 64 * -(-up_rank // 64)), 7.0).to(device), torch.full((rows, 64), 7.0).to(device)
-    dh, scaled_a = (h, da) if in_place else (torch.full_like(h, 7.0), torch.full_like(da, 7.0))
-    ds = activate_backward_low_rank(
-        da, h, weight_TK, layout.order_N.to(torch.int32), activation, dh, scaled_a, layout.offs_E,
-        scaling=1.5, b_EJP=up.b_EOP, dlow_NP=dlow, up_rank=up_rank, a_EPI=down.a_EPI, low_down_NR=low_down,
-    )  # fmt: skip
-    scale = weight_TK.flatten()[layout.order_N][:owned, None].double()
-    a = truth.activate(h64, activation)
-    true_dh = truth.activate_backward(scale * da64, h64, activation)
-    expert = torch.searchsorted(layout.offs_E, torch.arange(owned, device=device, dtype=torch.int32), right=True)
-    true_dlow = 1.5 * torch.einsum("nj,njr->nr", true_dh, up.b_EOP.double()[expert])
-    true_low = 1.5 * torch.einsum("ni,nri->nr", scale * a, down.a_EPI.double()[expert])
-    assert error(ds[:owned], (da64 * a).sum(-1)) < 2e-6
-    assert error(dh[:owned], true_dh) < 2e-6
-    assert error(scaled_a[:owned], scale * a) < 2e-6
-    assert error(dlow[:owned], true_dlow) < 2e-6 and not dlow[:owned, up_rank:].any()
-    assert error(low_down[:owned], true_low) < 2e-6
-    assert (dlow[owned:] == 7).all() and (low_down[owned:] == 7).all()
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize(("width", "rank"), [(71, 5), (64, 16), (19, 70)])
+@pytest.mark.parametrize("rows", [(70, 0, 9), (1, 2, 0), (0, 0, 0), (300, 400, 10)], ids=str)
+def test_a_pair_of_thin_products_from_one_read(device, rows, width, rank, gathered):
+    """70 rows on one expert are two tiles, 300 with few others larger ones; rows of nobody are not read (NaN)."""
+    owned, count, padded = sum(rows), sum(rows) + 3, 64 * -(-rank // 64)
+    generator = torch.Generator().manual_seed(count)
+    order = torch.randperm(count, generator=generator).to(device, torch.int32)
+    offs = torch.tensor(rows, device=device).cumsum(0).to(torch.int32)
+    dtype = HALF if owned > 300 or rank > 32 else torch.float32
+    factor = random(device, E, width, padded).to(dtype)
+    factor[:, :, rank:] = 0
+    low, weight = random(device, count, padded, seed=1).to(dtype), random(device, count, 1, seed=2)
+    low[owned:] = math.nan
+    given = random(device, count, width, seed=3).to(dtype)
+    if not gathered:
+        given[owned:] = math.nan
+    found, sums = thin_pair(
+        given,
+        factor,
+        low,
+        offs,
+        rank=rank,
+        scaling=1.5,
+        order_N=order if gathered else None,
+        weight_TK=weight if gathered else None,
+        top_k=1,
+    )
+    sorted_rows = (given[order.long()] if gathered else given)[:owned].double()
+    scale = weight.flatten()[order.long()][:owned, None].double() if gathered else 1.0
+    expert = torch.searchsorted(offs, torch.arange(owned, device=device, dtype=torch.int32), right=True)
+    thin = 1.5 * torch.einsum("nw,nwr->nr", sorted_rows, factor.double()[expert])
+    each = torch.einsum("nw,nr->nwr", sorted_rows, low[:owned, :rank].double() * scale)
+    true_sums = torch.zeros(E, width, rank, dtype=torch.float64, device=device).index_add_(0, expert, each)
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    assert found.shape == (count, padded) and not found[:owned, rank:].any()
+    assert error(found[:owned], thin) <= tolerance
+    whole = sums.write(torch.full((E, width, rank), math.nan, device=device))
+    assert error(whole, true_sums) <= tolerance
+    assert torch.equal(whole, sums.write(torch.empty_like(whole)))
+    # every second column, the later ranks, stored the other way round
+    some = sums.write(torch.full((E, rank - 2, width // 2), math.nan, device=device).mT, first=1, step=2, rank=2)
+    assert torch.equal(some, whole[:, 1 : 2 * (width // 2) : 2, 2:])

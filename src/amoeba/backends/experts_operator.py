@@ -46,7 +46,7 @@ class SavedRows(NamedTuple):
 
     map_dtype: torch.dtype = torch.int64
     has_maps: Callable[[Problem], bool] = lambda problem: True
-    low_ranks: Callable[[Problem], int] = lambda problem: 0  # width of low_NP
+    low_ranks: Callable[[Problem], tuple[int, int]] = lambda problem: (0, 0)  # widths of low_NP and low_down_NP
 
     def fake(self, problem: Problem) -> Saved:
         x_TH, weights = problem.x_TH, problem.weights
@@ -54,9 +54,8 @@ class SavedRows(NamedTuple):
         if not self.has_maps(problem):
             return Saved.without_maps(h_NJ)
         order_N, slot_row_N = (x_TH.new_empty(problem.rows, dtype=self.map_dtype) for _ in range(2))
-        ranks = self.low_ranks(problem)
-        low_NP = x_TH.new_empty((problem.rows, ranks) if ranks else 0)
-        return Saved(h_NJ, order_N, slot_row_N, x_TH.new_empty(weights.num_experts, dtype=torch.int32), low_NP)
+        lows = (x_TH.new_empty((problem.rows, ranks) if ranks else 0) for ranks in self.low_ranks(problem))
+        return Saved(h_NJ, order_N, slot_row_N, x_TH.new_empty(weights.num_experts, dtype=torch.int32), *lows)
 
     def nothing(self, x_TH: Tensor) -> Saved:
         return Saved.without_maps(x_TH.new_empty(0), self.map_dtype)

@@ -28,12 +28,15 @@ DECODE_TOKENS = 64
 _TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
 
-def _low_ranks(problem: Problem) -> int:
+def _low_ranks(problem: Problem) -> tuple[int, int]:
     from amoeba.kernels.addend import padded_rank
 
     lora = problem.lora
-    factors = () if lora is None else (lora.gate_lora_a, lora.up_lora_a)
-    return padded_rank(sum(factor.shape[1] for factor in factors if factor is not None))
+    if lora is None:
+        return 0, 0
+    up, down = (lora.gate_lora_a, lora.up_lora_a), (lora.down_lora_a,)
+    of_up, of_down = (sum(factor.shape[1] for factor in each if factor is not None) for each in (up, down))
+    return padded_rank(of_up), padded_rank(of_down)
 
 
 class TritonBackend(PassesBackend):

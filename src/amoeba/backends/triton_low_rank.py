@@ -5,13 +5,13 @@ R LoRA rank · P ranks, joined and padded
 
     low_rank = LowRank(rows, lora)
     low_rank.add_to_h(), low_rank.add_to_y(a_NI)                                    # forward
-    low_rank.add_to_da(dy), low_rank.activate_backward(...), low_rank.add_to_dx()   # backward, in this order
-    low_rank.down_gradients(...), low_rank.up_gradients(...)
+    low_rank.add_to_da(dy), low_rank.add_to_dx(dh_NJ)                               # backward, in this order
+    low_rank.down_gradients(scaled_a_NI, needs), low_rank.up_gradients(needs)
 
 The mathematics is that of `amoeba.backends.low_rank`. A thin product gives each row its few numbers, and the large one
 after it takes them as more of its depth (`Addend`), so that nothing of the size of the rows is written or read for
-them. c (x Aᵀ) is saved by forward, N x P; the thin products of dh and of s·a come from the pass that has them in
-registers.
+them. c (x Aᵀ) and c (a A_dᵀ) are saved by forward, N x P each. So backward reads dy once for dy B_d and the gradient of
+B_d, and dh once for dh B and the gradients of B (`thin_pair`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from torch import Tensor
 
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.kernels import grouped_product
-from amoeba.kernels.activate import activate_backward
-from amoeba.kernels.activate_low_rank import WIDEST_RANK, activate_backward_low_rank
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.join_factors import Pair, join_factors
-from amoeba.kernels.launch import next_power_of_2
+from amoeba.kernels.thin_pair import Sums, thin_pair, widest_rank
 from amoeba.problem import Needs
 from amoeba.weights import LoraFactors
 
@@ -37,68 +35,65 @@ if TYPE_CHECKING:
 
 
 class LowRank:
-    def __init__(self, rows: TritonRows, lora: LoraFactors, low_NP: Tensor | None = None) -> None:
-        """low_NP: c (x Aᵀ), where forward saved it."""
-        self.rows, self.lora, self._saved_low_NP = rows, lora, low_NP
-        # of backward, each made by the step before the first that reads it
-        self._dlow_down_NP: Tensor | None = None
-        self._low_down_NR: Tensor | None = None
+    def __init__(
+        self, rows: TritonRows, lora: LoraFactors, low_NP: Tensor | None = None, low_down_NP: Tensor | None = None
+    ) -> None:
+        """low_NP, low_down_NP: where forward saved them."""
+        self.rows, self.lora = rows, lora
+        self._low_NP, self._low_down_NP = low_NP, low_down_NP
+        # of backward: thin products, and sums for gradients, each made by the step before the first that reads it
         self._dlow_NP: Tensor | None = None
+        self._dlow_down_NP: Tensor | None = None
+        self._db: Sums | None = None
+        self._db_down: Sums | None = None
 
     @cached_property
     def _pairs(self) -> tuple[Pair | None, Pair | None]:
         problem = self.rows.problem
         return join_factors(self.lora, problem.weights.activation, problem.x_TH.dtype)
 
-    @cached_property
-    def low_NP(self) -> Tensor | None:
-        """c (x Aᵀ) of gate and up."""
-        if self._saved_low_NP is not None:
-            return self._saved_low_NP
-        up, _ = self._pairs
-        return None if up is None else self._thin(self.rows.x, up.a_EPI.mT)
+    def saved(self) -> tuple[Tensor | None, Tensor | None]:
+        """c (x Aᵀ) and c (a A_dᵀ), for the next of this kind."""
+        if self.rows.problem.rows == 0:  # nothing was multiplied
+            up, down = (None if pair is None else self.rows.new_rows(pair.a_EPI.shape[1]) for pair in self._pairs)
+            return up, down
+        return self._low_NP, self._low_down_NP
 
     def add_to_h(self) -> Addend | None:
-        up, low_NP = self._pairs[0], self.low_NP
-        return None if up is None or low_NP is None else Addend(low_NP, up.b_EOP)
+        up, _ = self._pairs
+        if up is None:
+            return None
+        self._low_NP = self._thin(self.rows.x, up.a_EPI.mT)
+        return Addend(self._low_NP, up.b_EOP)
 
     def add_to_y(self, a_NI: Tensor) -> Addend | None:
         _, down = self._pairs
-        return None if down is None else Addend(self._thin(a_NI, down.a_EPI.mT), down.b_EOP)
+        if down is None:
+            return None
+        self._low_down_NP = self._thin(a_NI, down.a_EPI.mT)
+        return Addend(self._low_down_NP, down.b_EOP)
 
-    def add_to_da(self, dy: Rows) -> Addend | None:
+    def add_to_da(self, dy_TH: Tensor) -> Addend | None:
         _, down = self._pairs
         if down is None:
             return None
-        self._dlow_down_NP = self._thin(dy, down.b_EOP)
+        assert self._low_down_NP is not None
+        if self._down_rank > widest_rank(dy_TH.dtype):
+            self._dlow_down_NP = self._thin(ByToken(dy_TH), down.b_EOP)
+        else:
+            rows = self.rows
+            self._dlow_down_NP, self._db_down = thin_pair(
+                dy_TH,
+                down.b_EOP,
+                self._low_down_NP,
+                rows.offs_E,
+                rank=self._down_rank,
+                scaling=self.lora.scaling,
+                order_N=rows.order_N,
+                weight_TK=rows.problem.weight_TK,
+                top_k=rows.top_k,
+            )
         return Addend(self._dlow_down_NP, down.a_EPI.mT)
-
-    def activate_backward(self, da_NI: Tensor, h_NJ: Tensor, dh_NJ: Tensor, scaled_a_NI: Tensor | None) -> Tensor:
-        """dh and s·a as `kernels.activate.activate_backward` writes them; ds."""
-        problem, rows, (up, down) = self.rows.problem, self.rows, self._pairs
-        activation = problem.weights.activation
-        of_rows = (da_NI, h_NJ, problem.weight_TK, rows.order_N, activation, dh_NJ, scaled_a_NI, rows.offs_E)
-        up_rank, down_rank = sum(part.rank for part in self._parts), next_power_of_2(self._down_rank)
-        if max(up_rank, down_rank) > WIDEST_RANK:
-            ds_N = activate_backward(*of_rows)
-            if up is not None:
-                self._dlow_NP = self._thin(dh_NJ, up.b_EOP)
-            if down is not None and scaled_a_NI is not None:
-                self._low_down_NR = self._thin(scaled_a_NI, down.a_EPI.mT)
-            return ds_N
-        if up is not None:
-            self._dlow_NP = rows.new_rows(up.a_EPI.shape[1])
-        if down is not None and scaled_a_NI is not None:
-            self._low_down_NR = rows.new_rows(max(16, down_rank))
-        return activate_backward_low_rank(
-            *of_rows,
-            scaling=self.lora.scaling,
-            b_EJP=None if up is None else up.b_EOP,
-            dlow_NP=self._dlow_NP,
-            up_rank=up_rank,
-            a_EPI=None if down is None else down.a_EPI,
-            low_down_NR=self._low_down_NR,
-        )
 
     def down_gradients(self, dy: Rows, scaled_a_NI: Tensor | None, needs: Needs) -> dict[str, Tensor]:
         """By name, those that are needed."""
@@ -109,19 +104,34 @@ class LowRank:
             of_rank = self._dlow_down_NP[:, :rank]
             found["down_lora_a"] = self.rows.factor_gradient(of_rank, scaled_a_NI, torch.empty_like(a_ERI))
         if b_EHR is not None and needs.down_lora_b:
-            assert self._low_down_NR is not None
-            of_rank = self._low_down_NR[:, :rank]
-            found["down_lora_b"] = self.rows.factor_gradient(dy, of_rank, torch.empty_like(b_EHR))
+            gradient = torch.empty_like(b_EHR)
+            if self._db_down is not None:
+                found["down_lora_b"] = self._db_down.write(gradient)
+            else:
+                _, down = self._pairs
+                assert down is not None and scaled_a_NI is not None
+                low_NP = self._thin(scaled_a_NI, down.a_EPI.mT)
+                found["down_lora_b"] = self.rows.factor_gradient(dy, low_NP[:, :rank], gradient)
         return found
 
-    def add_to_dx(self) -> Addend | None:
+    def add_to_dx(self, dh_NJ: Tensor) -> Addend | None:
         up, _ = self._pairs
-        return None if up is None or self._dlow_NP is None else Addend(self._dlow_NP, up.a_EPI.mT)
+        if up is None:
+            return None
+        rank = sum(part.rank for part in self._parts)
+        if rank > widest_rank(dh_NJ.dtype):
+            self._dlow_NP = self._thin(dh_NJ, up.b_EOP)
+        else:
+            assert self._low_NP is not None
+            self._dlow_NP, self._db = thin_pair(
+                dh_NJ, up.b_EOP, self._low_NP, self.rows.offs_E, rank=rank, scaling=self.lora.scaling
+            )
+        return Addend(self._dlow_NP, up.a_EPI.mT)
 
     def up_gradients(self, dh_NJ: Tensor, needs: Needs) -> dict[str, Tensor]:
         """Of gate's and up's factors by name, those that are needed."""
         found: dict[str, Tensor] = {}
-        parts, dlow_NP, low_NP = self._parts, self._dlow_NP, self.low_NP
+        parts, dlow_NP, low_NP = self._parts, self._dlow_NP, self._low_NP
         if not parts:
             return found
         assert dlow_NP is not None and low_NP is not None
@@ -130,9 +140,15 @@ class LowRank:
             self.rows.factor_gradient(dlow_NP[:, : sum(part.rank for part in parts)], self.rows.x, *gradients)
             found |= {f"{part.name}_lora_a": each for part, each in zip(parts, gradients, strict=True)}
         for part in parts:
-            if getattr(needs, f"{part.name}_lora_b"):
-                dpart, low_NR = dh_NJ[:, part.columns], low_NP[:, part.ranks]
-                found[f"{part.name}_lora_b"] = self.rows.factor_gradient(dpart, low_NR, torch.empty_like(part.b))
+            gradient, ranks = torch.empty_like(part.b), slice(part.first_rank, part.first_rank + part.rank)
+            if not getattr(needs, f"{part.name}_lora_b"):
+                continue
+            if self._db is not None:
+                self._db.write(gradient, first=part.first, step=part.step, rank=part.first_rank)
+            else:
+                last = part.first + part.step * gradient.shape[1]
+                self.rows.factor_gradient(dh_NJ[:, part.first : last : part.step], low_NP[:, ranks], gradient)
+            found[f"{part.name}_lora_b"] = gradient
         return {name: gradient for name, gradient in found.items() if getattr(needs, name)}
 
     @cached_property
@@ -146,13 +162,10 @@ class LowRank:
             if a is None or b is None:
                 continue
             rank, intermediate = a.shape[1], b.shape[1]
-            if not activation.gated:
-                columns = slice(None)
-            elif activation.interleaved:
-                columns = slice(place, None, 2)
-            else:
-                columns = slice(place * intermediate, (place + 1) * intermediate)
-            found.append(_Part(name, a, b, columns, slice(ranks, ranks + rank), rank))
+            first, step = 0, 1
+            if activation.gated:
+                first, step = (place, 2) if activation.interleaved else (place * intermediate, 1)
+            found.append(_Part(name, a, b, first, step, ranks, rank))
             ranks += rank
         return found
 
@@ -178,6 +191,7 @@ class _Part(NamedTuple):
     name: str
     a: Tensor
     b: Tensor
-    columns: slice  # of h
-    ranks: slice  # of the joined ones
+    first: int  # column of h, and how far from one to the next
+    step: int
+    first_rank: int  # of the joined ones
     rank: int

@@ -8,6 +8,7 @@ in fp32. What LoRA adds: see `LowRank`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -33,27 +34,25 @@ class TritonRows(SortedRows):
     """Plain Triton: any dtype, any strides, any GPU that Triton serves, and the interpreter."""
 
     def __init__(
-        self, problem: Problem, order_N: Tensor, slot_row_N: Tensor, offs_E: Tensor, low_NP: Tensor | None = None
+        self, problem: Problem, order_N: Tensor, slot_row_N: Tensor, offs_E: Tensor, *of_lora: Tensor | None
     ) -> None:
-        """low_NP: see `LowRank`."""
+        """of_lora: what forward saved of it, see `LowRank`."""
         self.problem = problem
         self.order_N, self.slot_row_N, self.offs_E = order_N, slot_row_N, offs_E  # int32, see `amoeba.layout.Layout`
-        self.low_rank = None if problem.lora is None else LowRank(self, problem.lora, low_NP)
+        self.low_rank = None if problem.lora is None else LowRank(self, problem.lora, *of_lora)
 
     @classmethod
     def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
         problem = with_plain_rows(problem)
-        if saved is None:
-            maps, low_NP = sort_rows(problem.expert_TK, problem.weights.num_experts), None
-        else:
-            maps, low_NP = saved.maps, saved.low_NP if saved.low_NP.numel() else None
+        kept: Sequence[Tensor] = saved[1:] if saved else sort_rows(problem.expert_TK, problem.weights.num_experts)
         if why_not_hopper(problem) is not None:
-            return TritonRows(problem, *maps, low_NP)
-        return HopperRows(problem._replace(x_TH=_in_whole_pieces(problem.x_TH)), *maps, low_NP)
+            return TritonRows(problem, *kept)
+        return HopperRows(problem._replace(x_TH=_in_whole_pieces(problem.x_TH)), *kept)
 
     def save(self, h_NJ: Tensor) -> Saved:
-        low_NP = None if self.low_rank is None else self.low_rank.low_NP
-        return Saved(h_NJ, self.order_N, self.slot_row_N, self.offs_E, h_NJ.new_empty(0) if low_NP is None else low_NP)
+        of_lora = (None, None) if self.low_rank is None else self.low_rank.saved()
+        nothing = (h_NJ.new_empty(0) if low_NP is None else low_NP for low_NP in of_lora)
+        return Saved(h_NJ, self.order_N, self.slot_row_N, self.offs_E, *nothing)
 
     def gather(self, rows_TH: Tensor) -> ByToken:
         return ByToken(rows_TH)
@@ -71,8 +70,10 @@ class TritonRows(SortedRows):
         return torch.empty((self.problem.rows, width), dtype=x_TH.dtype, device=x_TH.device)
 
     def hidden(self) -> Tensor:
-        h_NJ, _ = self.up(True)
+        h_NJ, a_NI = self.up(True)
         assert h_NJ is not None
+        if self.low_rank is not None:
+            self.low_rank.add_to_y(a_NI)  # of which backward reads what forward would have saved
         return h_NJ
 
     def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
@@ -167,18 +168,15 @@ class TritonRows(SortedRows):
     def _activation_backward_in_steps(
         self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
     ) -> ActivationGradients:
-        problem, low_rank = self.problem, self.low_rank
+        problem = self.problem
         da_NI = self.new_rows(problem.weights.intermediate)
-        addend = None if low_rank is None else low_rank.add_to_da(ByToken(dy_TH))
+        addend = None if self.low_rank is None else self.low_rank.add_to_da(dy_TH)
         self._multiply(ByToken(dy_TH), problem.weights.down_EHI.mT, da_NI, addend=addend)
         scaled_a_NI = da_NI if want_scaled_a else None
-        if low_rank is not None:
-            ds_N = low_rank.activate_backward(da_NI, h_NJ, dh_NJ, scaled_a_NI)
-        else:
-            activation = problem.weights.activation
-            ds_N = activate_backward(
-                da_NI, h_NJ, problem.weight_TK, self.order_N, activation, dh_NJ, scaled_a_NI, self.offs_E
-            )
+        activation = problem.weights.activation
+        ds_N = activate_backward(
+            da_NI, h_NJ, problem.weight_TK, self.order_N, activation, dh_NJ, scaled_a_NI, self.offs_E
+        )
         return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
 
     def slot_gradient(self, ds_N: Tensor, dy: Rows) -> Tensor:
@@ -207,11 +205,11 @@ class TritonRows(SortedRows):
 
     def up_backward(self, dh_NJ: Tensor, needs: Needs) -> tuple[Tensor | None, dict[str, Tensor]]:
         low_rank, dx_NH = self.low_rank, None
-        found = {} if low_rank is None else low_rank.up_gradients(dh_NJ, needs)
+        addend = None if low_rank is None else low_rank.add_to_dx(dh_NJ)
         if needs.x:
             dx_NH = self.new_rows(self.problem.weights.hidden)
-            addend = None if low_rank is None else low_rank.add_to_dx()
             self._multiply(dh_NJ, self.problem.weights.gate_up_EJH.mT, dx_NH, addend=addend)
+        found = {} if low_rank is None else low_rank.up_gradients(dh_NJ, needs)
         return dx_NH, found
 
     def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
