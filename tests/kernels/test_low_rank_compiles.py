@@ -15,7 +15,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # as a program
 from test_hopper_compiles import SHARED_BYTES, compiled_by, figures
 
-
 HOT, OTHERS = ("dy, rank 16", "dh, rank 32"), ("dh, rank 64", "dh, rank 128", "dh in fp32, rank 32")
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NAMES = (
     "dropout",
     "drop",
@@ -24,7 +24,7 @@ _NAMES = (
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
-    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
         return True
     config: Any = getattr(model, "config", None)
     return config is not None and any(_named(config.to_dict()))

@@ -72,7 +72,10 @@ def why_not_by_documents(model: Any) -> str | None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     model.to(device)
     ids = torch.zeros(1, 128, dtype=torch.int64, device="cpu")
-    batch: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(128, device="cpu")[None] % 64}
+    batch: dict[str, Any] = {
+        "input_ids": ids,
+        "position_ids": torch.arange(128, dtype=torch.int64, device="cpu")[None] % 64,
+    }
     batch |= document_arguments(batch, 2, 128)
     given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     own = model.config._attn_implementation
