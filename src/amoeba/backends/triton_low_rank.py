@@ -6,7 +6,7 @@ R LoRA rank · P ranks, joined and padded
     low_rank = LowRank(rows, lora)
     low_rank.add_to_h(), low_rank.add_to_y(a_NI)                                    # forward
     low_rank.add_to_da(dy), low_rank.add_to_dx(dh_NJ)                               # backward, in this order
-    low_rank.down_gradients(scaled_a_NI, needs), low_rank.up_gradients(needs)
+    low_rank.down_gradients(dy, scaled_a_NI, needs), low_rank.up_gradients(dh_NJ, needs)
 
 The mathematics is that of `amoeba.backends.low_rank`. A thin product gives each row its few numbers, and the large one
 after it takes them as more of its depth (`Addend`), so that nothing of the size of the rows is written or read for
