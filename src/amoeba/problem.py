@@ -55,24 +55,30 @@ _NO_FACTORS = (None,) * len(LORA_NAMES)
 
 
 class Saved(NamedTuple):
-    """What forward saves for backward where rows are sorted: h and the maps of the rows.
+    """What forward saves for backward where rows are sorted: h, the maps of the rows; of LoRA, c (x Aᵀ) and c (a Aᵀ).
 
-    The maps are empty where a backend sorts again in backward.
+    The maps are empty where a backend sorts again in backward, and so are the last two where it multiplies again.
     """
 
     h_NJ: Tensor
     order_N: Tensor
     slot_row_N: Tensor
     offs_E: Tensor
+    low_NP: Tensor
+    low_down_NP: Tensor
 
     @staticmethod
     def of(h_NJ: Tensor, layout: Layout) -> Saved:
-        return Saved(h_NJ, layout.order_N, layout.slot_row_N, layout.offs_E)
+        return Saved(h_NJ, layout.order_N, layout.slot_row_N, layout.offs_E, h_NJ.new_empty(0), h_NJ.new_empty(0))
 
     @staticmethod
     def without_maps(h_NJ: Tensor, map_dtype: torch.dtype = torch.int64) -> Saved:
-        dtypes = (map_dtype, map_dtype, torch.int32)
+        dtypes = (map_dtype, map_dtype, torch.int32, h_NJ.dtype, h_NJ.dtype)
         return Saved(h_NJ, *(h_NJ.new_empty(0, dtype=dtype) for dtype in dtypes))
+
+    @property
+    def maps(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.order_N, self.slot_row_N, self.offs_E
 
     def layout(self, top_k: int) -> Layout:
         return Layout(self.order_N, self.slot_row_N, self.offs_E, self.order_N, top_k)

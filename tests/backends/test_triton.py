@@ -18,13 +18,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amoeba import Routing, experts
-from amoeba.backends import triton, triton_rows
+from amoeba.backends import triton, triton_low_rank, triton_rows
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of, choose
 from amoeba.kernels import decode
 from amoeba.problem import Needs, Problem, Saved
 from amoeba.proof.cases import Case, example, lora_of, weights_of
-from amoeba.weights import ExpertWeights, LoraFactors
+from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from small_layer import E, H, I, K, Layer, kernel_device
 
 CUDA = torch.device("cuda")
@@ -113,16 +113,64 @@ class TestMaps:
         with FakeTensorMode() as mode:
             given = tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in given)
             fake = torch.ops.amoeba.triton(*given, save_h)
-        assert [tensor.dtype for tensor in real[2:]] == [torch.int32] * 3
+        assert [tensor.dtype for tensor in real[2:5]] == [torch.int32] * 3
         assert [(t.dtype, t.shape) for t in real] == [(t.dtype, t.shape) for t in fake]
-        assert [tensor.numel() for tensor in real[2:]] == ([5 * K, 5 * K, E] if save_h else [0, 0, 0])
+        assert [tensor.numel() for tensor in real[2:]] == ([5 * K, 5 * K, E, 0, 0] if save_h else [0] * 5)
 
     def test_they_hold_what_the_layout_says(self) -> None:
         layer = layer_here(tokens=5, expert_TK=torch.tensor([[3, 0], [E, 3], [-1, 2], [0, 3], [E + 5, E]]))
-        _, (_, order_N, slot_row_N, offs_E) = triton.BACKEND.forward(problem_of(layer), "h")
+        _, saved = triton.BACKEND.forward(problem_of(layer), "h")
+        order_N, slot_row_N, offs_E = saved.maps
         assert offs_E.tolist() == [2, 2, 3, 6]
         assert order_N.tolist()[:6] == [1, 6, 5, 0, 3, 7]
         assert [slot_row_N.tolist()[slot] for slot in (1, 6, 5, 0, 3, 7)] == list(range(6))
+
+
+class TestLowRank:
+    """What LoRA's passes save and launch."""
+
+    @pytest.mark.parametrize("tokens", [5, 0])
+    def test_thin_rows_are_saved_padded_and_the_fake_says_so_too(self, tokens: int) -> None:
+        layer = layer_here(tokens=tokens, rank=5)
+        factors = [layer.tensors[name].detach() for name in LORA_NAMES]
+        given = (*arguments(layer)[:-1], 2.0)
+        given = tuple(given[:7]) + tuple(factors) + given[13:]
+        real = torch.ops.amoeba.triton(*given, True)
+        with FakeTensorMode() as mode:
+            given = tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in given)
+            fake = torch.ops.amoeba.triton(*given, True)
+        assert real[-1].shape == real[-2].shape == (tokens * K, 64)
+        assert [(t.dtype, t.shape, t.stride()) for t in real] == [(t.dtype, t.shape, t.stride()) for t in fake]
+
+    def test_backward_multiplies_nothing_of_forward_a_second_time(self, monkeypatch) -> None:
+        """Thin products come from what was saved, or in pairs from one read of dy and one of dh."""
+        layer = layer_here(tokens=5, rank=5)
+        named = {name: tensor.detach() for name, tensor in layer.tensors.items()}
+        lora = LoraFactors(**{name: named[name] for name in LORA_NAMES}, scaling=2.0)
+        problem = problem_of(layer)._replace(lora=lora)
+        _, saved = triton.BACKEND.forward(problem, "h")
+        pairs: list[int] = []
+        real = triton_low_rank.thin_pair
+
+        def note(rows: Tensor, *others: Any, **options: Any) -> Any:
+            pairs.append(rows.shape[1])
+            return real(rows, *others, **options)
+
+        monkeypatch.setattr(triton_low_rank, "thin_pair", note)
+        monkeypatch.setattr(triton_low_rank.LowRank, "_thin", lambda *_: pytest.fail("a thin product of its own"))
+        needs = Needs(x=True, weight=True, **dict.fromkeys(LORA_NAMES, True))
+        found = triton.BACKEND.backward(problem, saved, layer.dy_TH, needs)
+        assert pairs == [H, 2 * I]
+        assert all(getattr(found, name) is not None for name in LORA_NAMES)
+
+    @pytest.mark.parametrize("rank", [1, 15, 60])
+    def test_every_rank(self, rank: int) -> None:
+        """Two of 15 are joined to 30, nearly the most that `thin_pair` takes in fp32; 60 has passes of its own."""
+        layer = layer_here(tokens=6, rank=rank)
+        found, expected = layer.gradients("triton"), layer.gradients("eager")
+        for name, gradient in found.items():
+            error = (gradient - expected[name]).norm() / expected[name].norm()
+            assert error < 1e-5, (name, float(error))
 
 
 class TestNoTokens:
@@ -289,7 +337,7 @@ class TestHopper:
             turned = problem.weights.gate_up_EJH.transpose(1, 2).contiguous().transpose(1, 2)
             weights = replace(problem.weights, gate_up_EJH=turned)
             assert triton_rows.why_not_hopper(problem._replace(weights=weights)) is None
-            saved = Saved(*(torch.zeros(1, dtype=torch.int32) for _ in range(4)))
+            saved = Saved(*(torch.zeros(1, dtype=torch.int32) for _ in Saved._fields))
             assert type(triton_rows.TritonRows.dispatch(problem, saved)) is triton_rows.HopperRows
 
     def test_rows_are_copied_where_16_bytes_at_a_time_cannot_be_read(self) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import shutil
+import sys
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers, final_norm
-from amoeba.jobs import fast_paths
+from amoeba.integrations.randomness import draws_random_numbers
+from amoeba.jobs import fast_paths, finetune
 from amoeba.jobs.captured_step import CapturedStep
 from tiny_models import build
-from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
+from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +105,89 @@ def test_decoder_layers_are_the_stack_of_the_model():
     assert final_norm(model) == [model.model.norm]
 
 
+class TestPackedRows:
+    """`amoeba finetune` packs where attention by documents serves; here transformers' own mask stands in for it."""
+
+    @pytest.fixture
+    def packs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(finetune, "why_not_by_documents", lambda model: None)
+        monkeypatch.setattr(finetune, "LEAST_PACKED_STEPS", 1)
+
+    LONG: ClassVar[dict[str, Any]] = {"sequence_length": 96, "steps": 4, "save_every": 2, "accumulation": 1}
+
+    def test_a_run_repeats_and_resumes_bit_by_bit(self, packs, tmp_path, inputs):
+        first, said = run(tmp_path / "first", inputs, "finetune", **self.LONG)
+        assert any(line.startswith("packed into") and "--batch-size counts these" in line for line in said)
+        again, _ = run(tmp_path / "again", inputs, "finetune", **self.LONG)
+        assert again == first
+        shutil.rmtree(tmp_path / "again" / "checkpoints" / "checkpoint-4")
+        shutil.rmtree(tmp_path / "again" / "adapter")
+        console = Quiet()
+        tiny_run(tiny_settings("finetune", tmp_path / "again", inputs, **self.LONG), console, resume=True)
+        assert any("resuming from checkpoint-2" in line for line in console.said)
+        assert kept_weights(tmp_path / "again", "finetune") == kept_weights(tmp_path / "first", "finetune")
+
+    def test_a_run_goes_on_with_the_rows_it_began_with_or_says_why_it_cannot(
+        self, packs, tmp_path, inputs, monkeypatch
+    ):
+        run(tmp_path / "run", inputs, "finetune", **self.LONG)
+        shutil.rmtree(tmp_path / "run" / "adapter")
+        told = tiny_settings("finetune", tmp_path / "run", inputs, **self.LONG)
+        monkeypatch.setattr(finetune, "why_not_by_documents", lambda model: "there is no GPU")
+        with pytest.raises(ValueError, match=r"a machine on which rows are packed.*there is no GPU"):
+            tiny_run(told, Quiet(), resume=True)
+
+    def test_a_small_set_keeps_its_steps_and_a_cpu_its_rows(self, tmp_path, inputs, monkeypatch):
+        _, said = run(tmp_path / "cpu", inputs, "finetune", **self.LONG | {"batch_size": 1})
+        monkeypatch.setattr(finetune, "why_not_by_documents", lambda model: None)
+        _, small = run(tmp_path / "small", inputs, "finetune", **self.LONG)
+        assert not any(line.startswith("packed into") for line in [*said, *small])
+
+
+class TestCheckpointing:
+    """In a CUDA graph nothing may be asked of the device, as torch's checkpoint does to keep random numbers."""
+
+    def test_random_numbers_are_kept_only_where_some_are_drawn(self, tmp_path, inputs, monkeypatch):
+        kept: list[bool] = []
+        monkeypatch.setattr(torch, "get_rng_state", _noted(torch.get_rng_state, kept))
+        run(tmp_path / "run", inputs, "finetune", gradient_checkpointing=True, steps=1, save_every=5, eval_every=5)
+        during_passes = [each for each in kept if each]
+        assert not during_passes
+
+    @pytest.mark.parametrize(
+        ("changes", "drawn"),
+        [({}, False), ({"attention_dropout": 0.1}, True), ({"router_jitter_noise": 0.01}, True)],
+        ids=str,
+    )
+    def test_dropout_and_noise_draw(self, changes, drawn):
+        model = build("qwen3_moe")
+        for name, value in changes.items():
+            setattr(model.config, name, value)
+        assert draws_random_numbers(model) == drawn
+        model.add_module("more", nn.Dropout(0.1))
+        assert draws_random_numbers(model)
+
+    def test_such_a_model_is_not_captured_and_a_sentence_says_why(self):
+        model = build("qwen3_moe")
+        arguments = SimpleNamespace(gradient_checkpointing=True)
+        trainer = SimpleNamespace(model=model, args=arguments, captures=False, release=lambda: None)
+        with fast_paths._captured(trainer) as reason:
+            assert reason is None and trainer.captures
+        model.config.attention_dropout = 0.1
+        with fast_paths._captured(trainer) as reason:
+            assert "random numbers" in reason and not trainer.captures
+
+
+def _noted(function: Any, inside: list[bool]) -> Any:
+    """Notes of each call whether it came from torch's checkpoint."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        inside.append("torch/utils/checkpoint" in sys._getframe(1).f_code.co_filename)
+        return function(*arguments, **options)
+
+    return call
+
+
 @pytest.mark.gpu
 class TestOnAGpu:
     @pytest.fixture
@@ -130,3 +217,28 @@ class TestOnAGpu:
         compiled, said = run(tmp_path / "compiled", inputs, **told, compile="on")
         assert any("decoder layers compiled" in line for line in said)
         torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=2e-2, atol=2e-2)
+
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    def test_factors_are_trained_by_captured_passes_over_packed_rows(
+        self, checkpointing, inputs, tmp_path, monkeypatch
+    ):
+        """Only factors have gradients; and checkpointing asks nothing of the device."""
+        build("qwen3_moe", head_dim=64, hidden_size=64, vocab_size=300).to(torch.bfloat16).save_pretrained(
+            inputs / "wide_base"
+        )
+        for path in (inputs / "base").glob("tokenizer*"):
+            shutil.copy(path, inputs / "wide_base")
+        told = {"model": str(inputs / "wide_base"), "sequence_length": 96, "accumulation": 1, "targets": ["experts"]}
+        told |= {"train_router": False, "gradient_checkpointing": checkpointing}
+        monkeypatch.setattr(finetune, "LEAST_PACKED_STEPS", 1)
+        first, said = run(tmp_path / "first", inputs, "finetune", **told)
+        assert any(line.startswith("packed into") for line in said)
+        assert any("passes captured" in line for line in said)
+        calls: list[int] = []
+        replay = CapturedStep.__call__
+        monkeypatch.setattr(CapturedStep, "__call__", lambda *given: (calls.append(1), replay(*given))[1])
+        again, _ = run(tmp_path / "again", inputs, "finetune", **told)
+        assert again == first and len(calls) >= len(first) // 2
+        monkeypatch.setattr(CapturedStep, "__init__", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no")))
+        launched, _ = run(tmp_path / "launched", inputs, "finetune", **told)
+        assert launched == first

@@ -103,6 +103,16 @@ def test_gathers_either_side_and_writes_either_storage(gathered: str, transposed
     assert_close(out_EOI, expected)
 
 
+def test_one_pass_writes_two_tensors_of_their_own_dtypes(device: torch.device) -> None:
+    counts = (9, 0, 30)
+    left, right = (rows_of(39, width, torch.float32, device, seed) for seed, width in enumerate((23, 17)))
+    first, more = poisoned((3, 5, 17), torch.float32, device), poisoned((3, 18, 17), torch.float64, device)
+    weight_gradient(left, right, offsets(counts, device), first, more_EOI=more, configuration=TINY)
+    expected = reference(left, right, counts)
+    assert_close(first, expected[:, :5])
+    assert_close(more.float(), expected[:, 5:])
+
+
 def test_reads_and_writes_through_any_strides(device: torch.device) -> None:
     counts = (9, 30)
     left = rows_of(23, 39, torch.float32, device, 0).T

@@ -12,7 +12,7 @@ Without a tracer, a mode or a tensor subclass an autograd function calls the two
 any structure of tuples and dataclasses with tensors in it. Elsewhere `torch.ops.amoeba.<name>` is called, an opaque
 operator to torch.compile, autocast and activation checkpointing. A traced graph holds tensors of known shapes only:
 `traced` tells them; without it backward calls forward again. Saved between the passes are x and what forward saves;
-x alone with save="inputs". LoRA factors are inputs like the weights; what a backend computes with them is not saved.
+x alone with save="inputs". LoRA factors are inputs like the weights.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class SavedRows(NamedTuple):
 
     map_dtype: torch.dtype = torch.int64
     has_maps: Callable[[Problem], bool] = lambda problem: True
+    low_ranks: Callable[[Problem], tuple[int, int]] = lambda problem: (0, 0)  # widths of low_NP and low_down_NP
 
     def fake(self, problem: Problem) -> Saved:
         x_TH, weights = problem.x_TH, problem.weights
@@ -53,7 +54,8 @@ class SavedRows(NamedTuple):
         if not self.has_maps(problem):
             return Saved.without_maps(h_NJ)
         order_N, slot_row_N = (x_TH.new_empty(problem.rows, dtype=self.map_dtype) for _ in range(2))
-        return Saved(h_NJ, order_N, slot_row_N, x_TH.new_empty(weights.num_experts, dtype=torch.int32))
+        lows = (x_TH.new_empty((problem.rows, ranks) if ranks else 0) for ranks in self.low_ranks(problem))
+        return Saved(h_NJ, order_N, slot_row_N, x_TH.new_empty(weights.num_experts, dtype=torch.int32), *lows)
 
     def nothing(self, x_TH: Tensor) -> Saved:
         return Saved.without_maps(x_TH.new_empty(0), self.map_dtype)

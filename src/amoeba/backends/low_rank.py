@@ -8,7 +8,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 with c the scaling, which is applied to the (N, R) in brackets and nowhere else. Since dA' holds the LoRA path, <dA', a>
 is still the whole of ds. Nothing of this is saved for backward. A backend brings its products (`RowProducts`); as
-with all sorted rows, those past the last expert's hold anything.
+with all sorted rows, those past the last expert's hold anything. (`triton` has a way of its own: `triton_low_rank`.)
 """
 
 from __future__ import annotations

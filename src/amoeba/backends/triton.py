@@ -28,11 +28,22 @@ DECODE_TOKENS = 64
 _TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
 
+def _low_ranks(problem: Problem) -> tuple[int, int]:
+    from amoeba.kernels.addend import padded_rank
+
+    lora = problem.lora
+    if lora is None:
+        return 0, 0
+    up, down = (lora.gate_lora_a, lora.up_lora_a), (lora.down_lora_a,)
+    of_up, of_down = (sum(factor.shape[1] for factor in each if factor is not None) for each in (up, down))
+    return padded_rank(of_up), padded_rank(of_down)
+
+
 class TritonBackend(PassesBackend):
     """Importing this file does not import Triton: the first pass does."""
 
     name, summary, kinds = "triton", "our kernels on the GPU", (ExpertWeights,)
-    traced = SavedRows(map_dtype=torch.int32)
+    traced = SavedRows(map_dtype=torch.int32, low_ranks=_low_ranks)
 
     def preference(self, device: torch.device) -> int:
         return 10 if device.type == "cpu" else 40

@@ -3,26 +3,24 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
 Rows are gathered as the products load them, so `gather` and `x` copy nothing; the routing weights enter in `combine`,
-in fp32. LoRA: a thin product gives each row its few numbers (`low`), and the large one after it takes them as more of
-its depth (`Addend`), so that nothing of the size of the rows is written or read for them.
+in fp32. What LoRA adds: see `LowRank`.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from amoeba.backends import joined_factors as joined
-from amoeba.backends.joined_factors import Pair
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients, SortedRows
+from amoeba.backends.triton_low_rank import LowRank
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels import activation_backward_product, grouped_product, weight_gradient
 from amoeba.kernels.activate import activate, activate_backward
-from amoeba.kernels.addend import SMALLEST_STEP, WHOLE_STEP, Addend
+from amoeba.kernels.addend import Addend
 from amoeba.kernels.combine import combine, slot_gradient
 from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
 from amoeba.kernels.sort import sort_rows
@@ -35,20 +33,26 @@ HOPPER_WIDTH = 64
 class TritonRows(SortedRows):
     """Plain Triton: any dtype, any strides, any GPU that Triton serves, and the interpreter."""
 
-    def __init__(self, problem: Problem, order_N: Tensor, slot_row_N: Tensor, offs_E: Tensor) -> None:
+    def __init__(
+        self, problem: Problem, order_N: Tensor, slot_row_N: Tensor, offs_E: Tensor, *of_lora: Tensor | None
+    ) -> None:
+        """of_lora: what forward saved of it, see `LowRank`."""
         self.problem = problem
         self.order_N, self.slot_row_N, self.offs_E = order_N, slot_row_N, offs_E  # int32, see `amoeba.layout.Layout`
+        self.low_rank = None if problem.lora is None else LowRank(self, problem.lora, *of_lora)
 
     @classmethod
     def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
         problem = with_plain_rows(problem)
-        maps = sort_rows(problem.expert_TK, problem.weights.num_experts) if saved is None else saved[1:]
+        kept: Sequence[Tensor] = saved[1:] if saved else sort_rows(problem.expert_TK, problem.weights.num_experts)
         if why_not_hopper(problem) is not None:
-            return TritonRows(problem, *maps)
-        return HopperRows(problem._replace(x_TH=_in_whole_pieces(problem.x_TH)), *maps)
+            return TritonRows(problem, *kept)
+        return HopperRows(problem._replace(x_TH=_in_whole_pieces(problem.x_TH)), *kept)
 
     def save(self, h_NJ: Tensor) -> Saved:
-        return Saved(h_NJ, self.order_N, self.slot_row_N, self.offs_E)
+        of_lora = (None, None) if self.low_rank is None else self.low_rank.saved()
+        nothing = (h_NJ.new_empty(0) if low_NP is None else low_NP for low_NP in of_lora)
+        return Saved(h_NJ, self.order_N, self.slot_row_N, self.offs_E, *nothing)
 
     def gather(self, rows_TH: Tensor) -> ByToken:
         return ByToken(rows_TH)
@@ -66,16 +70,17 @@ class TritonRows(SortedRows):
         return torch.empty((self.problem.rows, width), dtype=x_TH.dtype, device=x_TH.device)
 
     def hidden(self) -> Tensor:
-        h_NJ, _ = self.up(True)
+        h_NJ, a_NI = self.up(True)
         assert h_NJ is not None
+        if self.low_rank is not None:
+            self.low_rank.add_to_y(a_NI)  # of which backward reads what forward would have saved
         return h_NJ
 
     def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
         weights = self.problem.weights
         h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if want_h else None
         a_NI = self.new_rows(weights.intermediate)
-        pair = self.of_up
-        addend = None if pair is None else Addend(self.low(self.x, pair.a_ERI.mT), pair.b_EOR)
+        addend = None if self.low_rank is None else self.low_rank.add_to_h()
         return self._multiply_x_and_activate(h_NJ, a_NI, addend), a_NI
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
@@ -96,8 +101,8 @@ class TritonRows(SortedRows):
         return h_NJ
 
     def down(self, a_NI: Tensor) -> Tensor:
-        y_NH, weights, pair = self.new_rows(self.problem.weights.hidden), self.problem.weights, self.of_down
-        addend = None if pair is None else Addend(self.low(a_NI, pair.a_ERI.mT), pair.b_EOR)
+        y_NH, weights = self.new_rows(self.problem.weights.hidden), self.problem.weights
+        addend = None if self.low_rank is None else self.low_rank.add_to_y(a_NI)
         self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH, addend=addend)
         return y_NH
 
@@ -121,29 +126,6 @@ class TritonRows(SortedRows):
             top_k=self.top_k,
             bias_EO=bias_EO,
             addend=addend,
-        )
-
-    smallest_rank = SMALLEST_STEP
-
-    @cached_property
-    def of_up(self) -> Pair | None:
-        """The LoRA factors of gate and up."""
-        lora, activation = self.problem.lora, self.problem.weights.activation
-        return None if lora is None else joined.of_up(lora, activation, self.problem.x_TH.dtype, self.smallest_rank)
-
-    @cached_property
-    def of_down(self) -> Pair | None:
-        lora = self.problem.lora
-        return None if lora is None else joined.of_down(lora, self.problem.x_TH.dtype, self.smallest_rank)
-
-    def low(self, rows: Rows, factor_EIR: Tensor) -> Tensor:
-        """scaling · rows · factor, as `Addend` takes it."""
-        assert self.problem.lora is not None
-        low_NR = self.new_rows(factor_EIR.shape[2])
-        plain, order_N = self._gathered(rows)
-        scaling, top_k = self.problem.lora.scaling, self.top_k
-        return grouped_product.multiply_rows(
-            plain, factor_EIR, self.offs_E, low_NR, order_N=order_N, top_k=top_k, scale=scaling
         )
 
     def combine(self, rows_NH: Tensor, *, weighted: bool) -> Tensor:
@@ -186,17 +168,16 @@ class TritonRows(SortedRows):
     def _activation_backward_in_steps(
         self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
     ) -> ActivationGradients:
-        problem, pair = self.problem, self.of_down
+        problem = self.problem
         da_NI = self.new_rows(problem.weights.intermediate)
-        dlow_NR = None if pair is None else self.low(ByToken(dy_TH), pair.b_EOR)
-        addend = None if pair is None or dlow_NR is None else Addend(dlow_NR, pair.a_ERI.mT)
+        addend = None if self.low_rank is None else self.low_rank.add_to_da(dy_TH)
         self._multiply(ByToken(dy_TH), problem.weights.down_EHI.mT, da_NI, addend=addend)
         scaled_a_NI = da_NI if want_scaled_a else None
         activation = problem.weights.activation
         ds_N = activate_backward(
             da_NI, h_NJ, problem.weight_TK, self.order_N, activation, dh_NJ, scaled_a_NI, self.offs_E
         )
-        return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, dlow_NR)
+        return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
 
     def slot_gradient(self, ds_N: Tensor, dy: Rows) -> Tensor:
         problem, bias_EH = self.problem, self.problem.weights.down_bias_EH
@@ -220,44 +201,22 @@ class TritonRows(SortedRows):
     def down_factor_gradients(
         self, dy: Rows, dlow_NR: Tensor | None, scaled_a_NI: Tensor | None, needs: Needs
     ) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        lora, pair = self.problem.lora, self.of_down
-        if lora is None or pair is None or scaled_a_NI is None:
-            return found
-        a_ERI, b_EHR = lora.down_lora_a, lora.down_lora_b
-        assert a_ERI is not None and b_EHR is not None and dlow_NR is not None
-        rank = a_ERI.shape[1]
-        if needs.down_lora_a:
-            found["down_lora_a"] = self.factor_gradient(dlow_NR[:, :rank], scaled_a_NI, torch.empty_like(a_ERI))
-        if needs.down_lora_b:
-            low_NR = self.low(scaled_a_NI, pair.a_ERI.mT)[:, :rank]
-            found["down_lora_b"] = self.factor_gradient(dy, low_NR, torch.empty_like(b_EHR))
-        return found
+        return {} if self.low_rank is None else self.low_rank.down_gradients(dy, scaled_a_NI, needs)
 
     def up_backward(self, dh_NJ: Tensor, needs: Needs) -> tuple[Tensor | None, dict[str, Tensor]]:
-        problem, pair = self.problem, self.of_up
-        lora, activation = problem.lora, problem.weights.activation
-        d_a = d_b = addend = None
-        if lora is not None and pair is not None:
-            dlow_NR = self.low(dh_NJ, pair.b_EOR)
-            addend = Addend(dlow_NR, pair.a_ERI.mT)
-            dtype = functools.reduce(torch.promote_types, {factor.dtype for factor in lora.tensors().values()})
-            if needs.gate_lora_a or needs.up_lora_a:
-                d_a = self.factor_gradient(dlow_NR, self.x, torch.empty_like(pair.a_ERI, dtype=dtype))
-            if needs.gate_lora_b or needs.up_lora_b:
-                low_NR = self.low(self.x, pair.a_ERI.mT)
-                d_b = self.factor_gradient(dh_NJ, low_NR, torch.empty_like(pair.b_EOR, dtype=dtype))
-        dx_NH = None
+        low_rank, dx_NH = self.low_rank, None
+        addend = None if low_rank is None else low_rank.add_to_dx(dh_NJ)
         if needs.x:
-            dx_NH = self.new_rows(problem.weights.hidden)
-            self._multiply(dh_NJ, problem.weights.gate_up_EJH.mT, dx_NH, addend=addend)
-        return dx_NH, {} if lora is None else joined.split_up(d_a, d_b, lora, activation, needs)
+            dx_NH = self.new_rows(self.problem.weights.hidden)
+            self._multiply(dh_NJ, self.problem.weights.gate_up_EJH.mT, dx_NH, addend=addend)
+        found = {} if low_rank is None else low_rank.up_gradients(dh_NJ, needs)
+        return dx_NH, found
 
     def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
         return self.factor_gradient(grad, rows, torch.empty_like(weight_EOI))
 
-    def factor_gradient(self, grad: Rows, rows: Rows, gradient: Tensor) -> Tensor:
-        """The same into `gradient`, whatever its shape."""
+    def factor_gradient(self, grad: Rows, rows: Rows, gradient: Tensor, more: Tensor | None = None) -> Tensor:
+        """The same into `gradient`, whatever its shape; `more` gets the columns of grad that are left."""
         grad, left_order_N = self._gathered(grad)
         rows, right_order_N = self._gathered(rows)
         return weight_gradient.weight_gradient(
@@ -265,6 +224,7 @@ class TritonRows(SortedRows):
             rows,
             self.offs_E,
             gradient,
+            more_EOI=more,
             left_order_N=left_order_N,
             right_order_N=right_order_N,
             top_k=self.top_k,
@@ -285,8 +245,6 @@ class HopperRows(TritonRows):
 
     def gather(self, rows_TH: Tensor) -> ByToken:
         return ByToken(_in_whole_pieces(rows_TH))
-
-    smallest_rank = WHOLE_STEP
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
         from amoeba.kernels.hopper import product

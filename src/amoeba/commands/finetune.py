@@ -46,7 +46,9 @@ def finetune(
     epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data; default 3.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Steps in place of epochs.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per step and device.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", help="Rows per pass and device; packed ones on a GPU.")
+    ] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", help="Tokens of a row at most; default 1024.")

@@ -14,6 +14,7 @@ Where one of them does not serve a model the run goes on without it, and a sente
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,9 +22,11 @@ from typing import Any
 
 import torch
 
+from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_loss import fused_loss
+from amoeba.integrations.randomness import draws_random_numbers
 
 logger = logging.getLogger("amoeba")
 
@@ -52,8 +55,8 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
             reason = stack.enter_context(_compiled(trainer))
             _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
         if gpu and not _has_placed_experts(trainer.model):  # for which the host has to wait in the midst of a pass
-            trainer.captures = stack.enter_context(_captured(trainer))
-            taken.append("passes captured in a CUDA graph")
+            reason = stack.enter_context(_captured(trainer))
+            _tell(taken, "passes captured in a CUDA graph", reason, say)
         if taken:
             say(f"in a step: {', '.join(taken)}")
         yield
@@ -61,6 +64,37 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
 
 def _is_on_a_gpu(trainer: Any) -> bool:
     return trainer.args.device.type == "cuda"
+
+
+def why_not_by_documents(model: Any) -> str | None:
+    """Why attention by documents does not serve a model here, found out on a few tokens, for those who have to know it
+    before there is a trainer. The model is moved to the GPU for that, where it will train."""
+    from amoeba.integrations.attention import NAME
+
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    model.to(device)
+    ids = torch.zeros(1, 128, dtype=torch.int64, device="cpu")
+    batch: dict[str, Any] = {
+        "input_ids": ids,
+        "position_ids": torch.arange(128, dtype=torch.int64, device="cpu")[None] % 64,
+    }
+    batch |= document_arguments(batch, 2, 128)
+    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    own = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(NAME)
+        with torch.no_grad():
+            model(**given, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # an architecture may refuse in many ways
+        logger.info("attention by documents", exc_info=error)
+        return _first_line(error)
+    finally:
+        model.set_attn_implementation(own)
+    return None
 
 
 def _tell(taken: list[str], what: str, reason: str | None, say: Callable[[str], None]) -> None:
@@ -121,9 +155,13 @@ def _compiled(trainer: Any) -> Iterator[str | None]:
 
 
 @contextmanager
-def _captured(trainer: Any) -> Iterator[bool]:
+def _captured(trainer: Any) -> Iterator[str | None]:
+    reason = None
+    if trainer.args.gradient_checkpointing and draws_random_numbers(trainer.model):
+        reason = "activation checkpointing draws the model's random numbers again, for which it has to ask the device"
+    trainer.captures = reason is None
     try:
-        yield True
+        yield reason
     finally:
         trainer.release()
 

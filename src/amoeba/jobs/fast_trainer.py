@@ -139,7 +139,8 @@ class FastTrainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         inputs = self._prepare_inputs(inputs)
-        if self._captured is None and self._passes > 0 and all(p.grad is None for p in model.parameters()):
+        whole = inputs["input_ids"].shape[0] == self.args.per_device_train_batch_size  # not the rest of an epoch
+        if self._captured is None and whole and self._passes > 0 and all(p.grad is None for p in model.parameters()):
             self._capture(model, inputs, num_items_in_batch)
         self._passes += 1
         if self._captured is None or not self._captured.fits(inputs):

@@ -23,14 +23,17 @@ from amoeba.cpu_features import has_bf16_instructions
 from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
 from amoeba.data.corpus import Corpus, load_corpus
 from amoeba.data.documents import Conversation
+from amoeba.data.packed_answers import PackedAnswers
+from amoeba.data.token_rows import stack
 from amoeba.data.tokenizer import check_understands
 from amoeba.errors import bad_value
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
 from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.placement import check_placement, place_experts
+from amoeba.jobs.fast_paths import why_not_by_documents
 from amoeba.jobs.fast_trainer import Rows
-from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on, weights_of
+from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on, weights_of
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.training_loop import make_trainer, run_to_end
@@ -41,6 +44,9 @@ COMMAND = "amoeba finetune"
 # On a GPU all batches have one length, and with it one captured pass (`jobs.captured_step`), where the longest row of a
 # batch has on average at least this share of it. Not measured yet.
 WORTH_PADDING = 0.8
+# Rows are packed where so many steps of an epoch are left: a small set of short conversations would be over in one or
+# two steps, and learn nothing from them. Not measured yet.
+LEAST_PACKED_STEPS = 20
 logger = logging.getLogger("amoeba")
 
 
@@ -136,6 +142,7 @@ def _finetune(
     placed = place_experts(model, settings.experts, load)
     lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
     model.config.use_cache = False
+    rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # a router's: Adam's steps are below the rounding of bf16, and autocast allows fp32
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -188,6 +195,34 @@ def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneS
         least = train.longest
     collate = functools.partial(pad_rows, padding=padding, least=least)
     return Rows(train, held_out, collate, train.tokens_per_row, 2, most)
+
+
+def _packed(
+    rows: Rows, model: Any, settings: FinetuneSettings, tokenizer: Any, earlier: Earlier | None, console: Console
+) -> tuple[Rows, bool]:
+    """The rows packed, and whether they are: on a GPU whose attention keeps them apart, unless too few steps would be
+    left. A resumed run does as it began."""
+    began = (earlier.began_with or {}).get("packed", False) if earlier else None
+    if began is False:
+        return rows, False
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    train, held_out = (PackedAnswers(each, rows.longest, padding) for each in (rows.train, rows.held_out))
+    if began is None and len(train) < LEAST_PACKED_STEPS * settings.batch_size * settings.accumulation:
+        return rows, False
+    reason = why_not_by_documents(model)
+    if reason is not None and began:
+        raise bad_value(
+            "--resume",
+            f"a machine on which rows are packed, as in the run in {earlier.folder if earlier else ''}",
+            f"one on which they are not: {reason}",
+            "resume it where it began, or start a new run with another --out",
+        )
+    if reason is not None:
+        logger.info("rows are not packed: %s", reason)
+        return rows, False
+    console.say(f"packed into {train.description}; --batch-size counts these")
+    documents = max(train.documents_per_row, held_out.documents_per_row)
+    return Rows(train, held_out, stack, train.tokens_per_row, documents, rows.longest), True
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

@@ -26,6 +26,7 @@ from amoeba.errors import bad_value
 from amoeba.files import replace_folder
 from amoeba.integrations.experts_module import LORA
 from amoeba.integrations.fused_routers import fused_routers
+from amoeba.integrations.randomness import draws_random_numbers
 from amoeba.jobs.fast_paths import fast_paths
 from amoeba.jobs.fast_trainer import FastTrainer, Rows
 from amoeba.jobs.manifest import seal
@@ -238,7 +239,10 @@ def make_trainer(
         adam_beta2=0.95,
         max_grad_norm=1.0,
         gradient_checkpointing=settings.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},  # the other kind needs inputs that require a gradient
+        gradient_checkpointing_kwargs={
+            "use_reentrant": False,  # the other kind needs inputs that require a gradient
+            "preserve_rng_state": draws_random_numbers(model),  # reads from the device, which a graph cannot capture
+        },
         eval_strategy="steps",
         eval_steps=settings.eval_every,
         save_strategy="steps",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from amoeba.kernels.launch import cdiv, next_power_of_2
+from amoeba.kernels.launch import cdiv
 
 
 class Addend(NamedTuple):
@@ -19,10 +19,10 @@ class Addend(NamedTuple):
     factor_EOR: Tensor  # any strides, one of the last two 1
 
 
-# The depth of a step in the kernels for Hopper, and the least that a matrix unit takes elsewhere.
-WHOLE_STEP, SMALLEST_STEP = 64, 16
+# The depth of a step in the kernels for Hopper. Elsewhere less would do, but a traced graph has to know how wide the
+# saved rows are before it knows the GPU.
+WHOLE_STEP = 64
 
 
-def padded_rank(rank: int, smallest: int) -> int:
-    """A power of two of at least `smallest`, or a multiple of a whole step."""
-    return max(next_power_of_2(rank), smallest) if rank <= WHOLE_STEP else cdiv(rank, WHOLE_STEP) * WHOLE_STEP
+def padded_rank(rank: int) -> int:
+    return cdiv(rank, WHOLE_STEP) * WHOLE_STEP

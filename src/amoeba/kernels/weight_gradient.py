@@ -28,19 +28,27 @@ def weight_gradient(
     offs_E: Tensor,
     out_EOI: Tensor,
     *,
+    more_EOI: Tensor | None = None,
     left_order_N: Tensor | None = None,
     right_order_N: Tensor | None = None,
     top_k: int = 1,
     heaviest_E: Tensor | None = None,
     configuration: Configuration | None = None,
 ) -> Tensor:
-    """out[e] = Σ_n left[n]ᵀ right[n] over the rows n of e. heaviest_E: see `heaviest_first`; made here if not given."""
+    """out[e] = Σ_n left[n]ᵀ right[n] over the rows n of e.
+
+    more_EOI: gets what comes of the columns of left that out has no room for, so that one pass serves two tensors.
+    heaviest_E: see `heaviest_first`; made here if not given.
+    """
     out = out_EOI
-    if out_EOI.stride(1) == 1 and out_EOI.stride(2) != 1:  # stored as (E, I, O): the transposed product is the same
+    if (
+        more_EOI is None and out_EOI.stride(1) == 1 and out_EOI.stride(2) != 1
+    ):  # stored as (E, I, O): the transposed product is the same
         left_NO, right_NI = right_NI, left_NO
         left_order_N, right_order_N = right_order_N, left_order_N
         out_EOI = out_EOI.transpose(1, 2)
-    experts, height, width = out_EOI.shape
+    experts, first_height, width = out_EOI.shape
+    height = first_height + (0 if more_EOI is None else more_EOI.shape[1])
     fit = left_NO.shape[1] == height and right_NI.shape[1] == width and offs_E.shape[0] == experts
     fit = fit and left_NO.dtype == right_NI.dtype
     check_arguments(fit, "(N, O), (N, I) and (E, O, I)", left_NO=left_NO, right_NI=right_NI, out_EOI=out_EOI)
@@ -62,12 +70,15 @@ def weight_gradient(
         offs_E,
         heaviest_E if heaviest_E is not None else heaviest_first(offs_E),
         out_EOI,
+        more_EOI,
         left_order_N,
         right_order_N,
         *left_NO.stride(),
         *right_NI.stride(),
         *out_EOI.stride(),
+        *(out_EOI if more_EOI is None else more_EOI).stride(),
         HEIGHT=height,
+        FIRST_HEIGHT=first_height,
         WIDTH=width,
         TOP_K=top_k,
         HEIGHT_TILES=height_tiles,
@@ -119,6 +130,7 @@ def _weight_gradient(
     offs_E,
     heaviest_E,
     out_EOI,
+    more_EOI,
     left_order_N,
     right_order_N,
     STRIDE_LEFT: tl.constexpr,
@@ -128,7 +140,11 @@ def _weight_gradient(
     STRIDE_EXPERT: tl.constexpr,
     STRIDE_HEIGHT: tl.constexpr,
     STRIDE_WIDTH: tl.constexpr,
+    STRIDE_MORE_EXPERT: tl.constexpr,
+    STRIDE_MORE_HEIGHT: tl.constexpr,
+    STRIDE_MORE_WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
+    FIRST_HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     HEIGHT_TILES: tl.constexpr,
@@ -177,7 +193,36 @@ def _weight_gradient(
         if right_order_N is not None:
             right_K = _gathered(right_order_N, row_K + BLOCK_K, end, TOP_K)
 
+    inside = (height_M < FIRST_HEIGHT)[:, None] & (width_N < WIDTH)[None, :]
+    _store(out_EOI, result, expert, height_M, width_N, inside, STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH)
+    if more_EOI is not None:
+        inside = ((height_M >= FIRST_HEIGHT) & (height_M < HEIGHT))[:, None] & (width_N < WIDTH)[None, :]
+        left_M = height_M - FIRST_HEIGHT
+        _store(
+            more_EOI,
+            result,
+            expert,
+            left_M,
+            width_N,
+            inside,
+            STRIDE_MORE_EXPERT,
+            STRIDE_MORE_HEIGHT,
+            STRIDE_MORE_WIDTH,
+        )
+
+
+@triton.jit
+def _store(
+    out_EOI,
+    result,
+    expert,
+    height_M,
+    width_N,
+    inside,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_HEIGHT: tl.constexpr,
+    STRIDE_WIDTH: tl.constexpr,
+):
     out = out_EOI + expert.to(tl.int64) * STRIDE_EXPERT
     out += (height_M.to(tl.int64) * STRIDE_HEIGHT)[:, None] + (width_N.to(tl.int64) * STRIDE_WIDTH)[None, :]
-    inside = (height_M < HEIGHT)[:, None] & (width_N < WIDTH)[None, :]
     tl.store(out, result.to(out_EOI.dtype.element_ty), mask=inside)

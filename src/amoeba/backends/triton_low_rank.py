@@ -1,0 +1,197 @@
+"""The LoRA side of one pass over `TritonRows`: what it adds to the large products, and the gradients of its factors.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+R LoRA rank · P ranks, joined and padded
+
+    low_rank = LowRank(rows, lora)
+    low_rank.add_to_h(), low_rank.add_to_y(a_NI)                                    # forward
+    low_rank.add_to_da(dy), low_rank.add_to_dx(dh_NJ)                               # backward, in this order
+    low_rank.down_gradients(dy, scaled_a_NI, needs), low_rank.up_gradients(dh_NJ, needs)
+
+The mathematics is that of `amoeba.backends.low_rank`. A thin product gives each row its few numbers, and the large one
+after it takes them as more of its depth (`Addend`), so that nothing of the size of the rows is written or read for
+them. c (x Aᵀ) and c (a A_dᵀ) are saved by forward, N x P each. So backward reads dy once for dy B_d and the gradient of
+B_d, and dh once for dh B and the gradients of B (`thin_pair`).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amoeba.backends.low_rank import ByToken, Rows
+from amoeba.kernels import grouped_product
+from amoeba.kernels.addend import Addend
+from amoeba.kernels.join_factors import Pair, join_factors
+from amoeba.kernels.thin_pair import Sums, thin_pair, widest_rank
+from amoeba.problem import Needs
+from amoeba.weights import LoraFactors
+
+if TYPE_CHECKING:
+    from amoeba.backends.triton_rows import TritonRows
+
+
+class LowRank:
+    def __init__(
+        self, rows: TritonRows, lora: LoraFactors, low_NP: Tensor | None = None, low_down_NP: Tensor | None = None
+    ) -> None:
+        """low_NP, low_down_NP: where forward saved them."""
+        self.rows, self.lora = rows, lora
+        self._low_NP, self._low_down_NP = low_NP, low_down_NP
+        # of backward: thin products, and sums for gradients, each made by the step before the first that reads it
+        self._dlow_NP: Tensor | None = None
+        self._dlow_down_NP: Tensor | None = None
+        self._db: Sums | None = None
+        self._db_down: Sums | None = None
+
+    @cached_property
+    def _pairs(self) -> tuple[Pair | None, Pair | None]:
+        problem = self.rows.problem
+        return join_factors(self.lora, problem.weights.activation, problem.x_TH.dtype)
+
+    def saved(self) -> tuple[Tensor | None, Tensor | None]:
+        """c (x Aᵀ) and c (a A_dᵀ), for the next of this kind."""
+        if self.rows.problem.rows == 0:  # nothing was multiplied
+            up, down = (None if pair is None else self.rows.new_rows(pair.a_EPI.shape[1]) for pair in self._pairs)
+            return up, down
+        return self._low_NP, self._low_down_NP
+
+    def add_to_h(self) -> Addend | None:
+        up, _ = self._pairs
+        if up is None:
+            return None
+        self._low_NP = self._thin(self.rows.x, up.a_EPI.mT)
+        return Addend(self._low_NP, up.b_EOP)
+
+    def add_to_y(self, a_NI: Tensor) -> Addend | None:
+        _, down = self._pairs
+        if down is None:
+            return None
+        self._low_down_NP = self._thin(a_NI, down.a_EPI.mT)
+        return Addend(self._low_down_NP, down.b_EOP)
+
+    def add_to_da(self, dy_TH: Tensor) -> Addend | None:
+        _, down = self._pairs
+        if down is None:
+            return None
+        assert self._low_down_NP is not None
+        if self._down_rank > widest_rank(dy_TH.dtype):
+            self._dlow_down_NP = self._thin(ByToken(dy_TH), down.b_EOP)
+        else:
+            rows = self.rows
+            self._dlow_down_NP, self._db_down = thin_pair(
+                dy_TH,
+                down.b_EOP,
+                self._low_down_NP,
+                rows.offs_E,
+                rank=self._down_rank,
+                scaling=self.lora.scaling,
+                order_N=rows.order_N,
+                weight_TK=rows.problem.weight_TK,
+                top_k=rows.top_k,
+            )
+        return Addend(self._dlow_down_NP, down.a_EPI.mT)
+
+    def down_gradients(self, dy: Rows, scaled_a_NI: Tensor | None, needs: Needs) -> dict[str, Tensor]:
+        """By name, those that are needed."""
+        found: dict[str, Tensor] = {}
+        a_ERI, b_EHR, rank = self.lora.down_lora_a, self.lora.down_lora_b, self._down_rank
+        if a_ERI is not None and needs.down_lora_a:
+            assert self._dlow_down_NP is not None and scaled_a_NI is not None
+            of_rank = self._dlow_down_NP[:, :rank]
+            found["down_lora_a"] = self.rows.factor_gradient(of_rank, scaled_a_NI, torch.empty_like(a_ERI))
+        if b_EHR is not None and needs.down_lora_b:
+            gradient = torch.empty_like(b_EHR)
+            if self._db_down is not None:
+                found["down_lora_b"] = self._db_down.write(gradient)
+            else:
+                _, down = self._pairs
+                assert down is not None and scaled_a_NI is not None
+                low_NP = self._thin(scaled_a_NI, down.a_EPI.mT)
+                found["down_lora_b"] = self.rows.factor_gradient(dy, low_NP[:, :rank], gradient)
+        return found
+
+    def add_to_dx(self, dh_NJ: Tensor) -> Addend | None:
+        up, _ = self._pairs
+        if up is None:
+            return None
+        rank = sum(part.rank for part in self._parts)
+        if rank > widest_rank(dh_NJ.dtype):
+            self._dlow_NP = self._thin(dh_NJ, up.b_EOP)
+        else:
+            assert self._low_NP is not None
+            self._dlow_NP, self._db = thin_pair(
+                dh_NJ, up.b_EOP, self._low_NP, self.rows.offs_E, rank=rank, scaling=self.lora.scaling
+            )
+        return Addend(self._dlow_NP, up.a_EPI.mT)
+
+    def up_gradients(self, dh_NJ: Tensor, needs: Needs) -> dict[str, Tensor]:
+        """Of gate's and up's factors by name, those that are needed."""
+        found: dict[str, Tensor] = {}
+        parts, dlow_NP, low_NP = self._parts, self._dlow_NP, self._low_NP
+        if not parts:
+            return found
+        assert dlow_NP is not None and low_NP is not None
+        if needs.gate_lora_a or needs.up_lora_a:
+            gradients = [torch.empty_like(part.a) for part in parts]
+            self.rows.factor_gradient(dlow_NP[:, : sum(part.rank for part in parts)], self.rows.x, *gradients)
+            found |= {f"{part.name}_lora_a": each for part, each in zip(parts, gradients, strict=True)}
+        for part in parts:
+            gradient, ranks = torch.empty_like(part.b), slice(part.first_rank, part.first_rank + part.rank)
+            if not getattr(needs, f"{part.name}_lora_b"):
+                continue
+            if self._db is not None:
+                self._db.write(gradient, first=part.first, step=part.step, rank=part.first_rank)
+            else:
+                last = part.first + part.step * gradient.shape[1]
+                self.rows.factor_gradient(dh_NJ[:, part.first : last : part.step], low_NP[:, ranks], gradient)
+            found[f"{part.name}_lora_b"] = gradient
+        return {name: gradient for name, gradient in found.items() if getattr(needs, name)}
+
+    @cached_property
+    def _parts(self) -> list[_Part]:
+        """Gate and up, where they have factors."""
+        lora, activation = self.lora, self.rows.problem.weights.activation
+        found: list[_Part] = []
+        ranks = 0
+        factors = ("gate", lora.gate_lora_a, lora.gate_lora_b), ("up", lora.up_lora_a, lora.up_lora_b)
+        for place, (name, a, b) in enumerate(factors):
+            if a is None or b is None:
+                continue
+            rank, intermediate = a.shape[1], b.shape[1]
+            first, step = 0, 1
+            if activation.gated:
+                first, step = (place, 2) if activation.interleaved else (place * intermediate, 1)
+            found.append(_Part(name, a, b, first, step, ranks, rank))
+            ranks += rank
+        return found
+
+    @property
+    def _down_rank(self) -> int:
+        return 0 if self.lora.down_lora_a is None else self.lora.down_lora_a.shape[1]
+
+    def _thin(self, rows: Rows, factor_EIP: Tensor) -> Tensor:
+        """c · rows · factor."""
+        sorted_rows, of = self.rows, rows.rows_TW if isinstance(rows, ByToken) else rows
+        return grouped_product.multiply_rows(
+            of,
+            factor_EIP,
+            sorted_rows.offs_E,
+            sorted_rows.new_rows(factor_EIP.shape[2]),
+            order_N=sorted_rows.order_N if isinstance(rows, ByToken) else None,
+            top_k=sorted_rows.top_k,
+            scale=self.lora.scaling,
+        )
+
+
+class _Part(NamedTuple):
+    name: str
+    a: Tensor
+    b: Tensor
+    first: int  # column of h, and how far from one to the next
+    step: int
+    first_rank: int  # of the joined ones
+    rank: int

@@ -1,0 +1,85 @@
+"""LoRA's kernels compile for Hopper, here without one: rows come by asynchronous copies and are multiplied twice from
+shared memory by the matrix unit, without spills. Anything else would be as right and several times as slow.
+
+It runs in a process of its own, this file as a program, since Triton's interpreter cannot compile.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # as a program
+from test_hopper_compiles import SHARED_BYTES, compiled_by, figures
+
+HOT, OTHERS = ("dy, rank 16", "dh, rank 32"), ("dh, rank 64", "dh, rank 128", "dh in fp32, rank 32")
+
+
+@pytest.mark.parametrize("names", [HOT, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=str)
+def test_rows_are_copied_once_and_multiplied_twice_from_shared_memory_without_spills(names, tmp_path):
+    found = compiled_by(__file__, tmp_path, *names)
+    assert found.keys() == set(names)
+    for name, figure in found.items():
+        assert figure["local_accesses"] == figure["stack_bytes"] == 0, name
+        assert figure["shared"] <= SHARED_BYTES, name
+        assert figure["async_copies"] > 0, name
+        if name in HOT:
+            assert figure["wgmma"] > 0 and figure["shared"] > SHARED_BYTES // 2, name
+            assert figure["transposed"] > 0, "the second product reads the same copy the other way round"
+
+
+def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
+    import torch
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from amoeba.kernels import thin_pair
+
+    kernel = thin_pair._thin_pair.kernel
+    names = kernel.arg_names
+    found = {}
+    for name, rank, dtype, gathered in (
+        ("dy, rank 16", 16, torch.bfloat16, True),
+        ("dh, rank 32", 32, torch.bfloat16, False),
+        ("dh, rank 64", 64, torch.bfloat16, False),
+        ("dh, rank 128", 128, torch.bfloat16, False),
+        ("dh in fp32, rank 32", 32, torch.float32, False),
+    ):
+        if name not in wanted:
+            continue
+        chosen = thin_pair.configuration(1 << 17, 64, rank, dtype, (9, 0))
+        of_rows = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+        order = ("*i32", of_rows) if gathered else ("constexpr", "constexpr")
+        types = (of_rows, of_rows, of_rows, *order, "*i32", of_rows, "*fp32", "fp32")
+        constants = {
+            "STRIDE_ROW": 1024,
+            "STRIDE_LOW": max(64, rank),
+            "WIDTH": 1024,
+            "PADDED": max(64, rank),
+            "TOP_K": 8,
+            "EXPERTS": 64,
+            "BLOCK_E": 64,
+            "SLOT_PER_ROW": False,
+            "BLOCK_M": chosen.block_m,
+            "BLOCK_W": chosen.block_n,
+            "BLOCK_R": rank,
+        }
+        signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+        constants |= {} if gathered else {"order": None, "weight": None}
+        pointers = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(types) if kind.startswith("*")}
+        options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=pointers)
+        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        found[name] = figures(compiled) | {
+            "async_copies": compiled.asm["ttgir"].count("async_copy_global_to_local"),
+            "transposed": compiled.asm["ttgir"].count("memdesc_trans"),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(sys.argv[1:])))
