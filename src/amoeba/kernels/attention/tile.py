@@ -43,9 +43,21 @@ _HOPPER: dict[tuple[Kernel, int], Tile] = {
     ("key_gradient", 64): Tile(64, 64, 4, 3),
     ("key_gradient", 128): Tile(64, 64, 4, 2),
 }
-# Elsewhere copies are made by address, and addresses and masks take registers: with Hopper's tiles hundreds of bytes per
-# thread are spilled on sm86 and sm120, with these none. Speed not measured yet.
-_OTHERS: dict[int, Tile] = {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 2)}
+# Elsewhere matrix instructions take operands from registers: with Hopper's tiles a thread spills hundreds of bytes on
+# sm86 and sm120, with these none (Triton 3.6). Speed not measured yet.
+_AMPERE: dict[tuple[Kernel, int], Tile] = {
+    ("forward", 64): Tile(128, 32, 8, 2),
+    ("forward", 128): Tile(64, 32, 8, 2),
+    ("query_gradient", 64): Tile(128, 32, 8, 2),
+    ("query_gradient", 128): Tile(64, 32, 8, 2),
+    ("key_gradient", 64): Tile(32, 64, 4, 2),
+    ("key_gradient", 128): Tile(64, 32, 8, 2),
+}
+_BLACKWELL_CARDS = _AMPERE | {
+    ("forward", 128): Tile(128, 32, 8, 2),
+    ("query_gradient", 128): Tile(32, 64, 8, 2),
+    ("key_gradient", 128): Tile(64, 16, 8, 2),
+}
 
 _LISTED = (
     Tile(64, 64, 4, 3),
@@ -56,7 +68,9 @@ _LISTED = (
     Tile(128, 64, 8, 2),
     Tile(128, 64, 8, 3),
     Tile(64, 128, 4, 2),
-    Tile(32, 32, 4, 2),
+    Tile(32, 64, 4, 2),
+    Tile(32, 64, 8, 2),
+    Tile(64, 16, 8, 2),
 )
 
 
@@ -79,8 +93,9 @@ def attention_key(kernel: Kernel, size: int, dtype: torch.dtype) -> str:
 
 
 def _default(kernel: Kernel, size: int, capability: tuple[int, int] | None) -> Tile:
-    hopper = capability is None or capability[0] in (9, 10)
-    return _HOPPER[kernel, size] if hopper else _OTHERS[size]
+    if capability is None or capability[0] in (9, 10):
+        return _HOPPER[kernel, size]
+    return (_AMPERE if capability[0] == 8 else _BLACKWELL_CARDS)[kernel, size]
 
 
 def _shared(tile: Tile, size: int, dtype: torch.dtype) -> int:
