@@ -23,9 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from amoeba.cpu.library_cache import default_folder, warn_once
 from amoeba.errors import bad_value
-from amoeba.files import write_whole
+from amoeba.files import default_folder, write_whole
 
 logger = logging.getLogger("amoeba")
 
@@ -65,7 +64,7 @@ def choose(device: torch.device, key: str, allowed: Callable[[], Iterable[Chosen
     for candidate in allowed():
         if plain(candidate) == found.get("configuration"):
             return candidate
-    warn_once(f"{path_of(gpu_of(device))}: {key!r} is no configuration of ours, our own table is used instead")
+    _warn_once(f"{path_of(gpu_of(device))}: {key!r} is no configuration of ours, our own table is used instead")
     return None
 
 
@@ -118,14 +117,14 @@ def read(path: Path, gpu: Gpu) -> Entries:
         content = json.loads(path.read_bytes())
         about, found = content["of"], content["found"]
         if content["format"] != _FORMAT or about != gpu._asdict():
-            warn_once(f"{path} is left aside: it was measured on {about}, this is {gpu._asdict()}")
+            _warn_once(f"{path} is left aside: it was measured on {about}, this is {gpu._asdict()}")
             return {}
         if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
             raise TypeError("found")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        warn_once(f"{path} is left aside: it cannot be read ({type(error).__name__}); `amoeba tune` writes it anew")
+        _warn_once(f"{path} is left aside: it cannot be read ({type(error).__name__}); `amoeba tune` writes it anew")
         return {}
     return found
 
@@ -137,3 +136,8 @@ def keep(gpu: Gpu, key: str, entry: dict[str, Any]) -> Path:
     content = {"format": _FORMAT, "of": gpu._asdict(), "found": dict(sorted(found.items()))}
     write_whole(path, json.dumps(content, indent=1) + "\n")
     return path
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

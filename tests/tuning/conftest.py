@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 from forgetting import forget
 
-from amoeba.cpu import library_cache
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AMOEBA_CACHE", str(tmp_path))
     monkeypatch.delenv("AMOEBA_TUNED", raising=False)
-    monkeypatch.setattr(library_cache, "_warned", set())
     forget()
     yield tmp_path
     forget()

@@ -149,8 +149,8 @@ def _kernels_serve(x_NI: Tensor) -> bool:
 
 
 def _grouped_on_gpu(x_NI: Tensor, weight_EOI: Tensor) -> bool:
-    """torch's grouped product takes rows of a multiple of 16 bytes, that is of 8 numbers in bf16. Before Hopper it waits
-    for the device."""
+    """torch's grouped product takes rows of a multiple of 16 bytes, that is of 8 numbers in bf16; before Hopper it
+    waits for the device."""
     if not (x_NI.is_cuda and x_NI.dtype == torch.bfloat16 and x_NI.shape[0] > 0):
         return False
     if torch.cuda.get_device_capability(x_NI.device) < (9, 0):
