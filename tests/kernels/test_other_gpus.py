@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ def test_every_kernel_fits(capability: int, dtype: str, tmp_path: Path) -> None:
     found = compiled_by(__file__, tmp_path, str(capability), dtype)
     assert len(found) > 50
     check(capability, found)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_candidate_of_a_search_fits_with_factors_too(dtype: str, tmp_path: Path) -> None:
+    """They are searched without; a layer gets LoRA factors later. Such a tile may be slow, but it has to run."""
+    found = compiled_by(__file__, tmp_path, "86", dtype, "candidates")
+    assert len(found) > 10
+    for name, figures in found.items():
+        assert figures["shared"] <= SHARED_BYTES[86], name
 
 
 def check(capability: int, found: dict[str, dict[str, int]]) -> None:
@@ -154,6 +165,29 @@ def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     return found
 
 
+def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
+    """The up projection with factors of the deepest step, in every configuration that a search may choose."""
+    from amoeba.config import Activation
+    from amoeba.kernels.addend import Addend
+    from amoeba.kernels.candidates import candidates
+    from amoeba.kernels.grouped_product import multiply_rows_activated
+
+    E, H, I, R = 64, 2048, 1024, 128
+    offs = torch.empty(E, dtype=torch.int32, device="meta")
+
+    def launch(rows: int, chosen: Any) -> None:
+        shapes = (rows, H), (E, 2 * I, H), (rows, 2 * I), (rows, I), (rows, R), (E, 2 * I, R)
+        x, gate_up, h, a, low, factor = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        multiply_rows_activated(x, gate_up, offs, Activation(), h, a, addend=Addend(low, factor), configuration=chosen)
+
+    found: dict[str, Callable[[], Any]] = {}
+    for rows in (E * 24, E * 2000):
+        sizes = {"rows": rows, "experts": E, "reduction": H, "columns": 2 * I}
+        for chosen in candidates("up", **sizes, dtype=dtype, capability=capability):
+            found[f"{rows} {chosen}"] = partial(launch, rows, chosen)
+    return found
+
+
 class Compiler:
     """Takes the place of launching: what would be launched is compiled for a GPU, and its figures are noted."""
 
@@ -224,9 +258,10 @@ def main(capability: str, dtype: str, *wanted: str) -> dict[str, dict[str, int]]
     launch._Fixed.__call__ = lambda self, *tensors: compiler.compile(
         self._kernel.kernel, (*tensors, *self._numbers), self._constants
     )
-    choice.capability_of = lambda device: divmod(int(capability), 10)
-    for name, launched in launches(getattr(torch, dtype)).items():
-        if not wanted or name in wanted:
+    choice.capability_of = lambda device: divmod(int(capability), 10)  # before the kernels import it
+    every = candidate_launches if wanted == ("candidates",) else lambda dtype, _: launches(dtype)
+    for name, launched in every(getattr(torch, dtype), divmod(int(capability), 10)).items():
+        if not wanted or wanted == ("candidates",) or name in wanted:
             compiler.launch_name = name
             launched()
     return compiler.figures

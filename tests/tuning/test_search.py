@@ -196,6 +196,19 @@ def test_without_a_gpu_it_says_so():
     assert "a CUDA device" in result.output and "GPU" in result.output
 
 
+def test_the_command_searches_keeps_and_returns_a_document(monkeypatch):
+    monkeypatch.setattr(tune, "check_device", lambda: DEVICE)
+    monkeypatch.setattr("amoeba.tuning.search.median_ms", lambda run: 1.0)
+    words = ("--shape", "2,32,16,4,2", "--dtype", "float32", "--dtype", "fp32", "--minutes", "0.0001", "--json")
+    result = CliRunner().invoke(app, ["tune", *words])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["document"] == "amoeba tune" and document["finished"]
+    (row,) = document["kernels"]
+    assert row["key"].startswith("decode float32 tokens=2") and row["tried"] == 1
+    assert tuned.read(tuned.path_of(tuned.gpu_of(DEVICE)), tuned.gpu_of(DEVICE))[row["key"]]["ms"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
