@@ -20,7 +20,10 @@ _LEAST_SHARED_KB = 99
 # LoRA factors are added in steps of up to this depth, whatever the steps of the product itself are.
 _STEP_OF_FACTORS = 64
 _MOST_ACCUMULATED = 128  # fp32 numbers of a thread, of its 255 registers
-FEW_ROWS, MOST_ROWS = 32, 256  # per expert
+FEW_ROWS = 32  # per expert
+# Rows per expert that are searched as one: up to each of these, and all above. Where our tables change is among them.
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+_ABOVE = 256
 
 #                 block_m block_n block_k group_m warps stages
 _HALF_FEW_ROWS = (
@@ -75,9 +78,9 @@ def shared_bytes(capability: tuple[int, int] | None) -> int:
 
 
 def bucket(rows: int, experts: int) -> int:
-    """Rows per expert that are searched as one: up to a power of two; above the largest tiles all alike."""
+    """What stands for so many rows in the key of a search."""
     per_expert = -(-rows // experts)
-    return min(1 << max(0, per_expert - 1).bit_length(), MOST_ROWS)
+    return next((most for most in _BUCKETS if per_expert <= most), _ABOVE)
 
 
 def candidates(role: Role, *, capability: tuple[int, int] | None, **problem: Any) -> tuple[Configuration, ...]:
