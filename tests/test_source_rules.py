@@ -68,6 +68,15 @@ def private_names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "ask amoeba.torch_internals for what torch has no public name for"
 
 
+def products_in_unsaid_precision(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """tl.dot of fp32 numbers is TF32 unless it is told otherwise."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot"):
+            continue
+        if not any(each.arg == "input_precision" and ast.unparse(each.value) == "'ieee'" for each in node.keywords):
+            yield node.lineno, f'{ast.unparse(node)} without input_precision="ieee"'
+
+
 def asserts_that_guard(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and not narrows(node.test):
@@ -103,6 +112,13 @@ def test_private_names_of_torch_are_used_in_one_file_alone() -> None:
     assert not found, "\n".join(found)
 
 
+def test_products_of_fp32_numbers_are_in_full_precision() -> None:
+    serves_halves_alone = SOURCE / "kernels" / "attention"
+    kernels = [path for path in (SOURCE / "kernels").rglob("*.py") if path.parent != serves_halves_alone]
+    found = [line for path in kernels for line in broken_rules(path, products_in_unsaid_precision)]
+    assert not found, "\n".join(found)
+
+
 def test_no_assert_guards_memory_or_input() -> None:
     found = [line for path in files() for line in broken_rules(path, asserts_that_guard)]
     assert not found, "\n".join(found)
@@ -122,6 +138,8 @@ def test_no_assert_guards_memory_or_input() -> None:
         (private_names_of_torch, "torch._C._len_torch_dispatch_stack()"),
         (private_names_of_torch, "torch.cuda._sleep(3)"),
         (private_names_of_torch, "from torch.utils._pytree import tree_leaves"),
+        (products_in_unsaid_precision, "y = tl.dot(a, b, y)"),
+        (products_in_unsaid_precision, "y = tl.dot(a, b, y, input_precision='tf32')"),
         (asserts_that_guard, "assert x.stride(1) == 1"),
         (asserts_that_guard, "assert x is not None and x.dim() == 2"),
         (asserts_that_guard, "assert x is not None or y"),
@@ -137,6 +155,7 @@ def test_the_rules_see_what_breaks_them(rule, code: str) -> None:
         (allocations_without_dtype_or_device, "torch.empty(3, dtype=d, device=x.device)"),
         (allocations_without_dtype_or_device, "torch.empty_like(x); x.new_zeros(3); tl.zeros((3,), tl.float32)"),
         (private_names_of_torch, "f'{torch.__version__}'; torch.empty_like(x); module._modules"),
+        (products_in_unsaid_precision, 'tl.dot(a, b, input_precision="ieee"); torch.dot(a, b)'),
         (asserts_that_guard, "assert x is not None and isinstance(y, Tensor)"),
     ],
 )

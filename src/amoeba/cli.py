@@ -30,6 +30,7 @@ from amoeba.commands.options import (
     parse_dtypes,
 )
 from amoeba.commands.start import speak_up, start
+from amoeba.commands.tune import tune
 from amoeba.loading import loading
 
 app = typer.Typer(
@@ -225,6 +226,7 @@ def train(
         raise typer.Exit(document["exit_code"])
 
 
+app.command()(tune)
 app.command()(finetune)
 app.command()(generate)
 app.command()(merge)

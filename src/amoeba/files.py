@@ -3,10 +3,12 @@
 write_whole(path, text)         # over what was there
 write_new(path, text)           # FileExistsError where something is there
 replace_folder(staged, target)  # over what was there
+default_folder()                # for what is kept between processes
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -86,6 +88,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def default_folder() -> Path:
+    """$AMOEBA_CACHE, else $XDG_CACHE_HOME/amoeba, else ~/.cache/amoeba; OSError for someone without a home."""
+    if named := os.environ.get("AMOEBA_CACHE"):
+        return Path(named)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "amoeba"
+    try:
+        return Path.home() / ".cache" / "amoeba"
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder") from error
 
 
 def finite(value: Any, instead: Callable[[float], Any]) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from amoeba import tuned
 from amoeba._version import __version__
 from amoeba.cpu_features import cpu_flags, features_override
 
@@ -139,6 +140,7 @@ def huge_pages() -> str | None:
 
 
 def gpus() -> list[dict[str, Any]]:
+    """tuned_configurations: those that `amoeba tune` measured and that are in use, which may change the last bits."""
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -148,6 +150,7 @@ def gpus() -> list[dict[str, Any]]:
                 "compute_capability": f"{properties.major}.{properties.minor}",
                 "memory_bytes": properties.total_memory,
                 "multiprocessors": properties.multi_processor_count,
+                "tuned_configurations": len(tuned.entries(torch.device("cuda", index))),
             }
         )
     return found

@@ -15,8 +15,9 @@ from torch import Tensor
 from amoeba.config import Activation
 from amoeba.kernels.activation_backward_product import down_backward, number_of_slices
 from amoeba.kernels.addend import Addend, padded_rank
+from amoeba.kernels.configuration import Configuration, configuration
 from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
-from amoeba.kernels.tiles import Configuration, configuration, expert_constants, slots
+from amoeba.kernels.tiles import expert_constants, slots
 from amoeba.layout import Layout, build_layout
 from amoeba.proof.reference.experts import activate, activate_backward
 

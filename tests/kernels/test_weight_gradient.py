@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amoeba.kernels.tiles import Configuration
+from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.weight_gradient import heaviest_first, weight_gradient
 
 TINY = Configuration(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4, num_stages=2)

@@ -6,7 +6,8 @@ R LoRA rank
     y_TH = experts_composed(x_TH, routing, gate_up_EJH, down_EHI, gate=module._apply_gate)
 
 Used where an activation or a norm after the expert is not one of `Activation`. Correct everywhere, deterministic, and
-heavier than the fused backends: autograd keeps what the foreign function keeps.
+heavier than the fused backends: autograd keeps what the foreign function keeps. On a GPU nothing waits for the host
+where torch's grouped product or our kernels serve the dtype.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from amoeba.backends.allocate import empty_rows
 from amoeba.backends.grouped import bias_of_row, sum_per_expert, weight_gradient
 from amoeba.backends.rowwise import sum_rows
 from amoeba.backends.torch_rows import Groups
+from amoeba.backends.triton import why_not_on
 from amoeba.layout import build_layout
 from amoeba.operands import Operand
 from amoeba.routing import Routing
@@ -94,6 +96,8 @@ def _compute_row_linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None
             out_NO += bias_of_row(bias_EO, x_NI.shape[0], offs_E)
         return out_NO.masked_fill_(_tail(x_NI.shape[0], offs_E), 0)
     out_NO = empty_rows(x_NI.shape[0], weight_EOI.shape[1], x_NI)
+    if _kernels_serve(x_NI):
+        return _multiply(x_NI, weight_EOI.transpose(1, 2), offs_E, out_NO, bias_EO)
     groups = Groups(offs_E, x_NI.shape[0])
     groups.multiply_rows(x_NI, weight_EOI.transpose(1, 2), out=out_NO, bias_EO=bias_EO)
     groups.rest(out_NO).zero_()
@@ -113,6 +117,14 @@ def _compute_row_linear_backward(
         if needs[1]:
             dweight = weight_gradient(dout_NO, x_NI.contiguous(), offs_E, weight_EOI)
         return dx, dweight, dbias
+    if _kernels_serve(x_NI):
+        from amoeba.kernels import weight_gradient as kernels
+
+        if needs[0]:
+            dx = _multiply(dout_NO, weight_EOI, offs_E, torch.empty_like(x_NI, memory_format=torch.contiguous_format))
+        if needs[1]:
+            dweight = kernels.weight_gradient(dout_NO, x_NI, offs_E, torch.empty_like(weight_EOI))
+        return dx, dweight, dbias
     groups = Groups(offs_E, x_NI.shape[0])
     if needs[0]:
         dx = torch.empty_like(x_NI)
@@ -123,9 +135,25 @@ def _compute_row_linear_backward(
     return dx, dweight, dbias
 
 
+def _multiply(
+    rows_NI: Tensor, matrix_EIO: Tensor, offs_E: Tensor, out_NO: Tensor, bias_EO: Tensor | None = None
+) -> Tensor:
+    from amoeba.kernels.grouped_product import multiply_rows
+
+    multiply_rows(rows_NI, matrix_EIO, offs_E, out_NO, bias_EO=bias_EO)
+    return out_NO.masked_fill_(_tail(out_NO.shape[0], offs_E), 0)
+
+
+def _kernels_serve(x_NI: Tensor) -> bool:
+    return x_NI.is_cuda and why_not_on(x_NI.device, x_NI.dtype) is None
+
+
 def _grouped_on_gpu(x_NI: Tensor, weight_EOI: Tensor) -> bool:
-    """torch's grouped product takes rows of a multiple of 16 bytes, that is of 8 numbers in bf16."""
+    """torch's grouped product takes rows of a multiple of 16 bytes, that is of 8 numbers in bf16; before Hopper it
+    waits for the device."""
     if not (x_NI.is_cuda and x_NI.dtype == torch.bfloat16 and x_NI.shape[0] > 0):
+        return False
+    if torch.cuda.get_device_capability(x_NI.device) < (9, 0):
         return False
     strides = weight_EOI.stride()[1:]
     return 1 in strides and all(length % 8 == 0 for length in (max(strides), *weight_EOI.shape[1:]))

@@ -29,6 +29,7 @@ DECODE_ROWS = 16
 class EagerBackend(PassesBackend):
     name, summary, kinds = "eager", "one matrix product after another", (ExpertWeights,)
     traced = SavedRows()
+    waits_on_gpu = True
 
     def preference(self, device: torch.device) -> int:
         return 30 if device.type == "cpu" else 20  # on a GPU it has to wait for the device

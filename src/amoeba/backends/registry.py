@@ -125,16 +125,20 @@ def _described(request: Request) -> str:
 
 
 def _announce(explanation: Explanation, request: Request) -> None:
-    weights, name = request.weights, explanation.backend.name if explanation.backend else ""
-    key = f"{name} {weights.placement} {weights.device.type} {weights.dtype}"
+    weights, backend = request.weights, explanation.backend
+    assert backend is not None
+    key = f"{backend.name} {weights.placement} {weights.device.type} {weights.dtype}"
     if key not in _announced:
         _announced.add(key)
-        logger.info(
-            "experts of %s on %s%s: backend %s%s",
+        waits = backend.waits_on_gpu and weights.device.type == "cuda"
+        logger.log(
+            logging.WARNING if waits else logging.INFO,
+            "experts of %s on %s%s: backend %s%s%s",
             weights.dtype,
             weights.device,
             "" if weights.placement == "resident" else f", {weights.placement}",
-            name,
+            backend.name,
+            ", each pass waits for the GPU" if waits else "",
             f" ({explanation.reasons})" if explanation.refused else "",
         )
 

@@ -49,17 +49,7 @@ class TritonBackend(PassesBackend):
         return 10 if device.type == "cpu" else 40
 
     def why_not(self, request: Request) -> str | None:
-        weights = request.weights
-        if weights.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"serves bf16, fp16 and fp32, these weights are {weights.dtype}"
-        if weights.device.type == "cuda":
-            if torch.cuda.get_device_capability(weights.device) < (8, 0):
-                return "needs compute capability 8.0 or newer"
-        elif weights.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
-            return f"computes on a CUDA device (or in Triton's interpreter), these weights are on {weights.device}"
-        elif weights.dtype == torch.bfloat16:
-            return "Triton's interpreter multiplies bf16 wrongly"
-        return None if _TRITON_FOUND else "needs Triton, which is not installed"
+        return why_not_on(request.weights.device, request.weights.dtype)
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         """Factors are rounded where they are read: in decoding, those of chosen experts alone."""
@@ -78,6 +68,20 @@ class TritonBackend(PassesBackend):
         from amoeba.backends.triton_rows import TritonRows
 
         return sorted_rows.backward(problem, saved, dy_TH, needs, TritonRows)
+
+
+def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not serve such weights there, or None."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"serves bf16, fp16 and fp32, these weights are {dtype}"
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "needs compute capability 8.0 or newer"
+    elif device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+        return f"computes on a CUDA device (or in Triton's interpreter), these weights are on {device}"
+    elif dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bf16 wrongly"
+    return None if _TRITON_FOUND else "needs Triton, which is not installed"
 
 
 def _is_few(problem: Problem) -> bool:

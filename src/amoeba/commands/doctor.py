@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from amoeba import tuned
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of
 from amoeba.commands.options import DTYPES, dtype_name
@@ -139,6 +140,7 @@ def _print(document: dict[str, Any], output: Output) -> None:
             ("memory", f"{_gib(found['memory_bytes'])}, {_gib(free)} free"),
             ("huge pages", found["huge_pages"] or "no such setting on this system"),
             *(("gpu", _gpu(gpu)) for gpu in found["gpus"] or [None]),
+            *(("tuned", _tuned(gpu)) for gpu in found["gpus"]),
         ]
     )
     output.heading("versions")
@@ -194,6 +196,15 @@ def _gpu(gpu: dict[str, Any] | None) -> str:
         f"{gpu['name']}, compute capability {gpu['compute_capability']}, {_gib(gpu['memory_bytes'])}, "
         f"{gpu['multiprocessors']} multiprocessors"
     )
+
+
+def _tuned(gpu: dict[str, Any]) -> str:
+    if not tuned.is_wanted():
+        return f"left aside by {tuned.VARIABLE}=off; our own tables are used"
+    count = gpu["tuned_configurations"]
+    if not count:
+        return "nothing measured here, our own tables are used: `amoeba tune` searches"
+    return f"{count} configurations measured by `amoeba tune` are in use; results may differ in the last bits"
 
 
 def _gib(size: int | None) -> str:

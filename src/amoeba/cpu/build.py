@@ -36,6 +36,7 @@ import torch
 
 from amoeba.cpu import library_cache
 from amoeba.cpu_features import compiler_flag, cpu_flags
+from amoeba.files import default_folder
 from amoeba.machine import usable_cores
 
 logger = logging.getLogger("amoeba.cpu.build")  # a command shows it always: a minute without a word looks broken
@@ -137,7 +138,7 @@ def compiled_library(name: str, architecture: str | None = None, sources: Path =
 def _folders(troubles: list[str]) -> Iterator[Path]:
     """The cache folder, then the private one, with a word on why."""
     try:
-        yield library_cache.prepared(library_cache.default_folder())
+        yield library_cache.prepared(default_folder())
     except OSError as error:
         troubles.append(str(error))
     library_cache.warn_once(
@@ -247,7 +248,7 @@ class LibraryState:
 def library_states() -> tuple[str, list[LibraryState]]:
     """The cache folder, or why there is none, and what of ours lies there; nothing is compiled."""
     try:
-        folder = library_cache.prepared(library_cache.default_folder())
+        folder = library_cache.prepared(default_folder())
     except OSError as error:
         return f"none that can be used: {error}", []
     states = []

@@ -31,18 +31,6 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _POLL_SECONDS = 0.1
 
 
-def default_folder() -> Path:
-    """$AMOEBA_CACHE, else $XDG_CACHE_HOME/amoeba, else ~/.cache/amoeba; OSError for someone without a home."""
-    if named := os.environ.get("AMOEBA_CACHE"):
-        return Path(named)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "amoeba"
-    try:
-        return Path.home() / ".cache" / "amoeba"
-    except RuntimeError as error:
-        raise FileNotFoundError(errno.ENOENT, "this user has no home folder") from error
-
-
 def prepared(folder: Path) -> Path:
     """The folder, made where it is not there. It need not be writable: what lies in it may be all that is wanted."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -22,7 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from amoeba.cpu.library_cache import default_folder, prepared
+from amoeba.cpu.library_cache import prepared
+from amoeba.files import default_folder
 
 logger = logging.getLogger("amoeba")
 

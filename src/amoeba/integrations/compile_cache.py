@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from amoeba.cpu.library_cache import default_folder
+from amoeba.files import default_folder
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

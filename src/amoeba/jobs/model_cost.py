@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from amoeba.cpu.library_cache import default_folder, prepared
-from amoeba.files import write_whole
+from amoeba.cpu.library_cache import prepared
+from amoeba.files import default_folder, write_whole
 from amoeba.integrations.experts_module import experts_modules, layout_of, placed_in
 from amoeba.machine import cpu_model, load_average, usable_cores
 

@@ -21,9 +21,11 @@ from amoeba.config import Activation
 from amoeba.errors import bad_value
 from amoeba.kernels.activation import constants, gated_backward, plain_backward
 from amoeba.kernels.arguments import check_arguments, have_lines
+from amoeba.kernels.choice import configuration_on
+from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.grouped_product import accumulate, halves
 from amoeba.kernels.launch import cdiv, quick
-from amoeba.kernels.tiles import Configuration, configuration_on, expert_constants, find_tile, rows_of_tile, slots
+from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile, slots
 
 # Elements of a tile that the epilogue handles at a time, per thread: the accumulator, gate, up and their gradients all
 # want registers. Found by compiling for sm80 and sm90 until nothing spilled; speed not measured yet.

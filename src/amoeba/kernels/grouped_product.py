@@ -20,8 +20,10 @@ from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.arguments import check_arguments, have_lines
+from amoeba.kernels.choice import configuration_on
+from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import cdiv, quick
-from amoeba.kernels.tiles import Configuration, configuration_on, expert_constants, find_tile, rows_of_tile, slots
+from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile, slots
 
 
 def multiply_rows(

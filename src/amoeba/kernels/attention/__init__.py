@@ -11,7 +11,6 @@ The logsumexp is that of scores in powers of two.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,33 +21,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from amoeba.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
 from amoeba.kernels.attention.bounds import bounds
 from amoeba.kernels.attention.forward import forward_kernel
+from amoeba.kernels.attention.tile import HEAD_SIZES, Tile, tile_of
 from amoeba.kernels.launch import cdiv
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries and keys of a tile, and how it is computed."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    warps: int
-    stages: int
-
-    def constants(self, **others: int) -> dict[str, int]:
-        blocks = {"BLOCK_M": self.BLOCK_M, "BLOCK_N": self.BLOCK_N}
-        return others | blocks | {"num_warps": self.warps, "num_stages": self.stages}
-
-
-# By D: the best of five or six each on an H200, rows of 1024 and 4096 tokens (docs/log.md).
-FORWARD = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)}
-QUERY_GRADIENT = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
-KEY_GRADIENT = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
 
 
 def why_not(q: Tensor, scale: float) -> str | None:
     """Why queries (T, Q, D) are not for the kernels, or None."""
-    if q.shape[-1] not in FORWARD:
-        return f"serve heads of {' and '.join(map(str, FORWARD))}, these have {q.shape[-1]}"
+    if q.shape[-1] not in HEAD_SIZES:
+        return f"serve heads of {' and '.join(map(str, HEAD_SIZES))}, these have {q.shape[-1]}"
     if q.shape[0] == 0:
         return "have nothing to do without tokens"
     if not scale > 0:
@@ -57,10 +37,17 @@ def why_not(q: Tensor, scale: float) -> str | None:
 
 
 def forward(
-    q_TQD: Tensor, k_TGD: Tensor, v_TGD: Tensor, ends_N1: Tensor, scale: float, window: int
+    q_TQD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    ends_N1: Tensor,
+    scale: float,
+    window: int,
+    *,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, size = q_TQD.shape
-    tile = FORWARD[size]
+    tile = tile or tile_of(q_TQD.device, "forward", size, q_TQD.dtype)
     y_TQD = torch.empty_like(q_TQD, memory_format=torch.contiguous_format)
     logsumexp_QT = torch.empty((heads, tokens), dtype=torch.float32, device=q_TQD.device)
     queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
@@ -91,16 +78,25 @@ def backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TQD, k_TGD, v_TGD))
     delta_QT = torch.empty_like(logsumexp_QT)
     tokens = q_TQD.shape[0]
-    scalars = logsumexp_QT, delta_QT, bounds(ends_N1, tokens, window), tokens, scale * math.log2(math.e)
+    scalars = scalars_of(logsumexp_QT, delta_QT, ends_N1, tokens, scale, window)
     query_gradient(q_TQD, k_TGD, v_TGD, y_TQD, dy_TQD, dq, scalars)
     key_gradient(q_TQD, k_TGD, v_TGD, dy_TQD, dk, dv, scalars)
     return dq, dk, dv
 
 
-def query_gradient(q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, dq: Tensor, scalars: tuple) -> None:
+def scalars_of(
+    logsumexp_QT: Tensor, delta_QT: Tensor, ends_N1: Tensor, tokens: int, scale: float, window: int
+) -> tuple:
+    """What both kernels of backward take after their tensors of rows."""
+    return logsumexp_QT, delta_QT, bounds(ends_N1, tokens, window), tokens, scale * math.log2(math.e)
+
+
+def query_gradient(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, dq: Tensor, scalars: tuple, *, tile: Tile | None = None
+) -> None:
     """Writes dq and delta, the second of the scalars."""
     tokens, heads, size = q.shape
-    tile = QUERY_GRADIENT[size]
+    tile = tile or tile_of(q.device, "query_gradient", size, q.dtype)
     queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
     _bound(query_gradient_kernel, tile, Q=heads, GROUP=heads // k.shape[1], D=size)[
         (cdiv(tokens, tile.BLOCK_M) * heads,)
@@ -115,10 +111,12 @@ def query_gradient(q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, dq: T
     )
 
 
-def key_gradient(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, dk: Tensor, dv: Tensor, scalars: tuple) -> None:
+def key_gradient(
+    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, dk: Tensor, dv: Tensor, scalars: tuple, *, tile: Tile | None = None
+) -> None:
     """Writes dk and dv, after `query_gradient` has written delta."""
     tokens, heads, size = k.shape
-    tile = KEY_GRADIENT[size]
+    tile = tile or tile_of(q.device, "key_gradient", size, q.dtype)
     queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
     _bound(key_gradient_kernel, tile, G=heads, GROUP=q.shape[1] // heads, D=size)[
         (cdiv(tokens, tile.BLOCK_N) * heads,)

@@ -32,14 +32,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amoeba import tuned
 from amoeba.config import Activation
+from amoeba.kernels.choice import capability_of
 from amoeba.kernels.decode import configuration as configurations
 from amoeba.kernels.decode.at_once import down_at_once, up_at_once
 from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_expert
 from amoeba.kernels.decode.by_slot import down_by_token, up_by_slot
+from amoeba.kernels.decode.candidates import candidates, decode_key
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import LowLaunches, low_launches, ranks_of
-from amoeba.kernels.launch import Launch
+from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.problem import Problem
 from amoeba.weights import LoraFactors
 
@@ -119,17 +122,26 @@ def _kind_of(lora: LoraFactors) -> tuple:
 
 def _chosen(problem: Problem) -> Configuration:
     tokens, top_k = problem.expert_TK.shape
-    return configurations.configuration(
-        tokens,
-        top_k,
-        *problem.weights.down_EHI.shape,
-        gated=problem.weights.activation.gated,
-        itemsize=problem.x_TH.element_size(),
-        contiguous_rows=problem.weights.gate_up_EJH.stride(2) == problem.weights.down_EHI.stride(2) == 1,
-        overlap=_can_overlap(problem.x_TH.device),
-    )
+    weights, device = problem.weights, problem.x_TH.device
+    contiguous_rows = weights.gate_up_EJH.stride(2) == weights.down_EHI.stride(2) == 1
+    sizes: tuple[int, int, int, int] = (top_k, *weights.down_EHI.shape)
+    options = {
+        "gated": weights.activation.gated,
+        "itemsize": problem.x_TH.element_size(),
+        "overlap": can_overlap(device),
+    }
+    if contiguous_rows:
+        few = next_power_of_2(tokens)
+        measured = tuned.choose(
+            device,
+            decode_key(problem.x_TH.dtype, tokens, *sizes, gated=weights.activation.gated),
+            lambda: candidates(few, *sizes, **options, capability=capability_of(device)),
+        )
+        if measured is not None:
+            return measured
+    return configurations.configuration(tokens, *sizes, **options, contiguous_rows=contiguous_rows)
 
 
 @cache
-def _can_overlap(device: torch.device) -> bool:
+def can_overlap(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

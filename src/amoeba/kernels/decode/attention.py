@@ -19,6 +19,9 @@ from torch import Tensor
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 BLOCK = 64  # slots that a program looks at together
+# In fp32, where keys pass through registers on their way to the product, fewer: so many elements of them. With 64 slots
+# of 256 a program asked for 144 KB of shared memory, and smaller GPUs have 99.
+WIDE_ELEMENTS, FEWEST_SLOTS = 2048, 16
 PROGRAMS = 256  # about two for each SM of the largest GPUs; not measured yet
 MOST_SPLITS = 64  # partial results that the combining program holds
 
@@ -35,7 +38,8 @@ def attention(
     rows, heads, depth = query_BQD.shape
     _, groups, length, width = value_BGLV.shape
     per_group = heads // groups
-    splits = max(1, min(cdiv(PROGRAMS, rows * groups), cdiv(length, BLOCK), MOST_SPLITS))
+    block = slots_at_once(max(depth, width), query_BQD.element_size())
+    splits = max(1, min(cdiv(PROGRAMS, rows * groups), cdiv(length, block), MOST_SPLITS))
     query_BQD = query_BQD.contiguous()
     partial = query_BQD.new_empty((rows, heads, splits, width), dtype=torch.float32)
     # the largest logit and the sum of exponentials below it, of each split
@@ -62,7 +66,7 @@ def attention(
         V=width,
         BLOCK_D=max(16, next_power_of_2(depth)),
         BLOCK_V=max(16, next_power_of_2(width)),
-        BLOCK_L=BLOCK,
+        BLOCK_L=block,
         num_warps=4,
         num_stages=1,
     )
@@ -81,6 +85,12 @@ def attention(
         num_warps=4,
     )
     return out_BQV
+
+
+def slots_at_once(width: int, itemsize: int) -> int:
+    if itemsize <= 2:
+        return BLOCK
+    return min(BLOCK, max(FEWEST_SLOTS, WIDE_ELEMENTS // next_power_of_2(width)))
 
 
 @quick

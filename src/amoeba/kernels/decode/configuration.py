@@ -94,27 +94,58 @@ def configuration(
     sectors of memory, and nothing is read at once.
     overlap: whether the device can start a launch before the one ahead of it ends.
     """
+    layer = Layer(
+        tokens, top_k, num_experts, hidden, intermediate, 2 if gated else 1, itemsize, contiguous_rows, overlap
+    )
     slots = tokens * top_k
-    rows_per_column = 2 if gated else 1
-    if tokens == 1 or (tokens <= BY_SLOT_TOKENS and slots <= SLOTS_PER_EXPERT * _touched(tokens, top_k, num_experts)):
-        up = _up_at_once(hidden, rows_per_column, itemsize) if contiguous_rows else None
-        down = _down_at_once(top_k, intermediate, itemsize) if contiguous_rows else None
-        return Configuration(
-            by_slot=True,
-            up=up or _tile_by_slot(slots, intermediate, hidden, rows_per_column=rows_per_column),
-            down=down or _tile_by_slot(tokens, hidden, intermediate, rows_per_column=1),
-            overlap=overlap and down is not None,
-        )
-    expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
+    few_share = slots <= SLOTS_PER_EXPERT * _touched(tokens, top_k, num_experts)
+    return by_slot(layer) if tokens == 1 or (tokens <= BY_SLOT_TOKENS and few_share) else by_expert(layer)
+
+
+class Layer(NamedTuple):
+    """What the tiles depend on; the arguments of `configuration`."""
+
+    tokens: int
+    top_k: int
+    num_experts: int
+    hidden: int
+    intermediate: int
+    rows_per_column: int  # of W1 for one of a: 2 with a gate
+    itemsize: int
+    contiguous_rows: bool = True
+    overlap: bool = False
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.top_k
+
+
+def by_slot(layer: Layer) -> Configuration:
+    at_once = layer.contiguous_rows
+    up = _up_at_once(layer.hidden, layer.rows_per_column, layer.itemsize) if at_once else None
+    down = _down_at_once(layer.top_k, layer.intermediate, layer.itemsize) if at_once else None
+    return Configuration(
+        by_slot=True,
+        up=up or _tile_by_slot(layer.slots, layer.intermediate, layer.hidden, rows_per_column=layer.rows_per_column),
+        down=down or _tile_by_slot(layer.tokens, layer.hidden, layer.intermediate, rows_per_column=1),
+        overlap=layer.overlap and down is not None,
+    )
+
+
+def by_expert(layer: Layer, weight_rows: int = BY_EXPERT_WEIGHT_ROWS) -> Configuration:
+    expected = CHUNK_HEADROOM * layer.slots // min(layer.num_experts, layer.slots)
     rows = min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
     # fp32 has no tensor core in full precision: its operands pass through registers, so its steps are a quarter
-    depth = BY_EXPERT_DEPTH_BYTES // itemsize if itemsize == 2 else BY_EXPERT_DEPTH_BYTES // itemsize // 2
+    depth = BY_EXPERT_DEPTH_BYTES // layer.itemsize
+    if layer.itemsize > 2:
+        depth //= 2
     if rows == LARGEST_CHUNK:  # three stages of both operands fit in the 99 KB of shared memory of the smaller GPUs
         depth //= 2
+    up_columns = weight_rows // layer.rows_per_column
     return Configuration(
         by_slot=False,
-        up=_tile_by_expert(intermediate, hidden, rows_per_column=rows_per_column, depth=depth),
-        down=_tile_by_expert(hidden, intermediate, rows_per_column=1, depth=depth),
+        up=_tile_by_expert(layer.intermediate, layer.hidden, columns=up_columns, depth=depth),
+        down=_tile_by_expert(layer.hidden, layer.intermediate, columns=weight_rows, depth=depth),
         rows=rows,
     )
 
@@ -151,6 +182,6 @@ def _tile_by_slot(lines: int, width: int, depth: int, *, rows_per_column: int) -
     return Tile(columns, min(next_power_of_2(depth), room, 1024), warps=4, stages=4)
 
 
-def _tile_by_expert(width: int, depth_in_all: int, *, rows_per_column: int, depth: int) -> Tile:
-    columns = min(BY_EXPERT_WEIGHT_ROWS // rows_per_column, next_power_of_2(width))
+def _tile_by_expert(width: int, depth_in_all: int, *, columns: int, depth: int) -> Tile:
+    columns = min(columns, next_power_of_2(width))
     return Tile(max(columns, 16), max(min(depth, next_power_of_2(depth_in_all)), 16), warps=4, stages=3)

@@ -1,0 +1,174 @@
+"""`amoeba tune`: searches the best configurations of the kernels on this GPU, and keeps each as it is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from amoeba.commands.exits import INTERRUPTED, finish, need, usage
+from amoeba.commands.front import typer
+from amoeba.commands.options import Json, Verbose, dtype_name, parse_dtypes
+from amoeba.commands.output import Output
+from amoeba.commands.start import start
+from amoeba.errors import bad_value
+
+if TYPE_CHECKING:
+    import torch
+
+    from amoeba.bench.shapes import Shape
+    from amoeba.tuning.search import Found, Measure, Search
+
+SERVED = ("bfloat16", "float16", "float32")
+MOST_MINUTES = 24 * 60.0
+
+
+def tune(
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="A name (qwen3_30b, ...) or T,H,I,E,K; may be repeated.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The layers of a preset (120m, ...) or of a folder's config.json.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="With --model: tokens of a pass.")] = 8192,
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", help=f"{', '.join(SERVED)}; default bfloat16. May be repeated.")
+    ] = None,
+    minutes: Annotated[float, typer.Option("--minutes", help="No more than these, shared by all kernels.")] = 5.0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Search the best tiles of each kernel on this GPU for some layer, and keep them for every later run."""
+    output = start(verbose)
+    with usage():
+        import torch
+
+        if model is not None:
+            need("transformers")
+        device = check_device()
+        dtypes = check_dtypes(dtype or [])
+        check_minutes(minutes)
+        shapes, head_sizes = choose_shapes(shape or [], model, tokens, device, dtypes)
+        from amoeba.tuning.searches import searches
+
+        found = [each for kind in dtypes for one in shapes for each in searches(one, kind, device, head_sizes)]
+    document = run(found, minutes, torch.device(device), output)
+    finish(output, document, True, json)
+    if not document["finished"]:
+        raise typer.Exit(INTERRUPTED)
+
+
+def check_device() -> torch.device:
+    import torch
+
+    remedy = "run it on the machine that has the GPU: what is found holds for that GPU alone"
+    if not torch.cuda.is_available():
+        raise bad_value("GPU", "a CUDA device", f"none that torch {torch.__version__} finds", remedy)
+    if torch.cuda.get_device_capability() < (8, 0):
+        found = "{}.{}".format(*torch.cuda.get_device_capability())
+        raise bad_value("GPU", "compute capability 8.0 or newer, which the kernels need", found, remedy)
+    need("triton")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_dtypes(names: Sequence[str]) -> list[torch.dtype]:
+    import torch
+
+    found = parse_dtypes(names, [torch.bfloat16])
+    for dtype in found:
+        if dtype_name(dtype) not in SERVED:
+            raise bad_value("--dtype", f"one of {', '.join(SERVED)}", dtype_name(dtype), "the kernels serve no other")
+    return found
+
+
+def check_minutes(minutes: float) -> None:
+    if not 0 < minutes <= MOST_MINUTES:
+        raise bad_value("--minutes", f"more than 0, at most {MOST_MINUTES:g}", minutes, "5 are enough for a layer")
+
+
+def choose_shapes(
+    names: Sequence[str], model: str | None, tokens: int, device: torch.device, dtypes: Sequence[torch.dtype]
+) -> tuple[list[Shape], tuple[int, ...]]:
+    """Layers, and sizes of the attention's heads."""
+    from amoeba.bench.shapes import check_memory, parse_shape
+    from amoeba.kernels.attention.tile import HEAD_SIZES
+
+    if bool(names) == (model is not None):
+        raise bad_value(
+            "--shape",
+            "either --shape or --model",
+            "both" if names else "neither",
+            "write for example --shape qwen3_30b, --shape 8192,2048,768,128,8 or --model 120m",
+        )
+    shapes: list[Shape] = [parse_shape(name) for name in names]
+    head_sizes: tuple[int, ...] = HEAD_SIZES
+    if model is not None:
+        from amoeba.tuning.model_shapes import shapes_of
+
+        shapes, head_sizes = shapes_of(model, tokens)
+    check_memory([(dtype, shape) for dtype in dtypes for shape in shapes], device, training=True)
+    return shapes, head_sizes
+
+
+def run(
+    searches: list[Search],
+    minutes: float,
+    device: torch.device,
+    output: Output,
+    measure: Measure | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Any]:
+    """Keeps what each search finds before the next begins; Ctrl-C ends it with what was found until then."""
+    from amoeba import tuned
+    from amoeba.tuning.search import find_best, median_ms
+
+    measure = measure or median_ms
+    gpu, began, total = tuned.gpu_of(device), clock(), len(searches)
+    results: dict[str, Found] = {}
+    path, finished = tuned.path_of(gpu), False
+    output.progress(f"{total} kernels on {gpu.name} in at most {minutes:g} minutes; Ctrl-C keeps what is found")
+    try:
+        while searches:
+            search = searches.pop(0)  # so that its tensors go with it
+            left = began + 60 * minutes - clock()
+            deadline = clock() + left / (len(searches) + 1)
+            found = find_best(search, measure=measure, clock=clock, deadline=deadline)
+            tuned.keep(gpu, search.key, found.entry())
+            results[search.key] = found
+            output.progress(f"{len(results)}/{total} {search.key}: {_said(found, len(search.candidates))}")
+        finished = True
+    except KeyboardInterrupt:
+        output.warning(f"interrupted: {len(results)} of {total} kernels are searched and kept")
+    _print(results, output)
+    if results:
+        output.line(f"kept in {path}: in use from the next run on; {tuned.VARIABLE}=off leaves it aside")
+    return {
+        "document": "amoeba tune",
+        "gpu": gpu._asdict(),
+        "path": str(path),
+        "finished": finished,
+        "seconds": round(clock() - began, 3),
+        "kernels": [{"key": key, **found.entry(), "left_out": found.left_out} for key, found in results.items()],
+    }
+
+
+def _said(found: Found, candidates: int) -> str:
+    what = f"{found.gain:.2f}x ours" if found.gain > 1 else "ours is the best"
+    return f"{found.best_ms:.3g} ms, {what} ({found.tried} of {candidates} candidates timed)"
+
+
+def _print(results: dict[str, Found], output: Output) -> None:
+    columns = ["kernel", "ours ms", "best ms", "gain", "error", "configuration"]
+    rows = [
+        [
+            key,
+            f"{found.default_ms:.4g}",
+            f"{found.best_ms:.4g}",
+            f"{found.gain:.2f}x",
+            f"{found.error:.1e}",
+            str(found.best) if found.gain > 1 else "ours",
+        ]
+        for key, found in results.items()
+    ]
+    if rows:
+        output.table("found (error: against ours, on the same inputs)", columns, rows, text=("kernel", "configuration"))

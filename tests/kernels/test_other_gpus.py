@@ -1,0 +1,271 @@
+"""Every kernel as it is launched by default fits on the GPUs that are not here: Ampere, Ada, Hopper, Blackwell.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+A launch that asks for more shared memory than a block may have fails on the user's machine and nowhere else. Compiled
+for each kind of GPU in each dtype, without one, in a process of its own: Triton's interpreter cannot compile.
+
+    TRITON_CACHE_DIR=cubins python tests/kernels/test_other_gpus.py 86 float32 [name ...]      # a line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_hopper_compiles import compiled_by
+
+# What a block may have, by NVIDIA's table of compute capabilities.
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+# Bytes of a thread's stack that are no spill: a slot for what the compiler cannot keep otherwise.
+MOST_STACK = 128
+HOT = ("multiply 2000", "weight_gradient 2000", "decode 64")
+
+
+def test_the_largest_tiles_fit_where_shared_memory_is_smallest(tmp_path: Path) -> None:
+    check(86, compiled_by(__file__, tmp_path, "86", "float16", *HOT))
+
+
+def test_keys_of_any_width_fit_in_fp32(tmp_path: Path) -> None:
+    check(86, compiled_by(__file__, tmp_path, "86", "float32", "decode attention 256"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_kernel_fits(capability: int, dtype: str, tmp_path: Path) -> None:
+    found = compiled_by(__file__, tmp_path, str(capability), dtype)
+    assert len(found) > 50
+    check(capability, found)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_candidate_of_a_search_fits_with_factors_too(dtype: str, tmp_path: Path) -> None:
+    """They are searched without; a layer gets LoRA factors later. Such a tile may be slow, but it has to run."""
+    found = compiled_by(__file__, tmp_path, "86", dtype, "candidates")
+    assert len(found) > 10
+    for name, figures in found.items():
+        assert figures["shared"] <= SHARED_BYTES[86], name
+
+
+def check(capability: int, found: dict[str, dict[str, int]]) -> None:
+    assert found
+    for name, figures in found.items():
+        assert figures["shared"] <= SHARED_BYTES[capability], f"{name} does not fit on sm_{capability}"
+        assert figures["stack"] <= MOST_STACK, f"{name} does not keep all in registers on sm_{capability}"
+
+
+# From here on: the program.
+
+
+def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Calls of the launchers as the backend makes them, by name; numbers are rows per expert, tokens or head sizes."""
+    from amoeba.config import Activation
+    from amoeba.kernels import activate, attention, combine, cross_entropy, expert_sums, router_balance, sort
+    from amoeba.kernels.activation_backward_product import down_backward
+    from amoeba.kernels.addend import Addend
+    from amoeba.kernels.decode import attention as decode_attention
+    from amoeba.kernels.decode import decode
+    from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
+    from amoeba.kernels.weight_gradient import weight_gradient
+    from amoeba.problem import Problem
+    from amoeba.weights import ExpertWeights, LoraFactors
+
+    E, K, H, I, R = 64, 8, 2048, 1024, 16
+    activation, plain = Activation(), Activation("gelu", gated=False)
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    gate_up, down, offs, biases = empty(E, 2 * I, H), empty(E, H, I), empty(E, dtype=torch.int32), empty(E, 2 * I)
+    found: dict[str, Callable[[], Any]] = {}
+
+    def of_rows(per_expert: int) -> dict[str, Callable[[], Any]]:
+        N = E * per_expert
+        x, y, h, a, order = empty(N // K, H), empty(N, H), empty(N, 2 * I), empty(N, I), empty(N, dtype=torch.int32)
+        scale, odd = empty(N // K, K, dtype=torch.float32), empty(N, 2 * I - 3)
+        low = Addend(empty(N, 128), empty(E, 2 * I, 128))  # of the deepest step
+        options = {"order_N": order, "top_k": K}
+        return {
+            "multiply": lambda: multiply_rows(a, down.mT, offs, y),
+            "multiply transposed": lambda: multiply_rows(h, gate_up, offs, y),
+            "multiply unaligned": lambda: multiply_rows(odd, empty(E, 2 * I - 3, H), offs, y),
+            "up": lambda: multiply_rows_activated(x, gate_up, offs, activation, h, a, **options),
+            "up with factors": lambda: multiply_rows_activated(
+                x, gate_up, offs, activation, h, a, addend=low, bias_EJ=biases, **options
+            ),
+            "down_backward": lambda: down_backward(x, down, offs, h, scale, activation, h, a, order, top_k=K),
+            "weight_gradient": lambda: weight_gradient(h, x, offs, gate_up, right_order_N=order, top_k=K),
+        }
+
+    for per_expert in (8, 24, 100, 2000):
+        found |= {f"{name} {per_expert}": launch for name, launch in of_rows(per_expert).items()}
+
+    N = E * 2000
+    x, h, a, order = empty(N // K, H), empty(N, 2 * I), empty(N, I), empty(N, dtype=torch.int32)
+    scale, slots = empty(N // K, K, dtype=torch.float32), empty(N // K, K, dtype=torch.int32)
+    found |= {
+        "activate": lambda: activate.activate(h, activation, a, offs),
+        "activate_backward": lambda: activate.activate_backward(a, h, scale, order, activation, h, a, offs),
+        "combine": lambda: combine.combine(empty(N, H), slots, scale, x),
+        "sum_per_expert": lambda: expert_sums.sum_per_expert(h, offs, biases),
+        "bias_dot": lambda: expert_sums.bias_dot(x, empty(E, H), slots),
+        "sort": lambda: sort.sort_rows(slots, E),
+        "sort few": lambda: sort.sort_rows(slots[:200], E),
+        "cross_entropy": lambda: cross_entropy.cross_entropy_(
+            empty(64, 32768), empty(64, dtype=torch.int64), empty(64, dtype=torch.float32), gradient=True
+        ),
+        "router_balance": lambda: router_balance.balance_gradient(
+            empty(1024, E), empty(E, dtype=torch.int64), 1.0, 0.1
+        ),
+    }
+
+    def decoding(tokens: int, activation: Activation, lora: bool) -> None:
+        first = gate_up if activation.gated else gate_up[:, :I]
+        factors = [empty(E, R, H), empty(E, I, R)] * 2 + [empty(E, R, I), empty(E, H, R)] if lora else None
+        if factors and not activation.gated:
+            factors[:2] = [None, None]
+        decode(
+            Problem(
+                empty(tokens, H), empty(tokens, K, dtype=torch.int64), empty(tokens, K, dtype=torch.float32),
+                ExpertWeights(first, down, activation=activation),
+                LoraFactors(*factors, scaling=2.0) if factors else None,
+            )
+        )  # fmt: skip
+
+    for tokens in (1, 4, 16, 64):
+        found[f"decode {tokens}"] = lambda tokens=tokens: decoding(tokens, activation, False)
+    found["decode plain 64"] = lambda: decoding(64, plain, False)
+    found["decode with factors 64"] = lambda: decoding(64, activation, True)
+    found["decode with factors 1"] = lambda: decoding(1, activation, True)
+    for size in (64, 128, 256):
+        cache = empty(4, 4, 4096, size)
+        live = empty(4, 4096, dtype=torch.bool)
+        found[f"decode attention {size}"] = lambda size=size, cache=cache, live=live: decode_attention.attention(
+            empty(4, 32, size), cache, cache, live, 0.1
+        )
+    if dtype != torch.float32:
+        for size in attention.HEAD_SIZES:
+            q, k, ends = empty(4096, 32, size), empty(4096, 4, size), empty(9, dtype=torch.int32)
+            saved = empty(32, 4096, dtype=torch.float32)
+            found[f"attention {size}"] = lambda q=q, k=k, ends=ends: attention.forward(q, k, k, ends, 0.1, -1)
+            found[f"attention backward {size}"] = lambda q=q, k=k, ends=ends, saved=saved: attention.backward(
+                q, q, k, k, q, saved, ends, 0.1, -1
+            )
+    return found
+
+
+def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
+    """The up projection with factors of the deepest step, in every configuration that a search may choose."""
+    from amoeba.config import Activation
+    from amoeba.kernels.addend import Addend
+    from amoeba.kernels.candidates import candidates
+    from amoeba.kernels.grouped_product import multiply_rows_activated
+
+    E, H, I, R = 64, 2048, 1024, 128
+    offs = torch.empty(E, dtype=torch.int32, device="meta")
+
+    def launch(rows: int, chosen: Any) -> None:
+        shapes = (rows, H), (E, 2 * I, H), (rows, 2 * I), (rows, I), (rows, R), (E, 2 * I, R)
+        x, gate_up, h, a, low, factor = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        multiply_rows_activated(x, gate_up, offs, Activation(), h, a, addend=Addend(low, factor), configuration=chosen)
+
+    found: dict[str, Callable[[], Any]] = {}
+    for rows in (E * 24, E * 2000):
+        sizes = {"rows": rows, "experts": E, "reduction": H, "columns": 2 * I}
+        for chosen in candidates("up", **sizes, dtype=dtype, capability=capability):
+            found[f"{rows} {chosen}"] = partial(launch, rows, chosen)
+    return found
+
+
+class Compiler:
+    """Takes the place of launching: what would be launched is compiled for a GPU, and its figures are noted."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+        self.figures: dict[str, dict[str, int]] = {}
+        self.launch_name = ""
+
+    def compile(self, kernel: Any, arguments: tuple, constants: dict[str, Any]) -> None:
+        from triton import compile
+        from triton.compiler import ASTSource
+
+        names, constants = kernel.arg_names, dict(constants)
+        options = {name: constants.pop(name) for name in list(constants) if name not in names}
+        signature, attributes = dict.fromkeys(names, "constexpr"), {}
+        for at, (name, argument) in enumerate(zip(names, arguments, strict=False)):
+            if kernel.params[at].is_constexpr or argument is None or (isinstance(argument, int) and argument == 1):
+                constants[name] = argument
+                continue
+            signature[name] = _type_of(argument)
+            if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):
+                attributes[(at,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+        made = compile(source, target=self.target, options=options)
+        # the driver reserves 1 KB of each block's for itself, which these limits leave out
+        self.figures[f"{self.launch_name}: {kernel.__name__.strip('_')}"] = {
+            "shared": made.metadata.shared,
+            **_registers(made),
+        }
+
+
+def _registers(made: Any) -> dict[str, int]:
+    import os
+    import re
+    import subprocess
+
+    from triton import knobs
+
+    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+    path.write_bytes(made.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name.lower(): int(re.findall(rf"{name}:(\d+)", told)[0]) for name in ("REG", "STACK")}
+
+
+def _type_of(argument: Any) -> str:
+    names = {
+        torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+        torch.bool: "i1",
+    }  # fmt: skip
+    if isinstance(argument, torch.Tensor):
+        return f"*{names[argument.dtype]}"
+    if isinstance(argument, int | float):
+        return "fp32" if isinstance(argument, float) else "i32"
+    rows, columns = argument.block_shape
+    return f"tensordesc<{names[argument.base.dtype]}[{rows},{columns}]>"
+
+
+def main(capability: str, dtype: str, *wanted: str) -> dict[str, dict[str, int]]:
+    from amoeba.kernels import choice, launch
+
+    compiler = Compiler(int(capability))
+    launch.Quick._launch = lambda self, grid, arguments, constants: compiler.compile(
+        self.kernel, arguments, constants or self._constants
+    )
+    launch._Fixed.__call__ = lambda self, *tensors: compiler.compile(
+        self._kernel.kernel, (*tensors, *self._numbers), self._constants
+    )
+    choice.capability_of = lambda device: divmod(int(capability), 10)  # before the kernels import it
+    every = candidate_launches if wanted == ("candidates",) else lambda dtype, _: launches(dtype)
+    for name, launched in every(getattr(torch, dtype), divmod(int(capability), 10)).items():
+        if not wanted or wanted == ("candidates",) or name in wanted:
+            compiler.launch_name = name
+            launched()
+    return compiler.figures
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

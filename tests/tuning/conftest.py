@@ -1,0 +1,17 @@
+"""A folder for caches of its own, and nothing remembered from earlier tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from forgetting import forget
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AMOEBA_CACHE", str(tmp_path))
+    monkeypatch.delenv("AMOEBA_TUNED", raising=False)
+    forget()
+    yield tmp_path
+    forget()

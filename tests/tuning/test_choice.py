@@ -1,0 +1,197 @@
+"""What was measured on a GPU is used there, and nothing else: files are looked at before they are trusted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forgetting import forget
+
+from amoeba import tuned
+from amoeba.commands import doctor
+from amoeba.kernels.attention import tile as attention
+from amoeba.kernels.candidates import bucket, candidates, shared_bytes
+from amoeba.kernels.choice import configuration_on, tile_key
+from amoeba.kernels.configuration import DTYPES, ROLES, configuration
+from amoeba.kernels.decode.candidates import candidates as decode_candidates
+
+CPU = torch.device("cpu")
+PROBLEM: dict[str, Any] = {"rows": 4096, "experts": 8, "reduction": 256, "columns": 512, "dtype": torch.float16}
+OURS = configuration("up", **PROBLEM, capability=None)
+OTHER = candidates("up", **PROBLEM, capability=None)[3]
+KEY = tile_key("up", **PROBLEM)
+GPUS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
+
+
+def keep(configuration: Any = OTHER, key: str = KEY) -> Path:
+    return tuned.keep(tuned.gpu_of(CPU), key, {"configuration": tuned.plain(configuration), "ms": 1.0})
+
+
+def test_what_was_measured_comes_before_our_table():
+    assert configuration_on(CPU, "up", **PROBLEM) == OURS != OTHER
+    keep()
+    forget()
+    assert configuration_on(CPU, "up", **PROBLEM) == OTHER
+
+
+@pytest.mark.parametrize(
+    "change", [{"rows": 512}, {"reduction": 512}, {"columns": 256}, {"dtype": torch.bfloat16}], ids=str
+)
+def test_another_problem_is_not_meant(change):
+    keep()
+    other = PROBLEM | change
+    assert configuration_on(CPU, "up", **other) == configuration("up", **other, capability=None)
+
+
+def test_many_rows_are_one_problem_whatever_their_number_and_that_of_the_experts():
+    keep()
+    assert configuration_on(CPU, "up", **PROBLEM | {"rows": 100_000, "experts": 32}) == OTHER
+
+
+def test_it_is_read_once_and_the_answer_stays(monkeypatch):
+    path = keep()
+    first = configuration_on(CPU, "up", **PROBLEM)
+    path.unlink()
+    monkeypatch.setattr(tuned, "read", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(tuned, "choose", lambda *_: pytest.fail("asked again"))
+    assert configuration_on(CPU, "up", **PROBLEM) is first
+
+
+def test_nothing_measured_is_used_where_the_user_says_so(monkeypatch):
+    keep()
+    monkeypatch.setenv("AMOEBA_TUNED", "off")
+    assert configuration_on(CPU, "up", **PROBLEM) == OURS
+    assert "AMOEBA_TUNED=off" in doctor._tuned({"tuned_configurations": 0})
+
+
+def test_a_word_that_is_neither_on_nor_off_is_refused(monkeypatch):
+    monkeypatch.setenv("AMOEBA_TUNED", "no")
+    with pytest.raises(ValueError, match=r"AMOEBA_TUNED.*on or off.*'no'"):
+        configuration_on(CPU, "up", **PROBLEM)
+
+
+def test_it_is_said_that_measured_configurations_are_in_use(caplog):
+    path = keep()
+    with caplog.at_level(logging.INFO, "amoeba"):
+        configuration_on(CPU, "up", **PROBLEM)
+    assert "1 configurations" in caplog.text and str(path) in caplog.text and "AMOEBA_TUNED=off" in caplog.text
+    assert "1 configurations" in doctor._tuned({"tuned_configurations": 1})
+
+
+def changed(**changes: Any) -> str:
+    entry = {"configuration": asdict(OTHER)}
+    return json.dumps({"format": 1, "of": tuned.gpu_of(CPU)._asdict(), "found": {KEY: entry}} | changes)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        changed()[:-20],
+        "\x00" * 100,
+        "[]",
+        "3",
+        "[" * 100_000,
+        changed(format=2),
+        changed(of={"name": "another", "capability": "8.6", "triton": "3.6.0"}),
+        changed(of=None),
+        changed(found=[1]),
+        changed(found={KEY: 3}),
+        json.dumps({"format": 1}),
+    ],
+    ids=lambda content: content[:12],
+)
+def test_a_file_that_is_damaged_or_of_another_gpu_is_named_and_left_aside(content, caplog):
+    path = keep()
+    path.write_text(content)
+    assert configuration_on(CPU, "up", **PROBLEM) == OURS
+    assert f"{path} is left aside" in caplog.text
+    keep()  # and is written anew
+    forget()
+    assert configuration_on(CPU, "up", **PROBLEM) == OTHER
+
+
+ILLEGAL = {
+    "too much shared memory": asdict(replace(OTHER, num_stages=50)),
+    "no power of two": asdict(replace(OTHER, block_m=96)),
+    "negative": asdict(replace(OTHER, block_n=-64)),
+    "no number": asdict(OTHER) | {"block_k": "64"},
+    "more than we know": asdict(OTHER) | {"maxnreg": 32},
+    "nothing": {},
+    "none": None,
+    "a list": [128, 128, 32],
+}
+
+
+@pytest.mark.parametrize("what", ILLEGAL)
+def test_a_configuration_that_is_no_candidate_is_named_and_never_launched(what, caplog):
+    path = keep(ILLEGAL[what])
+    assert configuration_on(CPU, "up", **PROBLEM) == OURS
+    assert f"{path}: {KEY!r} is no configuration of ours" in caplog.text
+
+
+def test_keeping_one_leaves_the_others():
+    keep(key="a")
+    path = keep(key="b")
+    assert list(json.loads(path.read_text())["found"]) == ["a", "b"]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_gpus_and_versions_of_triton_have_files_of_their_own():
+    names = {
+        tuned.path_of(tuned.Gpu(*about)).name
+        for about in itertools.product(("NVIDIA H200", "NVIDIA GeForce RTX 4090"), ("8.9", "9.0"), ("3.6.0", "3.9.0"))
+    }
+    assert len(names) == 8
+    assert "nvidia-geforce-rtx-4090-sm8.9-triton-3.6.0.json" in names
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("role", ROLES)
+def test_all_candidates_fit_and_our_own_is_the_first(role, dtype, capability):
+    for rows in (8, 200, 1000, 100_000):
+        problem = PROBLEM | {"rows": rows, "dtype": dtype}
+        found = candidates(role, **problem, capability=capability)
+        assert found[0] == configuration(role, **problem, capability=capability)
+        assert 3 <= len(found) == len(set(found)) <= 16
+        for each in found:
+            sizes = each.block_m, each.block_n, each.block_k, each.num_warps
+            assert all(size & (size - 1) == 0 and size > 0 for size in sizes)
+            in_flight = (each.num_stages - 1) * (each.block_m + each.block_n) * each.block_k * dtype.itemsize
+            assert in_flight <= shared_bytes(capability)
+
+
+@pytest.mark.parametrize("capability", GPUS)
+def test_all_ways_to_decode_and_to_attend_fit(capability):
+    for tokens, itemsize in itertools.product((1, 8, 64), (2, 4)):
+        found = decode_candidates(
+            tokens, 8, 64, 2048, 1024, gated=True, itemsize=itemsize, overlap=False, capability=capability
+        )
+        assert 2 <= len(found) == len(set(found)) <= 16
+    for kernel, size in itertools.product(attention.KERNELS, attention.HEAD_SIZES):
+        assert len(attention.candidates(kernel, size, torch.float16, capability)) >= 3
+
+
+def test_rows_per_expert_are_taken_together():
+    assert [bucket(rows, 8) for rows in (1, 8, 9, 100, 128, 1000, 1500, 2048, 10**6)] == [
+        1, 1, 2, 16, 16, 128, 192, 256, 256
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_is_found_for_some_rows_is_a_candidate_for_all_that_share_the_search(role, dtype):
+    """Else a measured choice, ours among them, would be refused for another batch of the same kind."""
+    for capability in GPUS:
+        lists = dict[int, set]()
+        for rows in range(1, 600):
+            problem = PROBLEM | {"rows": rows, "experts": 1, "dtype": dtype}
+            found = set(candidates(role, **problem, capability=capability))
+            assert lists.setdefault(bucket(rows, 1), found) == found
