@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.arguments import check_arguments, have_lines
+from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.kernels.tiles import Configuration, expert_constants, find_tile, slots
+from amoeba.kernels.tiles import expert_constants, find_tile, slots
 
 # block_n: columns of a step; block_k is not used. The large one takes 172 KB of shared memory and 102 registers at rank
 # 32, 213 KB at rank 64 (Triton 3.9 for Hopper): rows are copied there once and multiplied twice. Not measured yet.
