@@ -4,9 +4,10 @@ T tokens · V vocabulary
 
     cross_entropy_(logits_TV, label_T, loss_T, gradient=True)
 
-Each program takes one row: a pass for its logsumexp, and, where the gradient is wanted, a second one that replaces the
-logits by softmax - one-hot; the row is then still in the cache. A label outside [0, V) counts for nothing: loss and
-gradient are zero.
+Each program takes one row. Where it fits into registers it is read once, and its exponentials, divided by their sum,
+are the gradient but for the label's. A longer row takes a pass for its logsumexp and, where the gradient is wanted, a
+second one that replaces the logits by softmax - one-hot. A label outside [0, V) counts for nothing: loss and gradient
+are zero.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import next_power_of_2, quick
 
-COLUMNS = 4096  # of a block; 8 warps then read 16 bytes a thread four times
+IN_REGISTERS = 32768  # columns: 32 a thread, with as many threads as there can be
+COLUMNS, WARPS = 4096, 16  # of a block of a longer row; fewer rows at a time leave more of them in the cache
 
 
 def cross_entropy_(logits_TV: Tensor, label_T: Tensor, loss_T: Tensor, *, gradient: bool) -> None:
@@ -34,26 +36,45 @@ def cross_entropy_(logits_TV: Tensor, label_T: Tensor, loss_T: Tensor, *, gradie
     )
     if rows == 0:
         return
-    block = min(COLUMNS, next_power_of_2(columns))
-    _kernel[(rows,)](
-        logits_TV,
-        label_T,
-        loss_T,
-        columns,
-        logits_TV.stride(0),
-        BLOCK=block,
-        GRADIENT=gradient,
-        num_warps=8 if block >= 2048 else 4,
-    )
+    arguments = logits_TV, label_T, loss_T, columns, logits_TV.stride(0)
+    whole = next_power_of_2(columns)
+    if whole <= IN_REGISTERS:
+        _row_in_registers[(rows,)](*arguments, BLOCK=whole, GRADIENT=gradient, num_warps=max(1, whole // 1024))
+    else:
+        _long_row[(rows,)](*arguments, BLOCK=COLUMNS, GRADIENT=gradient, num_warps=WARPS)
 
 
 @quick
 @triton.jit
-def _kernel(logits, labels, losses, columns, stride, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):
+def _row_in_registers(logits, labels, losses, columns, stride, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     label = tl.load(labels + row)
     counts = (label >= 0) & (label < columns)
+    # before any warp can have written gradients: the reductions below let none go on before all are here
+    picked = tl.load(logits + tl.where(counts, label, 0)).to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    logit = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+    highest = tl.max(logit, axis=0)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    exponential = tl.exp(logit - shift)
+    total = tl.sum(exponential, axis=0)
+    tl.store(losses + row, tl.where(counts, shift + tl.log(total) - picked, 0.0))
+    if GRADIENT:
+        found = exponential * (1.0 / total) - tl.where(column == label, 1.0, 0.0)
+        tl.store(logits + column, tl.where(counts, found, 0.0).to(logits.dtype.element_ty), mask=inside)
+
+
+@quick
+@triton.jit
+def _long_row(logits, labels, losses, columns, stride, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    label = tl.load(labels + row)
+    counts = (label >= 0) & (label < columns)
+    # before any warp can have written gradients: the reductions below let none go on before all are here
+    picked = tl.load(logits + tl.where(counts, label, 0)).to(tl.float32)
     column = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -68,7 +89,6 @@ def _kernel(logits, labels, losses, columns, stride, BLOCK: tl.constexpr, GRADIE
     highest = tl.max(largest, axis=0)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     logsumexp = shift + tl.log(tl.sum(total * tl.exp(largest - shift), axis=0))
-    picked = tl.load(logits + tl.where(counts, label, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(counts, logsumexp - picked, 0.0))
     if GRADIENT:
         for start in range(0, columns, BLOCK):
