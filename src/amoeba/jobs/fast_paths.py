@@ -1,4 +1,4 @@
-"""What makes a step of a whole model fast on a GPU, switched on for the time of a run and proven on a first batch.
+"""What makes a step of a whole model fast, switched on for the time of a run and proven on a first batch.
 
     with fast_paths(trainer, settings.compile, say):
         trainer.train()
@@ -8,7 +8,9 @@
 - the decoder layers are compiled, one code for all (`integrations.compiled_layers`),
 - forward and backward of a step are captured in a CUDA graph (`jobs.captured_step`).
 
-Where one of them does not serve a model the run goes on without it, and a sentence says why.
+A CPU takes the second, or the third where it is asked for: attention by documents is other code for each batch there,
+which no compiled layer can hold. Where one of them does not serve a model the run goes on without it, and a sentence
+says why.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ logger = logging.getLogger("amoeba")
 
 # Compiling takes up to half a minute. A run of fewer operations is over within one or two on an H200.
 WORTH_COMPILING = 1e16
+BY_DOCUMENTS = "attention by documents"
 
 
 @contextmanager
@@ -37,20 +40,18 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
     """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
     gpu = trainer.args.device.type == "cuda"
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
-    if not gpu and not compiles:
-        yield
-        return
     with ExitStack() as stack:
         taken: list[str] = []
         if gpu:
             reason = stack.enter_context(fused_loss(trainer.model))
             _tell(taken, "the loss without all logits in memory", reason, say)
-            reason = stack.enter_context(_documents_apart(trainer))
-            _tell(taken, "attention by documents", reason, say)
+            _tell(taken, BY_DOCUMENTS, stack.enter_context(_documents_apart(trainer)), say)
         if compiles:
             began = time.monotonic()
             reason = stack.enter_context(_compiled(trainer))
             _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
+        if not gpu and not trainer.compiled:
+            _tell(taken, BY_DOCUMENTS, stack.enter_context(_documents_apart(trainer)), say)
         if gpu and not _has_placed_experts(trainer.model):  # for which the host has to wait in the midst of a pass
             trainer.captures = stack.enter_context(_captured(trainer))
             taken.append("passes captured in a CUDA graph")
@@ -80,7 +81,7 @@ def _documents_apart(trainer: Any) -> Iterator[str | None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # an architecture may refuse in many ways
-        logger.info("attention by documents", exc_info=error)
+        logger.info(BY_DOCUMENTS, exc_info=error)
         reason = _first_line(error)
         trainer.by_documents = False
         model.set_attn_implementation(own)
