@@ -12,6 +12,7 @@ from torch import nn
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers
 from amoeba.jobs import fast_paths
 from amoeba.jobs.captured_step import CapturedStep
+from selection import quick
 from tiny_models import build
 from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
 
@@ -36,6 +37,10 @@ def run(folder: Any, inputs: Any, command: str = "train", **changes: Any) -> tup
     return losses(console), console.said
 
 
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @pytest.fixture
 def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """Fills with the layers as they are compiled, by aot_eager: what a compiler would make of them takes a minute."""
@@ -52,6 +57,7 @@ def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return counted
 
 
+@quick(lambda command: command == "train")  # factors in compiled layers: tests/lora/test_attach.py
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(command, tmp_path, inputs, compiled_layers):
     by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off")
@@ -61,15 +67,14 @@ def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(comma
     assert all(layer._compiled_call_impl is None for layer in compiled_layers)
     rows = [[sum(load) for load in loads(tmp_path / name)] for name in ("plain", "compiled")]
     assert rows[0] == rows[1], "the batch that was tried was counted"
+    if command == "train":
+        assert graphs() == 1, "one code serves both layers, and evaluations as short as these have none"
 
 
-@pytest.mark.parametrize(("worth", "graphs"), [(fast_paths.WORTH_COMPILING, 1), (0.0, 2)])
-def test_layers_are_compiled_once_and_for_evaluations_only_where_they_are_long(
-    worth, graphs, tmp_path, inputs, compiled_layers, monkeypatch
-):
-    monkeypatch.setattr(fast_paths, "WORTH_COMPILING", worth)
+def test_long_evaluations_have_compiled_layers_too(tmp_path, inputs, compiled_layers, monkeypatch):
+    monkeypatch.setattr(fast_paths, "WORTH_COMPILING", 0.0)
     run(tmp_path / "run", inputs, compile="on", held_out=0.5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert graphs() == 2
 
 
 def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, inputs, monkeypatch):
