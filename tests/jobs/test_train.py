@@ -42,9 +42,7 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("data") / "corpus.txt"
     documents = sorted(topics.values(), key=len)
     path.write_text("\n\n".join(documents[:40]))
-    path.with_name("held_out.txt").write_text(
-        documents[40][:300]
-    )  # two rows: it is evaluated several times in each run
+    path.with_name("held_out.txt").write_text(documents[40][:300])  # two rows: each run evaluates them often
     return str(path)
 
 
