@@ -12,6 +12,7 @@ from torch import nn
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers
 from amoeba.jobs import fast_paths
 from amoeba.jobs.captured_step import CapturedStep
+from amoeba.jobs.fast_trainer import FastTrainer
 from selection import quick
 from tiny_models import build
 from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
@@ -98,6 +99,23 @@ def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, input
 def test_short_runs_and_cpus_do_not_compile_by_themselves(tmp_path, inputs, monkeypatch):
     monkeypatch.setattr(CompiledLayers, "begin", lambda self: pytest.fail("compiled"))
     run(tmp_path / "run", inputs)
+
+
+@pytest.mark.parametrize(("compiled", "by_documents"), [("off", True), ("on", False)])
+def test_a_cpu_attends_by_documents_where_no_layer_is_compiled(
+    compiled, by_documents, tmp_path, inputs, compiled_layers, monkeypatch
+):
+    """Compiled, each batch's documents would be other code."""
+    seen = []
+    step = FastTrainer.training_step
+
+    def noted(trainer: Any, model: Any, batch: Any, *others: Any) -> Any:
+        seen.append((model.config._attn_implementation, "cu_seq_lens_q" in batch))
+        return step(trainer, model, batch, *others)
+
+    monkeypatch.setattr(FastTrainer, "training_step", noted)
+    run(tmp_path / "run", inputs, compile=compiled, steps=1)
+    assert seen == [("amoeba" if by_documents else "sdpa", by_documents)]
 
 
 def test_decoder_layers_are_the_stack_of_the_model():

@@ -32,7 +32,6 @@ logger = logging.getLogger("amoeba")
 
 # Compiling takes up to half a minute. A run of fewer operations is over within one or two on an H200.
 WORTH_COMPILING = 1e16
-BY_DOCUMENTS = "attention by documents"
 
 
 @contextmanager
@@ -45,13 +44,14 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
         if gpu:
             reason = stack.enter_context(fused_loss(trainer.model))
             _tell(taken, "the loss without all logits in memory", reason, say)
-            _tell(taken, BY_DOCUMENTS, stack.enter_context(_documents_apart(trainer)), say)
+            reason = stack.enter_context(_documents_apart(trainer))
+            _tell(taken, "attention by documents", reason, say)
         if compiles:
             began = time.monotonic()
             reason = stack.enter_context(_compiled(trainer))
             _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
         if not gpu and not trainer.compiled:
-            _tell(taken, BY_DOCUMENTS, stack.enter_context(_documents_apart(trainer)), say)
+            stack.enter_context(_documents_apart(trainer))  # not told: without it a mask does the same
         if gpu and not _has_placed_experts(trainer.model):  # for which the host has to wait in the midst of a pass
             trainer.captures = stack.enter_context(_captured(trainer))
             taken.append("passes captured in a CUDA graph")
@@ -81,7 +81,7 @@ def _documents_apart(trainer: Any) -> Iterator[str | None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # an architecture may refuse in many ways
-        logger.info(BY_DOCUMENTS, exc_info=error)
+        logger.info("attention by documents", exc_info=error)
         reason = _first_line(error)
         trainer.by_documents = False
         model.set_attn_implementation(own)
