@@ -73,9 +73,7 @@ def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(comma
     rows = [[sum(load) for load in loads(tmp_path / name)] for name in ("plain", "compiled")]
     assert rows[0] == rows[1], "the batch that was tried was counted"
     if command == "train":
-        assert graphs() == 2, (
-            "one code serves both layers, one the last norm, and evaluations as short as these have none"
-        )
+        assert graphs() == 2, "one code for both layers, one for the last norm, none for short evaluations"
 
 
 def test_long_evaluations_have_compiled_layers_too(tmp_path, inputs, compiled_layers, monkeypatch):

@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from amoeba.cpu.library_cache import default_folder, prepared
-from amoeba.files import write_whole
+from amoeba.cpu.library_cache import prepared
+from amoeba.files import default_folder, write_whole
 
 
 def kept(kind: str, about: dict[str, Any]) -> dict[str, Any] | None:
