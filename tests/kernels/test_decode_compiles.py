@@ -16,6 +16,10 @@ import pytest
 import torch
 from test_hopper_compiles import compiled_by, figures
 
+pytestmark = (
+    pytest.mark.thorough
+)  # compiles for twenty seconds; the kernels that training waits for are always compiled
+
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
