@@ -17,8 +17,6 @@ import torch
 from test_hopper_compiles import compiled_by, figures
 
 pytestmark = pytest.mark.thorough  # compiles for twenty seconds; those of training are compiled in every run
-    pytest.mark.thorough
-)  # compiles for twenty seconds; the kernels that training waits for are always compiled
 
 
 @pytest.fixture(scope="module")
