@@ -1,5 +1,7 @@
 """One thread, repeatable property tests, and a visible reason for every test that this machine cannot run."""
 
+import atexit
+import gc
 import os
 import platform
 import time
@@ -49,6 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=unsaid)
         left_out = set(unsaid)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported is never garbage: each run of a Trainer would look through a million of its objects."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # extension modules complain of what is left when they go
 
 
 _BEGAN = time.monotonic()

@@ -1,6 +1,6 @@
 """Runs the tests that depend on the CPU once more as each older kind of CPU for which this one can stand.
 
-    python tests/older_cpus.py              # what `make test` does after all tests
+    python tests/older_cpus.py              # what `make test` does before all tests
 
 AMOEBA_CPU_FEATURES hides from us what such a CPU does not have; torch and oneDNN have switches of their own. Where this
 CPU is itself one of the oldest, there is nothing to run.

@@ -15,8 +15,9 @@ from amoeba.loading import loading
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     looked = gc.isenabled()
-    yield
     gc.unfreeze()
+    yield
+    gc.freeze()
     (gc.enable if looked else gc.disable)()
 
 

@@ -1,20 +1,24 @@
-"""Causal attention in which packed documents do not see each other, as one differentiable operator on a GPU.
+"""Causal attention in which packed documents do not see each other.
 
 T tokens of all documents · Q query heads · G key and value heads · D of a head · N documents
 
     y_TQD = document_attention(q_TQD, k_TGD, v_TGD, ends_N1, longest=1024, scale=0.125)
 
 ends_N1 = [0, end of the first, end of the second, ...]: it may repeat its last number, so that one length serves all
-batches. Backward gives the same bits each time. Heads that our own kernels do not serve go to torch's flash attention.
+batches. Backward gives the same bits each time. On a GPU it is one differentiable operator, in which heads that our own
+kernels do not serve go to torch's flash attention. On a CPU torch's attention runs over one document after the other,
+those of one length that are neighbours at once: no mask is made or read, and nothing is computed that it would hide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from amoeba import operators
 from amoeba.operands import Operand
@@ -23,10 +27,12 @@ from amoeba.torch_internals import flash_attention, flash_attention_backward
 HEAD_SIZES = 8, 256  # D is a multiple of the one, up to the other
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the heads of these tensors, (..., heads, D), are not for the kernels, or None."""
+def why_not(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> str | None:
+    """Why the heads of these tensors, (..., heads, D), are not served, or None."""
+    if q.device.type == "cpu":
+        return None if window is None else "has no sliding window on a CPU"
     if q.device.type != "cuda":
-        return f"computes on CUDA devices, these are on {q.device}"
+        return f"computes on CUDA devices and on the CPU, these are on {q.device}"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return "needs compute capability 8.0"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -49,8 +55,27 @@ def document_attention(
     window: int | None = None,
 ) -> Tensor:
     """longest: no document has more tokens. window: so many tokens before its own a query sees; None for all."""
+    if q_TQD.device.type == "cpu":
+        return _one_by_one(q_TQD, k_TGD, v_TGD, ends_N1.tolist(), scale)
     y_TQD, _ = _attention(q_TQD, k_TGD, v_TGD, ends_N1, longest, scale, -1 if window is None else window)
     return y_TQD
+
+
+def _one_by_one(q_TQD: Tensor, k_TGD: Tensor, v_TGD: Tensor, ends_N1: list[int], scale: float) -> Tensor:
+    lengths = [end - start for start, end in pairwise(ends_N1) if end > start]
+    runs = [(len(list(equal)), length) for length, equal in groupby(lengths)]
+    sizes = [documents * length for documents, length in runs]
+
+    def heads_first(states_T: Tensor) -> list[Tensor]:
+        return [part.unflatten(0, run).transpose(1, 2) for part, run in zip(states_T.split(sizes), runs, strict=True)]
+
+    grouped = q_TQD.shape[1] != k_TGD.shape[1]
+    parts = zip(heads_first(q_TQD), heads_first(k_TGD), heads_first(v_TGD), strict=True)
+    found = [
+        scaled_dot_product_attention(*part, is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)
+        for part in parts
+    ]
+    return found[0].flatten(0, 1) if len(found) == 1 else torch.cat([part.flatten(0, 1) for part in found])
 
 
 def _ours(q: Tensor, scale: float) -> Any:

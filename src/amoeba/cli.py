@@ -184,7 +184,7 @@ def train(
     ] = None,
     vocab_size: Annotated[int | None, typer.Option("--vocab-size", help="Of a tokenizer trained on the data.")] = None,
     balance: Annotated[str | None, typer.Option("--balance", help="aux, bias or none.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the faster), float32 or bfloat16.")] = None,
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,
     log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines; default 10.")] = None,

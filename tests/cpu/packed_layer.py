@@ -1,4 +1,4 @@
-"""A layer in bf16 with its packed experts, for the tests of the engine.
+"""A layer in bf16 with its packed experts, for their tests.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · R LoRA rank
 """
@@ -53,9 +53,6 @@ class PackedLayer:
     def pack(self, kind="bf16", nodes=1):
         return pack_experts(self.weights, kind, nodes)
 
-    def inputs(self):
-        return self.x_TH.detach(), self.expert_TK, self.weight_TK.detach()
-
     @property
     def routing(self):
         return Routing(self.expert_TK, self.weight_TK)
@@ -94,9 +91,3 @@ def assert_close(found, truth, output=5e-3, gradients=1e-2):
     assert found.keys() == truth.keys()
     errors = {name: error(found[name], truth[name]) for name in truth}
     assert all(value < (output if name == "output" else gradients) for name, value in errors.items()), errors
-
-
-def engine_gradients(gradients, wanted):
-    """What the engine gave, by the names of the seam."""
-    named = {"x": gradients.x, "weight": gradients.weight}
-    return {name: named.get(name, getattr(gradients, name, None)) for name in wanted}

@@ -17,7 +17,6 @@ from torch import Tensor
 from amoeba import MoE, MoEConfig, RouterConfig, Routing, experts
 from amoeba.backends import cpu_fused
 from amoeba.backends.composed import experts_composed
-from amoeba.cpu.engine import Engine
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.integrations.placement import place_experts
 from amoeba.routing import load_balance_loss, z_loss
@@ -109,18 +108,6 @@ def packed(kind: str, nodes: int) -> Callable[[], Found]:
     return run
 
 
-def engine() -> Callable[[], Found]:
-    layer = PackedLayer()
-
-    def run() -> Found:
-        mine = Engine(pack_experts(layer.weights, "int8"), layer.lora, max_len=64, top_k=2)
-        y = mine.forward(*layer.inputs())
-        gradients = mine.backward(layer.dy_TH)
-        return {"output": y} | {n: t for n, t in gradients._asdict().items() if t is not None}
-
-    return run
-
-
 def layer_training(score: str) -> Callable[[], Found]:
     router = RouterConfig(num_experts=4, top_k=2, score=score, capacity_factor=1.2, selection_bias=True, jitter=0.1)
     config = MoEConfig(16, 24, router, bias=True, shared_intermediate_size=8)
@@ -172,7 +159,6 @@ PATHS: dict[str, Callable[[], Callable[[], Found]]] = {
     "composed": composed,
     "packed in int8": partial(packed, "int8", 1),
     "packed in bf16 on two nodes": partial(packed, "bf16", 2),
-    "engine": engine,
     "layer with softmax": partial(layer_training, "softmax"),
     "layer with sigmoid": partial(layer_training, "sigmoid"),
     "generate": partial(generating, "resident"),

@@ -164,3 +164,19 @@ def test_factors_that_do_not_lie_contiguously_are_read_anew_each_time():
     turned.data.mul_(1.5)
     assert not torch.equal(layer.run(packed), before)
     assert_fresh(layer, packed)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_backward_computes_with_the_factors_of_its_forward(nodes):
+    """Also where nothing could have told autograd that they were changed, and another forward came between."""
+    layer = PackedLayer()
+    packed = layer.pack(nodes=nodes)
+    expected = layer.found(layer.pack(nodes=nodes))["x"]
+    first = layer.run(packed)
+    for factor in layer.lora.tensors().values():
+        factor.data.mul_(0.5)
+    second = layer.run(packed)
+    (of_second,) = torch.autograd.grad(second, layer.x_TH, layer.dy_TH)
+    (of_first,) = torch.autograd.grad(first, layer.x_TH, layer.dy_TH)
+    assert torch.equal(of_first, expected)
+    assert torch.equal(of_second, layer.found(layer.pack(nodes=nodes))["x"])

@@ -100,7 +100,7 @@ def test_a_python_without_the_reference_is_explained(without):
 
 
 @given(
-    st.lists(st.text(min_size=1, max_size=7).filter(str.strip), min_size=2, max_size=17),
+    st.lists(st.text("ab \n\u00e9\u6f22", min_size=1, max_size=7).filter(str.strip), min_size=2, max_size=17),
     st.floats(0.001, 0.999),
     st.integers(),
 )

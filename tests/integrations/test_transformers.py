@@ -719,7 +719,8 @@ def test_compiled_moe_block(recorder: Recorder) -> None:
     assert not recorder.own_functions_called
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+# the experts of gpt_oss by themselves: test_compiled_experts
+@pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.thorough)])
 def test_compiled_model(model_type: str, recorder: Recorder) -> None:
     model = build(model_type)
     model.set_experts_implementation("amoeba")

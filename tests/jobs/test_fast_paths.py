@@ -16,6 +16,8 @@ from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers, 
 from amoeba.integrations.randomness import draws_random_numbers
 from amoeba.jobs import fast_paths, finetune
 from amoeba.jobs.captured_step import CapturedStep
+from amoeba.jobs.fast_trainer import FastTrainer
+from selection import quick
 from tiny_models import build
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
@@ -40,6 +42,10 @@ def run(folder: Any, inputs: Any, command: str = "train", **changes: Any) -> tup
     return losses(console), console.said
 
 
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @pytest.fixture
 def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """Fills with the layers as they are compiled, by aot_eager: what a compiler would make of them takes a minute."""
@@ -56,6 +62,7 @@ def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return counted
 
 
+@quick(lambda command: command == "train")  # factors in compiled layers: tests/lora/test_attach.py
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(command, tmp_path, inputs, compiled_layers):
     by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off")
@@ -65,15 +72,14 @@ def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(comma
     assert all(layer._compiled_call_impl is None for layer in compiled_layers)
     rows = [[sum(load) for load in loads(tmp_path / name)] for name in ("plain", "compiled")]
     assert rows[0] == rows[1], "the batch that was tried was counted"
+    if command == "train":
+        assert graphs() == 2, "one code for both layers, one for the last norm, none for short evaluations"
 
 
-@pytest.mark.parametrize(("worth", "graphs"), [(fast_paths.WORTH_COMPILING, 2), (0.0, 4)])
-def test_layers_are_compiled_once_and_for_evaluations_only_where_they_are_long(
-    worth, graphs, tmp_path, inputs, compiled_layers, monkeypatch
-):
-    monkeypatch.setattr(fast_paths, "WORTH_COMPILING", worth)
+def test_long_evaluations_have_compiled_layers_too(tmp_path, inputs, compiled_layers, monkeypatch):
+    monkeypatch.setattr(fast_paths, "WORTH_COMPILING", 0.0)
     run(tmp_path / "run", inputs, compile="on", held_out=0.5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs  # of a layer and of the last norm
+    assert graphs() == 4
 
 
 def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, inputs, monkeypatch):
@@ -97,6 +103,23 @@ def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, input
 def test_short_runs_and_cpus_do_not_compile_by_themselves(tmp_path, inputs, monkeypatch):
     monkeypatch.setattr(CompiledLayers, "begin", lambda self: pytest.fail("compiled"))
     run(tmp_path / "run", inputs)
+
+
+@pytest.mark.parametrize(("compiled", "by_documents"), [("off", True), ("on", False)])
+def test_a_cpu_attends_by_documents_where_no_layer_is_compiled(
+    compiled, by_documents, tmp_path, inputs, compiled_layers, monkeypatch
+):
+    """Compiled, each batch's documents would be other code."""
+    seen = []
+    step = FastTrainer.training_step
+
+    def noted(trainer: Any, model: Any, batch: Any, *others: Any) -> Any:
+        seen.append((model.config._attn_implementation, "cu_seq_lens_q" in batch))
+        return step(trainer, model, batch, *others)
+
+    monkeypatch.setattr(FastTrainer, "training_step", noted)
+    run(tmp_path / "run", inputs, compile=compiled, steps=1)
+    assert seen == [("amoeba" if by_documents else "sdpa", by_documents)]
 
 
 def test_decoder_layers_are_the_stack_of_the_model():

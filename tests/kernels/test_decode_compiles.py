@@ -16,6 +16,8 @@ import pytest
 import torch
 from test_hopper_compiles import compiled_by, figures
 
+pytestmark = pytest.mark.thorough  # compiles for twenty seconds; those of training are compiled in every run
+
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from amoeba.optim import AdamW, torch_step
 from amoeba.optim.batch import coefficients
 from amoeba.optim.split_master import split
+from selection import quick
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 STATES = pytest.mark.parametrize("states", ["float32", "bfloat16"])
@@ -72,6 +73,7 @@ def test_steps_too_small_for_bf16_add_up():
 
 
 @needs_kernels
+@quick(lambda dtype, states, gradient_dtype: gradient_dtype == dtype or (dtype, states) == (torch.bfloat16, "float32"))
 @BOTH
 @STATES
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16], ids=str)

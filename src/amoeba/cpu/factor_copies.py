@@ -90,12 +90,12 @@ class FactorCopies:
 
 def _kinds(factors: dict[str, Tensor]) -> list[tuple]:
     return [
-        (name, version(factor), place_of(factor), factor.dtype, factor.shape, factor.stride())
+        (name, _version(factor), place_of(factor), factor.dtype, factor.shape, factor.stride())
         for name, factor in factors.items()
     ]
 
 
-def version(tensor: Tensor) -> int:
+def _version(tensor: Tensor) -> int:
     """Its version counter; tensors of torch.inference_mode have none."""
     return 0 if tensor.is_inference() else tensor._version
 

@@ -4,8 +4,6 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     y_TH, left = forward(packed, lora, x_TH, expert_TK, weight_TK, save="h")       # all on the CPU; y fp32
     gradients = backward(packed, lora, left, dy_TH, needs)
-
-Tensors are checked here, before anybody takes a pointer.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.partition import add_up
 from amoeba.cpu.places import run_everywhere
-from amoeba.cpu.pointers import has_lines
-from amoeba.errors import bad_value
 from amoeba.problem import Gradients, Needs, Save
 from amoeba.weights import LORA_NAMES, LoraFactors
 
@@ -46,14 +42,6 @@ class Left(NamedTuple):
 def forward(
     packed: PackedExperts, lora: LoraFactors | None, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, save: Save
 ) -> tuple[Tensor, Left | None]:
-    check_rows("x_TH", x_TH, packed.hidden)
-    if expert_TK.dim() != 2 or expert_TK.shape[0] != x_TH.shape[0] or weight_TK.shape != expert_TK.shape:
-        raise bad_value(
-            "expert_TK and weight_TK",
-            f"shape (T, K) with T = {x_TH.shape[0]}, as x has it",
-            f"{tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}",
-            "route the same tokens that you pass as x",
-        )
     x_TH, weight_TK = x_TH.detach(), weight_TK.detach().to(torch.float32).contiguous()
     expert_TK = expert_TK.to(torch.int64).contiguous()
     factors: Sequence[NodeFactors | None] = [None] * packed.nodes
@@ -77,7 +65,6 @@ def forward(
 
 def backward(packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH: Tensor, needs: Needs) -> Gradients:
     """x and weight in fp32. lora: the factors of the forward, whose gradients come in their shapes and dtypes."""
-    check_rows("dy_TH", dy_TH, packed.hidden)
 
     def part(node: int) -> Gradients:
         share, pool = packed.shares[node], packed.places[node].pool
@@ -93,20 +80,6 @@ def backward(packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH:
     dx_TH = add_up([_present(one.x) for one in parts]) if needs.x else None
     dweight_TK = add_up([_present(one.weight) for one in parts]) if needs.weight else None
     return Gradients(dx_TH, dweight_TK, **{name: merged(name) for name in LORA_NAMES})
-
-
-def check_rows(name: str, rows: Tensor, width: int) -> None:
-    """Raises ValueError unless these are bf16 rows on the CPU, each of them contiguous."""
-    if rows.dim() != 2 or rows.shape[1] != width:
-        raise bad_value(name, f"shape (T, {width})", tuple(rows.shape), "flatten batch and sequence")
-    if rows.dtype != torch.bfloat16:
-        raise bad_value(name, "torch.bfloat16, in which packed experts compute", rows.dtype, "cast it with .bfloat16()")
-    if not rows.is_cpu:
-        raise bad_value(name, "a tensor on the CPU", rows.device, "bring it with .cpu(), or hand it to `experts`")
-    if not has_lines(rows):
-        raise bad_value(
-            name, "rows that are contiguous in memory", f"strides {rows.stride()}", "copy it with .contiguous()"
-        )
 
 
 def _on_every_node(packed: PackedExperts, part: Callable[[int], Part]) -> list[Part]:

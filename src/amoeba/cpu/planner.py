@@ -1,7 +1,7 @@
 """How much memory packed experts will take, before anything is allocated, and whether there is so much.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I ·
-R LoRA rank · D cache depth
+R LoRA rank
 
     print(plan(LayerSizes(128, 2048, 768), kind="int8", ranks=(8, 8, 8), max_len=2048, top_k=8, layers=48))
     check_memory(found)                                     # raises MemoryError: needed, there, and what to change
@@ -19,14 +19,12 @@ import torch
 from amoeba.config import Activation
 from amoeba.cpu.node import workspace_bytes
 from amoeba.cpu.node_experts import NodeExperts
-from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU
 from amoeba.machine import available_memory
 from amoeba.placement import LayerSizes
 from amoeba.problem import Save
-from amoeba.weights import LoraFactors
 
 _TILE = 32  # copies of factors are padded to whole tiles in both dimensions
 
@@ -65,7 +63,6 @@ def plan(
     ranks: tuple[int, int, int] = (0, 0, 0),
     max_len: int,
     top_k: int,
-    max_cache_depth: int = 1,
     recompute: bool = False,
     factor_itemsize: int = 2,
     training: bool = True,
@@ -93,11 +90,10 @@ def plan(
         copies = layers * sum(_factor_copies(shell, ranks) for shell in shells)
         items.append(Item("factor copies", copies, "A and B, for both passes, in tiles of bf16"))
     if training:
-        depth = layers * max_cache_depth
         inputs = one_row_of_each + rows * (8 + 4)
-        items.append(Item("saved inputs", depth * inputs, "D·(2·T·H + 12·N)"))
+        items.append(Item("saved inputs", layers * inputs, "2·T·H + 12·N"))
         caches = sum(used["cache"] for used in scratch)
-        items.append(Item("caches", depth * caches, "D·(2·N·J and maps)" if save == "h" else "D·(maps)"))
+        items.append(Item("caches", layers * caches, "2·N·J and maps" if save == "h" else "maps"))
     used = sum(max(each["forward"], each["backward"]) for each in scratch)
     items.append(Item("scratch", used, "the rows between the products, of one pass"))
     rows_out = (2 * nodes + 1) * one_row_of_each  # each node's part in fp32, and the sum in bf16
@@ -113,34 +109,7 @@ def plan(
     return Plan(tuple(items), title)
 
 
-def plan_of(
-    packed: PackedExperts,
-    lora: LoraFactors | None,
-    *,
-    max_len: int,
-    top_k: int,
-    max_cache_depth: int = 1,
-    recompute: bool = False,
-) -> Plan:
-    """The plan of weights that are packed already."""
-    bias = packed.shares[0].gate_up_bias_EJ is not None
-    sizes = LayerSizes(packed.num_experts, packed.hidden, packed.intermediate, packed.activation, bias)
-    lora = lora or LoraFactors()
-    first = next(iter(lora.tensors().values()), None)
-    return plan(
-        sizes,
-        kind=packed.kind,
-        nodes=packed.nodes,
-        ranks=ranks_of(lora),
-        max_len=max_len,
-        top_k=top_k,
-        max_cache_depth=max_cache_depth,
-        recompute=recompute,
-        factor_itemsize=2 if first is None else first.element_size(),
-    )
-
-
-REMEDY = "Pack in int8, use a smaller max_len or max_cache_depth, or save x alone (recompute)."
+REMEDY = "Pack in int8, use a smaller max_len, or save x alone (recompute)."
 
 
 def check_memory(found: Plan, *, already: int = 0, available: int | None = None, remedy: str = REMEDY) -> None:
@@ -153,11 +122,6 @@ def check_memory(found: Plan, *, already: int = 0, available: int | None = None,
             f"memory: expected {readable(needed)} to be free for what follows; got {readable(available)}. "
             f"{remedy}\n{found}"
         )
-
-
-def ranks_of(lora: LoraFactors) -> tuple[int, int, int]:
-    gate, up, down = (0 if a is None else a.shape[1] for a in (lora.gate_lora_a, lora.up_lora_a, lora.down_lora_a))
-    return gate, up, down
 
 
 def readable(count: int) -> str:
@@ -202,7 +166,7 @@ def _factor_copies(shell: NodeExperts, ranks: tuple[int, int, int]) -> int:
 
 
 def _gradients(sizes: LayerSizes, partition: Partition, ranks: tuple[int, int, int], itemsize: int) -> int:
-    """Each node's in fp32, and what autograd or the engine's caller gets of them."""
+    """Each node's in fp32, and what autograd gets of them."""
     gate, up, down = ranks
     shared = (gate + up + down) * sizes.hidden
     divided = (gate + up + down) * sizes.intermediate

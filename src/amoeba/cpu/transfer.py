@@ -10,14 +10,14 @@ from amoeba.cpu.pointers import CPU
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
     """The tensors on the CPU, when the device has come so far; those that are there already as they are."""
-    staged, events = zip(*(stage(tensor) for tensor in tensors), strict=True)
+    staged, events = zip(*(_stage(tensor) for tensor in tensors), strict=True)
     for event in events:
         if event is not None:
             event.synchronize()
     return list(staged)
 
 
-def stage(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+def _stage(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """A pinned copy of a GPU's tensor and the event after which it may be read; a CPU's tensor is itself."""
     if tensor.device.type != "cuda":
         return tensor, None

@@ -47,7 +47,9 @@ def attend(
         beyond.add("dropout")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         beyond.add("is_causal=False")
-    reason = f"has no {', '.join(sorted(beyond))}" if beyond else why_not(query, key, value)
+    # transformers counts the query's own token; a window that holds the longest document hides nothing
+    window = None if sliding_window is None or sliding_window >= (max_length_q or 0) else sliding_window - 1
+    reason = f"has no {', '.join(sorted(beyond))}" if beyond else why_not(query, key, value, window)
     if cu_seq_lens_q is None or max_length_q is None:
         reason = reason or "is not told the documents (cu_seq_lens_q, max_length_q)"
     if reason is not None or cu_seq_lens_q is None or max_length_q is None:
@@ -55,7 +57,6 @@ def attend(
     rows, length = query.shape[0], query.shape[2]
     q, k, v = (states.transpose(1, 2).reshape(rows * length, -1, states.shape[3]) for states in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = None if sliding_window is None else sliding_window - 1  # transformers counts the query's own token
     y = document_attention(q, k, v, cu_seq_lens_q, longest=max_length_q, scale=scale, window=window)
     return y.view(rows, length, *y.shape[1:]), None
 

@@ -1,4 +1,4 @@
-"""What makes a step of a whole model fast on a GPU, switched on for the time of a run and proven on a first batch.
+"""What makes a step of a whole model fast, switched on for the time of a run and proven on a first batch.
 
     with fast_paths(trainer, settings.compile, say):
         trainer.train()
@@ -8,7 +8,9 @@
 - the decoder layers are compiled, one code for all (`integrations.compiled_layers`),
 - forward and backward of a step are captured in a CUDA graph (`jobs.captured_step`).
 
-Where one of them does not serve a model the run goes on without it, and a sentence says why.
+A CPU takes the second, or the third where it is asked for: attention by documents is other code for each batch there,
+which no compiled layer can hold. Where one of them does not serve a model the run goes on without it, and a sentence
+says why.
 """
 
 from __future__ import annotations
@@ -40,9 +42,6 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
     """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
     gpu = _is_on_a_gpu(trainer)
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
-    if not gpu and not compiles:
-        yield
-        return
     with ExitStack() as stack:
         taken: list[str] = []
         if gpu:
@@ -54,6 +53,8 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
             began = time.monotonic()
             reason = stack.enter_context(_compiled(trainer))
             _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
+        if not gpu and not trainer.compiled:
+            stack.enter_context(_documents_apart(trainer))  # not told: without it a mask does the same
         if gpu and not _has_placed_experts(trainer.model):  # for which the host has to wait in the midst of a pass
             reason = stack.enter_context(_captured(trainer))
             _tell(taken, "passes captured in a CUDA graph", reason, say)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import itertools
-import json
 import math
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from amoeba.cpu.library_cache import prepared
-from amoeba.files import default_folder, write_whole
 from amoeba.integrations.experts_module import experts_modules, layout_of, placed_in
+from amoeba.jobs.kept_measurements import keep, kept
 from amoeba.machine import cpu_model, load_average, usable_cores
 
 # Products that are timed for the ceiling, at least and at most, and the seconds after which there are no more.
@@ -84,14 +79,14 @@ def measured_ceiling(device: torch.device) -> float:
         "size": size,
         "torch": str(torch.__version__),
     } | ({"busy_seconds": _GPU_SECONDS} if gpu else {})
-    if (kept := _kept_ceiling(about)) is not None:
-        return kept
+    if (known := _kept_ceiling(about)) is not None:
+        return known
     seconds = _seconds_of_products(size, dtype, device)
     found = 2.0 * size**3 / min(seconds)
     load = None if gpu else load_average()
     calm = statistics.median(seconds) <= _CALM * min(seconds) and (load is None or load <= usable_cores() / 2)
     if calm:
-        _keep_ceiling(about, found)
+        keep("ceiling", about, {"flops_per_second": found})
     return found
 
 
@@ -117,19 +112,7 @@ def _seconds_of_products(size: int, dtype: torch.dtype, device: torch.device) ->
 
 def _kept_ceiling(about: dict[str, Any]) -> float | None:
     try:
-        found = json.loads(_ceiling_file(about, default_folder()).read_bytes())
-        rate = float(found["flops_per_second"])
-        return rate if found["of"] == about and 0 < rate < math.inf else None
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or not what was written: it is measured
+        rate = float((kept("ceiling", about) or {})["flops_per_second"])
+    except (ValueError, KeyError, TypeError):  # not there, or not what was written: it is measured
         return None
-
-
-def _keep_ceiling(about: dict[str, Any], flops_per_second: float) -> None:
-    text = json.dumps({"of": about, "flops_per_second": flops_per_second}, indent=1) + "\n"
-    with contextlib.suppress(OSError):  # then the next run measures again
-        write_whole(_ceiling_file(about, prepared(default_folder())), text)
-
-
-def _ceiling_file(about: dict[str, Any], folder: Path) -> Path:
-    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
-    return folder / f"ceiling-{name}.json"
+    return rate if 0 < rate < math.inf else None

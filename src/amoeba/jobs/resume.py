@@ -7,7 +7,8 @@
 Nothing is overwritten before all of it fits. What the run began with is in its config.json:
 
     began_with   train and held_out: documents, characters and a hash of them; weights: of a frozen model, see
-                 `weights_of`. Absent in runs of older versions, whose checkpoints have no manifest either.
+                 `weights_of`; dtype: in which `amoeba train` computes on a CPU. Absent in runs of older versions, whose
+                 checkpoints have no manifest either.
 """
 
 from __future__ import annotations

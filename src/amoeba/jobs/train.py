@@ -22,8 +22,9 @@ from amoeba.data.token_rows import PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.integrations.model_limits import check_ids, check_sequence_length
+from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
-from amoeba.jobs.resume import began_with, check_data, check_model_config, finished_run, go_on
+from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import check_balance
@@ -106,10 +107,12 @@ def _train(
     )
 
     model = _build_model(settings, tokenizer, config, AutoModelForCausalLM, trust_remote_code)
-    dtype = _compute_dtype(settings.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = _compute_dtype(settings, earlier, model, train_rows, console)
     if device == "cuda":
         model.to(dtype)  # the optimizer keeps what bf16 has no room for
+    else:
+        content["dtype"] = str(dtype).removeprefix("torch.")
     parameters = sum(p.numel() for p in model.parameters())
     covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
     console.say(
@@ -149,10 +152,15 @@ def _build_model(settings: TrainSettings, tokenizer: Any, config: Any, auto: Any
         )
 
 
-def _compute_dtype(name: str) -> torch.dtype:
-    """bf16 on a GPU that has it; fp32 on a CPU, where neither was clearly faster (docs/log.md)."""
-    if name != "auto":
-        return getattr(torch, name)
-    if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
-        return torch.bfloat16
-    return torch.float32
+def _compute_dtype(
+    settings: TrainSettings, earlier: Earlier | None, model: Any, rows: PackedDataset, console: Console
+) -> torch.dtype:
+    """As it is asked for; else bf16 on a GPU that has it, and on a CPU what the run began with, or what is faster."""
+    if settings.dtype != "auto":
+        return getattr(torch, settings.dtype)
+    if torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if earlier is not None:
+        return getattr(torch, (earlier.began_with or {}).get("dtype", "float32"))
+    passes = settings.steps * settings.accumulation
+    return faster_dtype(model, rows, batch_size=settings.batch_size, passes=passes, say=console.say)

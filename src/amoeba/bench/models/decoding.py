@@ -53,7 +53,7 @@ class OurSteps:
     @property
     def name(self) -> str:
         how = "steps compiled" if self.compiled else "steps captured"
-        return f"amoeba generate, {how}{_ADAPTED if self.adapter else ''}"
+        return "amoeba generate, " + how + (_ADAPTED if self.adapter else "")
 
     def why_not(self, problem: Problem) -> str | None:
         return "is measured on a GPU" if problem.device.type == "cpu" else None

@@ -1,0 +1,110 @@
+"""In which dtype a model trains on this CPU: fp32, or bf16 where the CPU multiplies it and a pass is faster so.
+
+    dtype = faster_dtype(model, rows, batch_size=8, passes=2000, say=print)
+
+The parameters are fp32 in both; bf16 is autocast's. Which is faster hangs on the CPU, on torch and on the sizes of the
+model, so one pass of the model itself is timed in each, and the figures are kept for the next run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.cpu_features import has_bf16_instructions
+from amoeba.data.token_rows import PackedDataset, stack
+from amoeba.jobs.kept_measurements import keep, kept
+from amoeba.jobs.model_cost import training_flops_per_token
+from amoeba.machine import cpu_model, load_average, usable_cores
+
+logger = logging.getLogger("amoeba")
+
+# Of all passes of a run: one of fewer operations is over within a minute or two on a CPU that multiplies bf16.
+WORTH_MEASURING = 2e13
+# The rows that are timed have so many operations at most, if it is not one row; a second or two of a few cores.
+_MOST_FLOPS = 2e11
+# A pass is timed up to so often, and not again after so many seconds: the first has libraries to wake up.
+_PASSES, _MOST_SECONDS = 3, 1.0
+_DTYPES = torch.float32, torch.bfloat16
+
+
+def faster_dtype(
+    model: Any, rows: PackedDataset, *, batch_size: int, passes: int, say: Callable[[str], None]
+) -> torch.dtype:
+    """passes: of the run, each of batch_size rows."""
+    if not has_bf16_instructions():
+        return torch.float32
+    length = rows.sequence_length
+    flops_per_row = length * training_flops_per_token(model, length)
+    if passes * batch_size * flops_per_row < WORTH_MEASURING:
+        return torch.float32
+    count = max(1, min(batch_size, len(rows), int(_MOST_FLOPS / flops_per_row)))
+    about = {
+        "device": f"{cpu_model()}, {torch.get_num_threads()} threads",
+        "torch": str(torch.__version__),
+        "model": _hash_of(model.config.to_dict()),
+        "rows": count,
+        "length": length,
+    }
+    seconds = _known(about) or _measured(model, stack([rows[row] for row in range(count)]), about)
+    if seconds is None:
+        return torch.float32
+    fp32, bf16 = seconds
+    dtype = torch.bfloat16 if bf16 < fp32 else torch.float32
+    taken = f"{fp32:.3g} s in float32, {bf16:.3g} s in bfloat16"
+    say(f"a pass of {count} rows on this CPU: {taken}; trained in {_name(dtype)}")
+    return dtype
+
+
+def _known(about: dict[str, Any]) -> tuple[float, float] | None:
+    found = kept("dtype", about) or {}
+    fp32, bf16 = (found.get(_name(dtype)) for dtype in _DTYPES)
+    return (fp32, bf16) if isinstance(fp32, float) and isinstance(bf16, float) else None
+
+
+def _measured(model: Any, batch: dict[str, Tensor], about: dict[str, Any]) -> tuple[float, float] | None:
+    """None where the model does not pass: the run itself will say why."""
+    try:
+        fp32, bf16 = (seconds_of_a_pass(model, batch, dtype) for dtype in _DTYPES)
+    except Exception as error:  # a model may fail in many ways
+        logger.info("dtypes on this CPU", exc_info=error)
+        return None
+    load = load_average()
+    if load is None or load <= usable_cores():
+        keep("dtype", about, {_name(dtype): each for dtype, each in zip(_DTYPES, (fp32, bf16), strict=True)})
+    return fp32, bf16
+
+
+def seconds_of_a_pass(model: Any, batch: dict[str, Tensor], dtype: torch.dtype) -> float:
+    """Forward and backward, the best of a few. Nothing of them stays."""
+    taken: list[float] = []
+    training = model.training
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            while not taken or (len(taken) < _PASSES and sum(taken) < _MOST_SECONDS):
+                began = time.perf_counter()
+                with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                    loss = model(**batch).loss
+                loss.backward()
+                taken.append(time.perf_counter() - began)
+                model.zero_grad(set_to_none=True)
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.train(training)
+    return min(taken)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _hash_of(config: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]

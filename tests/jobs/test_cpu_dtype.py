@@ -1,0 +1,152 @@
+"""In which dtype `amoeba train` computes on a CPU: chosen by a measurement, where it can pay, and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+
+from amoeba.jobs import cpu_dtype
+from amoeba.jobs.training_loop import WatchedTrainer
+from tiny_models import build
+from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the dtype of a CPU"),
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # where this CPU has no bf16 after all
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+class Machine:
+    """A CPU on which a pass takes so long; `timed` are those that were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = {torch.float32: 0.2, torch.bfloat16: 0.125}
+        self.timed: list[torch.dtype] = []
+        self.autocasts: list[bool] = []
+        monkeypatch.setattr(cpu_dtype, "has_bf16_instructions", lambda: True)
+        monkeypatch.setattr(cpu_dtype, "WORTH_MEASURING", 0.0)
+        monkeypatch.setattr(cpu_dtype, "seconds_of_a_pass", self.time)
+        monkeypatch.setattr(cpu_dtype, "load_average", lambda: 0.0)
+        own = WatchedTrainer.training_step
+
+        def step(trainer: Any, *arguments: Any) -> Any:
+            self.autocasts.append(trainer.args.bf16)
+            return own(trainer, *arguments)
+
+        monkeypatch.setattr(WatchedTrainer, "training_step", step)
+
+    def time(self, model: Any, batch: Any, dtype: torch.dtype) -> float:
+        self.timed.append(dtype)
+        return self.seconds[dtype]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    monkeypatch.setenv("AMOEBA_CACHE", str(tmp_path / "cache"))
+    return Machine(monkeypatch)
+
+
+def run(folder: Path, inputs: Path, resume: bool = False, **changes: Any) -> list[str]:
+    console = Quiet()
+    told = {"steps": 2, "save_every": 1, "eval_every": 2, "log_every": 1} | changes
+    tiny_run(tiny_settings("train", folder, inputs, **told), console, resume=resume)
+    return [line for line in console.said if "on this CPU" in line]
+
+
+@pytest.mark.parametrize(("bf16", "chosen"), [(0.125, "bfloat16"), (0.25, "float32")])
+def test_the_faster_one_is_taken_and_said_with_both_figures(bf16, chosen, machine, inputs, tmp_path):
+    machine.seconds[torch.bfloat16] = bf16
+    said = run(tmp_path / "run", inputs)
+    assert said == [f"a pass of 2 rows on this CPU: 0.2 s in float32, {bf16} s in bfloat16; trained in {chosen}"]
+    assert machine.timed == [torch.float32, torch.bfloat16]
+    assert machine.autocasts == [chosen == "bfloat16"] * 2
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["began_with"]["dtype"] == chosen
+
+
+def test_a_resumed_run_keeps_it_and_times_nothing(machine, inputs, tmp_path):
+    run(tmp_path / "run", inputs)
+    machine.timed.clear(), machine.autocasts.clear()
+    machine.seconds[torch.bfloat16] = 9.0
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    assert run(tmp_path / "run", inputs, resume=True, steps=2) == []
+    for name in ("checkpoint-2", "model"):
+        _remove(tmp_path / "run", name)
+    assert run(tmp_path / "run", inputs, resume=True) == []
+    assert (machine.timed, machine.autocasts) == ([], [True])
+
+
+def _remove(folder: Path, name: str) -> None:
+    """So that the run has a step to go."""
+    for path in (folder / name, folder / "checkpoints" / name):
+        if path.exists():
+            path.rename(folder.parent / f"removed {name}")
+
+
+def test_another_run_of_the_model_takes_the_figures_that_were_kept(machine, inputs, tmp_path):
+    first = run(tmp_path / "first", inputs)
+    assert run(tmp_path / "second", inputs) == first
+    assert machine.timed == [torch.float32, torch.bfloat16]
+    run(tmp_path / "third", inputs, sequence_length=16)
+    assert len(machine.timed) == 4
+
+
+@pytest.mark.parametrize("reason", ["no instructions for bf16", "a short run", "asked for"])
+def test_nothing_is_timed_where_it_cannot_pay(reason, machine, inputs, tmp_path, monkeypatch):
+    if reason == "no instructions for bf16":
+        monkeypatch.setattr(cpu_dtype, "has_bf16_instructions", lambda: False)
+    elif reason == "a short run":
+        monkeypatch.setattr(cpu_dtype, "WORTH_MEASURING", 1e13)
+    changes = {"dtype": "bfloat16"} if reason == "asked for" else {}
+    assert run(tmp_path / "run", inputs, **changes) == []
+    assert machine.timed == []
+    assert machine.autocasts == [bool(changes)] * 2
+
+
+def test_a_model_that_fails_trains_in_fp32(machine, inputs, tmp_path, monkeypatch):
+    def fails(*_: Any) -> float:
+        raise NotImplementedError("no such product")
+
+    monkeypatch.setattr(cpu_dtype, "seconds_of_a_pass", fails)
+    assert run(tmp_path / "run", inputs) == []
+    assert machine.autocasts == [False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_timed_pass_leaves_nothing_behind(dtype):
+    model: Any = build("qwen3_moe")
+    model.eval()
+    ids = torch.arange(12).view(2, 6)
+    before, random = {name: t.clone() for name, t in model.state_dict().items()}, torch.get_rng_state()
+    assert 0 < cpu_dtype.seconds_of_a_pass(model, {"input_ids": ids, "labels": ids}, dtype) < 60
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_long_passes_are_not_repeated(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(cpu_dtype.time, "perf_counter", lambda: now[0])
+
+    class Slow(torch.nn.Module):
+        calls = 0
+
+        def forward(self, seconds: float) -> Any:
+            Slow.calls += 1
+            now[0] += seconds
+            return type("Output", (), {"loss": torch.zeros((), requires_grad=True)})
+
+    for seconds, calls in ((0.01, 3), (0.6, 2), (5.0, 1)):
+        Slow.calls = 0
+        assert cpu_dtype.seconds_of_a_pass(Slow(), {"seconds": seconds}, torch.float32) == pytest.approx(seconds)
+        assert Slow.calls == calls
