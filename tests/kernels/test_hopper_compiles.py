@@ -113,7 +113,7 @@ class CompileOnly:
         from triton.experimental.gluon._runtime import GluonASTSource
 
         constants = dict(self.constants)
-        options = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
+        options = {"num_warps": constants.pop("num_warps")}
         names = self.kernel.arg_names
         signature, attributes = dict.fromkeys(names, "constexpr"), {}
         for at, argument in enumerate(arguments):

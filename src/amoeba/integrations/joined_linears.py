@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.functional import linear
+
+from amoeba.torch_internals import custom_graph_pass
 
 # x += y, x[i] = y and their like.
 _IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("__i")} - {
@@ -31,7 +32,7 @@ _IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswit
 _IN_PLACE.add(operator.setitem)
 
 
-class JoinedLinears(CustomGraphPass):
+class JoinedLinears(custom_graph_pass()):  # type: ignore[misc]
     def __call__(self, graph: fx.Graph) -> None:
         for group in _of_one_input(graph):
             if _pays(group):

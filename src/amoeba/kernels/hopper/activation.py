@@ -37,8 +37,6 @@ from amoeba.kernels.tiles import slots
 # Columns of a step: the second product has as many rows, and the matrix unit multiplies no fewer.
 BLOCK = 64
 WARPS = 8
-PARTS = 2
-REGISTERS = 128  # so that two programs share a multiprocessor
 WIDEST_RANK = 64
 
 
@@ -142,9 +140,7 @@ def _bound(
         BLOCK=BLOCK,
         BLOCK_R=block_r,
         BLOCK_D=block_d,
-        PARTS=PARTS,
         num_warps=WARPS,
-        maxnreg=REGISTERS,
     )
 
 
@@ -175,7 +171,6 @@ def activation_kernel(
     CLAMP: gl.constexpr, LIMIT: gl.constexpr, UP_SHIFT: gl.constexpr, GATE_RANK: gl.constexpr, UP_RANK: gl.constexpr,
     PADDED: gl.constexpr, TILE_LAYOUT: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, LOW_LAYOUT: gl.constexpr,
     DOWN_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_D: gl.constexpr,
-    PARTS: gl.constexpr,
 ):  # fmt: skip
     """One program owns whole rows of one expert, so that ds and dh · B need no second pass."""
     dtype: gl.constexpr = dh.dtype.element_ty
@@ -187,8 +182,7 @@ def activation_kernel(
     end = gl.load(table + 4 + tile * 4 + 2)
     start = gl.load(offs_E + expert - 1, mask=expert > 0, other=0)
     place = (start // BLOCK_M + expert + (row - start) // BLOCK_M).to(gl.int64)  # as `find_tile` numbers them
-    PART: gl.constexpr = BLOCK // PARTS
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PART, PART // 8], [8, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [8, 1], [1, 0])
     of_rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_R, 16])
     of_columns: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_R // 2, 16])
     of_down: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_D // 2, 16])
@@ -203,7 +197,7 @@ def activation_kernel(
     down_thin = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], DOWN_LAYOUT, of_dlow)
 
     m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-    c = gl.arange(0, PART, gl.SliceLayout(0, layout))
+    c = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     own = m < end
     inside = own[:, None]
     scale = gl.load(weight + gl.load(order + m, mask=own, other=0), mask=own, other=0.0).to(gl.float32)[:, None]
@@ -218,37 +212,48 @@ def activation_kernel(
     zeros = gl.zeros((BLOCK, BLOCK_R), gl.float32, of_columns)
     down_zeros = gl.zeros((BLOCK, BLOCK_D), gl.float32, of_down)
     ds_row = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, layout))
+    d = gl.load(da_at, mask=inside, other=0.0)
+    gate = gl.load(h_at, mask=inside, other=0.0)
+    up = gl.load(h_at + intermediate, mask=inside, other=0.0)
+    gate_lines = _load_thin(factor, PADDED, 0, intermediate, BLOCK, BLOCK_R)
+    up_lines = _load_thin(factor, PADDED, intermediate, 2 * intermediate, BLOCK, BLOCK_R)
     for column in range(0, intermediate, BLOCK):
-        gate_lines = _load_thin(factor, PADDED, column, intermediate, BLOCK, BLOCK_R)
-        up_lines = _load_thin(factor, PADDED, column + intermediate, 2 * intermediate, BLOCK, BLOCK_R)
-        for part in gl.static_range(PARTS):  # not all at once: registers
-            d = gl.load(da_at, mask=inside, other=0.0).to(gl.float32)
-            gate = gl.load(h_at, mask=inside, other=0.0).to(gl.float32)
-            up = gl.load(h_at + intermediate, mask=inside, other=0.0).to(gl.float32)
-            a, dgate, dup = gated_backward(scale * d, gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
-            ds_row += gl.sum(d * a, axis=1)
-            dgate = dgate.to(dtype)
-            dup = dup.to(dtype)
-            gl.store(dh_at, dgate, mask=inside)
-            gl.store(dh_at + intermediate, dup, mask=inside)
-            gates.slice(part * PART, PART, 1).store(dgate)
-            ups.slice(part * PART, PART, 1).store(dup)
-            scaled.slice(part * PART, PART, 1).store((scale * a).to(dtype))
-            da_at += PART
-            h_at += PART
-            dh_at += PART
+        d = d.to(gl.float32)
+        a, dgate, dup = gated_backward(
+            scale * d, gate.to(gl.float32), up.to(gl.float32), KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT
+        )
+        ds_row += gl.sum(d * a, axis=1)
+        dgate = dgate.to(dtype)
+        dup = dup.to(dtype)
+        gates.store(dgate)
+        ups.store(dup)
+        scaled.store((scale * a).to(dtype))
         gate_factor.store(gate_lines)
         up_factor.store(up_lines)
-        fence_async_shared()  # threads wrote, the matrix unit reads as another party
+        # Threads wrote, the matrix unit reads as another party. The fence waits for all that a thread has under way,
+        # so the loads of the next columns and the stores of these come after it.
+        fence_async_shared()
         total = warpgroup_mma(gates, gate_factor, total, is_async=True)
         total = warpgroup_mma(ups, up_factor, total, is_async=True)
         of_gate = warpgroup_mma(gates.permute((1, 0)), thin, zeros, use_acc=False, is_async=True)
         of_up = warpgroup_mma(ups.permute((1, 0)), thin, zeros, use_acc=False, is_async=True)
         of_a = warpgroup_mma(scaled.permute((1, 0)), down_thin, down_zeros, use_acc=False, is_async=True)
+        ahead = column + BLOCK
+        more = inside & (ahead < intermediate)
+        d = gl.load(da_at + BLOCK, mask=more, other=0.0)
+        gate = gl.load(h_at + BLOCK, mask=more, other=0.0)
+        up = gl.load(h_at + BLOCK + intermediate, mask=more, other=0.0)
+        gate_lines = _load_thin(factor, PADDED, ahead, intermediate, BLOCK, BLOCK_R)
+        up_lines = _load_thin(factor, PADDED, ahead + intermediate, 2 * intermediate, BLOCK, BLOCK_R)
+        gl.store(dh_at, dgate, mask=inside)
+        gl.store(dh_at + intermediate, dup, mask=inside)
         total, of_gate, of_up, of_a = warpgroup_mma_wait(0, deps=(total, of_gate, of_up, of_a))
         _store_part(of_gate, parts, column, 0, GATE_RANK)
         _store_part(of_up, parts, column + intermediate, GATE_RANK, UP_RANK)
         _store_part(of_a, down_parts, column, 0, BLOCK_D)
+        da_at += BLOCK
+        h_at += BLOCK
+        dh_at += BLOCK
 
     gl.store(ds + m, ds_row, mask=own)
     n = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, of_rows))
