@@ -36,7 +36,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> str |
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return "needs compute capability 8.0"
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"serves bf16 and fp16, these are {q.dtype}"
+        return f"serves bf16 and fp16, these are {str(q.dtype).removeprefix('torch.')}"
     multiple, most = HEAD_SIZES
     if not q.shape[-1] == k.shape[-1] == v.shape[-1] <= most or q.shape[-1] % multiple:
         sizes = f"{q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}"
