@@ -41,6 +41,7 @@ TESTS = (
 )
 # Those build for older instruction sets themselves, or take long and are the same on every CPU.
 NOT_AGAIN = "not older_instruction and not other_instruction_sets and not InsideTorch and not memory_as_was_predicted"
+NOT_AGAIN += " and not without_the_core"
 
 
 def main() -> int:

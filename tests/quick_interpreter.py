@@ -90,13 +90,14 @@ def _xor_at_once(interpreter: Any) -> None:
 
 
 def _unwrap_at_first_sight(core: Any) -> None:
-    unwrap, tensor, constexpr = core._unwrap_if_constexpr, core.tensor, core.constexpr
+    unwrap, constexpr = core._unwrap_if_constexpr, core.constexpr
+    bare = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)}
 
     def unwrap_if_constexpr(value: Any) -> Any:
         kind = value.__class__
-        if kind is constexpr:
-            return value.value
-        return value if kind is tensor or kind is int else unwrap(value)
+        if kind in bare:
+            return value
+        return value.value if kind is constexpr else unwrap(value)
 
     core._unwrap_if_constexpr = unwrap_if_constexpr
 
