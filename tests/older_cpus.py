@@ -47,7 +47,8 @@ NOT_AGAIN += " and not without_the_core"
 def main() -> int:
     here, folder = {level.name for level in levels_here()}, Path(__file__).parent
     # One process for each, all at once: half a minute, of which a second worker would take a third to get ready.
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-k", NOT_AGAIN, *(str(folder / test) for test in TESTS)]
+    tests = [str(folder / test) for test in TESTS]
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-k", NOT_AGAIN, *tests]
     running = {
         name: subprocess.Popen(
             command,

@@ -126,9 +126,7 @@ def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
     assert step_losses(folder)[-4:] == step_losses(finished[0])[-4:]
 
 
-def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(
-    tmp_path: Path, corpus_file: str, one_layer: str
-) -> None:
+def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
     folder = tmp_path / "stopped"
     flags = [
         f"--{name.replace('_', '-')}={value}" for name, value in TINY.items() if name not in ("warmup_steps", "steps")
