@@ -130,14 +130,15 @@ def test_a_plan_is_found_again_by_all_that_it_was_made_for(device, monkeypatch):
     changes = [{}, {"activation": CLAMPED_SWIGLU}, {"activation": Activation("gelu")}, {"bias": False}, {"top_k": 1}]
     changes += [{"storage": "transposed"}, {"narrow": True}, {"num_tokens": 2}, {"num_experts": 3}]
     changes += [{"lora": "all"}, {"lora": "all", "rank": 5}, {"lora": "down"}]
-    cases = [(dataclasses.replace(base, **change), torch.float32) for change in changes]
-    cases.append((base, torch.float16))
+    fp32, fp16 = torch.float32, torch.float16
+    cases = [(dataclasses.replace(base, **change), fp32, fp32) for change in changes]
+    cases += [(base, fp16, fp32), (base, fp16, fp16)]
     plans: dict = {}
     monkeypatch.setattr(sys.modules[decode.__module__], "_plans", plans)
     for laid in (lambda x_TH: x_TH, _with_gaps):  # how x lies is not part of a plan
-        for case, dtype in cases:
+        for case, dtype, of_weights in cases:
             problem = problem_of(case, dtype, device)
-            problem = problem._replace(x_TH=laid(problem.x_TH))
+            problem = problem._replace(x_TH=laid(problem.x_TH), weight_TK=problem.weight_TK.to(of_weights))
             assert_right(run(problem), example(case, dtype).truth["output"], dtype)
     assert len(plans) == len(cases)
 
