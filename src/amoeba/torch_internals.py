@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "TorchDispatchMode",
     "constant_when_traced",
+    "custom_graph_pass",
     "flash_attention",
     "flash_attention_backward",
     "graph_is_freed",
@@ -32,6 +33,13 @@ def constant_when_traced(function: Function) -> Function:
     """`torch.compiler.assume_constant_result`, which imports torch._dynamo, and that takes as long as torch itself."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def custom_graph_pass() -> Any:
+    """What a pass over the compiler's graphs is derived from, so that what it has passed over can be kept."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass  # which imports the compiler
+
+    return CustomGraphPass
 
 
 @constant_when_traced  # torch.compile enters the transforms that it traces, and guards on the others
