@@ -1,110 +1,11 @@
-"""One thread, repeatable property tests, and a visible reason for every test that this machine cannot run."""
+"""All that tests need is in running.py. With xdist, the process that only hands them out leaves it: torch alone takes
+seconds to import, and for these the workers wait. The conftest.py of a folder is read before: it imports no kernels."""
 
-import atexit
-import gc
-import os
-import platform
-import time
+from __future__ import annotations
 
 import pytest
-import torch
-from hypothesis import settings
-
-if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; to be set before anything imports triton
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import quick_interpreter
-from amoeba import Routing
-from amoeba.backends.backend import Request
-from amoeba.backends.registry import backends_of
-from amoeba.cpu import build, node, node_library, pool
-from amoeba.cpu import packed_weights as packed
-from amoeba.cpu.packed_weights import Path, load_packed
-from amoeba.cpu.pool import WorkerPool
-from amoeba.cpu_features import cpu_flags
-from amoeba.weights import ExpertWeights
-from selection import leave_the_rest_to_thorough, one_of_each_test
-from small_layer import Layer
-
-settings.register_profile("here", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "here")
-
-torch.set_num_threads(1)
-if os.environ.get("TRITON_INTERPRET") == "1":
-    quick_interpreter.install()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is applied
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    leave_the_rest_to_thorough(items)
-    missing = {}
-    if not torch.cuda.is_available():
-        missing["gpu"] = "needs a CUDA device; torch sees none here"
-    if "amx_bf16" not in cpu_flags():
-        missing["amx"] = "needs a CPU with AMX; this one has no amx_bf16"
-    for marker, reason in missing.items():
-        # a thousand cases that are skipped for one reason say it once
-        said, unsaid = one_of_each_test([item for item in items if item.get_closest_marker(marker) is not None])
-        for item in said:
-            item.add_marker(pytest.mark.skip(reason=reason))
-        config.hook.pytest_deselected(items=unsaid)
-        left_out = set(unsaid)
-        items[:] = [item for item in items if item not in left_out]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported is never garbage: each run of a Trainer would look through a million of its objects."""
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # extension modules complain of what is left when they go
-
-
-_BEGAN = time.monotonic()
-_SECONDS = float(os.environ.get("AMOEBA_THOROUGH_SECONDS", "inf"))
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("thorough") is not None and time.monotonic() - _BEGAN > _SECONDS:
-        pytest.skip(f"AMOEBA_THOROUGH_SECONDS={_SECONDS:g} are over")
-
-
-@pytest.fixture(params=[backend.name for backend in backends_of(ExpertWeights, torch.device("cpu"))])
-def backend(request: pytest.FixtureRequest) -> str:
-    """The name of every backend that serves a small fp32 layer on the CPU."""
-    layer = Layer()
-    weights = layer.weights(layer.tensors)
-    asked = Request(layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), weights)
-    (found,) = (backend for backend in backends_of(ExpertWeights, torch.device("cpu")) if backend.name == request.param)
-    reason = found.why_not(asked)
-    if reason is not None:
-        pytest.skip(f"{found.name}: {reason}")
-    return found.name
-
-
-@pytest.fixture(params=["generic", "avx512", pytest.param("amx", marks=pytest.mark.amx)])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each way to multiply packed experts that this CPU has, and it is the one that is taken."""
-    best = load_packed().best_path
-    if Path[request.param.upper()] > best:
-        pytest.skip(f"this CPU with this compiler has {best.name} at best")
-    monkeypatch.setenv("AMOEBA_CPU_PATH", request.param)
-    return request.param
-
-
-@pytest.fixture(scope="session")
-def workers() -> WorkerPool:
-    return WorkerPool(threads=2)
-
-
-@pytest.fixture(params=["-march=x86-64", "-march=haswell"])
-def older_instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed experts are computed by libraries that were built for CPUs of that kind."""
-    if platform.machine() != "x86_64":
-        pytest.skip("names of x86 instruction sets")
-    products, passes = (build.compiled_library(name, request.param) for name in ("packed", "node"))
-    older = {"load_packed": packed.PackedLibrary(products), "load_node": node_library.NodeLibrary(passes)}
-    users = (packed, "load_packed"), (node, "load_packed"), (node, "load_node"), (pool, "load_node")
-    for module, name in (*users, (node_library, "load_node")):
-        monkeypatch.setattr(module, name, lambda name=name: older[name])
-    monkeypatch.setenv("AMOEBA_CPU_PATH", "generic")
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
+        config.pluginmanager.import_plugin("running")

@@ -8,6 +8,7 @@ def test_something(backend, rank): ...
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -18,12 +19,22 @@ def quick(case: Callable[..., bool]) -> pytest.MarkDecorator:
     return pytest.mark.quick(case=case)
 
 
-def leave_the_rest_to_thorough(items: Sequence[pytest.Item]) -> None:
+def leave_the_rest_to_thorough(items: list[pytest.Item]) -> None:
+    """Where time ends them, whole subjects have had their turn before the great crosses: fewest cases first."""
     for item in items:
         for marker in item.iter_markers("quick"):
             case, parameters = marker.kwargs["case"], item.callspec.params  # type: ignore[attr-defined]
             if not case(**{name: parameters[name] for name in inspect.signature(case).parameters}):
                 item.add_marker(pytest.mark.thorough)
+    thorough = [item for item in items if item.get_closest_marker("thorough") is not None]
+    cases = Counter(name_of(item) for item in thorough)
+    place = {item: cases[name_of(item)] for item in thorough}
+    items.sort(key=lambda item: place.get(item, 0))
+
+
+def name_of(item: pytest.Item) -> str:
+    """Of the test whose case it is."""
+    return item.nodeid.partition("[")[0]
 
 
 def one_of_each_test(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -31,7 +42,7 @@ def one_of_each_test(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], l
     first: dict[str, pytest.Item] = {}
     others = []
     for item in items:
-        name = item.nodeid.partition("[")[0]
+        name = name_of(item)
         if name in first:
             others.append(item)
         else:

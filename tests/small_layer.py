@@ -14,7 +14,7 @@ SCALING = 1.7
 
 
 def kernel_device():
-    """Where our kernels run: on the GPU, or in Triton's interpreter (see conftest.py)."""
+    """Where our kernels run: on the GPU, or in Triton's interpreter (see running.py)."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -46,6 +46,9 @@ def run(*command: str, sanitized: bool) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
 
 
+SCRIPT = str(ROOT / "tests" / "cpu" / "core_operations.py"), str(ROOT / "src")
+
+
 @pytest.fixture(scope="module")
 def sanitized_libraries() -> None:
     """Built beforehand: with the runtimes preloaded the compiler, too, would run under them, many times slower."""
@@ -59,26 +62,30 @@ def sanitized_libraries() -> None:
             build.compiled_library(name)
 
 
-def test_every_operation_is_right_within_its_memory_and_where_python_drops_asserts(
-    request: pytest.FixtureRequest,
-) -> None:
-    """Under sanitizers where there are any, and then they see a read past the end. One test, as the run takes long."""
-    script, source = str(ROOT / "tests" / "cpu" / "core_operations.py"), str(ROOT / "src")
-    if runtimes():
-        request.getfixturevalue("sanitized_libraries")
-        done = run(script, source, "sanitized", sanitized=True)
-    else:
-        done = run(script, source, sanitized=False)
-    report = done.stdout[-1000:] + done.stderr[-6000:]
+def assert_all_right(done: subprocess.CompletedProcess[str], report: str) -> None:
     found = re.findall(r"all right, (\d+) modules without asserts", done.stdout)
     assert found and int(found[0]) > 30, report
+
+
+def test_every_operation_is_right_where_python_drops_asserts() -> None:
+    done = run(*SCRIPT, sanitized=False)
+    report = done.stdout[-1000:] + done.stderr[-6000:]
+    assert_all_right(done, report)
+    assert done.returncode == 0, report
+
+
+@pytest.mark.thorough  # a core is busy for half a minute, of which compiling takes most
+@pytest.mark.skipif(not runtimes(), reason="this compiler has no sanitizers")
+@pytest.mark.usefixtures("sanitized_libraries")
+def test_every_operation_stays_within_its_memory() -> None:
+    done = run(*SCRIPT, "sanitized", sanitized=True)
+    report = done.stdout[-1000:] + done.stderr[-6000:]
+    assert_all_right(done, report)
     assert "runtime error:" not in done.stderr, report
-    if runtimes():  # the first error ends the process: nothing was found before what the script planted at its end
-        assert done.returncode != 0
-        assert "ERROR: AddressSanitizer: heap-buffer-overflow" in done.stderr, report
-        assert "amoeba_swiglu_f32" in done.stderr
-    else:
-        assert done.returncode == 0, report
+    # the first error ends the process: nothing was found before what the script planted at its end
+    assert done.returncode != 0
+    assert "ERROR: AddressSanitizer: heap-buffer-overflow" in done.stderr, report
+    assert "amoeba_swiglu_f32" in done.stderr
 
 
 def test_sanitized_and_plain_builds_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:

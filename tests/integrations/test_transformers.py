@@ -639,7 +639,8 @@ def test_compiled_experts(model_type: str, eager_call_first: bool, recorder: Rec
     module = build_experts(needs(model_type), experts_classes()[model_type][0])
     if eager_call_first:
         run_experts(module, "amoeba", experts_inputs(tokens=5, top_k=2))
-    assert_compiled_equals_eager(module, recorder, 19, 7, 1)
+    # another number of tokens is another graph, of the same code for every model
+    assert_compiled_equals_eager(module, recorder, 19, *((7, 1) if model_type in ("gpt_oss", "muse_spark") else ()))
     assert recorder.own_functions_called == (MODELS[model_type] is None)
 
 
@@ -656,13 +657,11 @@ def test_compiled_unknown_gate_without_an_eager_call(gate: Any, recorder: Record
     assert recorder.own_functions_called
 
 
-SiLUActivation = type("SiLUActivation", (nn.Tanh,), {})  # a familiar name is not enough
+SILU_BY_NAME = type("SiLUActivation", (nn.Tanh,), {})()  # a familiar name is not enough
 
 
-@quick(lambda act_fn, has_gate: has_gate or type(act_fn) is nn.Tanh)
-@pytest.mark.parametrize(
-    "act_fn", [nn.GELU(approximate="tanh"), nn.Tanh(), nn.Softplus(beta=2), F.silu, SiLUActivation()]
-)
+@quick(lambda act_fn, has_gate: type(act_fn) is nn.Tanh or (has_gate and act_fn in (F.silu, SILU_BY_NAME)))
+@pytest.mark.parametrize("act_fn", [nn.GELU(approximate="tanh"), nn.Tanh(), nn.Softplus(beta=2), F.silu, SILU_BY_NAME])
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_compiled_act_fn_that_its_class_does_not_tell(act_fn: Any, has_gate: bool, recorder: Recorder) -> None:
     module = make_experts(has_gate=has_gate)
@@ -682,7 +681,7 @@ def test_an_eager_call_after_compiling_tries_out_what_the_class_did_not_tell(rec
 
 def test_compiled_module_follows_a_change_of_limit(recorder: Recorder) -> None:
     module = make_experts(_clamped)
-    for limit in (7.0, 0.1, 0.2):
+    for limit in (7.0, 0.1):
         module.limit = limit
         assert_compiled_equals_eager(module, recorder, 19)
     module(*experts_inputs(tokens=19, top_k=2))
@@ -831,11 +830,12 @@ WITHOUT = """
 
     class Absent:
         def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] in {"transformers", "typer", "rich"}:
+            if name.partition(".")[0] in {"transformers", "typer", "rich", "peft", "safetensors"}:
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     sys.meta_path.insert(0, Absent())
     import amoeba
+    import amoeba.lora.peft_files
 
     assert amoeba.experts and amoeba.route
     for attempt in range(2):

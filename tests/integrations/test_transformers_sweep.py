@@ -49,6 +49,7 @@ def test_every_model_type_with_experts() -> None:
     assert len(whole) >= LEAST_WHOLE_MODELS
 
 
+@pytest.mark.thorough  # about the models of our tests, not about ours
 @pytest.mark.filterwarnings("ignore")
 def test_tiny_models_have_the_same_weights_every_time() -> None:
     changing = []

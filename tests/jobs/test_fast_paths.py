@@ -42,6 +42,9 @@ def run(folder: Any, inputs: Any, command: str = "train", **changes: Any) -> tup
     return losses(console), console.said
 
 
+SHORT = {"steps": 3, "eval_every": 3, "save_every": 3}
+
+
 def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -65,8 +68,8 @@ def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 @quick(lambda command: command == "train")  # factors in compiled layers: tests/lora/test_attach.py
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(command, tmp_path, inputs, compiled_layers):
-    by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off")
-    found, said = run(tmp_path / "compiled", inputs, command, compile="on")
+    by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off", **SHORT)
+    found, said = run(tmp_path / "compiled", inputs, command, compile="on", **SHORT)
     assert len(compiled_layers) == 3 and any("decoder layers compiled" in line for line in said)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(by_itself), rtol=1e-5, atol=1e-6)
     assert all(layer._compiled_call_impl is None for layer in compiled_layers)
@@ -78,12 +81,12 @@ def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(comma
 
 def test_long_evaluations_have_compiled_layers_too(tmp_path, inputs, compiled_layers, monkeypatch):
     monkeypatch.setattr(fast_paths, "WORTH_COMPILING", 0.0)
-    run(tmp_path / "run", inputs, compile="on", held_out=0.5)
+    run(tmp_path / "run", inputs, compile="on", held_out=0.5, **SHORT)
     assert graphs() == 4
 
 
 def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, inputs, monkeypatch):
-    by_itself, _ = run(tmp_path / "plain", inputs, compile="off")
+    by_itself, _ = run(tmp_path / "plain", inputs, compile="off", **SHORT)
 
     def broken(layer: nn.Module, **options: Any) -> None:
         def call(*args: Any, **kwargs: Any) -> None:
@@ -92,7 +95,7 @@ def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, input
         layer._compiled_call_impl = call
 
     monkeypatch.setattr(nn.Module, "compile", broken)
-    found, said = run(tmp_path / "broken", inputs, compile="on")
+    found, said = run(tmp_path / "broken", inputs, compile="on", **SHORT)
     assert found == by_itself  # the batch that was tried has left nothing behind
     assert loads(tmp_path / "broken") == loads(tmp_path / "plain")
     assert [line for line in said if line.startswith("without decoder layers compiled")] == [
@@ -102,7 +105,7 @@ def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, input
 
 def test_short_runs_and_cpus_do_not_compile_by_themselves(tmp_path, inputs, monkeypatch):
     monkeypatch.setattr(CompiledLayers, "begin", lambda self: pytest.fail("compiled"))
-    run(tmp_path / "run", inputs)
+    run(tmp_path / "run", inputs, **SHORT)
 
 
 @pytest.mark.parametrize(("compiled", "by_documents"), [("off", True), ("on", False)])

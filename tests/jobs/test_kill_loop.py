@@ -13,12 +13,11 @@ import pytest
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
-from selection import quick
-
 HERE = Path(__file__).parents[1]
 
 
-@quick(lambda command, kills: kills == 1 and command == "finetune")  # train: test_resume.py, with a signal
+# In every run: the bits of resumed runs in test_resume.py, a process that is stopped in test_train.py.
+@pytest.mark.thorough
 @pytest.mark.parametrize("kills", [1, 4])
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_killed_and_resumed_runs_end_with_the_bits_of_undisturbed_ones(command: str, kills: int) -> None:

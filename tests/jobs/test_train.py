@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
+from amoeba.jobs.presets import find_preset
 from amoeba.jobs.settings import TrainSettings, load_settings
 from amoeba.jobs.train import train
 from tiny_runs import Quiet
@@ -44,6 +45,16 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path.write_text("\n\n".join(documents[:40]))
     path.with_name("held_out.txt").write_text(documents[40][:300])  # two rows: each run evaluates them often
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo's model with one layer of its four: a folder with a config alone."""
+    folder = tmp_path_factory.mktemp("models") / "one_layer"
+    config = find_preset("demo").build(vocab_size=512, sequence_length=64)
+    config.num_hidden_layers = 1
+    config.save_pretrained(folder)
+    return str(folder)
 
 
 def settings(folder: Path, corpus_file: str, **changes: Any) -> TrainSettings:
@@ -99,11 +110,10 @@ def test_plain_transformers_loads_the_model_with_equal_logits(finished: tuple[Pa
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_same_seed_gives_the_same_losses(
-    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str
-) -> None:
-    train(settings(tmp_path / "again", corpus_file), Quiet())
-    assert step_losses(tmp_path / "again") == step_losses(finished[0])
+def test_the_same_seed_gives_the_same_losses(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
+    for name, seed in (("one", 3), ("again", 3), ("other", 4)):
+        train(settings(tmp_path / name, corpus_file, model=one_layer, steps=3, seed=seed), Quiet())
+    assert step_losses(tmp_path / "one") == step_losses(tmp_path / "again") != step_losses(tmp_path / "other")
 
 
 def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
@@ -116,11 +126,12 @@ def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
     assert step_losses(folder)[-4:] == step_losses(finished[0])[-4:]
 
 
-def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str) -> None:
+def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
     folder = tmp_path / "stopped"
     flags = [
         f"--{name.replace('_', '-')}={value}" for name, value in TINY.items() if name not in ("warmup_steps", "steps")
     ]
+    flags.append(f"--model={one_layer}")
     process = subprocess.Popen(
         [sys.executable, "-m", "amoeba", "train", "--data", corpus_file, "--out", str(folder), "--steps=5000", *flags],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
@@ -163,17 +174,18 @@ def test_biases_of_deepseek_move_and_balance(tmp_path: Path, corpus_file: str) -
     assert all(bias.abs().max() > 0 for bias in biases)
 
 
-def test_the_balance_loss_takes_part_in_training(tmp_path: Path, corpus_file: str) -> None:
+def test_the_balance_loss_takes_part_in_training(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
     for balance in ("none", "aux"):
-        train(settings(tmp_path / balance, corpus_file, balance=balance, steps=3), Quiet())
+        train(settings(tmp_path / balance, corpus_file, model=one_layer, balance=balance, steps=3), Quiet())
     without, with_loss = step_losses(tmp_path / "none"), step_losses(tmp_path / "aux")
     assert with_loss[0] == without[0]  # logged is the language model's loss alone
     assert with_loss[2] != without[2]
 
 
-def test_accumulation_gives_the_losses_of_the_larger_batch(tmp_path: Path, corpus_file: str) -> None:
+def test_accumulation_gives_the_losses_of_the_larger_batch(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
     for name, changes in {"whole": {"batch_size": 4}, "parts": {"batch_size": 2, "accumulation": 2}}.items():
-        train(settings(tmp_path / name, corpus_file, steps=3, balance="none", **changes), Quiet())
+        changes |= {"model": one_layer, "steps": 3, "balance": "none"}
+        train(settings(tmp_path / name, corpus_file, **changes), Quiet())
     rtol = 1e-3 if torch.cuda.is_available() else 1e-5  # a GPU computes in bf16
     torch.testing.assert_close(
         torch.tensor(step_losses(tmp_path / "parts")), torch.tensor(step_losses(tmp_path / "whole")), rtol=rtol, atol=0
@@ -186,7 +198,8 @@ def test_the_z_loss_keeps_router_logits_smaller(tmp_path: Path, corpus_file: str
     norms = []
     for coefficient in (0.0, 5.0):
         folder = tmp_path / str(coefficient)
-        report = train(settings(folder, corpus_file, z_loss_coefficient=coefficient, steps=6), Quiet())
+        changes = {"z_loss_coefficient": coefficient, "steps": 6, "save_every": 6, "eval_every": 6}
+        report = train(settings(folder, corpus_file, **changes), Quiet())
         model = AutoModelForCausalLM.from_pretrained(report.model)
         inputs = torch.arange(256).view(1, -1)
         with torch.no_grad():
@@ -197,7 +210,7 @@ def test_the_z_loss_keeps_router_logits_smaller(tmp_path: Path, corpus_file: str
 
 @pytest.mark.parametrize("model", ["mixtral", "olmoe", "gpt_oss"])
 def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str) -> None:
-    report = train(settings(tmp_path / model, corpus_file, model=model, steps=6), Quiet())
+    report = train(settings(tmp_path / model, corpus_file, model=model, steps=4), Quiet())
     assert report.final_loss < report.start_loss
 
 
@@ -207,8 +220,6 @@ def test_a_folder_with_a_config_alone_is_trained_with_a_tokenizer_of_the_data(
 ) -> None:
     """An empty tokenizer gave 3 rows and a loss that stayed at ln V, with exit code 0."""
     from transformers import AutoTokenizer
-
-    from amoeba.jobs.presets import find_preset
 
     preset = {"qwen3_moe": "demo", "olmoe": "olmoe"}[model_type]
     find_preset(preset).build(vocab_size=600, sequence_length=64).save_pretrained(tmp_path / "model")

@@ -15,6 +15,8 @@ from collections import Counter
 
 import pytest
 
+pytestmark = pytest.mark.thorough  # speed, and bits that tests/optim/test_adamw_gpu.py compares where they are computed
+
 ACCESSES = re.compile(r"\b(?:ld|st)\.global(?:\.\w+)*")
 
 

@@ -15,10 +15,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # as a program
 from test_hopper_compiles import SHARED_BYTES, compiled_by, figures
 
+pytestmark = pytest.mark.thorough  # what it sees costs speed alone; sums and factors: test_low_rank.py
+
 HOT, OTHERS = ("dy, rank 16", "dh, rank 32"), ("dh, rank 64", "dh, rank 128", "dh in fp32, rank 32")
 
 
-@pytest.mark.parametrize("names", [HOT, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("names", [HOT, OTHERS], ids=str)
 def test_rows_are_copied_once_and_multiplied_twice_from_shared_memory_without_spills(names, tmp_path):
     found = compiled_by(__file__, tmp_path, *names)
     assert found.keys() == set(names)

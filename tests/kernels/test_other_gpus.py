@@ -35,10 +35,6 @@ def test_the_largest_tiles_fit_where_shared_memory_is_smallest(tmp_path: Path) -
     check(86, compiled_by(__file__, tmp_path, "86", "float16", *HOT))
 
 
-def test_keys_of_any_width_fit_in_fp32(tmp_path: Path) -> None:
-    check(86, compiled_by(__file__, tmp_path, "86", "float32", "decode attention 256"))
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capability", SHARED_BYTES)

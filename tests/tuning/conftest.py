@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from forgetting import forget
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AMOEBA_CACHE", str(tmp_path))
     monkeypatch.delenv("AMOEBA_TUNED", raising=False)
+    from forgetting import forget
+
     forget()
     yield tmp_path
     forget()
