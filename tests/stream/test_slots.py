@@ -56,7 +56,9 @@ def test_random_sequences_keep_every_rule(policy, slots, experts):
     model = Model(slots, experts, policy)
     table, requests, refused = model.table, [], 0
     for _ in range(800):
-        action = dice.choice(["request", "request", "some", "prefetch", "loaded", "loaded", "failed", "release", "release"])
+        action = dice.choice(
+            ["request", "request", "some", "prefetch", "loaded", "loaded", "failed", "release", "release"]
+        )
         ids = [dice.randrange(experts) for _ in range(dice.randint(0, slots))]
         before, state = model.protected(), (dict(model.where), set(model.loading))
         if action == "request":

@@ -17,17 +17,18 @@ from array import array
 from bisect import bisect
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from amoeba.cost import expert_bytes
 from amoeba.errors import bad_value
-from amoeba.stream.trace import NOBODY, LayerShape, Pass, Trace, check_layers
+from amoeba.stream.trace import NOBODY, LayerShape, Pass, Trace, check_layers, starts_of
 
 WINDOW = 8
 _ROUNDING = 1e-9  # ten times 0.1 is a whole one
 _MOST_SKEW = 8
 _TRIES = 50
+_MOST_DUE = 4  # tokens' selections; beyond that it is not a matter of one token
 
 
 class Locality(NamedTuple):
@@ -62,7 +63,9 @@ def synthetic_trace(locality: Locality, layers: Sequence[LayerShape], tokens: in
     columns = []
     for index, layer in enumerate(layers):
         columns.append(list(_of_layer(locality, layer, tokens, random.Random(f"{seed} {index}"))))
-    return Trace(tuple(layers), [Pass(1, of_token) for of_token in zip(*columns, strict=True)])
+    starts = starts_of(layers)
+    of_tokens = zip(*columns, strict=True)
+    return Trace(tuple(layers), [Pass(1, array("H", chain(*of_layers)), starts) for of_layers in of_tokens])
 
 
 def measure_locality(trace: Trace) -> Measured:
@@ -74,7 +77,7 @@ def measure_locality(trace: Trace) -> Measured:
             if each.tokens != 1:
                 window.clear()
                 continue
-            chosen = set(each.layers[layer]) - {NOBODY}
+            chosen = set(each.of_layer(layer)) - {NOBODY}
             if len(window) == WINDOW:
                 next_token += len(chosen & window[-1])
                 within += len(chosen & set().union(*window))
@@ -85,7 +88,7 @@ def measure_locality(trace: Trace) -> Measured:
     return Measured(next_token / selections, within / selections)
 
 
-def _of_layer(locality: Locality, layer: LayerShape, tokens: int, dice: random.Random) -> Iterator[array[int]]:
+def _of_layer(locality: Locality, layer: LayerShape, tokens: int, dice: random.Random) -> Iterator[list[int]]:
     window: deque[list[int]] = deque(maxlen=WINDOW)
     due_next = due_within = 0.0  # parts of a selection that were not made yet
     for token in range(tokens):
@@ -103,14 +106,14 @@ def _of_layer(locality: Locality, layer: LayerShape, tokens: int, dice: random.R
         fresh = layer.top_k - repeats - again
         if len(window) < WINDOW:  # the first tokens have little behind them, and nobody measures them
             due_next, due_within = due_next % 1, due_within % 1
-        if fresh > layer.experts - len(seen) or max(due_next, due_within) > layer.top_k:
+        if fresh > layer.experts - len(seen) or max(due_next, due_within) > _MOST_DUE * layer.top_k:
             wanted = f"one that {layer.experts} experts with {layer.top_k} per token can have"
             remedy = "take more experts, more repeats at the next token or fewer within the window"
             raise bad_value("locality", wanted, tuple(locality), remedy)
         chosen = _choose(repeats, before, weight, dice) + _choose(again, earlier, weight, dice)
         chosen += _choose_fresh(fresh, weight, summed, seen, dice)
         window.append(chosen)
-        yield array("H", chosen)
+        yield chosen
 
 
 def _popularity(experts: int, skew: float, dice: random.Random) -> list[float]:

@@ -18,6 +18,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -42,11 +43,16 @@ class Pass(NamedTuple):
     """One forward pass: several tokens in a prefill or a batch, one in decoding."""
 
     tokens: int
-    layers: tuple[array[int], ...]  # T·K ids each
+    ids: array[int]  # T·K of each layer
+    starts: tuple[int, ...]  # of each layer, in a pass of one token; the end is the last
+
+    def of_layer(self, layer: int) -> array[int]:
+        """Token by token."""
+        return self.ids[self.tokens * self.starts[layer] : self.tokens * self.starts[layer + 1]]
 
     def distinct(self, layer: int) -> list[int]:
         """The experts that this pass needs of a layer, each once, in the order in which they come."""
-        found = dict.fromkeys(self.layers[layer])
+        found = dict.fromkeys(self.of_layer(layer))
         found.pop(NOBODY, None)
         return list(found)
 
@@ -62,7 +68,7 @@ class Trace(NamedTuple):
 
 
 class TraceWriter:
-    """Appends pass after pass. Ends well when it is closed, interrupted (`with`) or killed (without the last pass)."""
+    """Appends pass after pass. What is there when the process is interrupted or killed is a trace."""
 
     def __init__(self, path: str | Path, layers: Sequence[LayerShape]) -> None:
         self.path, self.layers, self.tokens = Path(path), tuple(layers), 0
@@ -72,6 +78,7 @@ class TraceWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb")
         self._file.write(_first_line(self.layers, None))
+        self._file.flush()
 
     def add(self, layer: int, ids: Iterable[int]) -> None:
         """The ids of all tokens of this pass, token by token, layers in order from 0. The last layer ends the pass."""
@@ -89,6 +96,7 @@ class TraceWriter:
         self._pending.append(_little_endian(found).tobytes())
         if len(self._pending) == len(self.layers):
             self._file.write(_TOKENS.pack(tokens) + b"".join(self._pending))
+            self._file.flush()  # a process that is killed leaves what it had
             self.tokens += tokens
             self.abandon()
 
@@ -125,29 +133,30 @@ def read_trace(path: str | Path) -> Trace:
 def write_trace(path: str | Path, trace: Trace) -> None:
     with TraceWriter(path, trace.layers) as writer:
         for each in trace.passes:
-            for layer, ids in enumerate(each.layers):
-                writer.add(layer, ids)
+            for layer in range(len(trace.layers)):
+                writer.add(layer, each.of_layer(layer))
+
+
+def starts_of(layers: Sequence[LayerShape]) -> tuple[int, ...]:
+    return (0, *accumulate(layer.top_k for layer in layers))
 
 
 def _read_passes(path: Path, content: bytes, layers: Sequence[LayerShape]) -> Iterator[Pass]:
-    per_token = sum(layer.top_k for layer in layers)
+    starts, fewest = starts_of(layers), min(layer.experts for layer in layers)
     at = 0
     while at + _TOKENS.size <= len(content):
         (tokens,) = _TOKENS.unpack_from(content, at)
-        at += _TOKENS.size
-        end = at + 2 * tokens * per_token
-        if end > len(content):
+        begin = at + _TOKENS.size
+        at = begin + 2 * tokens * starts[-1]
+        if at > len(content):
             return
-        found = []
-        for layer in layers:
-            ids = array("H", content[at : at + 2 * tokens * layer.top_k])
-            at += 2 * tokens * layer.top_k
-            ids = _little_endian(ids)
-            wrong = next((each for each in ids if each >= layer.experts and each != NOBODY), None)
-            if wrong is not None:
-                raise _no_trace(path, f"expert {wrong} in a layer of {layer.experts}")
-            found.append(ids)
-        yield Pass(tokens, tuple(found))
+        found = Pass(tokens, _little_endian(array("H", content[begin:at])), starts)
+        if tokens and max(found.ids) >= fewest:  # a layer with more experts than another, or an id of nobody
+            for index, layer in enumerate(layers):
+                wrong = next((each for each in found.distinct(index) if each >= layer.experts), None)
+                if wrong is not None:
+                    raise _no_trace(path, f"expert {wrong} in layer {index}, of {layer.experts}")
+        yield found
 
 
 def _first_line(layers: Sequence[LayerShape], tokens: int | None) -> bytes:
