@@ -14,6 +14,7 @@ from amoeba.cpu.pointers import address
 from amoeba.errors import bad_value
 
 _HUGE = 2 * 2**20
+_NUMBERS = 16  # bytes; a blob is seen as numbers of any dtype
 
 
 def aligned_buffer(size: int) -> Tensor:
@@ -32,8 +33,13 @@ class Memory:
         if not isinstance(into, Tensor):
             view = memoryview(into)
             if view.readonly:
-                raise bad_value("into", "memory that can be written", "read-only memory", "pass a bytearray or a tensor")
+                raise bad_value(
+                    "into", "memory that can be written", "read-only memory", "pass a bytearray or a tensor"
+                )
             into = torch.frombuffer(view, dtype=torch.uint8)
         self.tensor = into
         self.address = address("into", into, torch.uint8, (size,))
+        if self.address % _NUMBERS:
+            got = f"memory that begins at {self.address:#x}"
+            raise bad_value("into", f"memory that begins at a multiple of {_NUMBERS} bytes", got, "use aligned_buffer")
         self.bytes = memoryview((ctypes.c_ubyte * size).from_address(self.address)).cast("B")

@@ -7,7 +7,8 @@
                  "intermediate": 768, "activation": {"kind": "silu", "gated": true, ...},
                  "format": {"kind": "plain", "dtype": "bfloat16"}, "expert_bytes": 9437184,
                  "parts": [{"name": "gate_up_JH", "offset": 0, "shape": [1536, 2048]}, ...],
-                 "checksums": [1, 2, ...]}]}
+                 "checksums": [1, 2, ...]}],
+     "crc32": 9012}
 
 `format.kind` is the place for block-scaled numbers: another kind with parts of its own. A reader refuses kinds and
 versions that it does not know.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,7 +73,12 @@ def written(index: Index) -> str:
     layers = [_layer_facts(layer.entry) | {"file": layer.file, "checksums": layer.checksums} for layer in index.layers]
     facts = {"format": FORMAT, "version": VERSION, "part_bytes": PART}
     facts |= {"model": index.model, "source": index.source, "rest": index.rest, "layers": layers}
-    return json.dumps(facts, allow_nan=False)
+    return json.dumps(facts | {"crc32": _crc32(facts)}, allow_nan=False)
+
+
+def _crc32(facts: dict[str, Any]) -> int:
+    """Of the index itself, so that a changed digit in it is noticed too."""
+    return zlib.crc32(json.dumps(facts, sort_keys=True, allow_nan=False).encode())
 
 
 def _layer_facts(entry: LayerEntry) -> dict[str, Any]:
@@ -100,7 +107,11 @@ def read_index(folder: Path) -> Index:
             raise ValueError(f"format {facts['format']!r}")
         if (facts["version"], facts["part_bytes"]) != (VERSION, PART):
             got = f"version {facts['version']} with parts of {facts['part_bytes']} bytes"
-            raise StoreError(path, f"version {VERSION} with parts of {PART} bytes", got, "use a newer aMoEba, or pack anew")
+            raise StoreError(
+                path, f"version {VERSION} with parts of {PART} bytes", got, "use a newer aMoEba, or pack anew"
+            )
+        if facts.pop("crc32") != _crc32(facts):
+            raise ValueError("its checksum does not go with it")
         layers = tuple(_stored_layer(path, layer) for layer in facts["layers"])
         return Index(dict(facts["model"]), dict(facts["source"]), dict(facts["rest"]), layers)
     except StoreError:
@@ -119,9 +130,16 @@ def _stored_layer(path: Path, facts: dict[str, Any]) -> StoredLayer:
     limit = facts["activation"]["limit"]
     activation = Activation(**facts["activation"] | {"limit": math.inf if limit is None else limit})
     parts = tuple(Part(part["name"], int(part["offset"]), tuple(map(int, part["shape"]))) for part in facts["parts"])
-    sizes = [int(facts[name]) for name in ("experts", "hidden", "intermediate")]
-    dtype = DTYPES[facts["format"]["dtype"]]
-    entry = LayerEntry(str(facts["name"]), *sizes, activation, dtype, parts, int(facts["expert_bytes"]))
+    entry = LayerEntry(
+        name=str(facts["name"]),
+        experts=int(facts["experts"]),
+        hidden=int(facts["hidden"]),
+        intermediate=int(facts["intermediate"]),
+        activation=activation,
+        dtype=DTYPES[facts["format"]["dtype"]],
+        parts=parts,
+        expert_bytes=int(facts["expert_bytes"]),
+    )
     checksums = tuple(map(int, facts["checksums"]))
     _check_layer(entry, checksums)
     return StoredLayer(entry, str(facts["file"]), checksums)

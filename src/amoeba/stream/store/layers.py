@@ -66,9 +66,6 @@ class LayerEntry:
     def has_bias(self) -> bool:
         return any(part.name == "gate_up_bias_J" for part in self.parts)
 
-    def part(self, name: str) -> Part:
-        return next(part for part in self.parts if part.name == name)
-
     def views(self, blob: Tensor) -> ExpertViews:
         """blob: (..., expert_bytes) of uint8, on any device, contiguous along its last dimension. Nothing is copied."""
         if blob.dtype != torch.uint8 or blob.dim() == 0 or blob.shape[-1] != self.expert_bytes:

@@ -150,7 +150,7 @@ class _Checkpoint:
         sources = self._sources[parameter]
         if not sources:
             raise bad_value("MODEL", f"weights for {parameter}", "none in the checkpoint", "download it again")
-        converter = self._converters.get(next(iter(sources)))  # type: ignore[arg-type]
+        converter = self._converters.get(next(iter(sources)))
         patterns: list[str | None] = [None] if converter is None else list(converter.source_patterns)
         if set(sources) != set(patterns):
             raise self._refused(parameter, f"tensors for {len(sources)} of {len(patterns)} patterns")
@@ -158,7 +158,9 @@ class _Checkpoint:
         whole = self._shapes[parameter] == first.shape
         targets = [target]
         for operation in [] if converter is None else reversed(converter.operations):
-            undone = _undo(operation, targets[0], len(patterns), whole) if len(targets) == 1 else _passes(operation, targets)
+            undone = (
+                _undo(operation, targets[0], len(patterns), whole) if len(targets) == 1 else _passes(operation, targets)
+            )
             if undone is None:
                 raise self._refused(parameter, f"by {operation}")
             targets = undone
@@ -175,7 +177,9 @@ class _Checkpoint:
         expected = (experts, *axes.shape) if stacked else axes.shape
         for name, tensor in zip(names, tensors, strict=True):
             if tensor.shape != expected:
-                raise bad_value(name, f"shape {expected}", tensor.shape, f"it does not go with config.json ({parameter})")
+                raise bad_value(
+                    name, f"shape {expected}", tensor.shape, f"it does not go with config.json ({parameter})"
+                )
         if not stacked and len(tensors) != experts:
             raise bad_value(parameter, f"tensors for {experts} experts", len(tensors), "download the checkpoint again")
         view = axes.view

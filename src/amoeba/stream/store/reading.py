@@ -102,7 +102,7 @@ class Range(NamedTuple):
 
 class Reader:
     def __init__(self, *, threads: int = THREADS, direct: bool = True) -> None:
-        self.direct = direct and bool(_DIRECT)
+        self.direct = direct and bool(_DIRECT) and hasattr(os, "preadv")  # os.pread has memory of its own
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="amoeba-read")
         self._files: dict[Path, ReadFile] = {}
         self._lock = threading.Lock()
