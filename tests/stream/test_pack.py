@@ -18,7 +18,6 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
-from selection import quick
 from stored_models import check_experts, save
 from typer.testing import CliRunner
 
@@ -26,6 +25,7 @@ from amoeba.cli import app
 from amoeba.stream.store import StoreError, aligned_buffer, folder, is_store, open_store, packing
 from amoeba.stream.store.packing import pack
 from hostile_folders import save_model
+from selection import quick
 
 LAYERS = 2
 STEP = 5  # of the moments at which packing is killed, every so many-th in one test
