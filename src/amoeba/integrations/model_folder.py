@@ -118,6 +118,14 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
     return model.eval()
 
 
+def load_without_weights(config: Any, name: str, *, trust_remote_code: bool = False) -> Any:
+    """The model on the meta device: its modules and their shapes, in no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with _reading(name, "model"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
+
+
 def has_weights(folder: Path) -> bool:
     """Whether there are weights to load, all files of them whole. Pickles are refused: reading one may run code."""
     from safetensors import SafetensorError, safe_open
