@@ -59,6 +59,9 @@ class FolderStore(Store):
         finally:
             self._scratch.append(scratch)
 
+    def scratch_bytes(self, readers: int) -> int:
+        return readers * max(sum(_blocks(BLOCK + piece.size) for piece in pieces) for pieces in self.pieces)
+
     def _take_scratch(self, size: int) -> Tensor:
         while True:
             try:

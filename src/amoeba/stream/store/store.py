@@ -54,6 +54,10 @@ class Store(ABC):
     @abstractmethod
     def _read(self, layer: int, expert: int, memory: Memory) -> None: ...
 
+    def scratch_bytes(self, readers: int) -> int:
+        """Memory that so many reads of experts at the same time need beside what they read into."""
+        return 0
+
     def views(self, layer: int, blob: Tensor) -> ExpertViews:
         """The parts of a blob (..., expert_bytes) as tensors that share its memory."""
         return self.layers[layer].views(blob)
