@@ -39,6 +39,10 @@ class Problem(NamedTuple):
         factors = _NO_FACTORS if self.lora is None else self.lora.six()
         return (*self[:3], *self.weights.tensors(), *factors)
 
+    def with_factors_as_weights(self) -> Problem:
+        """LoRA factors in the dtype of the weights, differentiably."""
+        return self if self.lora is None else self._replace(lora=self.lora.to(self.weights.dtype))
+
     def of_slots(self, slot_N: Tensor) -> Problem:
         """These slots (t·K + k) alone, each as a token with one expert."""
         top_k = self.expert_TK.shape[1]

@@ -44,8 +44,9 @@ class Request:
 class RowsApart(NamedTuple):
     """How a pass is computed where its experts are not all there at once, with the very numbers of a pass in one go.
 
-    whole:   y_TH of a problem, in the way that was chosen for it.
-    rows:    of a problem with one expert per token, each token's row as `combine` wants it.
+    whole:   y_TH of a problem, in the way that was chosen for it; nothing is saved for backward.
+    rows:    of a problem with one expert per token, each token's row as `combine` wants it; and where save is "h" that
+             of `Saved`, sorted by expert. LoRA factors may be in fp32.
     combine: y_TH of a problem, from a row for each of its slots t·K + k and a spare one at the end; the rows of
              sentinels hold anything.
 
@@ -53,7 +54,7 @@ class RowsApart(NamedTuple):
     """
 
     whole: Callable[[Problem], Tensor]
-    rows: Callable[[Problem], Tensor]
+    rows: Callable[[Problem, Save], tuple[Tensor, Tensor | None]]
     combine: Callable[[Tensor, Problem], Tensor]
 
 
@@ -112,9 +113,7 @@ class PassesBackend(Backend):
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         """Before the pass, and seen by autograd: factors in the dtype of the weights."""
-        if problem.lora is None:
-            return problem
-        return problem._replace(lora=problem.lora.to(problem.weights.dtype))
+        return problem.with_factors_as_weights()
 
     def run(self, request: Request) -> Tensor:
         routing = request.routing

@@ -63,7 +63,7 @@ class CpuBackend(PassesBackend):
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
         if save != "h" and _decodes(problem):
-            return RowsApart(cpu_decode.decode, cpu_decode.decode_rows, cpu_decode.combine)
+            return cpu_decode.APART
         return cpu_fused.apart() if cpu_fused.serves(problem) else sorted_rows.apart(CoreRows)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import low_rank
+from amoeba.backends.backend import RowsApart
 from amoeba.backends.low_rank import Rows
 from amoeba.backends.rowwise import sum_slots
 from amoeba.cpu.core import load_core
@@ -101,3 +102,6 @@ class _SlotProducts:
 def _plain(tensor: Tensor) -> Tensor:
     plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
     return tensor if plain else tensor.to(torch.float32).contiguous()
+
+
+APART = RowsApart(decode, lambda problem, save: (decode_rows(problem), None), combine)

@@ -61,10 +61,11 @@ def apart() -> RowsApart:
     return RowsApart(lambda problem: forward(problem, "nothing")[0], _rows_alone, _combine)
 
 
-def _rows_alone(problem: Problem) -> Tensor:
+def _rows_alone(problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:
     """Each token's one row, which is in bf16 before it is weighted."""
-    y_NH, _ = forward(problem._replace(weight_TK=torch.ones_like(problem.weight_TK)), "nothing")
-    return y_NH
+    problem = problem._replace(weight_TK=torch.ones_like(problem.weight_TK))
+    y_NH, saved = forward(problem.with_factors_as_weights(), save)
+    return y_NH, None if saved is None else saved.h_NJ
 
 
 def _combine(rows_NH: Tensor, problem: Problem) -> Tensor:

@@ -47,7 +47,7 @@ class EagerBackend(PassesBackend):
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
         if _decodes(problem, save):
-            return RowsApart(_decode, _decode_rows, _combine_wide)
+            return RowsApart(_decode, lambda part, save: (_decode_rows(part), None), _combine_wide)
         return sorted_rows.apart(TorchRows)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:

@@ -129,10 +129,14 @@ def apart(rows_type: type[SortedRows]) -> RowsApart:
     def whole(problem: Problem) -> Tensor:
         return forward(problem, "nothing", rows_type)[0]
 
+    def rows(problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:
+        y_NH, saved = forward(problem.with_factors_as_weights(), save, rows_type)
+        return y_NH, None if saved is None else saved.h_NJ
+
     def combine(rows_NH: Tensor, problem: Problem) -> Tensor:
         return sum_slots(rows_NH, problem.expert_TK, problem.weights.num_experts)
 
-    return RowsApart(whole, whole, combine)
+    return RowsApart(whole, rows, combine)
 
 
 def backward(

@@ -6,7 +6,7 @@ The ids of a pass become slots, and the slots are weights like any others. Where
 is one call. Else each group of experts computes its rows as soon as it is there, and the rows are combined once, at the
 end: `RowsApart`. Either way the numbers are those of the same experts resident.
 
-Backward streams them again and computes h again. Nothing is saved between the passes but the inputs.
+Backward streams them again, expert after expert. What is saved between the passes is what resident experts save.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from contextlib import closing, contextmanager
 import torch
 from torch import Tensor
 
-from amoeba.backends.backend import PassesBackend, Request, RowsApart
+from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.rowwise import sum_slots
-from amoeba.problem import Gradients, Needs, Problem, Save
+from amoeba.layout import build_layout
+from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.routing import Routing
 from amoeba.stream.experts import StreamedExperts
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
@@ -35,45 +36,66 @@ class StreamedBackend(PassesBackend):
         """Without gradients the factors of experts that have rows are rounded one by one."""
         return super().prepared(problem, gradient) if gradient else problem
 
-    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, None]:
-        inner = _inner(problem)
-        weights = problem.weights
+    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:
+        inner, weights = _inner(problem), problem.weights
         stood_in = problem._replace(weights=weights.others)
         apart = inner.rows_apart(stood_in, save)
-        assert apart is not None  # `_inner` found one that has it
+        assert apart is not None  # backends that serve a CPU's weights have it
         ids_N = _ids(problem)
         distinct = len({*ids_N.tolist()} - {weights.num_experts})
-        y_TH = rows_NH = None
+        one_by_one = save == "h" or problem.lora is not None
+        y_TH, rows = None, _Rows(problem, save)
         with _lent(problem, ids_N) as groups:
             for slot_of in groups:
-                if problem.lora is None and len(slot_of) == distinct:
+                if not one_by_one and len(slot_of) == distinct:
                     y_TH = apart.whole(_in_slots(problem, weights.slots, _places(ids_N, slot_of, weights)))
-                else:
-                    rows_NH = _add_rows(problem, ids_N, slot_of, apart, inner, rows_NH)
+                    continue
+                for slot_N, part in _parts(problem, ids_N, slot_of, one_by_one):
+                    rows.put(slot_N, *apart.rows(part, save))
         if y_TH is None:
-            y_TH = torch.zeros_like(problem.x_TH) if rows_NH is None else apart.combine(rows_NH, stood_in)
-        return y_TH, None
+            y_TH = torch.zeros_like(problem.x_TH) if rows.y_NH is None else apart.combine(rows.y_NH, stood_in)
+        return y_TH, rows.h_NJ
 
-    def backward(self, problem: Problem, saved: None, dy_TH: Tensor, needs: Needs) -> Gradients:
+    def backward(self, problem: Problem, saved: Tensor | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         inner, weights, x_TH = _inner(problem), problem.weights, problem.x_TH
         ids_N, top_k = _ids(problem), problem.expert_TK.shape[1]
         found = Gradients.zeros(problem, needs)
         dx_NH = x_TH.new_empty(problem.rows + 1, x_TH.shape[1]) if needs.x else None
         d_weight = torch.zeros_like(problem.weight_TK) if needs.weight else None
         with _lent(problem, ids_N) as groups:
-            for expert, slot in (pair for group in groups for pair in group.items()):
-                slot_N = (ids_N == expert).nonzero().flatten()
-                alone = _of_expert(problem, slot_N, expert, slot)
-                part = inner.backward(alone, None, dy_TH.index_select(0, slot_N // top_k), needs)
+            for slot_N, part in (each for group in groups for each in _parts(problem, ids_N, group, one_by_one=True)):
+                h = None if saved is None else _saved(part, saved.index_select(0, slot_N))
+                of_part = inner.backward(part, h, dy_TH.index_select(0, slot_N // top_k), needs)
                 if dx_NH is not None:
-                    dx_NH.index_copy_(0, slot_N, _there(part.x))
+                    dx_NH.index_copy_(0, slot_N, _there(of_part.x))
                 if d_weight is not None:
-                    d_weight.view(-1).index_copy_(0, slot_N, _there(part.weight).flatten())
+                    d_weight.view(-1).index_copy_(0, slot_N, _there(of_part.weight).flatten())
                 for name in LORA_NAMES:
-                    if (whole := getattr(found, name)) is not None:
-                        whole[expert] = getattr(part, name)[0]
+                    if (of_all := getattr(found, name)) is not None:
+                        of_all[ids_N[slot_N[0]]] = _there(getattr(of_part, name))[0]
         d_x = None if dx_NH is None else sum_slots(dx_NH, problem.expert_TK, weights.num_experts)
         return found._replace(x=d_x, weight=d_weight)
+
+
+class _Rows:
+    """A row for each slot t·K + k of a pass, as they come: of y, with a spare one at the end, and of h."""
+
+    def __init__(self, problem: Problem, save: Save) -> None:
+        self._rows = problem.rows
+        width = problem.weights.activation.width(problem.weights.intermediate)
+        self.h_NJ = problem.x_TH.new_empty(problem.rows, width) if save == "h" else None
+        self.y_NH: Tensor | None = None
+
+    def put(self, slot_N: Tensor, y: Tensor, h: Tensor | None) -> None:
+        if self.y_NH is None:
+            self.y_NH = y.new_empty(self._rows + 1, y.shape[1])
+        self.y_NH.index_copy_(0, slot_N, y)
+        if self.h_NJ is not None:
+            self.h_NJ.index_copy_(0, slot_N, _there(h))
+
+
+def _saved(part: Problem, h_NJ: Tensor) -> Saved:
+    return Saved.of(h_NJ, build_layout(part.expert_TK, part.weights.num_experts))
 
 
 def _inner(problem: Problem) -> PassesBackend:
@@ -110,55 +132,40 @@ def _in_slots(problem: Problem, slots: ExpertWeights, place_N: Tensor) -> Proble
     return problem._replace(expert_TK=place_N.view_as(problem.expert_TK), weights=slots)
 
 
-def _add_rows(
-    problem: Problem,
-    ids_N: Tensor,
-    slot_of: dict[int, int],
-    apart: RowsApart,
-    inner: PassesBackend,
-    rows_NH: Tensor | None,
-) -> Tensor:
-    """A row for each slot of the problem and a spare one, those of this group's experts written now."""
-    weights = problem.weights
-    for slot_N, part in _parts(problem, ids_N, slot_of):
-        found = apart.rows(inner.prepared(part, False))
-        if rows_NH is None:
-            rows_NH = found.new_empty(problem.rows + 1, weights.hidden)
-        rows_NH.index_copy_(0, slot_N, found)
-    assert rows_NH is not None
-    return rows_NH
-
-
-def _parts(problem: Problem, ids_N: Tensor, slot_of: dict[int, int]) -> Iterator[tuple[Tensor, Problem]]:
-    """Slots t·K + k of the pass, and these as a problem. Factors are all there: each expert's are a view, so with them
-    experts come one by one."""
-    if problem.lora is None:
-        place_N = _places(ids_N, slot_of, problem.weights)
-        slot_N = (place_N >= 0).nonzero().flatten()
-        yield slot_N, _in_slots(problem.of_slots(slot_N), problem.weights.slots, place_N[slot_N])
+def _parts(
+    problem: Problem, ids_N: Tensor, slot_of: dict[int, int], one_by_one: bool
+) -> Iterator[tuple[Tensor, Problem]]:
+    """Slots t·K + k of the pass, and these as a problem: all that belong to the group, or expert after expert. Factors
+    are all in memory, so that an expert's own are a view."""
+    if one_by_one:
+        for expert, slot in slot_of.items():
+            slot_N = (ids_N == expert).nonzero().flatten()
+            yield slot_N, _of_expert(problem, slot_N, expert, slot)
         return
-    for expert, slot in slot_of.items():
-        slot_N = (ids_N == expert).nonzero().flatten()
-        yield slot_N, _of_expert(problem, slot_N, expert, slot)
+    place_N = _places(ids_N, slot_of, problem.weights)
+    slot_N = (place_N >= 0).nonzero().flatten()
+    yield slot_N, _in_slots(problem.of_slots(slot_N), problem.weights.slots, place_N[slot_N])
 
 
 def _of_expert(problem: Problem, slot_N: Tensor, expert: int, slot: int) -> Problem:
     """The rows of one expert, as if there were no other."""
-    part = problem.of_slots(slot_N)
-    slots = problem.weights.slots
-    own = ExpertWeights(*(None if t is None else t[slot : slot + 1] for t in slots.tensors()), slots.activation)
-    lora = problem.lora
-    if lora is not None:
-        six = [None if factor is None else factor[expert : expert + 1] for factor in lora.six()]
-        if lora.shares_a:
-            six[2] = six[0]
-        lora = LoraFactors(*six, lora.scaling)  # type: ignore[arg-type]
-    return part._replace(expert_TK=torch.zeros_like(part.expert_TK), weights=own, lora=lora)
+    part, slots = problem.of_slots(slot_N), problem.weights.slots
+    tensors = (None if tensor is None else tensor[slot : slot + 1] for tensor in slots.tensors())
+    weights = ExpertWeights.unchecked(*tensors, slots.activation)
+    lora = None if problem.lora is None else _factors_of(problem.lora, expert)
+    return part._replace(expert_TK=torch.zeros_like(part.expert_TK), weights=weights, lora=lora)
 
 
-def _there(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None  # as it was asked for
-    return gradient
+def _factors_of(lora: LoraFactors, expert: int) -> LoraFactors:
+    gate_a, gate_b, up_a, up_b, down_a, down_b = (None if f is None else f[expert : expert + 1] for f in lora.six())
+    if lora.shares_a:
+        up_a = gate_a
+    return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None  # as it was asked for
+    return tensor
 
 
 BACKEND = StreamedBackend()

@@ -103,7 +103,7 @@ def attach(
     policy: who leaves when room is needed: lfru, lru or lfu.
     dtype:  to be sure of it: experts have the dtype of the checkpoint, and so has the rest.
     """
-    _check_vram(vram)
+    check_vram(vram)
     loaded = model if isinstance(model, nn.Module) else None
     source = _source_of(model if loaded is None else store or getattr(loaded, "name_or_path", ""))
     opened = open_store(source, trust_remote_code=trust_remote_code)
@@ -129,7 +129,8 @@ def attach(
     return Streamed(loaded, memory, budget, rest)
 
 
-def _check_vram(vram: str | int | None) -> None:
+def check_vram(vram: str | int | None) -> None:
+    """ValueError where there is one."""
     if vram is None:
         return
     if not torch.cuda.is_available():

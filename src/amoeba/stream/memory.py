@@ -22,6 +22,7 @@ from amoeba.stream.cache import ExpertCache
 from amoeba.stream.experts import StreamedExperts
 from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.recorder import Recorder
+from amoeba.stream.sizes import show_size
 from amoeba.stream.store.buffers import aligned_buffer
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.store.store import Store
@@ -63,6 +64,10 @@ class ExpertMemory:
     @property
     def slot_bytes(self) -> int:
         return sum(blobs.nbytes for blobs in self._blobs)
+
+    def __str__(self) -> str:
+        experts = max(entry.experts for entry in self.store.layers)
+        return f"{_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}"
 
     def record(self, recorder: Recorder | None) -> None:
         """Hands every pass that begins from now on to the recorder."""
@@ -141,10 +146,16 @@ class ExpertMemory:
             self.recorder.close()
 
 
+def _range(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
+
+
 def _weights(entry: LayerEntry, blobs: Tensor) -> ExpertWeights:
     return ExpertWeights(*entry.views(blobs), entry.activation)
 
 
 def _of_all(weights: ExpertWeights, experts: int) -> ExpertWeights:
+    """No memory of its own: every expert is what lies in the first slot."""
     tensors = (None if t is None else t[:1].expand(experts, *t.shape[1:]) for t in weights.tensors())
-    return ExpertWeights(*tensors, weights.activation)  # type: ignore[arg-type]
+    return ExpertWeights.unchecked(*tensors, weights.activation)

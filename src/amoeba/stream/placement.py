@@ -38,7 +38,7 @@ class MemoryStore(Store):
         if weights.activation.interleaved:
             gate_up, gate_up_bias = _gates_first(gate_up), None if gate_up_bias is None else _gates_first(gate_up_bias)
         for view, tensor in zip(entry.views(self._blobs), (gate_up, down, gate_up_bias, down_bias), strict=True):
-            if view is not None:
+            if view is not None and tensor is not None:
                 view.copy_(tensor.detach())
 
     def _read(self, layer: int, expert: int, memory: Memory) -> None:
