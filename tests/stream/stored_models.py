@@ -14,10 +14,16 @@ from tiny_models import build, save_byte_tokenizer
 
 
 def save(
-    folder: Path, model_type: str = "qwen3_moe", *, stacked: bool = False, shard: str = "1GB", **changes: Any
+    folder: Path,
+    model_type: str = "qwen3_moe",
+    *,
+    stacked: bool = False,
+    shard: str = "1GB",
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: Any,
 ) -> Any:
-    """The model, in bf16; stacked: with the names of transformers' modules, not those of the family's checkpoints."""
-    model = build(model_type, **changes).to(torch.bfloat16)
+    """The model; stacked: with the names of transformers' modules, not those of the family's checkpoints."""
+    model = build(model_type, **changes).to(dtype)
     model.save_pretrained(folder, save_original_format=not stacked, max_shard_size=shard)
     save_byte_tokenizer(folder)
     return model
