@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -358,6 +359,13 @@ def test_equal_experts_are_equal_blobs(folder, packed):
         assert any(end > begin for begin, end in store.layers[0].gaps())
 
 
+def test_a_packed_store_needs_no_transformers(packed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with open_store(packed) as store:
+        store.read(0, 0, aligned_buffer(store.expert_bytes(0)))
+        assert dict(store.rest_tensors())
+
+
 def test_a_closed_store_says_so(packed):
     store = open_store(packed)
     store.close()
@@ -478,7 +486,11 @@ def test_a_conversion_that_is_not_known_is_refused_with_the_familys_name(tmp_pat
 
 def keeps_values(ops: Any, name: str) -> Any:
     """An operation of another version of transformers."""
-    return type(name, (ops.ConversionOps,), {"convert": lambda self, found, *_, **__: dict(found)})()
+
+    def convert(self: Any, found: Any, *_: Any, **__: Any) -> Any:
+        return {pattern: tensors[0] for pattern, tensors in found.items()}
+
+    return type(name, (ops.ConversionOps,), {"convert": convert})()
 
 
 CHAINS: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""Experts beyond memory: kept in a store on disk, brought to where they are computed when they are needed."""
+"""Experts beyond memory: which of them are where, who leaves when room is needed, and what that costs."""
