@@ -181,6 +181,19 @@ def test_room_is_looked_for_first(model, tmp_path, monkeypatch):
     assert not list((tmp_path / "store" / "experts").iterdir())
 
 
+def test_what_a_killed_process_left_takes_no_room(model, tmp_path, monkeypatch):
+    store, true = tmp_path / "store", shutil.disk_usage
+    assert killed_at(12, model, store)
+    assert list(store.rglob("*.writing"))
+
+    def usage(path: Path) -> Any:
+        assert not list(store.rglob("*.writing"))
+        return true(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    pack(model, store)
+
+
 def test_no_more_than_an_expert_is_in_memory(tmp_path, monkeypatch):
     save(tmp_path / "model", num_experts=40, stacked=True)
     sizes: list[int] = []

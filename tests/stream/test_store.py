@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ PART = reading.PART
 def folder(tmp_path_factory) -> Path:
     """Of a model with experts of more than one part."""
     path = tmp_path_factory.mktemp("model")
-    save(path, hidden_size=256, moe_intermediate_size=1000, num_experts=3, num_hidden_layers=1)
+    save(path, hidden_size=256, moe_intermediate_size=999, num_experts=3)
     return path
 
 
@@ -212,6 +213,7 @@ def test_any_way_of_reading_gives_the_same_bytes(when, which, folder, packed, mo
     with open_store(path) as store:
         for _ in range(2):
             blobs.append(aligned_buffer(store.expert_bytes(0)))
+            store.read(1, 1, aligned_buffer(store.expert_bytes(1)))
             store.read(0, 1, blobs[-1])
     assert all(torch.equal(blob, plain) for blob in blobs)
     said = [record for record in caplog.records if "page cache" in record.message]
@@ -246,7 +248,7 @@ def test_memory_that_cannot_hold_an_expert_is_refused(packed, make, said):
         store.read(0, 0, make(store.expert_bytes(0)))
 
 
-@pytest.mark.parametrize(("layer", "expert"), [(1, 0), (-1, 0), (0, 3), (0, -1)])
+@pytest.mark.parametrize(("layer", "expert"), [(2, 0), (-1, 0), (0, 3), (0, -1)])
 def test_an_expert_that_is_not_there_is_refused(packed, layer, expert):
     with open_store(packed) as store, pytest.raises(ValueError, match=f"layer {layer}, expert {expert}"):
         store.read(layer, expert, aligned_buffer(store.expert_bytes(0)))
@@ -327,12 +329,14 @@ def test_after_a_read_error_the_next_try_succeeds(which, folder, packed, monkeyp
 
 def test_nothing_is_written_after_an_error(packed, monkeypatch):
     """A slot may be given to another expert as soon as `read` has failed."""
-    true, second = os.preadv, threading.Event()
+    true, begun, go_on = os.preadv, threading.Event(), threading.Event()
 
     def preadv(descriptor: int, into: Any, offset: int) -> int:
         if offset == 0:
+            begun.wait(5)
             raise OSError(errno.EIO, "Input/output error")
-        second.wait(0.2)
+        begun.set()
+        go_on.wait(0.3)
         return true(descriptor, into, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -341,9 +345,25 @@ def test_nothing_is_written_after_an_error(packed, monkeypatch):
         with pytest.raises(StoreError):
             store.read(0, 0, blob)
         blob.zero_()
-        second.set()
-        store.read(0, 1, aligned_buffer(store.expert_bytes(0)))
-        assert not blob.any()
+        go_on.set()
+    assert not blob.any()
+
+
+def test_equal_experts_are_equal_blobs(folder, packed):
+    """What is between the parts and after them has a value too."""
+    with open_store(folder) as of_folder, open_store(packed) as store:
+        one, other = (aligned_buffer(store.expert_bytes(0)).fill_(255) for _ in range(2))
+        of_folder.read(0, 1, one)
+        store.read(0, 1, other)
+        assert torch.equal(one, other)
+        assert any(end > begin for begin, end in store.layers[0].gaps())
+
+
+def test_a_packed_store_needs_no_transformers(packed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with open_store(packed) as store:
+        store.read(0, 0, aligned_buffer(store.expert_bytes(0)))
+        assert dict(store.rest_tensors())
 
 
 def test_a_closed_store_says_so(packed):
@@ -462,6 +482,52 @@ def test_a_conversion_that_is_not_known_is_refused_with_the_familys_name(tmp_pat
         ValueError, match=r"a checkpoint of qwen3_moe .* got model.layers.0.mlp.experts.gate_up_proj by"
     ):
         open_store(tmp_path)
+
+
+def keeps_values(ops: Any, name: str) -> Any:
+    """An operation of another version of transformers."""
+
+    def convert(self: Any, found: Any, *_: Any, **__: Any) -> Any:
+        return {pattern: tensors[0] for pattern, tensors in found.items()}
+
+    return type(name, (ops.ConversionOps,), {"convert": convert})()
+
+
+CHAINS: dict[str, Any] = {
+    "interleaved, transposed": lambda ops: [ops.Interleave(dim=1), ops.Transpose(1, 2)],
+    "transposed, interleaved": lambda ops: [ops.Transpose(1, 2), ops.Interleave(dim=1)],
+    "interleaved back": lambda ops: [ops.Transpose(-2, -1), ops.Interleave(dim=1, inverse=True)],
+    "transposed twice": lambda ops: [ops.Transpose(1, 2), ops.Transpose(2, 1)],
+    "aligned": lambda ops: [ops.Transpose(1, 2), keeps_values(ops, "Force16BytesAlignment")],
+    "where it has to be": lambda ops: [ops.Transpose(1, 2, check_dims=True)],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_conversions_are_undone_one_after_another(chain, tmp_path, monkeypatch):
+    """Of stacked experts, against what transformers makes of them."""
+    from transformers import conversion_mapping, core_model_loading
+
+    model, name = save(tmp_path, stacked=True), "mlp.experts.gate_up_proj"
+    operations = CHAINS[chain](core_model_loading)
+    wide = chain in ("transposed twice",) or chain.startswith("where")
+    change(tmp_path, name, lambda tensor: tensor if wide else tensor.mT.contiguous())
+    expected = {}
+    for key, tensor in load_file(tmp_path / "model.safetensors").items():
+        if key.endswith(name):
+            for operation in operations:
+                made = operation.convert({name: [tensor]}, [name], [name], model=model, full_layer_name=key)
+                tensor = made[name]
+            expected[key.removesuffix(".gate_up_proj")] = tensor
+    assert {tuple(tensor.shape) for tensor in expected.values()} == {(EXPERTS, 48, 32)}
+    converter = core_model_loading.WeightConverter(name, name, operations)
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [converter])
+    with open_store(tmp_path) as store:
+        for layer, entry in enumerate(store.layers):
+            blob = aligned_buffer(store.expert_bytes(layer))
+            for expert in range(EXPERTS):
+                store.read(layer, expert, blob)
+                assert torch.equal(store.views(layer, blob).gate_up_JH, expected[entry.name][expert])
 
 
 def test_code_of_a_folder_runs_only_where_it_is_trusted(tmp_path):

@@ -11,6 +11,7 @@ Every blob of a layer has its parts at the same offsets, so a stack of blobs is 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,6 +66,12 @@ class LayerEntry:
     @property
     def has_bias(self) -> bool:
         return any(part.name == "gate_up_bias_J" for part in self.parts)
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """What is after each part, up to the next or to the end: zeros, so that equal experts are equal blobs."""
+        ends = [*(part.offset for part in self.parts[1:]), self.expert_bytes]
+        for part, end in zip(self.parts, ends, strict=True):
+            yield part.offset + math.prod(part.shape) * self.dtype.itemsize, end
 
     def views(self, blob: Tensor) -> ExpertViews:
         """blob: (..., expert_bytes) of uint8, on any device, contiguous along its last dimension. Nothing is copied."""

@@ -158,9 +158,9 @@ class _Checkpoint:
         whole = self._shapes[parameter] == first.shape
         targets = [target]
         for operation in [] if converter is None else reversed(converter.operations):
-            undone = (
-                _undo(operation, targets[0], len(patterns), whole) if len(targets) == 1 else _passes(operation, targets)
-            )
+            if len(targets) > 1 and not _stacks(operation):
+                raise self._refused(parameter, f"by {operation} before a concatenation")
+            undone = targets if len(targets) > 1 else _undo(operation, targets[0], len(patterns), whole)
             if undone is None:
                 raise self._refused(parameter, f"by {operation}")
             targets = undone
@@ -232,8 +232,8 @@ def _as_stored(part: Tensor, layout: ExpertsLayout, *, is_up: bool) -> _Axes:
 def _undo(operation: Any, axes: _Axes, sources: int, whole: bool) -> list[_Axes] | None:
     """What the operation makes this of, or None. Its dimension 0 is that of the experts, which nothing may touch."""
     kind, rank = type(operation).__name__, len(axes.groups) + 1
-    if kind == "MergeModulelist":
-        return [axes] if operation.dim == 0 else None
+    if _stacks(operation):
+        return [axes]
     if kind == "Transpose":
         if whole and getattr(operation, "check_dims", False):
             return [axes]
@@ -250,9 +250,10 @@ def _undo(operation: Any, axes: _Axes, sources: int, whole: bool) -> list[_Axes]
     return None
 
 
-def _passes(operation: Any, targets: list[_Axes]) -> list[_Axes] | None:
-    """An operation before a concatenation: stacking, which happens to each list of tensors by itself."""
-    return targets if type(operation).__name__ == "MergeModulelist" and operation.dim == 0 else None
+def _stacks(operation: Any) -> bool:
+    """Whether it makes a tensor of all experts out of their list, or leaves every number where it is."""
+    kind = type(operation).__name__
+    return (kind == "MergeModulelist" and operation.dim == 0) or kind == "Force16BytesAlignment"
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
