@@ -55,6 +55,13 @@ def test_a_recorded_trace_gives_what_the_library_gives(trace):
     assert row["top_slots"] == [16, 8]
 
 
+def test_a_warm_up_is_not_counted():
+    words = ("--synthetic", SMALL, "--policy", "lru", "--budget", "100%", "--json")
+    cold, warm = simulate(*words), simulate(*words, "--warm-up", 30)
+    assert results(cold)[0]["hit_rate"] < results(warm)[0]["hit_rate"]
+    assert "the cache starts empty" in cold.stdout and "after 30 tokens of warm-up" in warm.stdout
+
+
 def test_bytes_are_given_by_vram_and_ram_over_a_disk():
     words = ("--synthetic", SMALL, "--policy", "lru", "--json")
     both = results(simulate(*words, "--vram", "576MiB", "--ram", "576MiB", "--disk", 2))[0]
@@ -128,6 +135,7 @@ def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):
             ("--synthetic", SMALL, "--draw", "x.svg", "--budget", "5%"),
             "--draw: expected at least two --budget; got one",
         ),
+        (("--synthetic", SMALL, "--warm-up", "60"), "warm-up: expected 0 to 59 tokens"),
         (("--synthetic", SMALL, "--draw", "."), "--draw: expected the name of a file; got ., a folder"),
         (("missing.trace",), "missing.trace: expected a file or folder that can be read or written; got No such file"),
     ],
@@ -135,7 +143,7 @@ def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):
 def test_what_cannot_be_done_is_said_in_a_sentence(words, said):
     result = simulate(*words)
     assert result.exit_code == 2 and said in result.stderr, result.output
-    assert not result.stdout
+    assert not result.stdout, "before anything is replayed"
 
 
 def test_bytes_of_a_trace_that_does_not_know_them_are_asked_for(trace, tmp_path):
