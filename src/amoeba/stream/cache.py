@@ -90,7 +90,7 @@ class _CopiesFirst(Policy):
     def use(self, ids: Collection[int]) -> None:
         """The layer's policy hears of it from the top tier."""
 
-    def coldest(self, candidates: Collection[int], count: int) -> list[int]:
+    def coldest(self, candidates: Sequence[int], count: int) -> list[int]:
         if not count:
             return []
         copies = [expert for expert in candidates if expert in self._top]
