@@ -48,19 +48,22 @@ class Machine:
         if self.down and self.dice.random() < 0.5:
             expert = self.dice.choice(sorted(self.down))
             host_slot, content = self.down.pop(expert)
+            if self.dice.random() < 0.1:
+                self.cache.dropped(0, expert)
+                if expert in self.up:
+                    self.fail(expert)
+                return
             self.host[host_slot] = content
             self.cache.arrived(0, expert)
         elif self.up:
             expert = self.dice.choice(sorted(self.up))
             source, host_slot, slot = self.up[expert]
+            if self.dice.random() < 0.1:
+                self.fail(expert)
+                return
             if source == "host" and expert in self.down:
                 return  # still on its way down
             del self.up[expert]
-            if self.dice.random() < 0.1:
-                self.failures += 1
-                self.cache.failed(0, expert)
-                self.held = [[each for each in ids if each != expert] for ids in self.held]
-                return
             if source == "disk" and host_slot is not None:
                 self.host[host_slot] = expert
                 if self.dice.random() < 0.5:
@@ -69,6 +72,12 @@ class Machine:
                 assert self.host[host_slot] == expert, "its host slot was given away before it was copied up"
             self.top[slot] = expert
             self.cache.loaded(0, expert)
+
+    def fail(self, expert: int) -> None:
+        del self.up[expert]
+        self.failures += 1
+        self.cache.failed(0, expert)
+        self.held = [[each for each in ids if each != expert] for ids in self.held]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -180,8 +189,22 @@ def test_what_was_not_written_back_is_read_from_the_disk_again():
     cache.loaded(0, 1)
     cache.release(0, [3, 1])
     assert settle(cache, [0]).from_disk == [(0, 0, 0)], "into the host slot that stayed free"
-    with pytest.raises(RuntimeError, match="where all experts are"):
-        lru(2, None).dropped(0, 0)
+    with pytest.raises(RuntimeError, match="expert 3 was dropped, but was not being written back"):
+        cache.dropped(0, 3)
+
+
+def test_a_write_goes_on_when_the_copy_up_that_waited_for_it_fails():
+    cache = lru(2, 3)
+    for ids in ([0, 1], [0, 2], [0, 3]):
+        settle(cache, ids)
+    assert cache.request(0, [3, 1]).writes == [(0, 0, 0)]
+    cache.loaded(0, 1)
+    cache.release(0, [3, 1])
+    assert cache.request(0, [0]).from_host == [(0, 0, 0)], "it is on its way down"
+    cache.failed(0, 0)
+    assert settle(cache, [4]).from_disk[0][1] != 0, "the copy downwards still writes there"
+    cache.arrived(0, 0)
+    assert settle(cache, [0]).from_host[0][:2] == (0, 0)
 
 
 def test_counters_begin_anew():
