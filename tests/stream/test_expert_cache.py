@@ -48,19 +48,22 @@ class Machine:
         if self.down and self.dice.random() < 0.5:
             expert = self.dice.choice(sorted(self.down))
             host_slot, content = self.down.pop(expert)
+            if self.dice.random() < 0.1:
+                self.cache.dropped(0, expert)
+                if expert in self.up:
+                    self.fail(expert)
+                return
             self.host[host_slot] = content
             self.cache.arrived(0, expert)
         elif self.up:
             expert = self.dice.choice(sorted(self.up))
             source, host_slot, slot = self.up[expert]
+            if self.dice.random() < 0.1:
+                self.fail(expert)
+                return
             if source == "host" and expert in self.down:
                 return  # still on its way down
             del self.up[expert]
-            if self.dice.random() < 0.1:
-                self.failures += 1
-                self.cache.failed(0, expert)
-                self.held = [[each for each in ids if each != expert] for ids in self.held]
-                return
             if source == "disk" and host_slot is not None:
                 self.host[host_slot] = expert
                 if self.dice.random() < 0.5:
@@ -69,6 +72,12 @@ class Machine:
                 assert self.host[host_slot] == expert, "its host slot was given away before it was copied up"
             self.top[slot] = expert
             self.cache.loaded(0, expert)
+
+    def fail(self, expert: int) -> None:
+        del self.up[expert]
+        self.failures += 1
+        self.cache.failed(0, expert)
+        self.held = [[each for each in ids if each != expert] for ids in self.held]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -170,6 +179,43 @@ def test_a_failed_read_frees_the_slots_of_both_tiers_and_the_next_try_reads_agai
     assert settle(cache, [0, 5]).hits == {0: 0, 5: 1}
 
 
+def test_what_was_not_written_back_is_read_from_the_disk_again():
+    cache = lru(2, 3)
+    for ids in ([0, 1], [0, 2], [0, 3]):
+        settle(cache, ids)
+    fetch = cache.request(0, [3, 1])
+    assert fetch.writes == [(0, 0, 0)]
+    cache.dropped(0, 0)
+    cache.loaded(0, 1)
+    cache.release(0, [3, 1])
+    assert settle(cache, [0]).from_disk == [(0, 0, 0)], "into the host slot that stayed free"
+    with pytest.raises(RuntimeError, match="expert 3 was dropped, but was not being written back"):
+        cache.dropped(0, 3)
+
+
+def test_a_write_goes_on_when_the_copy_up_that_waited_for_it_fails():
+    cache = lru(2, 3)
+    for ids in ([0, 1], [0, 2], [0, 3]):
+        settle(cache, ids)
+    assert cache.request(0, [3, 1]).writes == [(0, 0, 0)]
+    cache.loaded(0, 1)
+    cache.release(0, [3, 1])
+    assert cache.request(0, [0]).from_host == [(0, 0, 0)], "it is on its way down"
+    cache.failed(0, 0)
+    assert settle(cache, [4]).from_disk[0][1] != 0, "the copy downwards still writes there"
+    cache.arrived(0, 0)
+    assert settle(cache, [0]).from_host[0][:2] == (0, 0)
+
+
+def test_counters_begin_anew():
+    cache = lru(2, 3)
+    settle(cache, [0, 1])
+    cache.count_tokens(1)
+    assert (cache.restart_counters().from_disk, cache.counters) == (2, Counters(misses_of_layer=[0]))
+    settle(cache, [0, 1])
+    assert cache.counters.hits == cache.counters.requested == 2
+
+
 def test_a_prefetch_evicts_nothing_that_the_latest_request_used():
     cache = lru(4, None)
     settle(cache, [8, 9])
@@ -183,6 +229,15 @@ def test_a_prefetch_evicts_nothing_that_the_latest_request_used():
     counters = cache.counters
     assert (counters.prefetched, counters.prefetched_used) == (2, 1)
     assert (counters.requested, counters.hits) == (8, 3)
+
+
+def test_a_prefetch_that_was_evicted_before_its_use_was_of_no_use():
+    cache = lru(2, None)
+    cache.prefetch(0, [5])
+    cache.loaded(0, 5)
+    for ids in ([0, 1], [5], [5]):
+        settle(cache, ids)
+    assert (cache.counters.prefetched, cache.counters.prefetched_used) == (1, 0)
 
 
 def test_a_prefetch_that_is_on_its_way_is_waited_for():

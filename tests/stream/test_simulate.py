@@ -119,6 +119,17 @@ def test_two_tiers_read_less_from_the_disk_than_their_sizes_apart():
     assert both.from_disk < 1.15 * as_much.from_disk, "nearly as good as one tier of both sizes"
 
 
+def test_a_warm_up_fills_the_cache_and_is_not_counted():
+    trace = synthetic_trace(Locality(), LAYERS, tokens=100)
+    whole, first = replay(trace, [8, 4]), replay(Trace(trace.layers, trace.passes[:40]), [8, 4])
+    warm = replay(trace, [8, 4], warm_up=40)
+    assert (warm.tokens, warm.hits) == (60, whole.hits - first.hits)
+    with pytest.raises(
+        ValueError, match="warm-up: expected 0 to 99 tokens, after which this trace has another pass; got 100"
+    ):
+        replay(trace, [8, 4], warm_up=100)
+
+
 def test_progress_is_told_after_each_pass():
     trace, calls = synthetic_trace(Locality(), LAYERS, tokens=7), []
     replay(trace, [4, 2], progress=lambda: calls.append(1))

@@ -55,6 +55,9 @@ def simulate(
     expert_size: Annotated[
         str | None, typer.Option("--expert-size", help="Bytes of one expert, such as 9MiB; default as the trace says.")
     ] = None,
+    warm_up: Annotated[
+        int, typer.Option("--warm-up", min=0, help="Tokens at the beginning that fill the cache and are not counted.")
+    ] = 0,
     link: Annotated[float, typer.Option("--link", help="GB/s from memory to the GPU, for the floor.")] = 55.0,
     disk: Annotated[float, typer.Option("--disk", help="GB/s from the disk, for the floor.")] = 5.0,
     draw: Annotated[
@@ -67,6 +70,7 @@ def simulate(
     output = start(verbose)
     with usage():
         from amoeba.stream.policies import make_policy
+        from amoeba.stream.simulate import check_warm_up
 
         policies = [make_policy(name).name for name in dict.fromkeys(policy.split(","))]
         if not (link > 0 and disk > 0):
@@ -74,8 +78,9 @@ def simulate(
         size = _expert_size(expert_size)
         check_drawing(draw, budget, vram or ram)
         replayed, name = load_trace(trace, synthetic, size)
+        check_warm_up(replayed, warm_up)
         settings = choose_budgets(replayed, budget, vram, ram)
-        document = run(replayed, name, policies, settings, link * _GB, disk * _GB, draw, output)
+        document = run(replayed, name, policies, settings, warm_up, link * _GB, disk * _GB, draw, output)
     finish(output, document, True, json)
 
 
@@ -147,6 +152,7 @@ def run(
     name: str,
     policies: Sequence[str],
     settings: Sequence[Setting],
+    warm_up: int,
     link: float,
     disk: float,
     draw: Path | None,
@@ -163,15 +169,16 @@ def run(
         told = _Progress(output, len(policies) * len(settings) * len(trace.passes))
         for setting in settings:
             for policy in policies:
-                counters = replay(trace, setting.top, setting.host, policy, told.one_more)
+                counters = replay(trace, setting.top, setting.host, policy, warm_up=warm_up, progress=told.one_more)
                 results.append(_result(trace, setting, policy, counters, link, disk))
-    _print(results, trace, output)
+    _print(results, trace, warm_up, output)
     document = {
         "document": "amoeba stream simulate",
         "trace": name,
         "layers": len(trace.layers),
         "passes": len(trace.passes),
         "tokens": trace.tokens,
+        "warm_up": warm_up,
         "complete": trace.complete,
         "locality": locality._asdict(),
         "link_bytes_per_second": link,
@@ -232,16 +239,13 @@ def _result(
     }
 
 
-def _print(results: Sequence[dict[str, Any]], trace: Trace, output: Output) -> None:
+def _print(results: Sequence[dict[str, Any]], trace: Trace, warm_up: int, output: Output) -> None:
     sized = all(layer.expert_bytes for layer in trace.layers)
     rows = [_row(found, sized) for found in results]
-    about = "slots are per layer" if sized else "slots are per layer; --expert-size adds bytes and the time floor"
-    output.table(
-        f"{about}; the cache starts empty",
-        list(rows[0]),
-        [list(row.values()) for row in rows],
-        text=("budget", "policy"),
-    )
+    about = ["slots are per layer", f"after {warm_up} tokens of warm-up" if warm_up else "the cache starts empty"]
+    if not sized:
+        about.append("--expert-size adds bytes and the time floor")
+    output.table("; ".join(about), list(rows[0]), [list(row.values()) for row in rows], text=("budget", "policy"))
 
 
 def _row(found: dict[str, Any], sized: bool) -> dict[str, str]:

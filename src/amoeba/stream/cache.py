@@ -15,10 +15,10 @@ number. With `host=[0] * layers` there is no tier between the disk and the top, 
 
 **The tiers hold different experts where they can.** A host slot that is needed is taken from an expert that the top
 tier has too, the hottest first, because it will be there for long; then from the coldest. What leaves the top tier and
-has no copy on the host is written back. In replayed traces (docs/streaming_cache.md) this reads a quarter to two fifths
-less from the disk than a host tier that keeps what passed through it. It costs copies downwards, in the direction in
-which the link is idle. One copy of each expert and no more would read a little less still, but write back at every
-eviction, two to three times as much with a large host tier.
+has no copy on the host is written back. In replayed traces (docs/streaming_cache.md) this reads 15 to 45 % less from
+the disk than a host tier that keeps what passed through it, for copies downwards, in the direction in which the link is
+idle. Never keeping two copies would read a little less still, but write back at every eviction, up to three times as
+often.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _CopiesFirst(Policy):
     def use(self, ids: Collection[int]) -> None:
         """The layer's policy hears of it from the top tier."""
 
-    def coldest(self, candidates: Collection[int], count: int) -> list[int]:
+    def coldest(self, candidates: Sequence[int], count: int) -> list[int]:
         if not count:
             return []
         copies = [expert for expert in candidates if expert in self._top]
@@ -106,6 +106,7 @@ class _Layer:
         self.top = SlotTable(top, shape.experts, order)
         self.host = None if host is None else SlotTable(host, shape.experts, _CopiesFirst(order, self.top))
         self.rising: set[int] = set()  # held on the host until they are on the top tier
+        self.falling: set[int] = set()  # being written back
         self.prefetched: set[int] = set()  # and not asked for yet
 
 
@@ -161,37 +162,54 @@ class ExpertCache:
 
     def arrived(self, layer: int, expert: int) -> None:
         """Its read from the disk, or its copy downwards, is whole in its host slot."""
-        host = self._layers[layer].host
-        if host is None:
+        here = self._layers[layer]
+        if here.host is None:
             raise RuntimeError(f"expert {expert} arrived on the host, where all experts are")
-        host.loaded(expert)
+        here.host.loaded(expert)
+        here.falling.discard(expert)
 
     def loaded(self, layer: int, expert: int) -> None:
-        """Its copy on the top tier is whole, and with it the one on the host."""
+        """Its copy on the top tier is whole, and with it what was read into its host slot for that."""
         here = self._layers[layer]
         here.top.loaded(expert)
         if here.host is not None and expert in here.rising:
-            if here.host.is_loading(expert):
+            if here.host.is_loading(expert) and expert not in here.falling:
                 here.host.loaded(expert)
             self._let_go(here.host, here, expert)
 
     def failed(self, layer: int, expert: int) -> None:
-        """It could not be read or copied: neither tier shows anything that is not whole, and its slots are free."""
+        """It could not be read or copied up, and nothing writes into its slots any more: they are free, on both tiers
+        but for a host copy that is whole or still being written back, and nobody holds it."""
         here = self._layers[layer]
         here.top.failed(expert)
         here.prefetched.discard(expert)
         if here.host is not None and expert in here.rising:
-            if here.host.is_loading(expert):
+            if here.host.is_loading(expert) and expert not in here.falling:
                 here.host.failed(expert)
                 here.rising.discard(expert)
             else:
                 self._let_go(here.host, here, expert)
+
+    def dropped(self, layer: int, expert: int) -> None:
+        """It was to be written back and was not: its host slot is free. A copy up that waited for it has `failed` too,
+        before or after."""
+        here = self._layers[layer]
+        if here.host is None or expert not in here.falling:
+            raise RuntimeError(f"expert {expert} was dropped, but was not being written back")
+        here.host.failed(expert)
+        here.falling.discard(expert)
+        here.rising.discard(expert)
 
     def release(self, layer: int, ids: Iterable[int]) -> None:
         self._layers[layer].top.release(ids)
 
     def count_tokens(self, tokens: int) -> None:
         self.counters.tokens += tokens
+
+    def restart_counters(self) -> Counters:
+        """Those until now; the next are counted from 0, as after a prefill or a warm-up."""
+        until_now, self.counters = self.counters, Counters(misses_of_layer=[0] * len(self._layers))
+        return until_now
 
     def _fetch(self, here: _Layer, plan: Plan) -> Fetch:
         here.prefetched.difference_update(plan.evicted)
@@ -212,6 +230,7 @@ class ExpertCache:
         left = {expert: slot for expert, (_, slot) in zip(plan.evicted, plan.loads, strict=False) if expert not in host}
         down = host.request_some(left)
         host.release(expert for expert, _ in down.loads)
+        here.falling.update(expert for expert, _ in down.loads)
         self.counters.written_bytes += here.bytes * len(down.loads)
         return [(expert, left[expert], host_slot) for expert, host_slot in down.loads]
 

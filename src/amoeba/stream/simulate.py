@@ -23,20 +23,38 @@ def slots_of_share(layers: Sequence[LayerShape], share: float) -> list[int]:
     return [max(1, int(layer.experts * share + 1e-9)) for layer in layers]
 
 
+def check_warm_up(trace: Trace, warm_up: int) -> None:
+    most = trace.tokens - trace.passes[-1].tokens if trace.passes else 0
+    if not 0 <= warm_up <= most:
+        wanted = f"0 to {most} tokens, after which this trace has another pass"
+        raise bad_value("warm-up", wanted, warm_up, "record a longer trace")
+
+
 def replay(
     trace: Trace,
     top: Sequence[int],
     host: Sequence[int] | None = None,
     policy: str = DEFAULT_POLICY,
+    *,
+    warm_up: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> Counters:
-    """top, host: slots of each layer, as ExpertCache takes them. progress: called after each pass."""
+    """top, host: slots of each layer, as ExpertCache takes them.
+
+    warm_up:  tokens that fill the cache, which is empty at first, and are not counted.
+    progress: called after each pass.
+    """
+    check_warm_up(trace, warm_up)
     cache = ExpertCache(trace.layers, top, host, policy)
+    seen = 0
     for each in trace.passes:
         for layer in range(len(trace.layers)):
             for wave in cache.waves(layer, each.distinct(layer)):
                 _run(cache, layer, wave)
         cache.count_tokens(each.tokens)
+        if seen < warm_up:
+            cache.restart_counters()
+        seen += each.tokens
         progress()
     return cache.counters
 

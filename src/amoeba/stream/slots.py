@@ -81,7 +81,7 @@ class SlotTable:
     def request_some(self, ids: Iterable[int]) -> Plan:
         """As many of them as there is room for, those that are there first; the others are not in the plan."""
         distinct = dict.fromkeys(ids)
-        return self._take(distinct, self._evictable(distinct), all_or_none=False)
+        return self._take(distinct, distinct, all_or_none=False)
 
     def prefetch(self, ids: Iterable[int]) -> Plan:
         """Loads of as many as there is room for, the first first. They are not held, and take no slot of an expert that
@@ -89,7 +89,7 @@ class SlotTable:
         expected = dict.fromkeys(ids)
         missing = {expert: None for expert in expected if expert not in self._slot_of}
         spared = self._expected.union(self._recent, expected)
-        plan = self._take(missing, self._evictable(spared), all_or_none=False)
+        plan = self._take(missing, spared, all_or_none=False)
         for expert, _ in plan.loads:
             self._holds[expert] -= 1
         self._expected.update(expected)
@@ -126,31 +126,34 @@ class SlotTable:
         if len(distinct) > self.slots:
             remedy = "split them with waves(), or give the layer a larger budget"
             raise bad_value("experts of one request", f"at most {self.slots}, the slots", len(distinct), remedy)
-        plan = self._take(distinct, self._evictable(distinct), all_or_none=True)
+        plan = self._take(distinct, distinct, all_or_none=True)
         self._policy.use(distinct)
         self._note_use(distinct)
         return plan
 
-    def _take(self, distinct: dict[int, None], candidates: list[int], all_or_none: bool) -> Plan:
-        slot_of, holds = self._slot_of, self._holds
+    def _take(self, distinct: dict[int, None], spared: Collection[int], all_or_none: bool) -> Plan:
+        slot_of, holds, free = self._slot_of, self._holds, self._free
         present = {expert: slot_of[expert] for expert in distinct if expert in slot_of}
         missing = [expert for expert in distinct if expert not in slot_of]
         for expert in missing:
             if not 0 <= expert < self.experts:
                 raise bad_value("expert", f"0 to {self.experts - 1}", expert, "leave out ids that belong to nobody")
-        room = len(self._free) + len(candidates)
-        if len(missing) > room:
-            if all_or_none:
-                raise SlotsInUse(f"{len(missing)} slots are needed, {room} of {self.slots} are not in use")
-            missing = missing[:room]
-        evicted = self._policy.coldest(candidates, max(0, len(missing) - len(self._free)))
+        evicted: list[int] = []
+        if len(missing) > len(free):
+            candidates = [each for each in self._expert_in if each != _EMPTY and not holds[each] and each not in spared]
+            room = len(free) + len(candidates)
+            if len(missing) > room:
+                if all_or_none:
+                    raise SlotsInUse(f"{len(missing)} slots are needed, {room} of {self.slots} are not in use")
+                missing = missing[:room]
+            evicted = self._policy.coldest(candidates, len(missing) - len(free))
         for expert in evicted:
-            self._free.append(slot_of.pop(expert))
+            free.append(slot_of.pop(expert))
         for expert in present:
             holds[expert] += 1
         loads = []
         for expert in missing:
-            slot = self._free.pop()
+            slot = free.pop()
             slot_of[expert], self._expert_in[slot] = slot, expert
             holds[expert] = 2  # the request's and the load's
             self._loading.add(expert)
@@ -164,10 +167,6 @@ class SlotTable:
             return Plan(present, {}, loads, evicted)
         waiting = {expert: slot for expert, slot in present.items() if expert in loading}
         return Plan({each: slot for each, slot in present.items() if each not in loading}, waiting, loads, evicted)
-
-    def _evictable(self, but: Collection[int]) -> list[int]:
-        holds = self._holds
-        return [each for each in self._expert_in if each != _EMPTY and not holds[each] and each not in but]
 
     def _note_use(self, ids: Collection[int]) -> None:
         self._recent = ids
