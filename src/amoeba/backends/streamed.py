@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 import torch
 from torch import Tensor
 
-from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.rowwise import sum_slots
 from amoeba.layout import build_layout
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
@@ -37,33 +37,30 @@ class StreamedBackend(PassesBackend):
         return super().prepared(problem, gradient) if gradient else problem
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:
-        inner, weights = _inner(problem), problem.weights
-        stood_in = problem._replace(weights=weights.others)
-        apart = inner.rows_apart(stood_in, save)
-        assert apart is not None  # backends that serve a CPU's weights have it
-        ids_N = _ids(problem)
-        distinct = len({*ids_N.tolist()} - {weights.num_experts})
+        _, apart = _inner(problem, save)
+        ids, slots = _ids(problem), problem.weights.slots
         one_by_one = save == "h" or problem.lora is not None
-        y_TH, rows = None, _Rows(problem, save)
-        with _lent(problem, ids_N) as groups:
+        y_TH, rows, slots_of = None, _Rows(problem, save), _Slots(ids)
+        with _lent(problem, ids) as groups:
             for slot_of in groups:
-                if not one_by_one and len(slot_of) == distinct:
-                    y_TH = apart.whole(_in_slots(problem, weights.slots, _places(ids_N, slot_of, weights)))
+                if not one_by_one and all(each in slot_of for each in ids):
+                    y_TH = apart.whole(_in_slots(problem, slots, [slot_of[each] for each in ids]))
                     continue
-                for slot_N, part in _parts(problem, ids_N, slot_of, one_by_one):
+                for slot_N, part in _parts(problem, slots_of, slot_of, one_by_one):
                     rows.put(slot_N, *apart.rows(part, save))
         if y_TH is None:
-            y_TH = torch.zeros_like(problem.x_TH) if rows.y_NH is None else apart.combine(rows.y_NH, stood_in)
+            of_all = problem._replace(weights=problem.weights.others)
+            y_TH = torch.zeros_like(problem.x_TH) if rows.y_NH is None else apart.combine(rows.y_NH, of_all)
         return y_TH, rows.h_NJ
 
     def backward(self, problem: Problem, saved: Tensor | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        inner, weights, x_TH = _inner(problem), problem.weights, problem.x_TH
-        ids_N, top_k = _ids(problem), problem.expert_TK.shape[1]
-        found = Gradients.zeros(problem, needs)
+        inner, _ = _inner(problem, "h")
+        x_TH, ids, top_k = problem.x_TH, _ids(problem), problem.expert_TK.shape[1]
+        found, slots_of = Gradients.zeros(problem, needs), _Slots(ids)
         dx_NH = x_TH.new_empty(problem.rows + 1, x_TH.shape[1]) if needs.x else None
         d_weight = torch.zeros_like(problem.weight_TK) if needs.weight else None
-        with _lent(problem, ids_N) as groups:
-            for slot_N, part in (each for group in groups for each in _parts(problem, ids_N, group, one_by_one=True)):
+        with _lent(problem, ids) as groups:
+            for slot_N, part in (each for group in groups for each in _parts(problem, slots_of, group, True)):
                 h = None if saved is None else _saved(part, saved.index_select(0, slot_N))
                 of_part = inner.backward(part, h, dy_TH.index_select(0, slot_N // top_k), needs)
                 if dx_NH is not None:
@@ -72,8 +69,8 @@ class StreamedBackend(PassesBackend):
                     d_weight.view(-1).index_copy_(0, slot_N, _there(of_part.weight).flatten())
                 for name in LORA_NAMES:
                     if (of_all := getattr(found, name)) is not None:
-                        of_all[ids_N[slot_N[0]]] = _there(getattr(of_part, name))[0]
-        d_x = None if dx_NH is None else sum_slots(dx_NH, problem.expert_TK, weights.num_experts)
+                        of_all[ids[slot_N[0]]] = _there(getattr(of_part, name))[0]
+        d_x = None if dx_NH is None else sum_slots(dx_NH, problem.expert_TK, problem.weights.num_experts)
         return found._replace(x=d_x, weight=d_weight)
 
 
@@ -98,53 +95,62 @@ def _saved(part: Problem, h_NJ: Tensor) -> Saved:
     return Saved.of(h_NJ, build_layout(part.expert_TK, part.weights.num_experts))
 
 
-def _inner(problem: Problem) -> PassesBackend:
-    """The backend that would have served the same experts resident."""
-    from amoeba.backends.registry import explain
+def _inner(problem: Problem, save: Save) -> tuple[PassesBackend, RowsApart]:
+    """The backend that would have served the same experts resident, and its way."""
+    from amoeba.backends.registry import backends_of
 
-    routing = Routing(problem.expert_TK, problem.weight_TK, trusted=True)
-    found = explain(Request(problem.x_TH, routing, problem.weights.others, problem.lora)).backend
-    assert isinstance(found, PassesBackend)  # eager serves whatever a store can hold
-    return found
+    others = problem.weights.others
+    request = Request(problem.x_TH, Routing(problem.expert_TK, problem.weight_TK, trusted=True), others, problem.lora)
+    for backend in backends_of(type(others), others.device):
+        if isinstance(backend, PassesBackend) and backend.why_not(request) is None:
+            apart = backend.rows_apart(problem._replace(weights=others), save)
+            if apart is not None:
+                return backend, apart
+    raise AssertionError("the backend eager serves whatever a store can hold")
 
 
-def _ids(problem: Problem) -> Tensor:
-    """int64, E for sentinels."""
-    ids_N, experts = problem.expert_TK.reshape(-1).to(torch.int64), problem.weights.num_experts
-    return ids_N.masked_fill((ids_N < 0) | (ids_N >= experts), experts)
+def _ids(problem: Problem) -> list[int]:
+    return problem.expert_TK.reshape(-1).tolist()
 
 
 @contextmanager
-def _lent(problem: Problem, ids_N: Tensor) -> Iterator[Iterator[dict[int, int]]]:
-    with closing(problem.weights.lend(ids_N.tolist(), problem.x_TH.shape[0])) as groups:
+def _lent(problem: Problem, ids: list[int]) -> Iterator[Iterator[dict[int, int]]]:
+    with closing(problem.weights.lend(ids, problem.x_TH.shape[0])) as groups:
         yield groups
 
 
-def _places(ids_N: Tensor, slot_of: dict[int, int], weights: StreamedExperts) -> Tensor:
-    """The slot of each row's expert, -1 for one that is not in the group."""
-    place_E = torch.full((weights.num_experts + 1,), -1, dtype=torch.int64, device=ids_N.device)
-    for expert, slot in slot_of.items():
-        place_E[expert] = slot
-    return place_E[ids_N]
+class _Slots:
+    """The slots t·K + k of each expert in a pass, in their order."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+        self._of: dict[int, list[int]] = {}
+
+    def __call__(self, expert: int) -> list[int]:
+        if not self._of:
+            for slot, each in enumerate(self._ids):
+                self._of.setdefault(each, []).append(slot)
+        return self._of[expert]
 
 
-def _in_slots(problem: Problem, slots: ExpertWeights, place_N: Tensor) -> Problem:
+def _in_slots(problem: Problem, slots: ExpertWeights, places: list[int]) -> Problem:
+    place_N = torch.tensor(places, dtype=torch.int64, device=problem.expert_TK.device)
     return problem._replace(expert_TK=place_N.view_as(problem.expert_TK), weights=slots)
 
 
 def _parts(
-    problem: Problem, ids_N: Tensor, slot_of: dict[int, int], one_by_one: bool
+    problem: Problem, slots_of: _Slots, slot_of: dict[int, int], one_by_one: bool
 ) -> Iterator[tuple[Tensor, Problem]]:
     """Slots t·K + k of the pass, and these as a problem: all that belong to the group, or expert after expert. Factors
     are all in memory, so that an expert's own are a view."""
     if one_by_one:
         for expert, slot in slot_of.items():
-            slot_N = (ids_N == expert).nonzero().flatten()
+            slot_N = torch.tensor(slots_of(expert), dtype=torch.int64, device=problem.expert_TK.device)
             yield slot_N, _of_expert(problem, slot_N, expert, slot)
         return
-    place_N = _places(ids_N, slot_of, problem.weights)
-    slot_N = (place_N >= 0).nonzero().flatten()
-    yield slot_N, _in_slots(problem.of_slots(slot_N), problem.weights.slots, place_N[slot_N])
+    found = [(slot, place) for expert, place in slot_of.items() for slot in slots_of(expert)]
+    slot_N = torch.tensor([slot for slot, _ in found], dtype=torch.int64, device=problem.expert_TK.device)
+    yield slot_N, _in_slots(problem.of_slots(slot_N), problem.weights.slots, [place for _, place in found])
 
 
 def _of_expert(problem: Problem, slot_N: Tensor, expert: int, slot: int) -> Problem:

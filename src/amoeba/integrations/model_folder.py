@@ -129,12 +129,13 @@ def load_rest(kind: Any, config: Any, name: str, tensors: dict[str, torch.Tensor
             state_dict=tensors,
             dtype="auto",
             experts_implementation="amoeba",
+            trust_remote_code=False,  # its class is there already
             output_loading_info=True,
         )
     _check_nothing_is_missing(name, found)
     if (Path(name) / "generation_config.json").is_file():
         with _reading(name, "generation_config.json"):
-            model.generation_config = GenerationConfig.from_pretrained(name)
+            model.generation_config = GenerationConfig.from_pretrained(name, trust_remote_code=False)
     model.name_or_path = name
     return model.eval()
 

@@ -128,6 +128,8 @@ class ExpertMemory:
 
     def _give_up(self, layer: int, reads: dict[int, Future[None]]) -> list[int]:
         """Reads that nobody waits for any more: none of them writes into a slot after this."""
+        if not reads:
+            return []
         for read in reads.values():
             read.cancel()
         wait(reads.values())
