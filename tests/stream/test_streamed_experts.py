@@ -19,7 +19,7 @@ from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.placement import MemoryStore, stream_from_memory
 from amoeba.weights import LORA_NAMES
 
-E, K, H, I, R = 6, 2, 48, 32, 3
+E, K, H, I, R = 6, 3, 48, 32, 3  # K: of two numbers the order does not matter
 SLOTS = (1, 2, E // 2, E)
 CLAMPED = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0)
 
@@ -96,6 +96,22 @@ def gradients(weights, x_TH: Tensor, routing: Routing, dy_TH: Tensor, recompute:
     named = {"x": x, "weight": weight, **lora.tensors()}
     found = torch.autograd.grad(y_TH, list(named.values()), dy_TH)
     return {"output": y_TH.detach(), **dict(zip(named, found, strict=True))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pass_that_several_threads_divide_is_the_same(way: str, dtype: torch.dtype) -> None:
+    """torch gives each thread a share of all rows, and ends its vectors where a share ends."""
+    if way == "eager":
+        pytest.skip("the activation is torch's own there")
+    resident, threads = weights_of(dtype), torch.get_num_threads()
+    x_TH, routing = routed(1200, dtype)
+    torch.set_num_threads(3)
+    try:
+        expected = experts(x_TH, routing, resident)
+        for slots in (1, 2, E):
+            assert torch.equal(experts(x_TH, routing, stream_from_memory(resident, slots)), expected)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_an_adapter_without_gradients_gives_the_same(way: str) -> None:

@@ -33,7 +33,14 @@ from tiny_models import EXPERTS, LAYERS
 TYPES = ("qwen3_moe", "mixtral", "gpt_oss")
 HALF = "qwen3_moe in bf16"
 NEW_TOKENS = 12
-SIZES = {"max_position_embeddings": 512, "vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256}
+TOP_K = 3  # of two numbers the order in which they are added does not matter
+SIZES = {
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": TOP_K,
+    "vocab_size": 257,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
 
 
 class Stored(NamedTuple):
@@ -277,7 +284,7 @@ def test_the_command_generates_the_same_and_tells_what_it_read(stored, tmp_path)
 
     recorded = read_trace(trace)
     assert recorded.complete and recorded.tokens == found["tokens"]
-    assert [layer.top_k for layer in recorded.layers] == [2, 2]
+    assert [layer.top_k for layer in recorded.layers] == [TOP_K, TOP_K]
     counters = replay(recorded, found["slots"], host=[0, 0], policy=found["policy"])
     assert counters.top_hit_rate == found["hit_rate"]
     assert (counters.requested, counters.hits, counters.disk_bytes) == (

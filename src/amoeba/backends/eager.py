@@ -47,7 +47,7 @@ class EagerBackend(PassesBackend):
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
         if _decodes(problem, save):
-            return RowsApart(_decode, lambda part, save: (_decode_rows(part), None), _combine_wide)
+            return RowsApart(_decode, lambda part, save: (_decode_rows(part)[:-1], None), _combine_wide)
         return sorted_rows.apart(TorchRows)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
@@ -61,36 +61,47 @@ def _decodes(problem: Problem, save: Save) -> bool:
 
 def _decode(problem: Problem) -> Tensor:
     """A few rows, one after another; nothing is sorted and every expert is read where it lies."""
-    slots = torch.arange(problem.rows, dtype=torch.int64, device=problem.x_TH.device)
-    return _combine_wide(_decode_rows(problem.of_slots(slots), spare=1), problem)
+    rows_TKH = _decode_rows(problem)[:-1].view(*problem.expert_TK.shape, -1)
+    experts, expert_TK = problem.weights.num_experts, problem.expert_TK
+    if (nobody_TK := (expert_TK < 0) | (expert_TK >= experts)).any():
+        rows_TKH.masked_fill_(nobody_TK[..., None], 0)
+    y_TH, *others = rows_TKH.unbind(1)
+    for row_TH in others:
+        y_TH += row_TH
+    return y_TH.to(problem.x_TH.dtype)
 
 
 def _combine_wide(rows_NH: Tensor, problem: Problem) -> Tensor:
     return sum_slots(rows_NH, problem.expert_TK, problem.weights.num_experts).to(problem.x_TH.dtype)
 
 
-def _decode_rows(problem: Problem, spare: int = 0) -> Tensor:
-    """y of each token's one expert in fp32 or wider, which is not written for sentinels."""
-    x_NH, weights = problem.x_TH, problem.weights
+def _decode_rows(problem: Problem) -> Tensor:
+    """A row for each slot t·K + k, in fp32 or wider, and a spare one; those of sentinels are not written."""
+    x_TH, weights, top_k = problem.x_TH, problem.weights, problem.expert_TK.shape[1]
     gate_up, down, bias = weights.gate_up_EJH, weights.down_EHI, weights.gate_up_bias_EJ
-    dtype = compute_dtype(x_NH.dtype, x_NH.device)
-    product = torch.mv if dtype == x_NH.dtype else _wide_product
-    wide = torch.promote_types(x_NH.dtype, torch.float32)
-    y_NH = torch.empty((problem.rows + spare, weights.hidden), dtype=wide, device=x_NH.device)
-    experts = problem.expert_TK.flatten().tolist()
-    owned = [(n, e) for n, e in enumerate(experts) if 0 <= e < gate_up.shape[0]]
+    dtype = compute_dtype(x_TH.dtype, x_TH.device)
+    product = torch.mv if dtype == x_TH.dtype else _wide_product
+    wide = torch.promote_types(x_TH.dtype, torch.float32)
+    y_NH = torch.empty((problem.rows + 1, weights.hidden), dtype=wide, device=x_TH.device)
+    ids = problem.expert_TK.flatten().tolist()
+    owned = [(n, e) for n, e in enumerate(ids) if 0 <= e < gate_up.shape[0]]
     if not owned:
         return y_NH
-    rows = [product(gate_up[e], x_NH[n]) for n, e in owned]
+    x, y = x_TH.unbind(0), y_NH.unbind(0)
+    rows = [product(gate_up[e], x[n // top_k]) for n, e in owned]
     h = torch.stack(rows if bias is None else [h + bias[e] for h, (_, e) in zip(rows, owned, strict=True)])
-    scale = problem.weight_TK
-    if len(owned) < len(experts):
+    scale = problem.weight_TK.reshape(-1, 1)
+    if len(owned) < len(ids):
         scale = scale[[n for n, _ in owned]]
     a = activate(h if h.dtype == wide else h.to(wide), weights.activation).mul_(scale)
+    plain = dtype == wide and x_TH.dtype == wide
     for (n, e), a_row, scale_row in zip(owned, a.unbind(0), scale.unbind(0), strict=True):
-        y_NH[n].copy_(_down_product(down[e], a_row, wide))
+        if plain:
+            torch.mv(down[e], a_row, out=y[n])
+        else:
+            y[n].copy_(_down_product(down[e], a_row, wide))
         if weights.down_bias_EH is not None:
-            y_NH[n].addcmul_(weights.down_bias_EH[e], scale_row.to(wide))
+            y[n].addcmul_(weights.down_bias_EH[e], scale_row.to(wide))
     return y_NH
 
 
