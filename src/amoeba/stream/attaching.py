@@ -23,7 +23,7 @@ from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import experts_modules, hand_over, layout_of
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
-from amoeba.machine import available_memory
+from amoeba.machine import available_memory, total_memory
 from amoeba.stream.memory import READS, ExpertMemory
 from amoeba.stream.placement import STREAMED
 from amoeba.stream.policies import DEFAULT_POLICY
@@ -157,8 +157,8 @@ def _share(store: Store, rest: int, ram: str | int) -> tuple[int, list[int]]:
     least = rest + scratch + least_budget(shapes, once)
     everything = rest + scratch + sum(shape.experts * shape.expert_bytes for shape in shapes)
     if ram == "auto":
-        free = available_memory(CPU)
-        budget = everything if free is None else min(everything, int(AUTO_SHARE * free))
+        free = [each for each in (available_memory(CPU), total_memory()) if each is not None]  # a container's is less
+        budget = min([everything, *(int(AUTO_SHARE * each) for each in free)])
     else:
         budget = parse_size("ram", ram) if isinstance(ram, str) else ram
     if budget < least:
