@@ -65,7 +65,8 @@ def _decode(problem: Problem) -> Tensor:
     experts, expert_TK = problem.weights.num_experts, problem.expert_TK
     if (nobody_TK := (expert_TK < 0) | (expert_TK >= experts)).any():
         rows_TKH.masked_fill_(nobody_TK[..., None], 0)
-    y_TH, *others = rows_TKH.unbind(1)
+    first_TH, *others = rows_TKH.unbind(1)
+    y_TH = first_TH.clone(memory_format=torch.contiguous_format)
     for row_TH in others:
         y_TH += row_TH
     return y_TH.to(problem.x_TH.dtype)
