@@ -64,7 +64,7 @@ _SIGNATURES = {
         _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # gate_up, its strides, bias, added rows
         _POINTER, _INT64, _INT64, _POINTER,                 # down, its strides, bias
         _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
-        _POINTER, _POINTER, _POINTER, _POINTER, _INT,       # scratch h, a and order, y, threads
+        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT,  # scratch h, a, rows and order, y, threads
     )),
 }
 # fmt: on
@@ -208,11 +208,12 @@ class Core:
         run = self._decode.get(weight_dtype)
         if run is None:
             raise bad_value("down_EHI", "float32 or bfloat16", weight_dtype, "cast the weights")
-        # h, a and a list of slots in 8-byte integers
-        scratch = torch.empty(slots * (width + intermediate + 2), dtype=torch.float32, device=CPU)
+        # a list of slots in 8-byte integers, h, a and each slot's row of y
+        size = slots * (2 + width + intermediate + hidden)
+        scratch = torch.empty(size, dtype=torch.float32, device=CPU)
         y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
         (gate_up_e, gate_up_row, _), (down_e, down_row, _) = gate_up_EJH.stride(), down_EHI.stride()
-        order = address("scratch", scratch, torch.float32, (slots * (width + intermediate + 2),))
+        order = address("scratch", scratch, torch.float32, (size,))
         run(
             tokens, top_k, experts, hidden, intermediate, width,
             address_of_lines("x_TH", x_TH, torch.float32, (tokens, hidden)), x_TH.stride()[0],
@@ -227,12 +228,12 @@ class Core:
             optional_address("down_bias_EH", down_bias_EH, torch.float32, (experts, hidden)),
             ACTIVATION_KINDS[activation.kind], activation.interleaved,
             activation.alpha, activation.limit, activation.up_shift,
-            order + 8 * slots, order + 4 * slots * (width + 2), order,
+            order + 8 * slots, order + 4 * slots * (2 + width), order + 4 * slots * (2 + width + intermediate), order,
             address("y_TH", y_TH, torch.float32, (tokens, hidden)), torch.get_num_threads(),
         )  # fmt: skip
         if added_NJ is None:
             return y_TH, None
-        return y_TH, scratch[slots * (width + 2) :].view(slots, intermediate)
+        return y_TH, scratch[slots * (2 + width) :][: slots * intermediate].view(slots, intermediate)
 
 
 @functools.cache
