@@ -18,6 +18,9 @@ from torch import nn
 
 from amoeba.integrations.compile_cache import keep_compiled_code
 
+# What transformers calls the norm behind the stack.
+_FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
+
 
 class CompiledLayers:
     def __init__(self, model: nn.Module) -> None:
@@ -47,9 +50,6 @@ def final_norm(model: Any) -> list[Any]:
     """One or none: between stack and output head; op by op, it saves fp32 copies of the hidden states."""
     around = model.get_submodule(_name_of_stack(model).rpartition(".")[0])
     return [module for name, module in around.named_children() if name in _FINAL_NORMS]
-
-
-_FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
 
 
 def _name_of_stack(model: Any) -> str:

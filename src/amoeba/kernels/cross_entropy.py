@@ -44,15 +44,21 @@ def cross_entropy_(logits_TV: Tensor, label_T: Tensor, loss_T: Tensor, *, gradie
         _long_row[(rows,)](*arguments, BLOCK=COLUMNS, GRADIENT=gradient, num_warps=WARPS)
 
 
-@quick
 @triton.jit
-def _row_in_registers(logits, labels, losses, columns, stride, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):
+def _row(logits, labels, columns, stride):
+    """This program's row, where it begins, its label, whether that counts, and the label's logit: read before any warp
+    can have written gradients, as the reductions that follow let none go on before all are there."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     label = tl.load(labels + row)
     counts = (label >= 0) & (label < columns)
-    # before any warp can have written gradients: the reductions below let none go on before all are here
-    picked = tl.load(logits + tl.where(counts, label, 0)).to(tl.float32)
+    return row, logits, label, counts, tl.load(logits + tl.where(counts, label, 0)).to(tl.float32)
+
+
+@quick
+@triton.jit
+def _row_in_registers(logits, labels, losses, columns, stride, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):
+    row, logits, label, counts, picked = _row(logits, labels, columns, stride)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     logit = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
@@ -69,12 +75,7 @@ def _row_in_registers(logits, labels, losses, columns, stride, BLOCK: tl.constex
 @quick
 @triton.jit
 def _long_row(logits, labels, losses, columns, stride, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    label = tl.load(labels + row)
-    counts = (label >= 0) & (label < columns)
-    # before any warp can have written gradients: the reductions below let none go on before all are here
-    picked = tl.load(logits + tl.where(counts, label, 0)).to(tl.float32)
+    row, logits, label, counts, picked = _row(logits, labels, columns, stride)
     column = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
