@@ -10,10 +10,9 @@ from amoeba.backends.registry import register_backend
 from amoeba.cpu.placements import CPU_PLACEMENTS
 from amoeba.errors import bad_value
 from amoeba.placement import Placement
-from amoeba.stream.placement import STREAMED
 
 RESIDENT, AUTO = "resident", "auto"
-_placements: dict[str, Placement] = {placement.name: placement for placement in (*CPU_PLACEMENTS, STREAMED)}
+_placements: dict[str, Placement] = {placement.name: placement for placement in CPU_PLACEMENTS}
 
 
 def register_placement(placement: Placement) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import amoeba.stream.placement  # noqa: F401 - registers it
 from amoeba import Activation, cpu_features
 from amoeba.backends import grouped, registry
 from amoeba.config import ActivationKind

@@ -1,6 +1,7 @@
 """Streamed experts as a placement: made out of resident ones, through a store in memory, to be proven.
 
-A user streams from a folder or a packed store (`amoeba.stream.attach`), where no expert is ever resident.
+A user streams from a folder or a packed store (`amoeba.stream.attach`), where no expert is ever resident. Importing this
+makes the placement and its backend known; nothing below it knows of either.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.placement import Placement, Tolerance
+from amoeba.placements import register_placement
+from amoeba.stream.backend import StreamedBackend
 from amoeba.stream.experts import StreamedExperts
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.store.buffers import Memory, aligned_buffer
@@ -63,8 +66,10 @@ STREAMED = Placement(
     "streamed",
     "in a store, a few at a time in memory",
     make=stream_from_memory,
+    backends=(StreamedBackend(),),
     tolerances={dtype: Tolerance() for dtype in (torch.float32, torch.bfloat16, torch.float16)},
     home=torch.device("cpu"),
     x_from=("cpu",),
     offered=False,
 )
+register_placement(STREAMED)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.backend import PassesBackend, Request, RowsApart
+from amoeba.backends.registry import backends_of
 from amoeba.backends.rowwise import sum_slots
 from amoeba.layout import build_layout
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
@@ -97,8 +98,6 @@ def _saved(part: Problem, h_NJ: Tensor) -> Saved:
 
 def _inner(problem: Problem, save: Save) -> tuple[PassesBackend, RowsApart]:
     """The backend that would have served the same experts resident, and its way."""
-    from amoeba.backends.registry import backends_of
-
     others = problem.weights.others
     request = Request(problem.x_TH, Routing(problem.expert_TK, problem.weight_TK, trusted=True), others, problem.lora)
     for backend in backends_of(type(others), others.device):
@@ -172,6 +171,3 @@ def _factors_of(lora: LoraFactors, expert: int) -> LoraFactors:
 def _there(tensor: Tensor | None) -> Tensor:
     assert tensor is not None  # as it was asked for
     return tensor
-
-
-BACKEND = StreamedBackend()
