@@ -44,18 +44,19 @@ class Request:
 class RowsApart(NamedTuple):
     """How a pass is computed where its experts are not all there at once, with the very numbers of a pass in one go.
 
-    whole:   y_TH of a problem, in the way that was chosen for it; nothing is saved for backward.
     rows:    of a problem with one expert per token, each token's row as `combine` wants it; and where save is "h" that
              of `Saved`, sorted by expert. LoRA factors may be in fp32.
     combine: y_TH of a problem, from a row for each of its slots t·K + k and a spare one at the end; the rows of
              sentinels hold anything.
+    whole:   y_TH of a problem in one call, nothing saved for backward; None where the number that an expert has decides
+             about the order of additions, since a slot has another.
 
     Rows of an expert have to come in one call, in their order.
     """
 
-    whole: Callable[[Problem], Tensor]
     rows: Callable[[Problem, Save], tuple[Tensor, Tensor | None]]
     combine: Callable[[Tensor, Problem], Tensor]
+    whole: Callable[[Problem], Tensor] | None = None
 
 
 class Backend(ABC):

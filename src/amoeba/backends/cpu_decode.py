@@ -4,9 +4,8 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     if cpu_decode.serves(problem, most_rows): y_TH = cpu_decode.decode(problem)
 
-It is one call, in which an expert is read once for up to four rows. With LoRA each slot is a token of its own: what
-factors of gate and up add to h goes in with it, those of down are added to its row afterwards, from the activations
-that the core leaves behind.
+It is one call, in which an expert is read once for up to four rows. What factors of gate and up add to h goes in with
+it; those of down are added to y afterwards, from the activations that the core leaves behind.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from torch import Tensor
 from amoeba.backends import low_rank
 from amoeba.backends.backend import RowsApart
 from amoeba.backends.low_rank import Rows
-from amoeba.backends.rowwise import sum_slots
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU, has_lines
-from amoeba.problem import Problem
+from amoeba.problem import Problem, Save
 
 
 def serves(problem: Problem, most_rows: int) -> bool:
@@ -31,48 +29,53 @@ def serves(problem: Problem, most_rows: int) -> bool:
 
 
 def decode(problem: Problem) -> Tensor:
+    return _finish(problem, *_decode(problem))
+
+
+def _decode(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """y (T, H) without what factors of down add, and that for each slot (N, H), without its weight; all in fp32."""
+    x_TH, weight_TK, expert_TK = _plain(problem.x_TH), _plain(problem.weight_TK), _int64(problem.expert_TK)
+    b1, b2 = (None if b is None else _plain(b) for b in (problem.weights.gate_up_bias_EJ, problem.weights.down_bias_EH))
+    weights = problem.weights.gate_up_EJH, problem.weights.down_EHI, b1, b2, problem.weights.activation
     if problem.lora is None:
-        return _as_weights(_decode(problem, None)[0], problem)
-    slots = torch.arange(problem.rows, dtype=torch.int64, device=CPU)
-    return combine(decode_rows(problem.of_slots(slots)), problem)
-
-
-def combine(rows_NH: Tensor, problem: Problem) -> Tensor:
-    """Of a row for each slot t·K + k; there may be more."""
-    if rows_NH.shape[0] == problem.rows:
-        rows_NH = torch.cat((rows_NH, rows_NH.new_empty(1, rows_NH.shape[1])))  # the spare one
-    return _as_weights(sum_slots(rows_NH, problem.expert_TK, problem.weights.num_experts), problem)
-
-
-def decode_rows(problem: Problem) -> Tensor:
-    """y in fp32, of a problem with one expert per token."""
-    if problem.lora is None:
-        return _decode(problem, None)[0]
-    x_NH, expert_N, weight_N1 = _plain(problem.x_TH), problem.expert_TK.flatten(), _plain(problem.weight_TK)
-    owned_N = (expert_N >= 0) & (expert_N < problem.weights.num_experts)
-    products = _SlotProducts(expert_N.where(owned_N, 0), problem.weights.dtype)
-    added_NJ = torch.zeros((problem.rows, problem.weights.gate_up_EJH.shape[1]), dtype=torch.float32, device=CPU)
-    low_rank.add_to_h(problem, products, x_NH, added_NJ)
-    y_NH, a_NI = _decode(problem._replace(x_TH=x_NH), added_NJ)
+        return load_core().decode(x_TH, expert_TK, weight_TK, *weights)
+    products = _SlotProducts(expert_TK.where(_owned(problem), 0).flatten(), problem.weights.down_EHI.dtype)
+    slots, width = expert_TK.numel(), problem.weights.gate_up_EJH.shape[1]
+    added_NJ = torch.zeros((slots, width), dtype=torch.float32, device=CPU)
+    low_rank.add_to_h(problem, products, x_TH.repeat_interleave(expert_TK.shape[1], 0), added_NJ)
+    y_TH, a_NI = load_core().decode(x_TH, expert_TK, weight_TK, *weights, added_NJ)
     assert a_NI is not None  # as something was added
-    share_NH = torch.zeros_like(y_NH)
+    share_NH = torch.zeros((slots, y_TH.shape[1]), dtype=torch.float32, device=CPU)
     low_rank.add_to_y(problem, products, a_NI, share_NH)
-    y_NH += (share_NH * weight_N1).where(owned_N[:, None], 0)
-    return y_NH
+    return y_TH, share_NH
 
 
-def _decode(problem: Problem, added_NJ: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    expert_TK, weights = problem.expert_TK, problem.weights
-    if expert_TK.dtype != torch.int64 or not expert_TK.is_contiguous():
-        expert_TK = expert_TK.to(torch.int64).contiguous()
-    b1, b2 = (None if b is None else _plain(b) for b in (weights.gate_up_bias_EJ, weights.down_bias_EH))
-    given = weights.gate_up_EJH, weights.down_EHI, b1, b2, weights.activation
-    return load_core().decode(_plain(problem.x_TH), expert_TK, _plain(problem.weight_TK), *given, added_NJ)
-
-
-def _as_weights(y_TH: Tensor, problem: Problem) -> Tensor:
+def _finish(problem: Problem, y_TH: Tensor, share_NH: Tensor | None) -> Tensor:
+    if share_NH is not None:
+        share_TKH = share_NH.view(*problem.expert_TK.shape, -1) * _plain(problem.weight_TK)[..., None]
+        y_TH += share_TKH.where(_owned(problem)[..., None], 0).sum(1)
     dtype = problem.weights.down_EHI.dtype
     return y_TH if y_TH.dtype == dtype else y_TH.to(dtype)
+
+
+def _rows(problem: Problem, save: Save) -> tuple[Tensor, None]:
+    """Without their weights, and what LoRA adds to each beside it."""
+    y_NH, share_NH = _decode(problem._replace(weight_TK=torch.ones_like(problem.weight_TK)))
+    return (y_NH if share_NH is None else torch.cat((y_NH, share_NH), 1)), None
+
+
+def _combine(rows_NH: Tensor, problem: Problem) -> Tensor:
+    hidden, rows_NH = problem.x_TH.shape[1], rows_NH[: problem.rows]
+    given = _int64(problem.expert_TK), _plain(problem.weight_TK), problem.weights.num_experts
+    y_TH = load_core().sum_decoded(rows_NH[:, :hidden], *given)
+    return _finish(problem, y_TH, None if problem.lora is None else rows_NH[:, hidden:])
+
+
+APART = RowsApart(_rows, _combine)
+
+
+def _owned(problem: Problem) -> Tensor:
+    return (problem.expert_TK >= 0) & (problem.expert_TK < problem.weights.num_experts)
 
 
 class _SlotProducts:
@@ -104,4 +107,6 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor if plain else tensor.to(torch.float32).contiguous()
 
 
-APART = RowsApart(decode, lambda problem, save: (decode_rows(problem), None), combine)
+def _int64(expert_TK: Tensor) -> Tensor:
+    plain = expert_TK.dtype == torch.int64 and expert_TK.is_contiguous()
+    return expert_TK if plain else expert_TK.to(torch.int64).contiguous()

@@ -58,7 +58,7 @@ def forward(problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
 
 
 def apart() -> RowsApart:
-    return RowsApart(lambda problem: forward(problem, "nothing")[0], _rows_alone, _combine)
+    return RowsApart(_rows_alone, _combine, lambda problem: forward(problem, "nothing")[0])
 
 
 def _rows_alone(problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:

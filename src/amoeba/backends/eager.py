@@ -8,13 +8,15 @@ the host once per pass, which stalls the stream; there it is the path for what `
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
 from amoeba.backends import sorted_rows
 from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
-from amoeba.backends.rowwise import activate, sum_slots
+from amoeba.backends.rowwise import activate
 from amoeba.backends.torch_rows import TorchRows
 from amoeba.cpu_features import compute_dtype
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
@@ -47,7 +49,7 @@ class EagerBackend(PassesBackend):
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
         if _decodes(problem, save):
-            return RowsApart(_decode, lambda part, save: (_decode_rows(part)[:-1], None), _combine_wide)
+            return RowsApart(_decode_rows, _combine, _decode)
         return sorted_rows.apart(TorchRows)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
@@ -61,59 +63,71 @@ def _decodes(problem: Problem, save: Save) -> bool:
 
 def _decode(problem: Problem) -> Tensor:
     """A few rows, one after another; nothing is sorted and every expert is read where it lies."""
-    rows_TKH = _decode_rows(problem)[:-1].view(*problem.expert_TK.shape, -1)
-    experts, expert_TK = problem.weights.num_experts, problem.expert_TK
-    if (nobody_TK := (expert_TK < 0) | (expert_TK >= experts)).any():
-        rows_TKH.masked_fill_(nobody_TK[..., None], 0)
-    first_TH, *others = rows_TKH.unbind(1)
-    y_TH = first_TH.clone(memory_format=torch.contiguous_format)
-    for row_TH in others:
-        y_TH += row_TH
-    return y_TH.to(problem.x_TH.dtype)
+    return _sums(_products(problem), problem)
 
 
-def _combine_wide(rows_NH: Tensor, problem: Problem) -> Tensor:
-    return sum_slots(rows_NH, problem.expert_TK, problem.weights.num_experts).to(problem.x_TH.dtype)
+def _decode_rows(problem: Problem, save: Save) -> tuple[Tensor, None]:
+    """W2 a of each slot, and its bias beside it: y adds them up one after the other."""
+    wide = torch.promote_types(problem.x_TH.dtype, torch.float32)
+    parts = 1 if problem.weights.down_bias_EH is None else 2
+    rows_NPH = problem.x_TH.new_empty((problem.rows, parts, problem.weights.hidden), dtype=wide)
+    for slot, product, bias in _products(problem):
+        rows_NPH[slot, 0] = product
+        if bias is not None:
+            rows_NPH[slot, 1] = bias
+    return rows_NPH.flatten(1), None
 
 
-def _decode_rows(problem: Problem) -> Tensor:
-    """A row for each slot t·K + k, in fp32 or wider, and a spare one; those of sentinels are not written."""
-    x_TH, weights, top_k = problem.x_TH, problem.weights, problem.expert_TK.shape[1]
-    gate_up, down, bias = weights.gate_up_EJH, weights.down_EHI, weights.gate_up_bias_EJ
-    dtype = compute_dtype(x_TH.dtype, x_TH.device)
-    product = torch.mv if dtype == x_TH.dtype else _wide_product
-    wide = torch.promote_types(x_TH.dtype, torch.float32)
-    y_NH = torch.empty((problem.rows + 1, weights.hidden), dtype=wide, device=x_TH.device)
+def _combine(rows_NH: Tensor, problem: Problem) -> Tensor:
+    experts, hidden, biased = problem.weights.num_experts, problem.weights.hidden, problem.weights.down_bias_EH is not None
     ids = problem.expert_TK.flatten().tolist()
-    owned = [(n, e) for n, e in enumerate(ids) if 0 <= e < gate_up.shape[0]]
+    rows = ((slot, rows_NH[slot]) for slot, e in enumerate(ids) if 0 <= e < experts)
+    return _sums(((slot, row[:hidden], row[hidden:] if biased else None) for slot, row in rows), problem)
+
+
+def _sums(products: Iterable[tuple[int, Tensor, Tensor | None]], problem: Problem) -> Tensor:
+    """In the order of the slots, half precision in fp32."""
+    x_TH, top_k = problem.x_TH, problem.expert_TK.shape[1]
+    wide = torch.promote_types(x_TH.dtype, torch.float32)
+    y_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
+    y, weight = y_TH.unbind(0), problem.weight_TK.reshape(-1, 1)
+    for slot, product, bias in products:
+        total = y[slot // top_k]
+        total += product
+        if bias is not None:
+            total.addcmul_(bias, weight[slot].to(wide))
+    return y_TH if wide == x_TH.dtype else y_TH.to(x_TH.dtype)
+
+
+def _products(problem: Problem) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Of each slot t·K + k that has an expert: W2 a with the slot's weight in it, and b2."""
+    x_TH, weights, top_k = problem.x_TH, problem.weights, problem.expert_TK.shape[1]
+    gate_up, down, bias, down_bias = weights.tensors()
+    product = torch.mv if compute_dtype(x_TH.dtype, x_TH.device) == x_TH.dtype else _wide_product
+    ids = problem.expert_TK.flatten().tolist()
+    owned = [(slot, e) for slot, e in enumerate(ids) if 0 <= e < gate_up.shape[0]]
     if not owned:
-        return y_NH
-    x, y = x_TH.unbind(0), y_NH.unbind(0)
-    rows = [product(gate_up[e], x[n // top_k]) for n, e in owned]
+        return
+    x = x_TH.unbind(0)
+    rows = [product(gate_up[e], x[slot // top_k]) for slot, e in owned]
     h = torch.stack(rows if bias is None else [h + bias[e] for h, (_, e) in zip(rows, owned, strict=True)])
-    scale = problem.weight_TK.reshape(-1, 1)
+    weight = problem.weight_TK.reshape(-1, 1)
     if len(owned) < len(ids):
-        scale = scale[[n for n, _ in owned]]
-    a = activate(h if h.dtype == wide else h.to(wide), weights.activation).mul_(scale)
-    plain = dtype == wide and x_TH.dtype == wide
-    for (n, e), a_row, scale_row in zip(owned, a.unbind(0), scale.unbind(0), strict=True):
-        if plain:
-            torch.mv(down[e], a_row, out=y[n])
-        else:
-            y[n].copy_(_down_product(down[e], a_row, wide))
-        if weights.down_bias_EH is not None:
-            y[n].addcmul_(weights.down_bias_EH[e], scale_row.to(wide))
-    return y_NH
+        weight = weight[[slot for slot, _ in owned]]
+    wide = torch.promote_types(h.dtype, torch.float32)
+    a = activate(h if h.dtype == wide else h.to(wide), weights.activation).mul_(weight)
+    for a_row, (slot, e) in zip(a.unbind(0), owned, strict=True):
+        yield slot, _down_product(down[e], a_row), None if down_bias is None else down_bias[e]
 
 
 def _wide_product(matrix: Tensor, vector: Tensor) -> Tensor:
     return torch.mv(matrix.float(), vector.float())
 
 
-def _down_product(matrix: Tensor, vector: Tensor, wide: torch.dtype) -> Tensor:
+def _down_product(matrix: Tensor, vector: Tensor) -> Tensor:
     if compute_dtype(matrix.dtype, matrix.device) == matrix.dtype:
         return torch.mv(matrix, vector.to(matrix.dtype))
-    return torch.mv(matrix.to(wide), vector)
+    return torch.mv(matrix.to(vector.dtype), vector)
 
 
 BACKEND = EagerBackend()

@@ -136,7 +136,7 @@ def apart(rows_type: type[SortedRows]) -> RowsApart:
     def combine(rows_NH: Tensor, problem: Problem) -> Tensor:
         return sum_slots(rows_NH, problem.expert_TK, problem.weights.num_experts)
 
-    return RowsApart(whole, rows, combine)
+    return RowsApart(rows, combine, whole)
 
 
 def backward(

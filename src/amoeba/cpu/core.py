@@ -64,8 +64,13 @@ _SIGNATURES = {
         _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # gate_up, its strides, bias, added rows
         _POINTER, _INT64, _INT64, _POINTER,                 # down, its strides, bias
         _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
-        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT,  # scratch h, a, rows and order, y, threads
+        _POINTER, _POINTER, _POINTER, _POINTER, _INT,       # scratch h, a and order, y, threads
     )),
+    "amoeba_sum_decoded": (
+        _INT64, _INT64, _INT64, _INT64,                     # tokens, top_k, experts, hidden
+        _POINTER, _POINTER, _POINTER, _INT64,               # expert ids, weights, rows, stride
+        _POINTER, _POINTER,                                 # scratch for an order, y
+    ),
 }
 # fmt: on
 
@@ -81,6 +86,7 @@ class Core:
         self._swiglu = library.amoeba_swiglu_f32
         self._swiglu_backward = library.amoeba_swiglu_backward_f32
         self._decode = {torch.float32: library.amoeba_decode_f32, torch.bfloat16: library.amoeba_decode_bf16}
+        self._sum_decoded = library.amoeba_sum_decoded
 
     def activates(self, activation: Activation, intermediate: int) -> bool:
         """Whether the core has this activation: silu-gated, concatenated, whole vectors."""
@@ -208,12 +214,11 @@ class Core:
         run = self._decode.get(weight_dtype)
         if run is None:
             raise bad_value("down_EHI", "float32 or bfloat16", weight_dtype, "cast the weights")
-        # a list of slots in 8-byte integers, h, a and each slot's row of y
-        size = slots * (2 + width + intermediate + hidden)
-        scratch = torch.empty(size, dtype=torch.float32, device=CPU)
+        # h, a and a list of slots in 8-byte integers
+        scratch = torch.empty(slots * (width + intermediate + 2), dtype=torch.float32, device=CPU)
         y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
         (gate_up_e, gate_up_row, _), (down_e, down_row, _) = gate_up_EJH.stride(), down_EHI.stride()
-        order = address("scratch", scratch, torch.float32, (size,))
+        order = address("scratch", scratch, torch.float32, (slots * (width + intermediate + 2),))
         run(
             tokens, top_k, experts, hidden, intermediate, width,
             address_of_lines("x_TH", x_TH, torch.float32, (tokens, hidden)), x_TH.stride()[0],
@@ -228,12 +233,30 @@ class Core:
             optional_address("down_bias_EH", down_bias_EH, torch.float32, (experts, hidden)),
             ACTIVATION_KINDS[activation.kind], activation.interleaved,
             activation.alpha, activation.limit, activation.up_shift,
-            order + 8 * slots, order + 4 * slots * (2 + width), order + 4 * slots * (2 + width + intermediate), order,
+            order + 8 * slots, order + 4 * slots * (width + 2), order,
             address("y_TH", y_TH, torch.float32, (tokens, hidden)), torch.get_num_threads(),
         )  # fmt: skip
         if added_NJ is None:
             return y_TH, None
-        return y_TH, scratch[slots * (2 + width) :][: slots * intermediate].view(slots, intermediate)
+        return y_TH, scratch[slots * (width + 2) :].view(slots, intermediate)
+
+    def sum_decoded(self, rows_NH: Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: int) -> Tensor:
+        """y (T, H) as `decode` gives it, bit for bit, of its rows for the slots as tokens with weight 1 each.
+
+        Rows of slots whose expert is not in [0, experts) hold anything.
+        """
+        (tokens, top_k), (slots, hidden) = expert_TK.shape, rows_NH.shape
+        y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
+        order = torch.empty(slots, dtype=torch.int64, device=CPU)
+        self._sum_decoded(
+            tokens, top_k, experts, hidden,
+            address("expert_TK", expert_TK, torch.int64, (tokens, top_k)),
+            address("weight_TK", weight_TK, torch.float32, (tokens, top_k)),
+            address_of_lines("rows_NH", rows_NH, torch.float32, (tokens * top_k, hidden)), rows_NH.stride(0),
+            address("order", order, torch.int64, (slots,)),
+            address("y_TH", y_TH, torch.float32, (tokens, hidden)),
+        )  # fmt: skip
+        return y_TH
 
 
 @functools.cache

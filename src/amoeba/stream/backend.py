@@ -44,7 +44,7 @@ class StreamedBackend(PassesBackend):
         y_TH, rows, slots_of = None, _Rows(problem, save), _Slots(ids)
         with _lent(problem, ids) as groups:
             for slot_of in groups:
-                if not one_by_one and all(each in slot_of for each in ids):
+                if apart.whole is not None and not one_by_one and all(each in slot_of for each in ids):
                     y_TH = apart.whole(_in_slots(problem, slots, [slot_of[each] for each in ids]))
                     continue
                 for slot_N, part in _parts(problem, slots_of, slot_of, one_by_one):

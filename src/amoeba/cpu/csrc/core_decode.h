@@ -60,23 +60,43 @@ inline void each_weight_row(const Weight* w, int64_t w_row, int64_t from, int64_
   }
 }
 
+// Slots that have an expert here, by expert; returns how many.
+inline int64_t sort_slots(int64_t count, int64_t experts, const int64_t* expert, int64_t* order) {
+  int64_t slots = 0;
+  for (int64_t slot = 0; slot < count; ++slot)
+    if (expert[slot] >= 0 && expert[slot] < experts) order[slots++] = slot;
+  std::stable_sort(order, order + slots, [&](int64_t l, int64_t r) { return expert[l] < expert[r]; });
+  return slots;
+}
+
+// The sums of `decode` alone, added up in its order and in its way, where its experts came in several calls: rows are
+// what those gave for slots that were tokens of weight 1.
+inline void sum_decoded(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, const int64_t* expert,
+                        const float* scale, const float* rows, int64_t row_stride, int64_t* order, float* y) {
+  const int64_t slots = sort_slots(tokens * top_k, experts, expert, order);
+  std::memset(y, 0, tokens * hidden * sizeof(float));
+  for (int64_t i = 0; i < slots; ++i) {
+    const int64_t slot = order[i];
+    const float* row = rows + slot * row_stride;
+    float* sum = y + slot / top_k * hidden;
+    for (int64_t n = 0; n < hidden; ++n) sum[n] += scale[slot] * row[n];
+  }
+}
+
 // A few tokens through their experts, weights read where they lie and once per expert:
-// y_t = sum_k s . (act(x W1^T + b1 + added) W2^T + b2), added up in the order of k. h, a and rows (of y) are scratch of
-// tokens * top_k rows, order of as many ints; added, rows of h that each slot gets on top, may be null.
+// y_t = sum_k s . (act(x W1^T + b1 + added) W2^T + b2). h and a are scratch of tokens * top_k rows, order of as many ints;
+// added, rows of h that each slot gets on top, may be null.
 // Weights are contiguous along the summed dimension.
 template <class Weight>
 void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate,
                        int64_t width, const float* x, int64_t x_stride, const int64_t* expert, const float* scale,
                        const Weight* gate_up, int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias,
                        const float* added, const Weight* down, int64_t down_e, int64_t down_row, const float* down_bias, int kind,
-                       int interleaved, float alpha, float limit, float up_shift, float* h, float* a, float* rows_y,
-                       int64_t* order, float* y, int threads) {
+                       int interleaved, float alpha, float limit, float up_shift, float* h, float* a, int64_t* order,
+                       float* y, int threads) {
   const bool gated = width != intermediate;
   const Swiglu swiglu{alpha, limit, up_shift, std::isfinite(limit)};
-  int64_t slots = 0;
-  for (int64_t slot = 0; slot < tokens * top_k; ++slot)
-    if (expert[slot] >= 0 && expert[slot] < experts) order[slots++] = slot;
-  std::stable_sort(order, order + slots, [&](int64_t l, int64_t r) { return expert[l] < expert[r]; });
+  const int64_t slots = sort_slots(tokens * top_k, experts, expert, order);
 
   // Calls visit(first, count) for up to four slots of one expert at a time.
   const auto each_group = [&](auto&& visit) {
@@ -140,6 +160,7 @@ void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int6
 #pragma omp barrier
 #endif
     const int64_t first = hidden * self / team, last = hidden * (self + 1) / team;
+    for (int64_t t = 0; t < tokens; ++t) std::memset(y + t * hidden + first, 0, (last - first) * sizeof(float));
     each_group([&](const int64_t* slot, int64_t count) {
       const int64_t e = expert[*slot];
       const Weight* w = down + e * down_e;
@@ -148,19 +169,9 @@ void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int6
       for (int64_t r = 0; r < count; ++r) rows[r] = a + slot[r] * intermediate;
       each_weight_row(w, down_row, first, last, count, rows, intermediate, [&](int64_t n, const float* products) {
         for (int64_t r = 0; r < count; ++r)
-          rows_y[slot[r] * hidden + n] = scale[slot[r]] * (products[r] + (b ? b[n] : 0.0f));
+          y[slot[r] / top_k * hidden + n] += scale[slot[r]] * (products[r] + (b ? b[n] : 0.0f));
       });
     });
-    // Not as they come: where experts are computed in several calls, their rows are added up in this order, too.
-    for (int64_t t = 0; t < tokens; ++t) {
-      float* sum = y + t * hidden;
-      std::memset(sum + first, 0, (last - first) * sizeof(float));
-      for (int64_t k = t * top_k; k < (t + 1) * top_k; ++k) {
-        if (expert[k] < 0 || expert[k] >= experts) continue;
-        const float* row = rows_y + k * hidden;
-        for (int64_t n = first; n < last; ++n) sum[n] += row[n];
-      }
-    }
   }
 }
 
