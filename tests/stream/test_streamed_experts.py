@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from amoeba import Activation, ExpertWeights, LoraFactors, Request, Routing, experts, explain
-from amoeba.backends import cpu, cpu_fused
+from amoeba.backends import cpu, cpu_fused, eager
+from amoeba.backends.backend import RowsApart
 from amoeba.cpu.core import why_no_core
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.placement import MemoryStore, stream_from_memory
@@ -66,13 +67,18 @@ def way(request, monkeypatch) -> str:
 def test_outputs_are_those_of_resident_experts(way: str, kind: str, dtype: torch.dtype) -> None:
     activation = {"gpt_oss": CLAMPED, "relu2": Activation("relu2", gated=False)}.get(kind)
     resident = weights_of(dtype, activation, bias=kind in ("bias", "gpt_oss"))
-    for tokens in (0, 1, 7, 8, 300):
-        x_TH, routing = routed(tokens, dtype, sentinels=tokens in (7, 300))
+    for tokens in (0, 1, 4, 7, 8, 300):
+        x_TH, routing = routed(tokens, dtype, sentinels=tokens in (4, 7, 300))
         expected = experts(x_TH, routing, resident)
         for slots in SLOTS:
             streamed = stream_from_memory(resident, slots)
+            few = K * tokens <= eager.DECODE_ROWS and slots < routing.expert_TK.unique().numel()
             for again in range(2):  # with slots that are empty, and with those that the first pass left
-                assert torch.equal(experts(x_TH, routing, streamed), expected), (tokens, slots, again)
+                y_TH = experts(x_TH, routing, streamed)
+                if way == "eager" and dtype == torch.float32 and few:  # BLAS adds up inside its products
+                    torch.testing.assert_close(y_TH, expected, rtol=1e-5, atol=1e-6)
+                else:
+                    assert torch.equal(y_TH, expected), (tokens, slots, again)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -118,7 +124,7 @@ def test_an_adapter_without_gradients_gives_the_same(way: str) -> None:
     resident, lora = weights_of(torch.bfloat16), factors(torch.float32)
     with torch.no_grad():
         for tokens in (1, 7, 300):
-            x_TH, routing = routed(tokens, torch.bfloat16)
+            x_TH, routing = routed(tokens, torch.bfloat16, sentinels=tokens == 7)
             expected = experts(x_TH, routing, resident, lora=lora)
             for slots in (1, E):
                 assert torch.equal(experts(x_TH, routing, stream_from_memory(resident, slots), lora=lora), expected)
@@ -204,7 +210,7 @@ def test_a_pass_that_is_broken_off_leaves_nothing_behind(stop: type[BaseExceptio
         raise stop
 
     with monkeypatch.context() as patched:
-        patched.setattr(cpu.CpuBackend, "rows_apart", lambda self, problem, save: _Broken(broken, broken, broken))
+        patched.setattr(cpu.CpuBackend, "rows_apart", lambda *_: RowsApart(broken, broken, broken))
         patched.setattr("amoeba.backends.eager.EagerBackend.rows_apart", cpu.CpuBackend.rows_apart)
         with pytest.raises(stop):
             experts(x_TH, routing, memory.layers[0])
@@ -212,15 +218,6 @@ def test_a_pass_that_is_broken_off_leaves_nothing_behind(stop: type[BaseExceptio
     with closing(memory.lend(0, range(E), 1)) as lent:
         next(lent)
     assert torch.equal(experts(x_TH, routing, memory.layers[0]), experts(x_TH, routing, resident))
-
-
-class _Broken(tuple):
-    def __new__(cls, *parts: Callable) -> _Broken:
-        return super().__new__(cls, parts)
-
-    whole = property(lambda self: self[0])
-    rows = property(lambda self: self[1])
-    combine = property(lambda self: self[2])
 
 
 def test_passes_of_several_threads_take_turns() -> None:

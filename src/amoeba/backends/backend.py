@@ -50,6 +50,8 @@ class RowsApart(NamedTuple):
              sentinels hold anything.
     whole:   y_TH of a problem in one call, nothing saved for backward; None where the number that an expert has decides
              about the order of additions, since a slot has another.
+    at_once: whether `whole` is worth waiting for all experts: where a product of BLAS adds to y, rows apart may differ
+             in the last bit.
 
     Rows of an expert have to come in one call, in their order.
     """
@@ -57,6 +59,7 @@ class RowsApart(NamedTuple):
     rows: Callable[[Problem, Save], tuple[Tensor, Tensor | None]]
     combine: Callable[[Tensor, Problem], Tensor]
     whole: Callable[[Problem], Tensor] | None = None
+    at_once: bool = False
 
 
 class Backend(ABC):

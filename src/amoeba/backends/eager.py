@@ -8,8 +8,6 @@ the host once per pass, which stalls the stream; there it is the path for what `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import torch
 from torch import Tensor
 
@@ -44,13 +42,13 @@ class EagerBackend(PassesBackend):
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         if _decodes(problem, save):
-            return _decode(problem), None
+            return _decode(problem).to(problem.x_TH.dtype), None
         return sorted_rows.forward(problem, save, TorchRows)
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
-        if _decodes(problem, save):
-            return RowsApart(_decode_rows, _combine, _decode)
-        return sorted_rows.apart(TorchRows)
+        if not _decodes(problem, save):
+            return sorted_rows.apart(TorchRows)
+        return RowsApart(_decode_rows, _combine, lambda problem: self.forward(problem, save)[0], at_once=True)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         return sorted_rows.backward(problem, saved, dy_TH, needs, TorchRows)
@@ -61,73 +59,72 @@ def _decodes(problem: Problem, save: Save) -> bool:
     return few and save != "h" and problem.lora is None
 
 
-def _decode(problem: Problem) -> Tensor:
-    """A few rows, one after another; nothing is sorted and every expert is read where it lies."""
-    return _sums(_products(problem), problem)
-
-
 def _decode_rows(problem: Problem, save: Save) -> tuple[Tensor, None]:
-    """W2 a of each slot, and its bias beside it: y adds them up one after the other."""
-    wide = torch.promote_types(problem.x_TH.dtype, torch.float32)
-    parts = 1 if problem.weights.down_bias_EH is None else 2
-    rows_NPH = problem.x_TH.new_empty((problem.rows, parts, problem.weights.hidden), dtype=wide)
-    for slot, product, bias in _products(problem):
-        rows_NPH[slot, 0] = product
-        if bias is not None:
-            rows_NPH[slot, 1] = bias
-    return rows_NPH.flatten(1), None
+    """Each with its bias beside it, if there is one: `_decode` adds it by itself, to what the slots before it gave."""
+    *others, bias = problem.weights.tensors()
+    without = ExpertWeights.unchecked(*others, None, problem.weights.activation)
+    rows_NH = _decode(problem._replace(weights=without))
+    if bias is not None:
+        rows_NH = torch.cat((rows_NH, bias.index_select(0, problem.expert_TK.flatten()).to(rows_NH.dtype)), 1)
+    return rows_NH, None
 
 
 def _combine(rows_NH: Tensor, problem: Problem) -> Tensor:
-    experts, hidden, biased = problem.weights.num_experts, problem.weights.hidden, problem.weights.down_bias_EH is not None
-    ids = problem.expert_TK.flatten().tolist()
-    rows = ((slot, rows_NH[slot]) for slot, e in enumerate(ids) if 0 <= e < experts)
-    return _sums(((slot, row[:hidden], row[hidden:] if biased else None) for slot, row in rows), problem)
+    x_TH, hidden, weight = problem.x_TH, problem.weights.hidden, problem.weight_TK.reshape(-1, 1).to(rows_NH.dtype)
+    y_TH = torch.zeros(x_TH.shape, dtype=rows_NH.dtype, device=x_TH.device)
+    for slot, e in enumerate(problem.expert_TK.flatten().tolist()):
+        if 0 <= e < problem.weights.num_experts:
+            y = y_TH[slot // problem.expert_TK.shape[1]]
+            y += rows_NH[slot, :hidden]
+            if problem.weights.down_bias_EH is not None:
+                y.addcmul_(rows_NH[slot, hidden:], weight[slot])
+    return y_TH.to(x_TH.dtype)
 
 
-def _sums(products: Iterable[tuple[int, Tensor, Tensor | None]], problem: Problem) -> Tensor:
-    """In the order of the slots, half precision in fp32."""
-    x_TH, top_k = problem.x_TH, problem.expert_TK.shape[1]
-    wide = torch.promote_types(x_TH.dtype, torch.float32)
-    y_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
-    y, weight = y_TH.unbind(0), problem.weight_TK.reshape(-1, 1)
-    for slot, product, bias in products:
-        total = y[slot // top_k]
-        total += product
-        if bias is not None:
-            total.addcmul_(bias, weight[slot].to(wide))
-    return y_TH if wide == x_TH.dtype else y_TH.to(x_TH.dtype)
-
-
-def _products(problem: Problem) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Of each slot t·K + k that has an expert: W2 a with the slot's weight in it, and b2."""
-    x_TH, weights, top_k = problem.x_TH, problem.weights, problem.expert_TK.shape[1]
-    gate_up, down, bias, down_bias = weights.tensors()
-    product = torch.mv if compute_dtype(x_TH.dtype, x_TH.device) == x_TH.dtype else _wide_product
-    ids = problem.expert_TK.flatten().tolist()
-    owned = [(slot, e) for slot, e in enumerate(ids) if 0 <= e < gate_up.shape[0]]
-    if not owned:
-        return
-    x = x_TH.unbind(0)
-    rows = [product(gate_up[e], x[slot // top_k]) for slot, e in owned]
-    h = torch.stack(rows if bias is None else [h + bias[e] for h, (_, e) in zip(rows, owned, strict=True)])
+def _decode(problem: Problem) -> Tensor:
+    """A few rows, one after another, in fp32 or wider; nothing is sorted and every expert is read where it lies."""
+    x_TH, weights = problem.x_TH, problem.weights
+    gate_up, down = weights.gate_up_EJH, weights.down_EHI
+    dtype = compute_dtype(x_TH.dtype, x_TH.device)
+    product = torch.mv if dtype == x_TH.dtype else _wide_product
+    experts, bias = gate_up.shape[0], weights.gate_up_bias_EJ
+    owner: list[tuple[int, int]] = []
+    rows: list[Tensor] = []
+    for t, chosen in enumerate(problem.expert_TK.tolist()):
+        x = x_TH[t]
+        for e in chosen:
+            if 0 <= e < experts:
+                h = product(gate_up[e], x)
+                rows.append(h if bias is None else h + bias[e])
+                owner.append((t, e))
+    if not rows:
+        return torch.zeros_like(x_TH, dtype=torch.promote_types(x_TH.dtype, torch.float32))
     weight = problem.weight_TK.reshape(-1, 1)
-    if len(owned) < len(ids):
-        weight = weight[[slot for slot, _ in owned]]
+    if len(rows) < weight.shape[0]:
+        weight = weight[((problem.expert_TK >= 0) & (problem.expert_TK < experts)).reshape(-1)]
+    h = torch.stack(rows)
     wide = torch.promote_types(h.dtype, torch.float32)
     a = activate(h if h.dtype == wide else h.to(wide), weights.activation).mul_(weight)
-    for a_row, (slot, e) in zip(a.unbind(0), owned, strict=True):
-        yield slot, _down_product(down[e], a_row), None if down_bias is None else down_bias[e]
+    y_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
+    # fp32 and fp64 add up inside the product; half precision is added up in fp32
+    add_up = Tensor.addmv_ if dtype == wide and x_TH.dtype == wide else _add_product
+    for a_row, w_row, (t, e) in zip(a.unbind(0), weight.unbind(0), owner, strict=True):
+        y = y_TH[t]
+        add_up(y, down[e], a_row)
+        if weights.down_bias_EH is not None:
+            y.addcmul_(weights.down_bias_EH[e], w_row.to(wide))
+    return y_TH
 
 
 def _wide_product(matrix: Tensor, vector: Tensor) -> Tensor:
     return torch.mv(matrix.float(), vector.float())
 
 
-def _down_product(matrix: Tensor, vector: Tensor) -> Tensor:
+def _add_product(total: Tensor, matrix: Tensor, vector: Tensor) -> None:
     if compute_dtype(matrix.dtype, matrix.device) == matrix.dtype:
-        return torch.mv(matrix, vector.to(matrix.dtype))
-    return torch.mv(matrix.to(vector.dtype), vector)
+        total += torch.mv(matrix, vector.to(matrix.dtype))
+    else:
+        total += torch.mv(matrix.to(total.dtype), vector)
 
 
 BACKEND = EagerBackend()

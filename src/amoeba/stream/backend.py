@@ -39,18 +39,21 @@ class StreamedBackend(PassesBackend):
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:
         _, apart = _inner(problem, save)
-        ids, slots = _ids(problem), problem.weights.slots
+        ids, weights = _ids(problem), problem.weights
+        asked = {each for each in ids if 0 <= each < weights.num_experts}
         one_by_one = save == "h" or problem.lora is not None
-        y_TH, rows, slots_of = None, _Rows(problem, save), _Slots(ids)
+        waits = apart.at_once and len(asked) <= weights.slots.num_experts
+        y_TH, rows, slots_of, there = None, _Rows(problem, save), _Slots(ids), dict[int, int]()
         with _lent(problem, ids) as groups:
             for slot_of in groups:
-                if apart.whole is not None and not one_by_one and all(each in slot_of for each in ids):
-                    y_TH = apart.whole(_in_slots(problem, slots, [slot_of[each] for each in ids]))
-                    continue
-                for slot_N, part in _parts(problem, slots_of, slot_of, one_by_one):
-                    rows.put(slot_N, *apart.rows(part, save))
+                there = there | slot_of if waits else slot_of
+                if apart.whole is not None and not one_by_one and len(there) == len(asked):
+                    y_TH = apart.whole(_in_slots(problem, weights.slots, [there.get(each, -1) for each in ids]))
+                elif not waits:
+                    for slot_N, part in _parts(problem, slots_of, slot_of, one_by_one):
+                        rows.put(slot_N, *apart.rows(part, save))
         if y_TH is None:
-            of_all = problem._replace(weights=problem.weights.others)
+            of_all = problem._replace(weights=weights.others)
             y_TH = torch.zeros_like(problem.x_TH) if rows.y_NH is None else apart.combine(rows.y_NH, of_all)
         return y_TH, rows.h_NJ
 
