@@ -1,7 +1,7 @@
 """Streamed experts as a placement: made out of resident ones, through a store in memory, to be proven.
 
-A user streams from a folder or a packed store (`amoeba.stream.attach`), where no expert is ever resident. Importing this
-makes the placement and its backend known; nothing below it knows of either.
+A user streams from a folder or a packed store (`amoeba.stream.attach`), where no expert is ever resident. Importing
+this module registers the placement and its backend; nothing below it knows of either.
 """
 
 from __future__ import annotations
