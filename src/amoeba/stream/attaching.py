@@ -103,10 +103,13 @@ def attach(
     policy: who leaves when room is needed: lfru, lru or lfu.
     dtype:  to be sure of it: experts have the dtype of the checkpoint, and so has the rest.
     """
+    from amoeba.integrations.transformers import register
+
     check_vram(vram)
     loaded = model if isinstance(model, nn.Module) else None
     source = _source_of(model if loaded is None else store or getattr(loaded, "name_or_path", ""))
     opened = open_store(source, trust_remote_code=trust_remote_code)
+    closing: Store | ExpertMemory = opened
     try:
         _check_dtype(opened, dtype)
         rest = sum(entry.size for entry in opened.rest.values())
@@ -116,16 +119,14 @@ def attach(
             kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
             loaded = load_rest(kind, config, str(source), dict(opened.rest_tensors()))
         _check_goes_with(loaded, opened)
-        memory = ExpertMemory(opened, slots, policy)
+        closing = memory = ExpertMemory(opened, slots, policy)
+        register()
+        loaded.set_experts_implementation("amoeba")  # type: ignore[operator]
+        for entry, experts in zip(opened.layers, memory.layers, strict=True):
+            hand_over(loaded.get_submodule(entry.name), experts, STREAMED)
     except BaseException:
-        opened.close()
+        closing.close()
         raise
-    from amoeba.integrations.transformers import register
-
-    register()
-    loaded.set_experts_implementation("amoeba")  # type: ignore[operator]
-    for entry, experts in zip(opened.layers, memory.layers, strict=True):
-        hand_over(loaded.get_submodule(entry.name), experts, STREAMED)
     return Streamed(loaded, memory, budget, rest)
 
 

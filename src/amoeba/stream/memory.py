@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from torch import Tensor
 
+from amoeba.errors import bad_value
 from amoeba.stream.cache import ExpertCache
 from amoeba.stream.experts import StreamedExperts
 from amoeba.stream.policies import DEFAULT_POLICY
@@ -55,7 +56,7 @@ class ExpertMemory:
             for layer, (entry, blobs) in enumerate(zip(store.layers, self._blobs, strict=True))
             for weights in [_weights(entry, blobs)]
         )
-        self.waited_seconds = 0.0
+        self.waited_seconds, self._closed = 0.0, False
         self.recorder: Recorder | None = None
         self._locks = [threading.Lock() for _ in shapes]  # of a layer: its passes take turns
         self._counting = threading.Lock()
@@ -79,6 +80,8 @@ class ExpertMemory:
         ids: as the pass has them, for each of its tokens K; those outside [0, E) are nobody's.
         StoreError where one cannot be read. Then, and when the caller stops half-way, its slots are free again.
         """
+        if self._closed:
+            raise bad_value("experts", "a store that is open", "a closed one", "attach the model again")
         ids = list(ids)
         experts = self.cache.top(layer).experts
         distinct = [each for each in dict.fromkeys(ids) if 0 <= each < experts]
@@ -92,14 +95,18 @@ class ExpertMemory:
                     yield from self._lend_wave(layer, wave)
             except BaseException:
                 if self.recorder is not None:
-                    self.recorder.abandon()
+                    with self._counting:
+                        self.recorder.abandon()
                 raise
             if self.recorder is not None:
-                self.recorder.add(layer, ids, tokens)
+                with self._counting:
+                    self.recorder.add(layer, ids, tokens)
 
     def _lend_wave(self, layer: int, wave: list[int]) -> Generator[dict[int, int], None, None]:
         with self._counting:
             fetch = self.cache.request(layer, wave)
+        if fetch.waiting:  # only where an interrupt came while a pass that had been broken off was ending
+            raise RuntimeError(f"reads of experts {sorted(fetch.waiting)} were abandoned: attach the model again")
         blobs, held = self._blobs[layer], dict.fromkeys(wave)
         reads = {
             expert: self._pool.submit(self.store.read, layer, expert, blobs[slot])
@@ -124,7 +131,8 @@ class ExpertMemory:
         try:
             read.result()
         finally:
-            self.waited_seconds += time.perf_counter() - began
+            with self._counting:
+                self.waited_seconds += time.perf_counter() - began
 
     def _give_up(self, layer: int, reads: dict[int, Future[None]]) -> list[int]:
         """Reads that nobody waits for any more: none of them writes into a slot after this."""
@@ -142,6 +150,8 @@ class ExpertMemory:
             how(layer, expert)
 
     def close(self) -> None:
+        """Waits for reads that are under way. No pass may begin after it."""
+        self._closed = True
         self._pool.shutdown()
         self.store.close()
         if self.recorder is not None:
