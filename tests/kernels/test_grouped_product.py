@@ -165,7 +165,7 @@ def test_a_scaled_product_and_an_addend(rank: int, dtype: torch.dtype, device: t
     factor_EOR = torch.randn(*p.gate_up_EJH.shape[:2], rank, device=device).to(dtype) / math.sqrt(rank)
     out_NJ = p.rows(p.gate_up_EJH.shape[1])
     matrix = p.gate_up_EJH.transpose(1, 2)
-    addend = Addend(low_NR, factor_EOR)
+    addend = Addend(low_NR, factor_EOR, low_NR.shape[1])
     multiply_rows(p.x_TH, matrix, p.layout.offs_E, out_NJ, **p.order, scale=0.75, addend=addend, configuration=TINY)
     expected = torch.empty_like(out_NJ, dtype=torch.float64)
     for e, rows in p.per_expert():

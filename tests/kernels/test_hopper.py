@@ -230,12 +230,16 @@ def test_rows_times_their_experts_matrix(
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("gathered", "rows_first", "rank"), [(True, True, 64), (True, False, 128), (False, False, 64)])
+@pytest.mark.parametrize(
+    ("gathered", "rows_first", "padded", "rank"),
+    [(True, True, 64, 16), (True, True, 64, 64), (True, False, 128, 70), (False, False, 64, 5), (False, True, 64, 32)],
+)
 @pytest.mark.parametrize("activated", [False, True])
 def test_an_addend_is_more_of_the_depth(
     activated: bool,
     gathered: bool,
     rows_first: bool,
+    padded: int,
     rank: int,
     routing: str,
     device: torch.device,
@@ -247,8 +251,9 @@ def test_an_addend_is_more_of_the_depth(
     rows = routed(routing, device)
     left = (rows.of_tokens if gathered else rows.sorted)(depth, dtype, seed=0)
     matrix_EOW = normal(E, width, depth, dtype=dtype, seed=1, device=device, scale=depth**-0.5)
-    low_NR = rows.sorted(rank, dtype, seed=2)
-    factor_EOR = normal(E, width, rank, dtype=dtype, seed=3, device=device, scale=rank**-0.5)
+    low_NR = rows.sorted(padded, dtype, seed=2)
+    factor_EOR = normal(E, width, padded, dtype=dtype, seed=3, device=device, scale=rank**-0.5)
+    low_NR[:, rank:] = factor_EOR[:, :, rank:] = 0
     if not rows_first:
         matrix_EOW = matrix_EOW.transpose(1, 2).contiguous().transpose(1, 2)
     order = {"order_N": rows.order_N, "top_k": K} if gathered else {}
@@ -257,7 +262,7 @@ def test_an_addend_is_more_of_the_depth(
         columns = width // 2 if activated else width
         out_NO, memory = poisoned(rows.tokens * K, columns, dtype=dtype, device=device)
         table = hopper_product.tile_table(rows.offs_E, rows.tokens * K)
-        addend = Addend(low_NR, factor_EOR)
+        addend = Addend(low_NR, factor_EOR, rank)
         if activated:
             hopper_product.up(left, rows.order_N, K, matrix_EOW, table, Activation(), out_NO, addend=addend)
         else:

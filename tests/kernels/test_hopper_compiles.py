@@ -75,7 +75,10 @@ def launches() -> dict[str, Callable[[], None]]:
     x, y, h, a = empty(N // K, H), empty(N, H), empty(N, 2 * I), empty(N, I)
     gate_up, down, bias = empty(E, 2 * I, H), empty(E, H, I), empty(E, I)
     order, offs, table = (empty(n, dtype=torch.int32) for n in (N, E, 64))
-    of_up, of_rows = Addend(empty(N, 64), empty(E, 2 * I, 64)), Addend(empty(N, 64), empty(E, 64, H).transpose(1, 2))
+    of_up, of_rows = (
+        Addend(empty(N, 64), empty(E, 2 * I, 64), 32),
+        Addend(empty(N, 64), empty(E, 64, H).transpose(1, 2), 16),
+    )
     return {
         "up": lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h),
         "plain_up_with_bias": lambda: up(

@@ -94,7 +94,7 @@ def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         N = E * per_expert
         x, y, h, a, order = empty(N // K, H), empty(N, H), empty(N, 2 * I), empty(N, I), empty(N, dtype=torch.int32)
         scale, odd = empty(N // K, K, dtype=torch.float32), empty(N, 2 * I - 3)
-        low = Addend(empty(N, 128), empty(E, 2 * I, 128))  # of the deepest step
+        low = Addend(empty(N, 128), empty(E, 2 * I, 128), 128)  # of the deepest step
         options = {"order_N": order, "top_k": K}
         return {
             "multiply": lambda: multiply_rows(a, down.mT, offs, y),
@@ -178,7 +178,9 @@ def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[
     def launch(rows: int, chosen: Any) -> None:
         shapes = (rows, H), (E, 2 * I, H), (rows, 2 * I), (rows, I), (rows, R), (E, 2 * I, R)
         x, gate_up, h, a, low, factor = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-        multiply_rows_activated(x, gate_up, offs, Activation(), h, a, addend=Addend(low, factor), configuration=chosen)
+        multiply_rows_activated(
+            x, gate_up, offs, Activation(), h, a, addend=Addend(low, factor, low.shape[1]), configuration=chosen
+        )
 
     found: dict[str, Callable[[], Any]] = {}
     for rows in (E * 24, E * 2000):

@@ -64,14 +64,14 @@ class LowRank:
         if up is None:
             return None
         self._low_NP = self._thin(self.rows.x, up.a_EPI.mT)
-        return Addend(self._low_NP, up.b_EOP)
+        return Addend(self._low_NP, up.b_EOP, self._up_rank)
 
     def add_to_y(self, a_NI: Tensor) -> Addend | None:
         _, down = self._pairs
         if down is None:
             return None
         self._low_down_NP = self._thin(a_NI, down.a_EPI.mT)
-        return Addend(self._low_down_NP, down.b_EOP)
+        return Addend(self._low_down_NP, down.b_EOP, self._down_rank)
 
     def add_to_da(self, dy_TH: Tensor) -> Addend | None:
         _, down = self._pairs
@@ -93,7 +93,7 @@ class LowRank:
                 weight_TK=rows.problem.weight_TK,
                 top_k=rows.top_k,
             )
-        return Addend(self._dlow_down_NP, down.a_EPI.mT)
+        return Addend(self._dlow_down_NP, down.a_EPI.mT, self._down_rank)
 
     def down_gradients(self, dy: Rows, scaled_a_NI: Tensor | None, needs: Needs) -> dict[str, Tensor]:
         """By name, those that are needed."""
@@ -118,7 +118,7 @@ class LowRank:
         up, _ = self._pairs
         if up is None:
             return None
-        rank = sum(part.rank for part in self._parts)
+        rank = self._up_rank
         if rank > widest_rank(dh_NJ.dtype):
             self._dlow_NP = self._thin(dh_NJ, up.b_EOP)
         else:
@@ -126,7 +126,7 @@ class LowRank:
             self._dlow_NP, self._db = thin_pair(
                 dh_NJ, up.b_EOP, self._low_NP, self.rows.offs_E, rank=rank, scaling=self.lora.scaling
             )
-        return Addend(self._dlow_NP, up.a_EPI.mT)
+        return Addend(self._dlow_NP, up.a_EPI.mT, rank)
 
     def up_gradients(self, dh_NJ: Tensor, needs: Needs) -> dict[str, Tensor]:
         """Of gate's and up's factors by name, those that are needed."""
@@ -137,7 +137,7 @@ class LowRank:
         assert dlow_NP is not None and low_NP is not None
         if needs.gate_lora_a or needs.up_lora_a:
             gradients = [torch.empty_like(part.a) for part in parts]
-            self.rows.factor_gradient(dlow_NP[:, : sum(part.rank for part in parts)], self.rows.x, *gradients)
+            self.rows.factor_gradient(dlow_NP[:, : self._up_rank], self.rows.x, *gradients)
             found |= {f"{part.name}_lora_a": each for part, each in zip(parts, gradients, strict=True)}
         for part in parts:
             gradient, ranks = torch.empty_like(part.b), slice(part.first_rank, part.first_rank + part.rank)
@@ -168,6 +168,10 @@ class LowRank:
             found.append(_Part(name, a, b, first, step, ranks, rank))
             ranks += rank
         return found
+
+    @property
+    def _up_rank(self) -> int:
+        return sum(part.rank for part in self._parts)
 
     @property
     def _down_rank(self) -> int:

@@ -27,9 +27,12 @@ class CompiledLayers:
         self.modules = [*decoder_layers(model), *final_norm(model)]
 
     def begin(self) -> None:
+        from amoeba.integrations.joined_linears import JoinedLinears  # which imports the compiler
+
         keep_compiled_code()
+        options: dict[str, Any] = {"pre_grad_custom_pass": JoinedLinears()}
         for module in self.modules:
-            module.compile()  # for one shape; where a second one comes, for any
+            module.compile(options=options)  # for one shape; where a second one comes, for any
 
     def end(self) -> None:
         for module in self.modules:

@@ -17,6 +17,7 @@ class Addend(NamedTuple):
 
     low_NR: Tensor  # sorted rows, contiguous
     factor_EOR: Tensor  # any strides, one of the last two 1
+    rank: int  # before it was padded: behind it there is nothing but zeros
 
 
 # The depth of a step in the kernels for Hopper. Elsewhere less would do, but a traced graph has to know how wide the

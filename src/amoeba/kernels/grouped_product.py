@@ -141,7 +141,7 @@ def multiply_rows_activated(
 
 
 def _tensors(addend: Addend | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if addend is None else addend
+    return (None, None) if addend is None else addend[:2]
 
 
 def _strides(addend: Addend | None) -> tuple[int, ...]:

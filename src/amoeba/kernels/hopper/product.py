@@ -55,7 +55,9 @@ class Plan:
     B_K_MAJOR: bool  # the matrix is stored (O, W), rows along the summed dimension
     BIAS: bool
     KEEP: bool  # write the product as well as what its activation gives
-    LOW: bool  # more of the depth comes from other tensors: see `amoeba.kernels.addend`
+    LOW: (
+        int  # more of the depth comes from other tensors (`amoeba.kernels.addend`), in steps of so much; 0: it does not
+    )
     KIND: str = "relu"
     GATED: bool = False
     ALPHA: float = 1.0
@@ -67,6 +69,11 @@ class Plan:
     def PAIRED(self) -> bool:
         """A tile holds columns of the gate and the same columns of up."""
         return self.ACTIVATE and self.GATED
+
+    @property
+    def SHORT(self) -> bool:
+        """One step, shorter than others, takes what comes from the other tensors."""
+        return 0 < self.LOW < BLOCK_K
 
     @property
     def COLUMNS(self) -> int:
@@ -201,7 +208,7 @@ def _produce(
             row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width,
             columns, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
-        if PLAN.LOW:
+        if PLAN.LOW > 0:
             if PLAN.GATHER:
                 pointers = low + (sorted_row.to(gl.int64) * rank)[:, None] + k[None, :]
             count = _fill(
@@ -211,23 +218,42 @@ def _produce(
 
 
 @gluon.jit
+def _multiply_stage(
+    acc, row_bufs, matrix_bufs, full, empty, count, more, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """acc (+)= rows · matrix over the first DEPTH of a stage, begun; the stage before it is given back. more: not the
+    first of a tile."""
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    if PLAN.GATHER:
+        fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+    rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0).slice(0, DEPTH, 1)
+    if PLAN.B_K_MAJOR:
+        matrix = matrix_bufs.index(stage).slice(0, DEPTH, 1).permute((1, 0))
+    else:
+        matrix = matrix_bufs.index(stage).slice(0, DEPTH, 0)
+    acc = warpgroup_mma(rows, matrix, acc, use_acc=more, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+    return acc
+
+
+@gluon.jit
 def _multiply_tile(
     acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     HEIGHT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """acc = rows · matrix over all of the depth; a stage is given back when the product after it has started."""
     for k in range(0, depth, BLOCK_K):
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        if PLAN.GATHER:
-            fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
-        rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
-        matrix = matrix_bufs.index(stage)
-        if PLAN.B_K_MAJOR:
-            matrix = matrix.permute((1, 0))
-        acc = warpgroup_mma(rows, matrix, acc, use_acc=k > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        acc = _multiply_stage(
+            acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, HEIGHT, STAGES
+        )
+        count += 1
+    if PLAN.SHORT:  # the rest of that stage is zeros
+        acc = _multiply_stage(
+            acc, row_bufs, matrix_bufs, full, empty, count, True, PLAN.LOW, WARPGROUP, PLAN, HEIGHT, STAGES
+        )
         count += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
@@ -325,14 +351,15 @@ def product_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129 if PLAN.GATHER else 1)  # the copy engine, and 128 gathering threads
         mbarrier.init(empty.index(i), count=2)  # the two warpgroups
+    deep = depth if PLAN.SHORT else depth + rank
     gl.warp_specialize(
         [
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth + rank, width,
+                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
                 columns, h_stride, out_stride, gl.constexpr(0), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth + rank, width,
+                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
                 columns, h_stride, out_stride, gl.constexpr(1), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_produce, (
@@ -409,6 +436,13 @@ def _launch(
     )
 
 
+def _step(addend: Addend | None) -> int:
+    """Of the addend's depth, which the matrix unit takes in 16s: no more than there is, if one step takes it all."""
+    if addend is None:
+        return 0
+    return BLOCK_K if addend.rank > BLOCK_K else max(16, next_power_of_2(addend.rank))
+
+
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:
     """All experts' matrices one below the other, stored (O, W) or (W, O); a copy where they are stored otherwise."""
     stored = (matrix_EOW if k_major else matrix_EOW.transpose(1, 2)).contiguous()
@@ -436,7 +470,7 @@ def multiply(
         B_K_MAJOR=matrix_EOW.stride(2) == 1,
         BIAS=bias_EO is not None,
         KEEP=False,
-        LOW=addend is not None,
+        LOW=_step(addend),
     )
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None, addend)
 
@@ -464,7 +498,7 @@ def up(
         B_K_MAJOR=True,
         BIAS=bias_EJ is not None,
         KEEP=h_NJ is not None,
-        LOW=addend is not None,
+        LOW=_step(addend),
         **constants(activation),  # type: ignore[arg-type]
     )
     _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend)
