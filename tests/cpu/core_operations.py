@@ -119,6 +119,9 @@ def refuse() -> None:
         lambda: core.activate(torch.randn(2, 6), torch.randn(2), Activation(), out=torch.empty(2, 3)),
         lambda: core.sum_decoded(rows[:1], ids[:2], weight[:2], 1),
         lambda: core.sum_decoded(rows.double(), ids[:2], weight[:2], 1),
+        lambda: core.decode(
+            rows, ids[:2], weight[:2], matrix.mT, matrix, None, None, Activation("relu", gated=False), None, ids
+        ),
         lambda: combine_rows(x, torch.tensor([[3]], dtype=torch.int32), weight[:1], pool),
         lambda: forward(node, None, x.float(), ids, weight, pool, save="nothing"),
         lambda: forward(node, None, x[:, :47], ids, weight, pool, save="nothing"),

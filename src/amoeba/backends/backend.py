@@ -48,8 +48,8 @@ class RowsApart(NamedTuple):
              of `Saved`, sorted by expert. LoRA factors may be in fp32.
     combine: y_TH of a problem, from a row for each of its slots t·K + k and a spare one at the end; the rows of
              sentinels hold anything.
-    whole:   y_TH of a problem in one call, nothing saved for backward; None where the number that an expert has decides
-             about the order of additions, since a slot has another.
+    whole:   y_TH of a problem in one call, without LoRA and with nothing saved for backward. Its experts are numbered
+             by their slots; their own numbers, which may decide in which order is added up, come beside it.
     at_once: whether `whole` is worth waiting for all experts: where a product of BLAS adds to y, rows apart may differ
              in the last bit.
 
@@ -58,7 +58,7 @@ class RowsApart(NamedTuple):
 
     rows: Callable[[Problem, Save], tuple[Tensor, Tensor | None]]
     combine: Callable[[Tensor, Problem], Tensor]
-    whole: Callable[[Problem], Tensor] | None = None
+    whole: Callable[[Problem, Tensor], Tensor]
     at_once: bool = False
 
 

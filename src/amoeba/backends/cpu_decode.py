@@ -33,13 +33,13 @@ def decode(problem: Problem) -> Tensor:
     return _finish(problem, *_decode(problem, owned_TK), owned_TK)
 
 
-def _decode(problem: Problem, owned_TK: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _decode(problem: Problem, owned_TK: Tensor | None, key_TK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """y (T, H) without what factors of down add, and that for each slot (N, H), without its weight; all in fp32."""
     x_TH, weight_TK, expert_TK = _plain(problem.x_TH), _plain(problem.weight_TK), _int64(problem.expert_TK)
     b1, b2 = (None if b is None else _plain(b) for b in (problem.weights.gate_up_bias_EJ, problem.weights.down_bias_EH))
     weights = problem.weights.gate_up_EJH, problem.weights.down_EHI, b1, b2, problem.weights.activation
     if owned_TK is None:
-        return load_core().decode(x_TH, expert_TK, weight_TK, *weights)
+        return load_core().decode(x_TH, expert_TK, weight_TK, *weights, None, key_TK)
     products = _SlotProducts(expert_TK.where(owned_TK, 0).flatten(), problem.weights.down_EHI.dtype)
     slots, width = expert_TK.numel(), problem.weights.gate_up_EJH.shape[1]
     added_NJ = torch.zeros((slots, width), dtype=torch.float32, device=CPU)
@@ -72,7 +72,12 @@ def _combine(rows_NH: Tensor, problem: Problem) -> Tensor:
     return _finish(problem, y_TH, None if problem.lora is None else rows_NH[:, hidden:], _owned(problem))
 
 
-APART = RowsApart(_rows, _combine)
+def _decode_slots(problem: Problem, expert_TK: Tensor) -> Tensor:
+    """The core adds up in the order of the experts' numbers."""
+    return _finish(problem, *_decode(problem, None, _int64(expert_TK)), None)
+
+
+APART = RowsApart(_rows, _combine, _decode_slots)
 
 
 def _owned(problem: Problem) -> Tensor | None:

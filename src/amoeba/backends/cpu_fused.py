@@ -58,7 +58,7 @@ def forward(problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
 
 
 def apart() -> RowsApart:
-    return RowsApart(_rows_alone, _combine, lambda problem: forward(problem, "nothing")[0])
+    return RowsApart(_rows_alone, _combine, lambda problem, expert_TK: forward(problem, "nothing")[0])
 
 
 def _rows_alone(problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:

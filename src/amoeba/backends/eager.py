@@ -48,7 +48,7 @@ class EagerBackend(PassesBackend):
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
         if not _decodes(problem, save):
             return sorted_rows.apart(TorchRows)
-        return RowsApart(_decode_rows, _combine, lambda problem: self.forward(problem, save)[0], at_once=True)
+        return RowsApart(_decode_rows, _combine, lambda problem, _: self.forward(problem, save)[0], at_once=True)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         return sorted_rows.backward(problem, saved, dy_TH, needs, TorchRows)

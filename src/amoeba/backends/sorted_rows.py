@@ -126,7 +126,7 @@ def forward(problem: Problem, save: Save, rows_type: type[SortedRows]) -> tuple[
 def apart(rows_type: type[SortedRows]) -> RowsApart:
     """A row alone is combined into itself, so rows and their sums have the numbers of `forward`."""
 
-    def whole(problem: Problem) -> Tensor:
+    def whole(problem: Problem, expert_TK: Tensor) -> Tensor:
         return forward(problem, "nothing", rows_type)[0]
 
     def rows(problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:

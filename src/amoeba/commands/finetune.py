@@ -117,14 +117,14 @@ def run(
     finally:
         console.close()
     output.heading("fine-tuned" if not report.interrupted else "stopped")
-    chat = ["--chat"] if report.chat else []
+    more = [*(["--chat"] if report.chat else []), *([] if settings.ram is None else ["--ram", settings.ram])]
     output.facts(
         [
             ("held-out loss", f"{report.start_loss:.3f} -> {report.final_loss:.3f}, of the answers"),
             ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
             ("trained", f"{report.trainable_parameters / 1e6:.2f}M numbers; the base model is as it was"),
             ("adapter", report.adapter),
-            ("try", shell_command("generate", report.base_model, "...", "--adapter", report.adapter, *chat)),
+            ("try", shell_command("generate", report.base_model, "...", "--adapter", report.adapter, *more)),
             ("run", f"{report.folder}    look: {shell_command('report', report.folder)}"),
         ]
     )

@@ -60,7 +60,7 @@ _SIGNATURES = {
     ),
     **dict.fromkeys(("amoeba_decode_f32", "amoeba_decode_bf16"), (
         _INT64, _INT64, _INT64, _INT64, _INT64, _INT64,     # tokens, top_k, experts, hidden, intermediate, width
-        _POINTER, _INT64, _POINTER, _POINTER,               # x, stride, expert ids, weights
+        _POINTER, _INT64, _POINTER, _POINTER, _POINTER,     # x, stride, expert ids, keys, weights
         _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # gate_up, its strides, bias, added rows
         _POINTER, _INT64, _INT64, _POINTER,                 # down, its strides, bias
         _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
@@ -199,12 +199,14 @@ class Core:
         down_bias_EH: Tensor | None,
         activation: Activation,
         added_NJ: Tensor | None = None,
+        key_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The whole layer for a few tokens in one call, in fp32: y (T, H).
 
         Weights are fp32 or bf16, contiguous along the last dimension.
         added_NJ: what each slot's h gets on top; then the activations of the slots (N, I) come beside y, where those of
         sentinels' slots hold anything.
+        key_TK: other numbers for the experts, in whose order they are added up.
         """
         tokens, hidden = x_TH.shape
         top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]
@@ -223,6 +225,7 @@ class Core:
             tokens, top_k, experts, hidden, intermediate, width,
             address_of_lines("x_TH", x_TH, torch.float32, (tokens, hidden)), x_TH.stride()[0],
             address("expert_TK", expert_TK, torch.int64, (tokens, top_k)),
+            optional_address("key_TK", key_TK, torch.int64, (tokens, top_k)),
             address("weight_TK", weight_TK, torch.float32, (tokens, top_k)),
             address_of_lines("gate_up_EJH", gate_up_EJH, weight_dtype, (experts, width, hidden)),
             gate_up_e, gate_up_row,

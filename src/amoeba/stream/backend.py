@@ -47,8 +47,9 @@ class StreamedBackend(PassesBackend):
         with _lent(problem, ids, problem.x_TH.shape[0]) as groups:
             for slot_of in groups:
                 there = there | slot_of if waits else slot_of
-                if apart.whole is not None and not one_by_one and len(there) == len(asked):
-                    y_TH = apart.whole(_in_slots(problem, weights.slots, [there.get(each, -1) for each in ids]))
+                if not one_by_one and len(there) == len(asked):
+                    in_slots = _in_slots(problem, weights.slots, [there.get(each, -1) for each in ids])
+                    y_TH = apart.whole(in_slots, problem.expert_TK)
                 elif not waits:
                     for slot_N, part in _parts(problem, slots_of, slot_of, one_by_one):
                         rows.put(slot_N, *apart.rows(part, save))
