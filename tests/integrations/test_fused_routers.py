@@ -48,6 +48,14 @@ def test_the_same_logits_and_gradients(family):
     assert [type(module) for module in model.modules()] == classes
 
 
+def test_routers_that_are_fused_already_stay_so():
+    model = build("qwen3_moe")
+    classes = [type(module) for module in model.modules()]
+    with fused_routers(model) as count, fused_routers(model) as again:
+        assert count > 0 and again == 0
+    assert [type(module) for module in model.modules()] == classes
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_routers_that_choose_otherwise_stay_as_they_are(family):

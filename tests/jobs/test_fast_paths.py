@@ -52,9 +52,9 @@ def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     compile_layer = nn.Module.compile
     counted: list[nn.Module] = []
 
-    def by_aot(layer: nn.Module, **options: Any) -> None:
+    def by_aot(layer: nn.Module, options: dict[str, Any]) -> None:
         counted.append(layer)
-        compile_layer(layer, backend="aot_eager", **options)
+        compile_layer(layer, backend="aot_eager")
 
     monkeypatch.setattr(nn.Module, "compile", by_aot)
     torch._dynamo.reset()
@@ -241,18 +241,25 @@ class TestOnAGpu:
         assert any("decoder layers compiled" in line for line in said)
         torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=2e-2, atol=2e-2)
 
+    def of_a_base_in_bf16(self, inputs: Any) -> dict[str, Any]:
+        folder = inputs / "wide_base"
+        build("qwen3_moe", head_dim=64, hidden_size=64, vocab_size=300).to(torch.bfloat16).save_pretrained(folder)
+        for path in (inputs / "base").glob("tokenizer*"):
+            shutil.copy(path, folder)
+        return {"model": str(folder), "sequence_length": 96, "accumulation": 1, "targets": ["experts"]}
+
+    def test_a_router_that_is_trained_in_fp32_keeps_the_fast_paths(self, inputs, tmp_path):
+        """Its products need autocast, also where the model is tried before the first step."""
+        told = self.of_a_base_in_bf16(inputs) | {"train_router": True, "dtype": "bfloat16"}
+        _, said = run(tmp_path / "run", inputs, "finetune", **told)
+        assert any(line.startswith("in a step: the loss without all logits in memory, attention") for line in said)
+
     @pytest.mark.parametrize("checkpointing", [False, True])
     def test_factors_are_trained_by_captured_passes_over_packed_rows(
         self, checkpointing, inputs, tmp_path, monkeypatch
     ):
         """Only factors have gradients; and checkpointing asks nothing of the device."""
-        build("qwen3_moe", head_dim=64, hidden_size=64, vocab_size=300).to(torch.bfloat16).save_pretrained(
-            inputs / "wide_base"
-        )
-        for path in (inputs / "base").glob("tokenizer*"):
-            shutil.copy(path, inputs / "wide_base")
-        told = {"model": str(inputs / "wide_base"), "sequence_length": 96, "accumulation": 1, "targets": ["experts"]}
-        told |= {"train_router": False, "gradient_checkpointing": checkpointing}
+        told = self.of_a_base_in_bf16(inputs) | {"train_router": False, "gradient_checkpointing": checkpointing}
         monkeypatch.setattr(finetune, "LEAST_PACKED_STEPS", 1)
         first, said = run(tmp_path / "first", inputs, "finetune", **told)
         assert any(line.startswith("packed into") for line in said)

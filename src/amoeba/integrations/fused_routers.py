@@ -44,7 +44,7 @@ def fused_routers(model: nn.Module) -> Iterator[int]:
         if not any(is_experts(child) for child in block.children()):
             continue
         for router in routers_beside(block):
-            found = recognise(router)
+            found = None if isinstance(router, _FusedRouter) else recognise(router)
             if found is not None:
                 own: Any = type(router)
                 changed.append((router, own))

@@ -45,7 +45,8 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
     with ExitStack() as stack:
         taken: list[str] = []
         if gpu:
-            reason = stack.enter_context(fused_loss(trainer.model))
+            with trainer.as_it_trains():  # it runs a few tokens
+                reason = stack.enter_context(fused_loss(trainer.model))
             _tell(taken, "the loss without all logits in memory", reason, say)
             reason = stack.enter_context(_documents_apart(trainer))
             _tell(taken, "attention by documents", reason, say)

@@ -80,6 +80,10 @@ class FastTrainer(Trainer):
             return batch
         return batch | document_arguments(batch, self.rows.documents_per_row, self.rows.longest)
 
+    def as_it_trains(self) -> Any:
+        """Autocast where a step has it, for what runs the model before `train` has prepared it."""
+        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16)
+
     def try_batch(self, rows: int, gradients: bool) -> None:
         """Runs the first rows once; nothing of it stays but what was compiled."""
         model: Any = self.model
@@ -91,7 +95,7 @@ class FastTrainer(Trainer):
         training = model.training
         model.train()
         try:
-            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients):
+            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients), self.as_it_trains():
                 predicted = (batch["labels"] != NO_LABEL).sum()
                 loss: Any = super().compute_loss(model, batch, num_items_in_batch=predicted)
                 if gradients:
