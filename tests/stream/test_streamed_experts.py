@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amoeba import Activation, ExpertWeights, LoraFactors, Request, Routing, experts, explain
-from amoeba.backends import cpu, cpu_fused, eager
+from amoeba.backends import cpu, cpu_fused
 from amoeba.backends.backend import RowsApart
 from amoeba.cpu.core import why_no_core
 from amoeba.stream.memory import ExpertMemory
@@ -72,10 +72,9 @@ def test_outputs_are_those_of_resident_experts(way: str, kind: str, dtype: torch
         expected = experts(x_TH, routing, resident)
         for slots in SLOTS:
             streamed = stream_from_memory(resident, slots)
-            few = K * tokens <= eager.DECODE_ROWS and slots < routing.expert_TK.unique().numel()
             for again in range(2):  # with slots that are empty, and with those that the first pass left
                 y_TH = experts(x_TH, routing, streamed)
-                if way == "eager" and dtype == torch.float32 and few:  # BLAS adds up inside its products
+                if way == "eager" and dtype == torch.float32:  # BLAS: its last bits depend on where a matrix lies
                     torch.testing.assert_close(y_TH, expected, rtol=1e-5, atol=1e-6)
                 else:
                     assert torch.equal(y_TH, expected), (tokens, slots, again)
