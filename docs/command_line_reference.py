@@ -19,13 +19,19 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _commands() -> Iterator[str]:
-    for command in app.registered_commands:
+    found = [("amoeba", command) for command in app.registered_commands]
+    for group in app.registered_groups:
+        found += [
+            (f"amoeba {group.typer_instance.info.name}", command)
+            for command in group.typer_instance.registered_commands
+        ]
+    for before, command in found:
         function = command.callback
         assert function is not None
         rows = list(_parameters(function))
         arguments = [name for name, _, is_argument in rows if is_argument]
-        yield f"## amoeba {command.name or function.__name__}\n\n{inspect.getdoc(function)}\n"
-        yield f"    {' '.join(('amoeba', function.__name__, *arguments, '[options]'))}\n"
+        yield f"## {before} {command.name or function.__name__}\n\n{inspect.getdoc(function)}\n"
+        yield f"    {' '.join((before, function.__name__, *arguments, '[options]'))}\n"
         yield "| option | |\n|---|---|"
         for name, about, _ in rows:
             yield f"| `{name}` | {about} |"

@@ -54,7 +54,8 @@ HELPS = """
 def test_version_and_every_help_come_without_torch():
     commands = get_command(app).commands
     assert {"train", "finetune", "generate", "merge", "report", "verify", "bench", "doctor"} <= set(commands)
-    run_python(HELPS, json.dumps([["--version"], ["--help"], *([name, "--help"] for name in commands)]))
+    helps = [[name, "--help"] for name in commands] + [["stream", "simulate", "--help"]]
+    run_python(HELPS, json.dumps([["--version"], ["--help"], *helps]))
 
 
 def test_torch_is_loaded_with_the_first_name_that_needs_it_and_its_compiler_never():

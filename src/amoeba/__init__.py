@@ -76,7 +76,7 @@ _HOME = {
     "route": "amoeba.routing",
 }
 
-_PACKAGES = ("lora", "optim")
+_PACKAGES = ("lora", "optim", "stream")
 
 
 def register() -> None:

@@ -29,7 +29,9 @@ from amoeba.commands.options import (
     parse_device,
     parse_dtypes,
 )
+from amoeba.commands.pack import pack
 from amoeba.commands.start import speak_up, start
+from amoeba.commands.stream import stream
 from amoeba.commands.tune import tune
 from amoeba.loading import loading
 
@@ -230,6 +232,8 @@ app.command()(tune)
 app.command()(finetune)
 app.command()(generate)
 app.command()(merge)
+app.command()(pack)
+app.add_typer(stream)
 
 
 @app.command()

@@ -39,6 +39,17 @@ class Problem(NamedTuple):
         factors = _NO_FACTORS if self.lora is None else self.lora.six()
         return (*self[:3], *self.weights.tensors(), *factors)
 
+    def with_factors_as_weights(self) -> Problem:
+        """LoRA factors in the dtype of the weights, differentiably."""
+        return self if self.lora is None else self._replace(lora=self.lora.to(self.weights.dtype))
+
+    def of_slots(self, slot_N: Tensor) -> Problem:
+        """These slots (t·K + k) alone, each as a token with one expert."""
+        top_k = self.expert_TK.shape[1]
+        expert_N, weight_N = (each.reshape(-1).index_select(0, slot_N) for each in (self.expert_TK, self.weight_TK))
+        x_NH = self.x_TH.index_select(0, slot_N // top_k)
+        return self._replace(x_TH=x_NH, expert_TK=expert_N[:, None], weight_TK=weight_N[:, None])
+
     def differentiable(self) -> dict[str, Tensor | None]:
         """By the names of `Needs`, those that can have a gradient."""
         of_weights = zip(self.weights.operands(), self.weights.tensors(), strict=False)

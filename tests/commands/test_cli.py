@@ -169,14 +169,21 @@ def test_what_torch_and_transformers_warn_about_is_shown_with_verbose_alone(monk
         assert logging.getLogger("amoeba.cpu.build").isEnabledFor(logging.INFO), "a build takes long, it is always said"
 
 
+def all_commands(group=None, *words: str):
+    """Each command by the words that call it; a group of commands (amoeba stream) comes before its own."""
+    for name, command in (group or get_command(app)).commands.items():
+        yield (*words, name), command
+        if hasattr(command, "commands"):
+            yield from all_commands(command, *words, name)
+
+
 def test_every_command_has_the_flag_of_verbose():
-    for name, command in get_command(app).commands.items():
-        assert any("-v" in parameter.opts for parameter in command.params), name
+    for words, command in all_commands():
+        assert hasattr(command, "commands") or any("-v" in parameter.opts for parameter in command.params), words
 
 
 def test_every_option_of_every_command_has_a_help_text():
-    main = get_command(app)
-    for command in (main, *main.commands.values()):
+    for command in (get_command(app), *(command for _, command in all_commands())):
         assert command.help, command.name
         for parameter in command.params:
             assert parameter.help, f"amoeba {command.name} {parameter.opts[0]}"
@@ -415,6 +422,9 @@ BAD_USAGE = [
     ("bench", "--repeats", "x"),
     ("verify", "--dvice", "cpu"),
     ("verify", "--thor"),
+    ("stream",),
+    ("stream", "nothing"),
+    ("stream", "simulate"),
     ("nothing",),
     (),
 ]
@@ -424,7 +434,7 @@ BAD_USAGE = [
 def run_without(tmp_path_factory):
     """Exit code, stdout and stderr of a command, by the packages that are not there."""
     into = str(tmp_path_factory.mktemp("bench"))
-    helps = [(name, "--help") for name in get_command(app).commands]
+    helps = [(*words, "--help") for words, _ in all_commands()]
     bench = (*BENCH, "--out", into)
     commands = {TORCH_ALONE: [VERIFY, bench, bench, ("doctor", "--json"), *BAD_USAGE, *helps]}
     commands |= {(name,): [("--version",), VERIFY[:-1]] for name in ("typer", "rich")}
@@ -502,9 +512,10 @@ def test_with_torch_alone_bad_usage_exits_with_2(run_without):
 
 
 def test_with_torch_alone_every_option_is_there(run_without):
-    helps = {words[0]: done for words, done in run_without[TORCH_ALONE] if words[1:] == ("--help",)}
-    for name, command in get_command(app).commands.items():
-        code, out, _ = helps[name]
+    helps = {words[:-1]: done for words, done in run_without[TORCH_ALONE] if words[-1:] == ("--help",)}
+    assert ("stream", "simulate") in helps
+    for words, command in all_commands():
+        code, out, _ = helps[words]
         assert code == 0
         for parameter in command.params:
             for option in parameter.opts if parameter.param_type_name == "option" else [parameter.name.upper()]:

@@ -24,6 +24,7 @@ from amoeba import Activation
 from amoeba.cpu import core, pointers
 from amoeba.cpu.core import load_core
 from amoeba.cpu.node import NodeExperts, NodeFactors, forward
+from amoeba.cpu.node import combine as combine_rows
 from amoeba.cpu.packed_weights import PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.weights import LoraFactors
@@ -71,6 +72,24 @@ def compute() -> int:
     return count
 
 
+def combine() -> int:
+    """The sums alone, where experts came in several calls: rows with strides, sentinels, more rows than slots."""
+    core, pool, count = load_core(), WorkerPool(threads=2), 0
+    for tokens, top_k, hidden in ((1, 1, 1), (3, 2, 33), (5, 4, 96)):
+        rows, ids = torch.randn(tokens * top_k + 1, 2 * hidden), torch.randint(-1, 4, (tokens, top_k))
+        weight, slots = torch.rand(tokens, top_k), tokens * top_k
+        owned = (ids >= 0) & (ids < 3)
+        halves, slot_row = rows[:, :hidden].bfloat16(), torch.arange(slots, dtype=torch.int32).view_as(ids)
+        for y, added in (
+            (core.sum_decoded(rows[:slots, :hidden], ids, weight, 3), rows[:slots, :hidden]),
+            (combine_rows(halves, slot_row.masked_fill(~owned, -1), weight, pool), halves[:slots].float()),
+        ):
+            shares = added.view(tokens, top_k, hidden) * weight[..., None]
+            torch.testing.assert_close(y, shares.masked_fill(~owned[..., None], 0).sum(1))
+            count += 1
+    return count
+
+
 def refuse() -> None:
     core, pool = load_core(), WorkerPool(threads=1)
     offs, rows, matrix, out = (
@@ -98,6 +117,12 @@ def refuse() -> None:
         lambda: core.weight_gradient(offs, rows, rows, out=torch.empty(1, 8, 16)[:, :, ::2]),
         lambda: core.activate(torch.randn(2, 16), torch.randn(3), Activation(), out=torch.empty(2, 8)),
         lambda: core.activate(torch.randn(2, 6), torch.randn(2), Activation(), out=torch.empty(2, 3)),
+        lambda: core.sum_decoded(rows[:1], ids[:2], weight[:2], 1),
+        lambda: core.sum_decoded(rows.double(), ids[:2], weight[:2], 1),
+        lambda: core.decode(
+            rows, ids[:2], weight[:2], matrix.mT, matrix, None, None, Activation("relu", gated=False), None, ids
+        ),
+        lambda: combine_rows(x, torch.tensor([[3]], dtype=torch.int32), weight[:1], pool),
         lambda: forward(node, None, x.float(), ids, weight, pool, save="nothing"),
         lambda: forward(node, None, x[:, :47], ids, weight, pool, save="nothing"),
         lambda: forward(node, None, x, ids[:2], weight, pool, save="nothing"),
@@ -126,7 +151,7 @@ if __name__ == "__main__":
     sanitized = sys.argv[2:] == ["sanitized"]
     if sanitized:
         guarded_memory.guard_all_calls()
-    count = compute()
+    count = compute() + combine()
     refuse()
     print(f"{count} cases: all right, {len(without_asserts.loaded)} modules without asserts", flush=True)
     if sanitized:

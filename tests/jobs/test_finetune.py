@@ -20,6 +20,7 @@ import torch
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -39,6 +40,8 @@ from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import FinetuneSettings, load_settings
 from amoeba.jobs.training_loop import Rows, make_trainer
 from amoeba.observe.run_log import read_run
+from amoeba.stream.store import open_store
+from amoeba.stream.store.packing import pack
 from selection import quick
 from tiny_models import build, experts_inputs, experts_of, relative, token_ids
 from tiny_runs import Quiet
@@ -511,6 +514,42 @@ def test_fine_tuning_with_packed_experts_learns(placement: str, base: Path, data
     assert report.final_loss < report.start_loss - 0.3
     resident = base_model(base)
     lora.load(resident, report.adapter)  # the adapter is one like any other
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="streamed experts are trained on a CPU")
+def test_fine_tuning_with_streamed_experts_gives_the_adapter_of_resident_ones(
+    base: Path, data: str, tmp_path: Path
+) -> None:
+    """Two slots of six per layer, from a store; the steps' losses and the factors are the same, bit for bit."""
+    pack(base, tmp_path / "store")
+    with open_store(tmp_path / "store") as store:
+        ram = sum(entry.size for entry in store.rest.values()) + 2 * sum(entry.expert_bytes for entry in store.layers)
+    told = {"steps": 4, "eval_every": 4, "targets": ("experts", "q_proj"), "train_router": True}
+    console = Quiet()
+    resident = finetune(settings(tmp_path / "resident", base, data, experts="resident", **told), Quiet())
+    streamed = finetune(settings(tmp_path / "run", tmp_path / "store", data, ram=str(ram), **told), console)
+    assert streamed.experts == "streamed"
+    assert any("2 of 6 experts per layer" in line for line in console.said)
+    assert any("read per token" in line for line in console.said)
+    assert step_losses(tmp_path / "run") == step_losses(tmp_path / "resident")
+    assert streamed.final_loss == resident.final_loss
+    found, expected = (load_file(Path(report.adapter) / "adapter_model.safetensors") for report in (streamed, resident))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="streamed experts are trained on a CPU")
+def test_what_streaming_cannot_train_with_is_refused_before_anything_is_loaded(
+    base: Path, data: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    with pytest.raises(ValueError, match="experts: expected none for streamed experts; got 'resident'"):
+        finetune(settings(tmp_path / "run", base, data, ram="1GiB", experts="resident"), Quiet())
+    with pytest.raises(ValueError, match="ram: expected at least"):
+        finetune(settings(tmp_path / "run", base, data, ram="1KiB"), Quiet())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="ram: expected a machine without a GPU"):
+        finetune(settings(tmp_path / "other", base, data, ram="1GiB"), Quiet())
 
 
 @pytest.mark.parametrize(

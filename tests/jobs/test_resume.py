@@ -221,7 +221,7 @@ OTHER: dict[str, Any] = {
     "dtype": "bfloat16", "vocab_size": 333, "r": 3, "alpha": 3.0, "targets": ("experts",), "train_router": False,
     "compile": "off", "optimizer_states": "bfloat16",
     "experts": "resident", "log_every": 2, "eval_every": 5, "save_every": 5, "gradient_checkpointing": True,
-    "out": None,
+    "out": None, "ram": None if torch.cuda.is_available() else "1GiB",
 }  # fmt: skip
 
 
@@ -248,7 +248,8 @@ def test_each_setting_is_refused_where_it_cannot_change(
 
 
 def test_what_may_change_is_applied_and_recorded(run: Path, inputs: Path, command: str, tmp_path: Path) -> None:
-    changeable = {name: OTHER[name] for name, kind in AT_RESUME.items() if kind == "changeable"}
+    known = {field.name for field in dataclasses.fields(KINDS[command])}
+    changeable = {name: OTHER[name] for name, kind in AT_RESUME.items() if kind == "changeable" and name in known}
     moved = shutil.copytree(inputs, tmp_path / "moved")
     paths = {"model": str(moved / "base"), "data": str(moved / f"{command}.jsonl")}
     told = settings_of(KINDS[command], str(run), None, changeable | paths)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import amoeba.stream.placement  # noqa: F401 - registers it
 from amoeba import Activation, cpu_features
 from amoeba.backends import grouped, registry
 from amoeba.config import ActivationKind
@@ -446,13 +447,13 @@ class TestTheMeasure:
 
 
 @pytest.mark.parametrize("backend", PLACED)
-def test_packed_experts_have_the_same_tolerance_in_every_case_and_every_gradient_is_compared(backend):
+def test_placed_experts_have_the_same_tolerance_in_every_case_and_every_gradient_is_compared(backend):
     clamped = Case(9, 2, CLAMPED_SWIGLU, bias=True, lora="all", rank=5)
     result = verify_case(clamped, backend, CPU, torch.bfloat16)
     if result.refused is not None:
         pytest.skip(result.refused)
     assert set(result.errors) == {"output", "inference", "x", "weight", *LORA_NAMES}
-    limits = (3e-2, 5e-2) if "int8" in backend else (5e-3, 1e-2)
+    limits = {"cpu-int8": (3e-2, 5e-2), "streamed": (1e-2, 1e-2)}.get(backend, (5e-3, 1e-2))  # streamed: as resident
     assert (tolerance(backend, torch.bfloat16, "output"), tolerance(backend, torch.bfloat16, "x")) == limits
 
 
@@ -471,7 +472,7 @@ class TestVerify:
         assert [result.refused is not None for result in results if result.backend == COMPOSED] == [False, True]
         table = worst(results)
         # on a machine with a GPU the kernels run there, elsewhere in the interpreter
-        elsewhere = {*PLACED} | ({"triton"} if torch.cuda.is_available() else set())
+        elsewhere = {*PLACED} - {"streamed"} | ({"triton"} if torch.cuda.is_available() else set())
         assert set(table) == {(name, torch.float32) for name in backend_names(CPU) if name not in elsewhere}
         assert set(table["eager", torch.float32]) == {"output", "inference", "x", "weight", "gate_up", "down"}
         assert table["eager", torch.float32]["x"] == max(r.errors["x"] for r in results if r.backend == "eager")

@@ -13,8 +13,9 @@ amoeba.register_backend(MyBackend())
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,27 @@ class Request:
     weights: AnyExperts
     lora: LoraFactors | None = None
     recompute: bool = False
+
+
+class RowsApart(NamedTuple):
+    """How a pass is computed where its experts are not all there at once, with the very numbers of a pass in one go.
+
+    rows:    of a problem with one expert per token, each token's row as `combine` wants it; and where save is "h" that
+             of `Saved`, sorted by expert. LoRA factors may be in fp32.
+    combine: y_TH of a problem, from a row for each of its slots t·K + k and a spare one at the end; the rows of
+             sentinels hold anything.
+    whole:   y_TH of a problem in one call, without LoRA and with nothing saved for backward. Its experts are numbered
+             by their slots; their own numbers, which may decide in which order is added up, come beside it.
+    at_once: whether `whole` is worth waiting for all experts: where a product of BLAS adds to y, rows apart may differ
+             in the last bit.
+
+    Rows of an expert have to come in one call, in their order.
+    """
+
+    rows: Callable[[Problem, Save], tuple[Tensor, Tensor | None]]
+    combine: Callable[[Tensor, Problem], Tensor]
+    whole: Callable[[Problem, Tensor], Tensor]
+    at_once: bool = False
 
 
 class Backend(ABC):
@@ -89,11 +111,13 @@ class PassesBackend(Backend):
     def backward(self, problem: Problem, saved: Any, dy_TH: Tensor, needs: Needs) -> Gradients:
         """saved: as forward gave it, or None where save was not "h"."""
 
+    def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
+        """The way that `forward` takes for this problem, with combining apart; None where it cannot be."""
+        return None
+
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         """Before the pass, and seen by autograd: factors in the dtype of the weights."""
-        if problem.lora is None:
-            return problem
-        return problem._replace(lora=problem.lora.to(problem.weights.dtype))
+        return problem.with_factors_as_weights()
 
     def run(self, request: Request) -> Tensor:
         routing = request.routing

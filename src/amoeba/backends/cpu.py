@@ -13,9 +13,9 @@ from torch import Tensor
 
 from amoeba.backends import cpu_decode, cpu_fused, sorted_rows
 from amoeba.backends.allocate import empty_gradient
-from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
-from amoeba.backends.rowwise import activate_rows, activate_rows_backward
+from amoeba.backends.rowwise import activate_rows, activate_rows_backward, in_chunks
 from amoeba.backends.torch_rows import Groups, TorchRows
 from amoeba.config import Activation
 from amoeba.cpu.core import load_core, why_no_core
@@ -61,6 +61,11 @@ class CpuBackend(PassesBackend):
             return cpu_fused.forward(problem, save)
         return sorted_rows.forward(problem, save, CoreRows)
 
+    def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
+        if save != "h" and _decodes(problem):
+            return cpu_decode.APART
+        return cpu_fused.apart() if cpu_fused.serves(problem) else sorted_rows.apart(CoreRows)
+
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         if cpu_fused.serves(problem):
             return cpu_fused.backward(problem, saved, dy_TH, needs)
@@ -73,10 +78,18 @@ def _decodes(problem: Problem) -> bool:
 
 
 def _activate(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI: Tensor) -> Tensor:
+    """The core computes each row by itself; torch's vectors may end where a thread's share of the rows does."""
     core = load_core()
-    if h_NJ.dtype != torch.float32 or not core.activates(activation, out_NI.shape[1]):
+    if not core.activates(activation, out_NI.shape[1]):
         return activate_rows(h_NJ, scale_N, activation, out_NI)
-    core.activate(h_NJ, scale_N.to(torch.float32), activation, out=out_NI)
+    scale_N = scale_N.to(torch.float32)
+    if h_NJ.dtype == torch.float32:
+        core.activate(h_NJ, scale_N, activation, out=out_NI)
+        return out_NI
+    for h, scale, out in in_chunks(h_NJ, scale_N, out_NI):
+        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        core.activate(h.to(torch.float32), scale, activation, out=wide)
+        out.copy_(wide)
     return out_NI
 
 

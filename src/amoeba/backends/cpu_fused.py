@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from amoeba.backends.backend import RowsApart
 from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node import NodeCache
@@ -26,7 +27,7 @@ from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.packed_weights import Path, current_path
 from amoeba.cpu.places import Place, places_for
-from amoeba.cpu.pointers import has_lines
+from amoeba.cpu.pointers import CPU, has_lines
 from amoeba.cpu.stored import StoredWeights
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
@@ -54,6 +55,25 @@ def forward(problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         return y_TH, None
     assert cache.h_NJ is not None
     return y_TH, Saved.without_maps(cache.h_NJ)
+
+
+def apart() -> RowsApart:
+    return RowsApart(_rows_alone, _combine, lambda problem, expert_TK: forward(problem, "nothing")[0])
+
+
+def _rows_alone(problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:
+    """Each token's one row, which is in bf16 before it is weighted."""
+    problem = problem._replace(weight_TK=torch.ones_like(problem.weight_TK))
+    y_NH, saved = forward(problem.with_factors_as_weights(), save)
+    return y_NH, None if saved is None else saved.h_NJ
+
+
+def _combine(rows_NH: Tensor, problem: Problem) -> Tensor:
+    _, expert_TK, weight_TK = _rows(problem)
+    slot_TK = torch.arange(problem.rows, dtype=torch.int32, device=CPU).view_as(expert_TK)
+    slot_TK = slot_TK.masked_fill((expert_TK < 0) | (expert_TK >= problem.weights.num_experts), -1)
+    y_TH = _here(lambda place: one_node.combine(rows_NH, slot_TK, weight_TK, place.pool))
+    return y_TH.to(problem.x_TH.dtype)
 
 
 def backward(problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:

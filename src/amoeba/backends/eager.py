@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import sorted_rows
-from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.rowwise import activate
 from amoeba.backends.torch_rows import TorchRows
@@ -41,17 +41,48 @@ class EagerBackend(PassesBackend):
         return None
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        few = 0 < problem.rows <= DECODE_ROWS and problem.x_TH.device.type == "cpu"
-        if few and save != "h" and problem.lora is None:
-            return _decode(problem), None
+        if _decodes(problem, save):
+            return _decode(problem).to(problem.x_TH.dtype), None
         return sorted_rows.forward(problem, save, TorchRows)
+
+    def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
+        if not _decodes(problem, save):
+            return sorted_rows.apart(TorchRows)
+        return RowsApart(_decode_rows, _combine, lambda problem, _: self.forward(problem, save)[0], at_once=True)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         return sorted_rows.backward(problem, saved, dy_TH, needs, TorchRows)
 
 
+def _decodes(problem: Problem, save: Save) -> bool:
+    few = 0 < problem.rows <= DECODE_ROWS and problem.x_TH.device.type == "cpu"
+    return few and save != "h" and problem.lora is None
+
+
+def _decode_rows(problem: Problem, save: Save) -> tuple[Tensor, None]:
+    """Each with its bias beside it, if there is one: `_decode` adds it by itself, to what the slots before it gave."""
+    *others, bias = problem.weights.tensors()
+    without = ExpertWeights.unchecked(*others, None, problem.weights.activation)
+    rows_NH = _decode(problem._replace(weights=without))
+    if bias is not None:
+        rows_NH = torch.cat((rows_NH, bias.index_select(0, problem.expert_TK.flatten()).to(rows_NH.dtype)), 1)
+    return rows_NH, None
+
+
+def _combine(rows_NH: Tensor, problem: Problem) -> Tensor:
+    x_TH, hidden, weight = problem.x_TH, problem.weights.hidden, problem.weight_TK.reshape(-1, 1).to(rows_NH.dtype)
+    y_TH = torch.zeros(x_TH.shape, dtype=rows_NH.dtype, device=x_TH.device)
+    for slot, e in enumerate(problem.expert_TK.flatten().tolist()):
+        if 0 <= e < problem.weights.num_experts:
+            y = y_TH[slot // problem.expert_TK.shape[1]]
+            y += rows_NH[slot, :hidden]
+            if problem.weights.down_bias_EH is not None:
+                y.addcmul_(rows_NH[slot, hidden:], weight[slot])
+    return y_TH.to(x_TH.dtype)
+
+
 def _decode(problem: Problem) -> Tensor:
-    """A few rows, one after another; nothing is sorted and every expert is read where it lies."""
+    """A few rows, one after another, in fp32 or wider; nothing is sorted and every expert is read where it lies."""
     x_TH, weights = problem.x_TH, problem.weights
     gate_up, down = weights.gate_up_EJH, weights.down_EHI
     dtype = compute_dtype(x_TH.dtype, x_TH.device)
@@ -67,7 +98,7 @@ def _decode(problem: Problem) -> Tensor:
                 rows.append(h if bias is None else h + bias[e])
                 owner.append((t, e))
     if not rows:
-        return torch.zeros_like(x_TH)
+        return torch.zeros_like(x_TH, dtype=torch.promote_types(x_TH.dtype, torch.float32))
     weight = problem.weight_TK.reshape(-1, 1)
     if len(rows) < weight.shape[0]:
         weight = weight[((problem.expert_TK >= 0) & (problem.expert_TK < experts)).reshape(-1)]
@@ -82,7 +113,7 @@ def _decode(problem: Problem) -> Tensor:
         add_up(y, down[e], a_row)
         if weights.down_bias_EH is not None:
             y.addcmul_(weights.down_bias_EH[e], w_row.to(wide))
-    return y_TH if wide == x_TH.dtype else y_TH.to(x_TH.dtype)
+    return y_TH
 
 
 def _wide_product(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 def activate_rows(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI: Tensor) -> Tensor:
     """out = scale · act(h), row by row."""
-    for h, scale, out in _in_chunks(h_NJ, scale_N, out_NI):
+    for h, scale, out in in_chunks(h_NJ, scale_N, out_NI):
         h = _wide(h)
         out.copy_(activate(h, activation).mul_(scale[:, None].to(h.dtype)))
     return out_NI
@@ -42,7 +42,7 @@ def activate_rows_backward(
     """From dA' (no scale in it yet): writes dh and scale·a, returns ds_N = <dA', a> in the compute dtype."""
     ds_N = torch.empty(h_NJ.shape[0], dtype=_wide_dtype(h_NJ.dtype), device=h_NJ.device)
     differentiate = _gated_backward if activation.gated else _plain_backward
-    for h, da, scale, ds, dh, scaled_a in _in_chunks(h_NJ, da_NI, scale_N, ds_N, dh_NJ, scaled_a_NI):
+    for h, da, scale, ds, dh, scaled_a in in_chunks(h_NJ, da_NI, scale_N, ds_N, dh_NJ, scaled_a_NI):
         h, da, scale = _wide(h), _wide(da), scale[:, None].to(ds_N.dtype)
         a = differentiate(da, h, scale, activation, dh)
         torch.sum(da * a, dim=-1, out=ds)
@@ -57,6 +57,13 @@ def sum_rows(rows_NH: Tensor, slot_row_TK: Tensor) -> Tensor:
     The last row of `rows` is a spare that stands for sentinels; it is never read.
     """
     return F.embedding_bag(slot_row_TK, rows_NH, mode="sum", padding_idx=rows_NH.shape[0] - 1)
+
+
+def sum_slots(rows_NH: Tensor, expert_TK: Tensor, experts: int) -> Tensor:
+    """The same for rows in the order of the slots t·K + k, and a spare one."""
+    slots = expert_TK.numel()
+    slot_TK = torch.arange(slots, dtype=torch.int64, device=rows_NH.device).view_as(expert_TK)
+    return sum_rows(rows_NH, slot_TK.masked_fill((expert_TK < 0) | (expert_TK >= experts), slots))
 
 
 def slot_gradient(ds_N: Tensor, layout: Layout, weight_TK: Tensor) -> Tensor:
@@ -143,7 +150,7 @@ def _act_backward(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
     return F.relu(z).mul_(2).mul_(grad)
 
 
-def _in_chunks(h_NJ: Tensor, *others: Tensor | None) -> Iterator[list[Any]]:
+def in_chunks(h_NJ: Tensor, *others: Tensor | None) -> Iterator[list[Any]]:
     """The same rows of each; what another tensor has beyond those of h is left out."""
     rows, width = h_NJ.shape
     step = max(1, CHUNK_ELEMENTS.get(h_NJ.device.type, 1 << 20) // width)

@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amoeba.backends.backend import RowsApart
 from amoeba.backends.low_rank import Rows
+from amoeba.backends.rowwise import sum_slots
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.torch_internals import graph_is_freed
 
@@ -119,6 +121,22 @@ def forward(problem: Problem, save: Save, rows_type: type[SortedRows]) -> tuple[
         return y_TH, None
     assert h_NJ is not None
     return y_TH, rows.save(h_NJ)
+
+
+def apart(rows_type: type[SortedRows]) -> RowsApart:
+    """A row alone is combined into itself, so rows and their sums have the numbers of `forward`."""
+
+    def whole(problem: Problem, expert_TK: Tensor) -> Tensor:
+        return forward(problem, "nothing", rows_type)[0]
+
+    def rows(problem: Problem, save: Save) -> tuple[Tensor, Tensor | None]:
+        y_NH, saved = forward(problem.with_factors_as_weights(), save, rows_type)
+        return y_NH, None if saved is None else saved.h_NJ
+
+    def combine(rows_NH: Tensor, problem: Problem) -> Tensor:
+        return sum_slots(rows_NH, problem.expert_TK, problem.weights.num_experts)
+
+    return RowsApart(rows, combine, whole)
 
 
 def backward(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def finetune(
     model: Annotated[
-        str | None, typer.Argument(help="A folder that save_pretrained wrote, or a name on the hub.")
+        str | None, typer.Argument(help="A folder that save_pretrained wrote, a store, or a hub name.")
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", help="JSONL with messages, prompt and completion, or text; or a folder.")
@@ -39,6 +39,10 @@ def finetune(
     train_router: Annotated[bool, typer.Option("--train-router", help="Train the routers too, whole.")] = False,
     experts: Annotated[
         str | None, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option("--ram", help="Stream the experts through a budget of memory for the model: 8GiB, or auto."),
     ] = None,
     held_out: Annotated[
         str | None, typer.Option("--held-out", help="Share of the data, or a file, for the held-out loss: 0.05.")
@@ -75,7 +79,7 @@ def finetune(
     """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
     flags: dict[str, Any] = {
         "model": model, "data": data, "out": out, "r": r, "alpha": alpha, "train_router": train_router or None,
-        "experts": experts, "epochs": epochs, "steps": steps, "minutes": minutes,
+        "experts": experts, "ram": ram, "epochs": epochs, "steps": steps, "minutes": minutes,
         "batch_size": batch_size, "accumulation": accumulation,
         "sequence_length": sequence_length, "learning_rate": learning_rate,
         "gradient_checkpointing": gradient_checkpointing or None, "dtype": dtype, "compile": compile_layers,
@@ -113,14 +117,14 @@ def run(
     finally:
         console.close()
     output.heading("fine-tuned" if not report.interrupted else "stopped")
-    chat = ["--chat"] if report.chat else []
+    more = [*(["--chat"] if report.chat else []), *([] if settings.ram is None else ["--ram", settings.ram])]
     output.facts(
         [
             ("held-out loss", f"{report.start_loss:.3f} -> {report.final_loss:.3f}, of the answers"),
             ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
             ("trained", f"{report.trainable_parameters / 1e6:.2f}M numbers; the base model is as it was"),
             ("adapter", report.adapter),
-            ("try", shell_command("generate", report.base_model, "...", "--adapter", report.adapter, *chat)),
+            ("try", shell_command("generate", report.base_model, "...", "--adapter", report.adapter, *more)),
             ("run", f"{report.folder}    look: {shell_command('report', report.folder)}"),
         ]
     )

@@ -30,7 +30,7 @@ _SECONDS_BETWEEN_LINES = 5.0  # of progress, where it is not shown in place
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote, or a name on the hub.")],
+    model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote, a store, or a hub name.")],
     prompt: Annotated[
         str | None, typer.Argument(help="The text to go on from; - reads it from stdin. Or --prompts FILE.")
     ] = None,
@@ -64,6 +64,14 @@ def generate(
     experts: Annotated[
         str, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
     ] = "auto",
+    ram: Annotated[
+        str | None,
+        typer.Option("--ram", help="Stream the experts through a budget of memory for the model: 8GiB, or auto."),
+    ] = None,
+    vram: Annotated[str | None, typer.Option("--vram", help="The same on a GPU; not built yet.")] = None,
+    record: Annotated[
+        Path | None, typer.Option("--record", help="Write the routing, for amoeba stream simulate; with --ram.")
+    ] = None,
     compile: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", help="Compile the layers on a GPU; left out: where it pays."),
@@ -92,6 +100,9 @@ def generate(
             device=None if device == "auto" else parse_device(device),
             dtype=parse_dtype(dtype),
             experts=experts,
+            ram=ram,
+            vram=vram,
+            record=None if record is None else str(record),
             compile=compile,
             trust_remote_code=trust_remote_code,
         )
@@ -132,6 +143,7 @@ def _one(model: str, prompt: str, options: GenerationOptions, adapter: str | Non
     if not report.text.endswith("\n"):
         _write("\n")
     output.progress(summary(report))
+    _say_streaming(report, output)
     return report
 
 
@@ -168,6 +180,7 @@ def _many(
     with output.working():
         report = generate_prompts(model, results, options, batches, adapter, say, progress)
     output.progress(summary_of_prompts(report))
+    _say_streaming(report, output)
     return report
 
 
@@ -216,6 +229,11 @@ def summary_of_prompts(report: PromptsReport) -> str:
     if report.peak_memory_bytes is not None:
         parts.append(f"peak {report.peak_memory_bytes / 2**20:.0f} MiB")
     return f"amoeba: {', '.join(parts)}; {report.stopped}"
+
+
+def _say_streaming(report: GenerationReport | PromptsReport, output: Output) -> None:
+    if report.streaming is not None:
+        output.progress(f"amoeba: {report.streaming}")
 
 
 def _rate(tokens_per_second: float | None) -> str:

@@ -7,6 +7,9 @@ app = typer.Typer(name="amoeba", help="...")
 @app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="...")] = False) -> None: ...
 
+group = typer.Typer(name="stream", help="...")    # amoeba stream COMMAND
+app.add_typer(group)
+
 app(prog_name="amoeba")
 """
 
@@ -52,9 +55,11 @@ class Argument(Option):
 
 class Typer:
     def __init__(self, name: str, help: str, **_only_for_typer: bool) -> None:
+        self._name, self._help = name, help
         self._parser = argparse.ArgumentParser(prog=name, description=help, allow_abbrev=False)
         self._subparsers = self._parser.add_subparsers(title="commands", metavar="COMMAND")
         self._before: Command = lambda: None
+        self._commands: list[Command] = []
 
     def callback(self) -> Callable[[Command], Command]:
         def register(function: Command) -> Command:
@@ -66,26 +71,40 @@ class Typer:
 
     def command(self) -> Callable[[Command], Command]:
         def register(function: Command) -> Command:
-            about = inspect.getdoc(function) or ""
-            parser = self._subparsers.add_parser(function.__name__, help=about, description=about, allow_abbrev=False)
-            _add_parameters(parser, function)
-            parser.set_defaults(_command=function)
+            _add_command(self._subparsers, function)
+            self._commands.append(function)
             return function
 
         return register
+
+    def add_typer(self, group: Typer) -> None:
+        """To be called when the group has all its commands."""
+        about = group._help
+        parser = self._subparsers.add_parser(group._name, help=about, description=about, allow_abbrev=False)
+        parser.set_defaults(_group=parser)
+        subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+        for function in group._commands:
+            _add_command(subparsers, function)
 
     def __call__(self, prog_name: str) -> None:
         given = vars(self._parser.parse_args())
         try:
             _call(self._before, given)
             if "_command" not in given:
-                self._parser.print_help(sys.stderr)
+                given.get("_group", self._parser).print_help(sys.stderr)
                 raise Exit(_BAD_USAGE)
             _call(given["_command"], given)
         except Exit as left:
             sys.exit(left.code)
         except KeyboardInterrupt:
             sys.exit(_INTERRUPTED)
+
+
+def _add_command(subparsers: Any, function: Command) -> None:
+    about = inspect.getdoc(function) or ""
+    parser = subparsers.add_parser(function.__name__, help=about, description=about, allow_abbrev=False)
+    _add_parameters(parser, function)
+    parser.set_defaults(_command=function)
 
 
 def _add_parameters(parser: argparse.ArgumentParser, function: Command) -> None:

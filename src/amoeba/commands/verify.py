@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import amoeba.stream.placement  # noqa: F401 - registers it, so that streamed experts have their row
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
 from amoeba.errors import bad_value

@@ -60,12 +60,17 @@ _SIGNATURES = {
     ),
     **dict.fromkeys(("amoeba_decode_f32", "amoeba_decode_bf16"), (
         _INT64, _INT64, _INT64, _INT64, _INT64, _INT64,     # tokens, top_k, experts, hidden, intermediate, width
-        _POINTER, _INT64, _POINTER, _POINTER,               # x, stride, expert ids, weights
+        _POINTER, _INT64, _POINTER, _POINTER, _POINTER,     # x, stride, expert ids, keys, weights
         _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # gate_up, its strides, bias, added rows
         _POINTER, _INT64, _INT64, _POINTER,                 # down, its strides, bias
         _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
         _POINTER, _POINTER, _POINTER, _POINTER, _INT,       # scratch h, a and order, y, threads
     )),
+    "amoeba_sum_decoded": (
+        _INT64, _INT64, _INT64, _INT64,                     # tokens, top_k, experts, hidden
+        _POINTER, _POINTER, _POINTER, _INT64,               # expert ids, weights, rows, stride
+        _POINTER, _POINTER,                                 # scratch for an order, y
+    ),
 }
 # fmt: on
 
@@ -81,6 +86,7 @@ class Core:
         self._swiglu = library.amoeba_swiglu_f32
         self._swiglu_backward = library.amoeba_swiglu_backward_f32
         self._decode = {torch.float32: library.amoeba_decode_f32, torch.bfloat16: library.amoeba_decode_bf16}
+        self._sum_decoded = library.amoeba_sum_decoded
 
     def activates(self, activation: Activation, intermediate: int) -> bool:
         """Whether the core has this activation: silu-gated, concatenated, whole vectors."""
@@ -193,12 +199,14 @@ class Core:
         down_bias_EH: Tensor | None,
         activation: Activation,
         added_NJ: Tensor | None = None,
+        key_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The whole layer for a few tokens in one call, in fp32: y (T, H).
 
         Weights are fp32 or bf16, contiguous along the last dimension.
         added_NJ: what each slot's h gets on top; then the activations of the slots (N, I) come beside y, where those of
         sentinels' slots hold anything.
+        key_TK: other numbers for the experts, in whose order they are added up.
         """
         tokens, hidden = x_TH.shape
         top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]
@@ -217,6 +225,7 @@ class Core:
             tokens, top_k, experts, hidden, intermediate, width,
             address_of_lines("x_TH", x_TH, torch.float32, (tokens, hidden)), x_TH.stride()[0],
             address("expert_TK", expert_TK, torch.int64, (tokens, top_k)),
+            optional_address("key_TK", key_TK, torch.int64, (tokens, top_k)),
             address("weight_TK", weight_TK, torch.float32, (tokens, top_k)),
             address_of_lines("gate_up_EJH", gate_up_EJH, weight_dtype, (experts, width, hidden)),
             gate_up_e, gate_up_row,
@@ -233,6 +242,24 @@ class Core:
         if added_NJ is None:
             return y_TH, None
         return y_TH, scratch[slots * (width + 2) :].view(slots, intermediate)
+
+    def sum_decoded(self, rows_NH: Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: int) -> Tensor:
+        """y (T, H) as `decode` gives it, bit for bit, of its rows for the slots as tokens with weight 1 each.
+
+        Rows of slots whose expert is not in [0, experts) hold anything.
+        """
+        (tokens, top_k), (slots, hidden) = expert_TK.shape, rows_NH.shape
+        y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
+        order = torch.empty(slots, dtype=torch.int64, device=CPU)
+        self._sum_decoded(
+            tokens, top_k, experts, hidden,
+            address("expert_TK", expert_TK, torch.int64, (tokens, top_k)),
+            address("weight_TK", weight_TK, torch.float32, (tokens, top_k)),
+            address_of_lines("rows_NH", rows_NH, torch.float32, (tokens * top_k, hidden)), rows_NH.stride(0),
+            address("order", order, torch.int64, (slots,)),
+            address("y_TH", y_TH, torch.float32, (tokens, hidden)),
+        )  # fmt: skip
+        return y_TH
 
 
 @functools.cache

@@ -74,6 +74,27 @@ def forward(
     return y_TH, cache
 
 
+def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor, pool: WorkerPool) -> Tensor:
+    """The last step of `forward` alone, for rows in bf16 that several calls computed: y (T, H) in fp32.
+
+    slot_row_TK: int32, the row of each slot; -1 where it has none.
+    """
+    (count, hidden), (tokens, top_k) = rows_NH.shape, slot_row_TK.shape
+    if slot_row_TK.numel() and int(slot_row_TK.max()) >= count:
+        raise bad_value("slot_row_TK", f"rows below {count}", int(slot_row_TK.max()), "pass all rows")
+    batch = CBatch(tokens, top_k, weight=address("weight_TK", weight_TK, torch.float32, (tokens, top_k)))
+    y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
+    load_node().combine(
+        pool.handle,
+        ctypes.byref(CNode(hidden=hidden)),
+        ctypes.byref(batch),
+        address("slot_row_TK", slot_row_TK, torch.int32, (tokens, top_k)),
+        address("rows_NH", rows_NH, torch.bfloat16, (count, hidden)),
+        address("y_TH", y_TH, torch.float32, (tokens, hidden)),
+    )
+    return y_TH
+
+
 def backward(
     node: NodeExperts,
     factors: NodeFactors | None,

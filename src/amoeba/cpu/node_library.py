@@ -102,6 +102,7 @@ _SIGNATURES = {
     "amoeba_pool_delete": (None, (c_void_p,)),
     "amoeba_pool_phase_seconds": (None, (c_void_p, ctypes.POINTER(c_double))),
     "amoeba_node_forward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "amoeba_node_combine": (None, (c_void_p,) * 6),
     "amoeba_node_backward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "amoeba_node_workspace": (c_int64, (c_void_p, c_void_p, c_int)),
     "amoeba_factor_checksums": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
@@ -122,6 +123,7 @@ class NodeLibrary:
         self.pool_delete = library.amoeba_pool_delete
         self.pool_phase_seconds = library.amoeba_pool_phase_seconds
         self.forward = library.amoeba_node_forward
+        self.combine = library.amoeba_node_combine
         self.backward = library.amoeba_node_backward
         self.workspace = library.amoeba_node_workspace
         self.factor_checksums = library.amoeba_factor_checksums

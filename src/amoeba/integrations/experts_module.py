@@ -171,18 +171,26 @@ def placed_in(module: Any) -> AnyExperts | None:
 
 
 def place(module: Any, placement: Placement) -> None:
-    """Its experts placed elsewhere, its parameters freed.
+    """Its experts placed elsewhere, its parameters freed."""
+    hand_over(module, placement.make(resident(module)), placement)
 
-    Their shapes stay behind as tensors on the meta device, which are no parameters: `model.to`, optimizers and
-    state_dict do not see them, and saving the module raises, since its experts would be missing.
+
+def hand_over(module: Any, experts: AnyExperts, placement: Placement) -> None:
+    """Has a module compute with experts that are elsewhere already; its own parameters, if any, are freed.
+
+    `model.to`, optimizers and state_dict do not see them, and saving the module raises, since they would be missing.
     """
-    weights = resident(module)
-    module.__dict__[ATTRIBUTE] = replace(described(module), placed=placement.make(weights), placement=placement)
+    module.__dict__[ATTRIBUTE] = replace(described(module), placed=experts, placement=placement)
+    leave_shapes(module)
+    module.register_state_dict_pre_hook(_refuse_to_save)
+
+
+def leave_shapes(module: Any) -> None:
+    """Leaves of its parameters their shapes, as tensors on the meta device which are no parameters."""
     for name in list(module._parameters):
         parameter = module._parameters.pop(name)
         if parameter is not None:
             module.__dict__[name] = torch.empty_like(parameter, device="meta")
-    module.register_state_dict_pre_hook(_refuse_to_save)
 
 
 def resident(module: Any) -> ExpertWeights:

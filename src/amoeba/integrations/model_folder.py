@@ -108,14 +108,53 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
             output_loading_info=True,
         )
     model, found = loaded
+    _check_nothing_is_missing(name, found)
+    logger.info("dtype %s: %s", model.dtype, "the checkpoint's own" if dtype is None else "as asked")
+    return model.eval()
+
+
+def load_rest(kind: Any, config: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A model without its experts. kind: its class. tensors: all others of its checkpoint, which it takes over."""
+    from transformers import GenerationConfig
+
+    from amoeba.integrations.transformers import register
+    from amoeba.integrations.without_experts import experts_left_out
+
+    register()
+
+    with _reading(name, "model"), experts_left_out():
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype="auto",
+            experts_implementation="amoeba",
+            trust_remote_code=False,  # its class is there already
+            output_loading_info=True,
+        )
+    _check_nothing_is_missing(name, found)
+    if (Path(name) / "generation_config.json").is_file():
+        with _reading(name, "generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(name, trust_remote_code=False)
+    model.name_or_path = name
+    return model.eval()
+
+
+def _check_nothing_is_missing(name: str, found: Any) -> None:
     missing = sorted(map(str, found["missing_keys"]))
     if missing:  # transformers would leave them as they were drawn, at random
         named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise bad_value(
             "MODEL", "weights for all of the model", f"none for {named} in {name!r}", "copy or download it again"
         )
-    logger.info("dtype %s: %s", model.dtype, "the checkpoint's own" if dtype is None else "as asked")
-    return model.eval()
+
+
+def load_without_weights(config: Any, name: str, *, trust_remote_code: bool = False) -> Any:
+    """The model on the meta device: its modules and their shapes, in no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with _reading(name, "model"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
 
 
 def has_weights(folder: Path) -> bool:

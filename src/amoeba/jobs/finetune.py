@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from amoeba.errors import bad_value
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
 from amoeba.integrations.model_limits import check_ids, positions
-from amoeba.integrations.placement import check_placement, place_experts
+from amoeba.integrations.placement import Placed, check_placement, place_experts
 from amoeba.jobs.fast_paths import why_not_by_documents
 from amoeba.jobs.fast_trainer import Rows
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on, weights_of
@@ -39,6 +40,8 @@ from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.training_loop import make_trainer, run_to_end
 from amoeba.observe.router_watch import check_balance
 from amoeba.placement import Load
+from amoeba.stream.attaching import Streamed, attach
+from amoeba.stream.store import is_store
 
 COMMAND = "amoeba finetune"
 # On a GPU all batches have one length, and with it one captured pass (`jobs.captured_step`), where the longest row of a
@@ -84,11 +87,12 @@ def finetune(
         raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
     check_placement(settings.experts)
     name = check_model(settings.model)
+    _check_streaming(name, settings)
     tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
     _check_tokenizer(tokenizer)
-    with run_folder(settings.out, resume, console.say) as folder:
+    with run_folder(settings.out, resume, console.say) as folder, ExitStack() as at_end:
         return _finetune(
-            settings, console, folder, name, tokenizer, model_config, resume, start_from, trust_remote_code
+            settings, console, folder, name, tokenizer, model_config, resume, start_from, trust_remote_code, at_end
         )
 
 
@@ -102,6 +106,7 @@ def _finetune(
     resume: bool,
     start_from: str | None,
     trust_remote_code: bool,
+    at_end: ExitStack,
 ) -> FinetuneReport:
     from transformers.utils import logging as transformers_logging
 
@@ -132,14 +137,20 @@ def _finetune(
     check_understands(tokenizer, corpus.train)
     rows = _rows(corpus, tokenizer, model_config, settings, console)
 
-    dtype = _dtype(settings.dtype, model_config)
-    model = load_model(name, dtype, trust_remote_code=trust_remote_code)
+    streamed: Streamed | None = None
+    if _streams(name, settings):
+        stored = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        ram = settings.ram or "auto"
+        streamed = at_end.enter_context(attach(name, ram=ram, dtype=stored, trust_remote_code=trust_remote_code))
+        model = streamed.model
+    else:
+        model = load_model(name, _dtype(settings.dtype, model_config), trust_remote_code=trust_remote_code)
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:
         console.say(f"experts by {covered}; only those of amoeba get factors")
     tokens = settings.batch_size * settings.sequence_length
     load = Load(tokens, settings.r, recompute=settings.gradient_checkpointing)
-    placed = place_experts(model, settings.experts, load)
+    placed = place_experts(model, settings.experts, load) if streamed is None else _placed(streamed)
     lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
     model.config.use_cache = False
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
@@ -168,6 +179,8 @@ def _finetune(
 
     trainer = make_trainer(model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND)
     outcome, kept_in = run_to_end(trainer, folder, earlier)
+    if streamed is not None:
+        console.say(str(streamed.report()))
     report = FinetuneReport(
         **asdict(outcome),
         base_model=settings.model,
@@ -178,6 +191,25 @@ def _finetune(
     )
     trainer.run_log.finish(report)
     return report
+
+
+def _streams(name: str, settings: FinetuneSettings) -> bool:
+    """A store has no experts that could be resident."""
+    return settings.ram is not None or is_store(name)
+
+
+def _check_streaming(name: str, settings: FinetuneSettings) -> None:
+    if not _streams(name, settings):
+        return
+    if settings.experts != "auto":
+        raise bad_value("experts", "none for streamed experts", repr(settings.experts), "leave it out")
+    if torch.cuda.is_available():
+        remedy = "hide the GPU (CUDA_VISIBLE_DEVICES= amoeba finetune ...); streaming to one is not built yet"
+        raise bad_value("ram", "a machine without a GPU", "one with a GPU, where the model would be", remedy)
+
+
+def _placed(streamed: Streamed) -> Placed:
+    return Placed("streamed", str(streamed.memory))
 
 
 def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneSettings, console: Console) -> Rows:

@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +23,11 @@ import torch
 
 from amoeba.data.token_stream import TokenStream
 from amoeba.jobs.generation_options import GenerationOptions, end_ids, in_words, sampling_of, set_generation_config
-from amoeba.jobs.loaded_model import find_model, load
+from amoeba.jobs.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.token_steps import Kind, Steps, choose_steps
 from amoeba.machine import peak_memory
+from amoeba.stream.report import StreamReport
 
 logger = logging.getLogger("amoeba")
 
@@ -55,6 +57,7 @@ class GenerationReport:
     steps_reason: str
     sampling: dict[str, Any]
     seed: int
+    streaming: StreamReport | None  # what reading experts cost, where they are streamed
 
 
 def generate(
@@ -74,9 +77,14 @@ def generate(
     found = find_model(model_folder, adapter, options)
     prompt_ids = tokenise(found.tokenizer, prompt, options.chat)
     most = most_new_tokens(found.config, prompt_ids, options.max_new_tokens)
-    loaded = load(found, options, prompt_ids[0], say)
-    model, device = loaded.model, loaded.device
+    with closing(load(found, options, prompt_ids[0], say)) as loaded:
+        return _generate(loaded, prompt_ids, most, options, write)
 
+
+def _generate(
+    loaded: LoadedModel, prompt_ids: list[int], most: int, options: GenerationOptions, write: Callable[[str], object]
+) -> GenerationReport:
+    model, device = loaded.model, loaded.device
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     sampling = sampling_of(options, model.generation_config)
     set_generation_config(model, loaded.tokenizer, sampling, most)
@@ -120,6 +128,7 @@ def generate(
         steps_reason=steps.reason,
         sampling=sampling,
         seed=seed,
+        streaming=loaded.streaming(),
     )
 
 

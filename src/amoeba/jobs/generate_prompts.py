@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from amoeba.jobs.prompt_results import Results
 from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.token_steps import Kind, choose_steps
 from amoeba.machine import peak_memory
+from amoeba.stream.report import StreamReport
 
 logger = logging.getLogger("amoeba")
 
@@ -73,6 +75,7 @@ class PromptsReport:
     steps_reason: str
     sampling: dict[str, Any]
     seed: int | None
+    streaming: StreamReport | None  # what reading experts cost, where they are streamed
 
 
 def generate_prompts(
@@ -97,7 +100,13 @@ def generate_prompts(
     if not rows:
         say(f"all {results.skipped} prompts are answered already")
         return run.report(None, None, {})
-    loaded = load(found, options, rows[0].ids[0], say)
+    with closing(load(found, options, rows[0].ids[0], say)) as loaded:
+        return _generate(run, loaded, rows, batches, options)
+
+
+def _generate(
+    run: _Run, loaded: LoadedModel, rows: Sequence[Row], batches: BatchOptions, options: GenerationOptions
+) -> PromptsReport:
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     sampling = sampling_of(options, loaded.model.generation_config)
     set_generation_config(loaded.model, loaded.tokenizer, sampling, options.max_new_tokens)
@@ -171,6 +180,7 @@ class _Run:
             steps_reason=self.steps_reason,
             sampling=sampling,
             seed=seed,
+            streaming=loaded.streaming() if loaded else None,
         )
 
 

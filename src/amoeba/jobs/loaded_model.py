@@ -21,10 +21,15 @@ import torch
 from amoeba import lora
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import explain
+from amoeba.errors import bad_value
 from amoeba.integrations.model_folder import check_model, find_adapter, load_model, load_tokenizer_and_config
+from amoeba.integrations.placement import Placed, check_placement, place_experts
 from amoeba.jobs.generation_options import GenerationOptions
 from amoeba.jobs.merged_adapters import check_not_merged
 from amoeba.routing import Routing
+from amoeba.stream.attaching import Streamed, attach, check_vram
+from amoeba.stream.report import StreamReport
+from amoeba.stream.store import is_store
 
 logger = logging.getLogger("amoeba")
 
@@ -49,6 +54,15 @@ class LoadedModel:
     reason: str
     load_seconds: float
     warm_up_seconds: float
+    streamed: Streamed | None = None
+
+    def streaming(self) -> StreamReport | None:
+        return None if self.streamed is None else self.streamed.report()
+
+    def close(self) -> None:
+        """Streamed experts can no longer be read after this."""
+        if self.streamed is not None:
+            self.streamed.close()
 
     @property
     def experts(self) -> str:
@@ -62,10 +76,9 @@ class LoadedModel:
 def find_model(model_folder: str | Path, adapter: str | Path | None, options: GenerationOptions) -> FoundModel:
     """model_folder: as save_pretrained writes it, or the name of a model on the hub.
     adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used."""
-    from amoeba.integrations.placement import check_placement
-
     check_placement(options.experts)
     name = check_model(str(model_folder))
+    _check_streaming(name, options)
     adapter = None if adapter is None else find_adapter(adapter)
     if adapter is not None:
         check_not_merged(name, adapter)
@@ -75,21 +88,30 @@ def find_model(model_folder: str | Path, adapter: str | Path | None, options: Ge
 
 def load(found: FoundModel, options: GenerationOptions, token: int, say: Callable[[str], object]) -> LoadedModel:
     """token: one of the prompt's, to warm up with. say: is told in one line what computes; the log has the reasons."""
-    from amoeba.integrations.placement import place_experts
-
-    device = _choose_device(options.device)
+    streams = _streams(found.name, options)
+    device = _choose_device(torch.device("cpu") if streams else options.device)
     started = time.perf_counter()
-    # The caller's random numbers go on where they were: transformers may draw some when it makes a model
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model = load_model(found.name, options.dtype, trust_remote_code=options.trust_remote_code)
-        placed = place_experts(model, options.experts, trains=False, device=device)
-        logger.info("experts %s: %s", placed.placement, placed.reason)
-        if found.adapter is not None:
-            lora.load(model, found.adapter)
-            logger.info("adapter %s", found.adapter)
-        model.to(device)
-        loaded = time.perf_counter()
-        backend, reason = _warm_up(model, token)
+    streamed = None
+    try:
+        # The caller's random numbers go on where they were: transformers may draw some when it makes a model
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if streams:
+                streamed = _stream(found, options)
+                model, placed = streamed.model, Placed("streamed", str(streamed.memory))
+            else:
+                model = load_model(found.name, options.dtype, trust_remote_code=options.trust_remote_code)
+                placed = place_experts(model, options.experts, trains=False, device=device)
+            logger.info("experts %s: %s", placed.placement, placed.reason)
+            if found.adapter is not None:
+                lora.load(model, found.adapter)
+                logger.info("adapter %s", found.adapter)
+            model.to(device)
+            loaded = time.perf_counter()
+            backend, reason = _warm_up(model, token)
+    except BaseException:
+        if streamed is not None:
+            streamed.close()
+        raise
     logger.info("backend %s: %s", backend or "of transformers", reason)
     done = LoadedModel(
         model=model,
@@ -100,10 +122,46 @@ def load(found: FoundModel, options: GenerationOptions, token: int, say: Callabl
         reason=reason,
         load_seconds=loaded - started,
         warm_up_seconds=time.perf_counter() - loaded,
+        streamed=streamed,
     )
     experts = f"experts {placed.placement}, backend {backend}" if backend else reason
-    say(f"{model.config.model_type} on {device} in {done.dtype}; {experts}")
+    within = "" if streamed is None else f", {streamed.memory}"
+    say(f"{model.config.model_type} on {device} in {done.dtype}; {experts}{within}")
     return done
+
+
+def _streams(name: str, options: GenerationOptions) -> bool:
+    """A store has no experts that could be resident."""
+    return options.ram is not None or is_store(name)
+
+
+def _check_streaming(name: str, options: GenerationOptions) -> None:
+    check_vram(options.vram)
+    if not _streams(name, options):
+        if options.record is not None:
+            remedy = "add --ram, for example --ram auto"
+            raise bad_value("record", "streamed experts, whose routing is recorded", "resident ones", remedy)
+        return
+    if options.experts != "auto":
+        raise bad_value(
+            "experts", "none for a store, whose experts are streamed", repr(options.experts), "leave it out"
+        )
+    if options.device is not None and options.device.type != "cpu":
+        remedy = "take --device cpu; streaming to a GPU is not built yet"
+        raise bad_value("device", "cpu for streamed experts", options.device, remedy)
+
+
+def _stream(found: FoundModel, options: GenerationOptions) -> Streamed:
+    streamed = attach(
+        found.name, ram=options.ram or "auto", dtype=options.dtype, trust_remote_code=options.trust_remote_code
+    )
+    if options.record is not None:
+        try:
+            streamed.record(options.record)
+        except BaseException:
+            streamed.close()
+            raise
+    return streamed
 
 
 def _choose_device(asked: torch.device | None) -> torch.device:

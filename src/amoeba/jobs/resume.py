@@ -31,6 +31,7 @@ from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
 from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_file
 from amoeba.shell import shell_command, shell_words
+from amoeba.stream.store.index import INDEX, is_store
 
 Report = TypeVar("Report", bound=RunReport)
 
@@ -159,8 +160,9 @@ def _side(documents: Sequence[Document]) -> dict[str, Any]:
 
 def weights_of(model: str) -> dict[str, Any] | None:
     """Sizes, and hashes of samples, of the files with the weights in a folder: all of them would be read for minutes.
-    None for a name on the hub."""
+    Of a store its index, too, which has a checksum of every expert. None for a name on the hub."""
     files = sorted(path for path in Path(model).expanduser().glob("*") if path.suffix in (".safetensors", ".bin"))
+    files += [Path(model).expanduser() / INDEX] if is_store(model) else []
     return {path.name: _sampled(path) for path in files} or None
 
 

@@ -33,6 +33,7 @@ AT_RESUME: dict[str, AtResume] = {
     "eval_every": "changeable",
     "save_every": "changeable",
     "gradient_checkpointing": "changeable",
+    "ram": "changeable",
     "batch_size": "fixed",
     "accumulation": "fixed",
     "sequence_length": "fixed",
@@ -144,6 +145,8 @@ class FinetuneSettings(RunSettings):
     targets:  what gets factors, see `amoeba.lora.attach`.
     steps:    None for `epochs` passes over the data.
     experts:  where the frozen experts are kept, see `amoeba.integrations.placement`.
+    ram:      a budget of memory through which they are streamed, see `amoeba.stream.attach`; None: they are not,
+              unless the model is a store.
     """
 
     sequence_length: int = 1024
@@ -159,6 +162,7 @@ class FinetuneSettings(RunSettings):
     steps: int | None = None
     epochs: float = 3.0
     experts: str = "auto"
+    ram: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))  # a list, where it comes from JSON or YAML

@@ -102,15 +102,21 @@ void amoeba_swiglu_backward_f32(int64_t rows, int64_t intermediate, const float*
 
 #define AMOEBA_DECODE(NAME, Weight)                                                                                   \
   void NAME(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate, int64_t width,      \
-            const float* x, int64_t x_stride, const int64_t* expert, const float* scale, const Weight* gate_up,       \
-            int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias, const float* added, const Weight* down, \
-            int64_t down_e, int64_t down_row, const float* down_bias, int kind, int interleaved, float alpha,         \
-            float limit, float up_shift, float* h, float* a, int64_t* order, float* y, int threads) {                 \
-    decode<Weight>(tokens, top_k, experts, hidden, intermediate, width, x, x_stride, expert, scale, gate_up,          \
+            const float* x, int64_t x_stride, const int64_t* expert, const int64_t* key, const float* scale,          \
+            const Weight* gate_up, int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias,                 \
+            const float* added, const Weight* down, int64_t down_e, int64_t down_row, const float* down_bias, int kind,\
+            int interleaved, float alpha, float limit, float up_shift, float* h, float* a, int64_t* order, float* y,  \
+            int threads) {                                                                                            \
+    decode<Weight>(tokens, top_k, experts, hidden, intermediate, width, x, x_stride, expert, key, scale, gate_up,     \
                    gate_up_e, gate_up_row, gate_up_bias, added, down, down_e, down_row, down_bias, kind, interleaved, \
                    alpha, limit, up_shift, h, a, order, y, threads);                                                  \
   }
 AMOEBA_DECODE(amoeba_decode_f32, float)
 AMOEBA_DECODE(amoeba_decode_bf16, uint16_t)
+
+void amoeba_sum_decoded(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, const int64_t* expert,
+                        const float* scale, const float* rows, int64_t row_stride, int64_t* order, float* y) {
+  sum_decoded(tokens, top_k, experts, hidden, expert, scale, rows, row_stride, order, y);
+}
 
 }  // extern "C"

@@ -60,23 +60,44 @@ inline void each_weight_row(const Weight* w, int64_t w_row, int64_t from, int64_
   }
 }
 
+// Slots that have an expert here, by their keys; returns how many.
+inline int64_t sort_slots(int64_t count, int64_t experts, const int64_t* expert, const int64_t* key, int64_t* order) {
+  int64_t slots = 0;
+  for (int64_t slot = 0; slot < count; ++slot)
+    if (expert[slot] >= 0 && expert[slot] < experts) order[slots++] = slot;
+  std::stable_sort(order, order + slots, [&](int64_t l, int64_t r) { return key[l] < key[r]; });
+  return slots;
+}
+
+// The sums of `decode` alone, added up in its order and in its way, where its experts came in several calls: rows are
+// what those gave for slots that were tokens of weight 1.
+inline void sum_decoded(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, const int64_t* expert,
+                        const float* scale, const float* rows, int64_t row_stride, int64_t* order, float* y) {
+  const int64_t slots = sort_slots(tokens * top_k, experts, expert, expert, order);
+  std::memset(y, 0, tokens * hidden * sizeof(float));
+  for (int64_t i = 0; i < slots; ++i) {
+    const int64_t slot = order[i];
+    const float* row = rows + slot * row_stride;
+    float* sum = y + slot / top_k * hidden;
+    for (int64_t n = 0; n < hidden; ++n) sum[n] += scale[slot] * row[n];
+  }
+}
+
 // A few tokens through their experts, weights read where they lie and once per expert:
 // y_t = sum_k s . (act(x W1^T + b1 + added) W2^T + b2). h and a are scratch of tokens * top_k rows, order of as many ints;
-// added, rows of h that each slot gets on top, may be null.
+// added, rows of h that each slot gets on top, may be null. So may key, other numbers of the experts, in whose order
+// they are added up.
 // Weights are contiguous along the summed dimension.
 template <class Weight>
 void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate,
-                       int64_t width, const float* x, int64_t x_stride, const int64_t* expert, const float* scale,
-                       const Weight* gate_up, int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias,
+                       int64_t width, const float* x, int64_t x_stride, const int64_t* expert, const int64_t* key,
+                       const float* scale, const Weight* gate_up, int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias,
                        const float* added, const Weight* down, int64_t down_e, int64_t down_row, const float* down_bias, int kind,
                        int interleaved, float alpha, float limit, float up_shift, float* h, float* a, int64_t* order,
                        float* y, int threads) {
   const bool gated = width != intermediate;
   const Swiglu swiglu{alpha, limit, up_shift, std::isfinite(limit)};
-  int64_t slots = 0;
-  for (int64_t slot = 0; slot < tokens * top_k; ++slot)
-    if (expert[slot] >= 0 && expert[slot] < experts) order[slots++] = slot;
-  std::stable_sort(order, order + slots, [&](int64_t l, int64_t r) { return expert[l] < expert[r]; });
+  const int64_t slots = sort_slots(tokens * top_k, experts, expert, key ? key : expert, order);
 
   // Calls visit(first, count) for up to four slots of one expert at a time.
   const auto each_group = [&](auto&& visit) {

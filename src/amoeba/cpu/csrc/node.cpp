@@ -22,6 +22,14 @@ void amoeba_node_forward(void* pool, const Node* node, const Batch* batch, float
   Run(workers, *node, *batch).forward(y);
 }
 
+// y of the rows (bf16) that each slot points to, which is -1 for none; only sizes and weights of the batch are read.
+void amoeba_node_combine(void* pool, const Node* node, const Batch* batch, int32_t* slot_row, const uint16_t* rows,
+                         float* y) {
+  Pool& workers = *static_cast<Pool*>(pool);
+  const std::lock_guard<std::mutex> lock(workers.busy);
+  Run(workers, *node, *batch).combine_rows(slot_row, rows, y);
+}
+
 void amoeba_node_backward(void* pool, const Node* node, const Batch* batch, const Gradients* gradients) {
   Pool& workers = *static_cast<Pool*>(pool);
   const std::lock_guard<std::mutex> lock(workers.busy);

@@ -84,6 +84,13 @@ class Run {
     clock_.end_of(COMBINE);
   }
 
+  // The last step of forward alone, for rows that several calls computed.
+  void combine_rows(int32_t* slot_row, const uint16_t* rows, float* y) {
+    map_.slot_row = slot_row;
+    combine(rows, batch_.weight, y);
+    clock_.end_of(COMBINE);
+  }
+
   void backward(const Gradients& g) {
     const auto m = memory<BackwardMemory>();
     const int64_t I = node_.intermediate, J = node_.width, H = node_.hidden;

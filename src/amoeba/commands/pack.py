@@ -1,0 +1,124 @@
+"""`amoeba pack MODEL`: a model's experts as a store from which each can be read by itself."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from amoeba.commands.exits import INTERRUPTED, finish, need, usage
+from amoeba.commands.front import typer
+from amoeba.commands.options import Json, TrustRemoteCode, Verbose
+from amoeba.commands.output import Output
+from amoeba.commands.run_console import duration
+from amoeba.commands.start import start
+from amoeba.errors import bad_value
+
+if TYPE_CHECKING:
+    from amoeba.stream.store.packing import Progress
+
+_SECONDS_BETWEEN_LINES = 2.0
+
+
+def pack(
+    model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote, or with --check a store.")],
+    out: Annotated[
+        str | None, typer.Option("--out", help="The store to write, or to go on with; default MODEL.store.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read the store from the disk and compare every checksum.")
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Pack a model for streaming: one block of the disk per expert, with checksums; killed, it goes on where it was."""
+    output = start(verbose)
+    document: dict[str, Any] = {"document": "amoeba pack"}
+    with usage():
+        from amoeba.stream.store.index import is_store
+
+        folder = _folder(model)
+        store = Path(model if is_store(folder) and check else out or f"{str(folder).rstrip('/')}.store")
+        if not (is_store(folder) and check):
+            need("transformers")
+            document |= _pack(folder, store, trust_remote_code, output)
+    damaged: list[str] = []
+    if check:
+        with usage():
+            damaged = _check(store, output)
+        document |= {"store": str(store), "checked": True, "damaged": damaged}
+    finish(output, document, not damaged, json)
+
+
+def _folder(model: str) -> Path:
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        got = f"the file {model!r}" if folder.exists() else f"{model!r}, which is not here"
+        raise bad_value(
+            "MODEL", "a folder", got, "download a model of the hub first: hf download NAME --local-dir FOLDER"
+        )
+    return folder
+
+
+def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) -> dict[str, Any]:
+    from amoeba.stream.store.index import is_store
+    from amoeba.stream.store.packing import pack as pack_folder
+
+    if is_store(folder):
+        got = f"{str(folder)!r}, which is a store already"
+        raise bad_value("MODEL", "a folder that save_pretrained wrote", got, "add --check to check it")
+    lines = _Lines(output)
+    try:
+        with output.working():
+            report = pack_folder(folder, store, trust_remote_code=trust_remote_code, progress=lines.show)
+    except KeyboardInterrupt:
+        output.warning("interrupted: the layers that are whole are kept; run the same command again to go on")
+        raise typer.Exit(INTERRUPTED) from None
+    if report.resumed_layers:
+        output.line(f"{report.resumed_layers} of {report.layers} layers were packed already")
+    if report.left_out:
+        output.line(
+            f"left out: {len(report.left_out)} tensors that the model has no place for ({report.left_out[0]}, ...)"
+        )
+    size = f"{report.expert_bytes / 2**30:.2f} GiB of experts, {report.rest_bytes / 2**30:.2f} GiB of the rest"
+    output.line(f"packed into {report.store}: {report.experts} experts in {report.layers} layers, {size}")
+    return asdict(report)
+
+
+def _check(store: Path, output: Output) -> list[str]:
+    from amoeba.stream.store.packed import PackedStore
+
+    shown = time.monotonic()
+
+    def show(done: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            output.progress(f"checked {done / 2**30:.1f} GiB")
+
+    with PackedStore(store) as opened, output.working():
+        damaged = opened.damage(show)
+    for said in damaged:
+        output.line(f"damaged: {said}")
+    if not damaged:
+        output.line(f"{store}: every checksum is right")
+    return damaged
+
+
+class _Lines:
+    """One line every two seconds."""
+
+    def __init__(self, output: Output) -> None:
+        self._output, self._shown = output, 0.0
+
+    def show(self, now: Progress) -> None:
+        if now.seconds - self._shown < _SECONDS_BETWEEN_LINES and now.bytes < now.total:
+            return
+        self._shown = now.seconds
+        rate = now.written / max(now.seconds, 1e-9)
+        where = f"layer {now.layer + 1}/{now.layers}" if now.layer < now.layers else "the rest of the model"
+        left = duration((now.total - now.bytes) / max(rate, 1.0))
+        sizes = f"{now.bytes / 2**30:.2f} of {now.total / 2**30:.2f} GiB"
+        self._output.progress(f"{where}  {sizes}  {rate / 1e9:.2f} GB/s  {left} left")

@@ -1,0 +1,193 @@
+"""A Hugging Face model whose experts are streamed through a budget of memory.
+
+    streamed = attach("models/qwen3", ram="8GiB")       # a folder, or a store; no expert is ever loaded as a parameter
+    streamed = attach(model, store="qwen3.store", ram="8GiB")
+    streamed.model.generate(...)
+    streamed.report(); streamed.close()
+
+The budget is for all of the model: what is not an expert stays in memory, the rest of the budget is slots, shared among
+the layers. What a pass needs beside that, activations and the cache of keys and values, comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from amoeba.cpu.pointers import CPU
+from amoeba.errors import bad_value
+from amoeba.integrations.experts_module import experts_modules, hand_over, layout_of
+from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
+from amoeba.machine import available_memory, total_memory
+from amoeba.stream.memory import READS, ExpertMemory
+from amoeba.stream.placement import STREAMED
+from amoeba.stream.policies import DEFAULT_POLICY
+from amoeba.stream.quotas import least_budget, share_budget
+from amoeba.stream.recorder import Recorder
+from amoeba.stream.report import StreamReport
+from amoeba.stream.sizes import parse_size, show_size
+from amoeba.stream.store import Store, is_store, open_store
+from amoeba.stream.trace import LayerShape
+
+# Of the memory that is free, `auto` takes this part: the rest is for activations, keys and values, and other programs.
+AUTO_SHARE = 0.7
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """A model with streamed experts. close() ends reading; the model computes no more after it."""
+
+    model: Any
+    memory: ExpertMemory
+    ram_bytes: int
+    rest_bytes: int
+
+    def record(self, path: str | Path) -> None:
+        """Writes the routing of every pass from now on, for `amoeba stream simulate`; whole after close()."""
+        self.memory.record(Recorder(path, _shapes(self.memory.store)))
+
+    def report(self) -> StreamReport:
+        memory, counters = self.memory, self.memory.cache.counters
+        recorder = memory.recorder
+        return StreamReport(
+            store="packed" if is_store(memory.store.folder) else "folder",
+            ram_bytes=self.ram_bytes,
+            rest_bytes=self.rest_bytes,
+            slot_bytes=memory.slot_bytes,
+            expert_bytes=sum(entry.experts * entry.expert_bytes for entry in memory.store.layers),
+            slots=list(memory.slots),
+            experts=[entry.experts for entry in memory.store.layers],
+            policy=memory.policy,
+            tokens=counters.tokens,
+            requested=counters.requested,
+            hits=counters.hits,
+            hit_rate=counters.top_hit_rate,
+            read_bytes=counters.disk_bytes,
+            read_bytes_per_token=counters.per_token(counters.disk_bytes),
+            waited_seconds=memory.waited_seconds,
+            waited_seconds_per_token=memory.waited_seconds / max(1, counters.tokens),
+            trace=None if recorder is None else str(recorder.path),
+        )
+
+    def close(self) -> None:
+        self.memory.close()
+
+    def __enter__(self) -> Streamed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def attach(
+    model: nn.Module | str | Path,
+    *,
+    ram: str | int = "auto",
+    vram: str | int | None = None,
+    store: str | Path | None = None,
+    policy: str = DEFAULT_POLICY,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> Streamed:
+    """
+    model:  a folder that save_pretrained wrote or a store that `amoeba pack` wrote, of which all but the experts is
+            loaded; or a model of transformers, whose expert parameters are freed.
+    ram:    bytes for the model without its experts and for slots: 8GiB, a number, or "auto" for most of what is free.
+    vram:   for experts on a GPU; not built yet.
+    store:  of the experts of a model that is loaded already; default where it came from.
+    policy: who leaves when room is needed: lfru, lru or lfu.
+    dtype:  to be sure of it: experts have the dtype of the checkpoint, and so has the rest.
+    """
+    from amoeba.integrations.transformers import register
+
+    check_vram(vram)
+    loaded = model if isinstance(model, nn.Module) else None
+    source = _source_of(model if loaded is None else store or getattr(loaded, "name_or_path", ""))
+    opened = open_store(source, trust_remote_code=trust_remote_code)
+    closing: Store | ExpertMemory = opened
+    try:
+        _check_dtype(opened, dtype)
+        rest = sum(entry.size for entry in opened.rest.values())
+        budget, slots = _share(opened, rest, ram)
+        if loaded is None:
+            config = load_config(str(source), trust_remote_code=trust_remote_code)
+            kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
+            loaded = load_rest(kind, config, str(source), dict(opened.rest_tensors()))
+        _check_goes_with(loaded, opened)
+        closing = memory = ExpertMemory(opened, slots, policy)
+        register()
+        loaded.set_experts_implementation("amoeba")  # type: ignore[operator]
+        for entry, experts in zip(opened.layers, memory.layers, strict=True):
+            hand_over(loaded.get_submodule(entry.name), experts, STREAMED)
+    except BaseException:
+        closing.close()
+        raise
+    return Streamed(loaded, memory, budget, rest)
+
+
+def check_vram(vram: str | int | None) -> None:
+    """ValueError where there is one."""
+    if vram is None:
+        return
+    if not torch.cuda.is_available():
+        raise bad_value("vram", "a machine with a GPU", "none here", "leave it out: ram alone streams on the CPU")
+    raise bad_value("vram", "no budget on a GPU yet", vram, "streaming to a GPU is not built yet; use ram on the CPU")
+
+
+def _source_of(path: Any) -> Path:
+    source = Path(path).expanduser()
+    if not str(path) or not source.is_dir():
+        remedy = "download a model of the hub first: hf download NAME --local-dir FOLDER"
+        raise bad_value("MODEL", "a folder, to read experts from", repr(str(path)), remedy)
+    return source
+
+
+def _shapes(store: Store) -> list[LayerShape]:
+    return [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
+
+
+def _share(store: Store, rest: int, ram: str | int) -> tuple[int, list[int]]:
+    """The budget in bytes, and the slots of each layer."""
+    shapes, scratch = _shapes(store), store.scratch_bytes(READS)
+    once: Sequence[int] = [1] * len(shapes)
+    least = rest + scratch + least_budget(shapes, once)
+    everything = rest + scratch + sum(shape.experts * shape.expert_bytes for shape in shapes)
+    if ram == "auto":
+        free = [each for each in (available_memory(CPU), total_memory()) if each is not None]  # a container's is less
+        budget = min([everything, *(int(AUTO_SHARE * each) for each in free)])
+    else:
+        budget = parse_size("ram", ram) if isinstance(ram, str) else ram
+    if budget < least:
+        needed = f"{show_size(rest)} for what is no expert, {show_size(least - rest)} for one expert per layer"
+        expected = f"at least {show_size(least)} ({needed})"
+        raise bad_value("ram", expected, show_size(budget), f"raise it to {show_size(least)} or more")
+    return budget, share_budget(budget - rest - scratch, shapes, least=once, name="ram")
+
+
+def _check_dtype(store: Store, dtype: torch.dtype | None) -> None:
+    stored = store.layers[0].dtype
+    if dtype is not None and dtype != stored:
+        raise bad_value("dtype", f"{stored}, as the checkpoint has its experts", dtype, "leave it out")
+
+
+def _check_goes_with(model: Any, store: Store) -> None:
+    modules = experts_modules(model)
+    names = [entry.name for entry in store.layers]
+    if names != list(modules):
+        got = f"{names[0]}, ... ({len(names)}) in {store.folder}"
+        raise bad_value(
+            "store", f"the experts of this model ({len(modules)} layers)", got, "name the model's own store"
+        )
+    for entry in store.layers:
+        layout = layout_of(modules[entry.name])
+        sizes = entry.experts, entry.hidden, entry.intermediate
+        if layout is None or (layout.num_experts, layout.hidden, layout.intermediate) != sizes:
+            raise bad_value("store", f"{entry.name} with {layout}", sizes, "name the model's own store")
+        if model.dtype != entry.dtype:
+            remedy = f"load the model with dtype={entry.dtype}"
+            raise bad_value("dtype", f"{entry.dtype}, as the store has its experts", model.dtype, remedy)

@@ -1,0 +1,77 @@
+"""Experts in a store on disk, a few of them in slots of memory: the kind of weights "streamed".
+
+E experts · S slots · H hidden · I intermediate · J = 2I (gated) or I
+
+    memory = ExpertMemory(open_store(path), slots=[12] * 48)
+    y_TH = experts(x_TH, routing, memory.layers[0])         # reads what is not there, evicts what is colder
+
+A slot holds one expert as the store has it. The slots of a layer are one piece of memory, so gate_up of all of them is
+one tensor (S, J, H) with a stride of one slot, which the backends for resident experts read. The weights get no
+gradient; x, the routing weights and LoRA factors do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from amoeba.config import Activation
+from amoeba.cpu.pointers import CPU
+from amoeba.errors import bad_value
+from amoeba.weights import ExpertsByHandle, ExpertWeights
+
+if TYPE_CHECKING:
+    from amoeba.stream.memory import ExpertMemory
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedExperts(ExpertsByHandle):
+    """One layer's share of an `ExpertMemory`, which makes it.
+
+    slots:  the memory as weights of S experts: who is in which slot, `lend` tells.
+    others: weights of all E experts whose values mean nothing, by which a backend is chosen.
+    """
+
+    memory: ExpertMemory = field(repr=False)
+    layer: int
+    slots: ExpertWeights = field(repr=False)
+    others: ExpertWeights = field(repr=False)
+
+    placement = "streamed"
+    device = CPU
+
+    @property
+    def num_experts(self) -> int:
+        return self.others.num_experts
+
+    @property
+    def hidden(self) -> int:
+        return self.slots.hidden
+
+    @property
+    def intermediate(self) -> int:
+        return self.slots.intermediate
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slots.dtype
+
+    @property
+    def activation(self) -> Activation:
+        return self.slots.activation
+
+    def takes(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def to(self, dtype: torch.dtype) -> StreamedExperts:
+        if dtype == self.dtype:
+            return self
+        got, remedy = f"autocast in {dtype}", "leave autocast out, or convert the checkpoint"
+        raise bad_value("dtype", f"{self.dtype}, as the store has these experts", got, remedy)
+
+    def lend(self, ids: Iterable[int], tokens: int) -> Generator[dict[int, int], None, None]:
+        """Expert -> slot, a few at a time, until all of these have been there; see `ExpertMemory.lend`."""
+        return self.memory.lend(self.layer, ids, tokens)

@@ -1,0 +1,75 @@
+"""Streamed experts as a placement: made out of resident ones, through a store in memory, to be proven.
+
+A user streams from a folder or a packed store (`amoeba.stream.attach`), where no expert is ever resident. Importing
+this module registers the placement and its backend; nothing below it knows of either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from amoeba.errors import bad_value
+from amoeba.placement import Placement, Tolerance
+from amoeba.placements import register_placement
+from amoeba.stream.backend import StreamedBackend
+from amoeba.stream.experts import StreamedExperts
+from amoeba.stream.memory import ExpertMemory
+from amoeba.stream.store.buffers import Memory, aligned_buffer
+from amoeba.stream.store.layers import DTYPES, layer_entry
+from amoeba.stream.store.store import Store
+from amoeba.weights import ExpertWeights
+
+
+class MemoryStore(Store):
+    """Resident experts of one layer, copied, in the order of a store."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        if weights.dtype not in DTYPES.values():
+            raise bad_value("experts", f"one of {', '.join(DTYPES)}", weights.dtype, "keep them resident")
+        activation = replace(weights.activation, interleaved=False)
+        sizes = weights.num_experts, weights.hidden, weights.intermediate
+        has_bias = weights.gate_up_bias_EJ is not None
+        if has_bias != (weights.down_bias_EH is not None):
+            raise bad_value("experts", "biases of both projections or of none", "of one", "keep them resident")
+        entry = layer_entry("experts", *sizes, activation, weights.dtype, has_bias)
+        self.layers, self.rest = (entry,), {}
+        self._blobs = aligned_buffer(entry.experts * entry.expert_bytes).view(entry.experts, -1)
+        gate_up, down, gate_up_bias, down_bias = weights.tensors()
+        if weights.activation.interleaved:
+            gate_up, gate_up_bias = _gates_first(gate_up), None if gate_up_bias is None else _gates_first(gate_up_bias)
+        for view, tensor in zip(entry.views(self._blobs), (gate_up, down, gate_up_bias, down_bias), strict=True):
+            if view is not None and tensor is not None:
+                view.copy_(tensor.detach())
+
+    def _read(self, layer: int, expert: int, memory: Memory) -> None:
+        memory.tensor.copy_(self._blobs[expert])
+
+    def close(self) -> None:
+        """There are no files."""
+
+
+def _gates_first(rows: Tensor) -> Tensor:
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
+
+
+def stream_from_memory(weights: ExpertWeights, slots: int | None = None) -> StreamedExperts:
+    """slots: None for half of the experts, so that a pass may take several waves."""
+    if slots is None:
+        slots = max(1, weights.num_experts // 2)
+    return ExpertMemory(MemoryStore(weights), [slots]).layers[0]
+
+
+STREAMED = Placement(
+    "streamed",
+    "in a store, a few at a time in memory",
+    make=stream_from_memory,
+    backends=(StreamedBackend(),),
+    tolerances={dtype: Tolerance() for dtype in (torch.float32, torch.bfloat16, torch.float16)},
+    home=torch.device("cpu"),
+    x_from=("cpu",),
+    offered=False,
+)
+register_placement(STREAMED)

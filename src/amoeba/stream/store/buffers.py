@@ -1,0 +1,45 @@
+"""Memory to read into. O_DIRECT wants it to begin at a page, which torch's own allocations do not."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.cpu.pointers import address
+from amoeba.errors import bad_value
+
+_HUGE = 2 * 2**20
+_NUMBERS = 16  # bytes; a blob is seen as numbers of any dtype
+
+
+def aligned_buffer(size: int) -> Tensor:
+    """uint8 zeros on the CPU that begin at a page; not pinned."""
+    pages = mmap.mmap(-1, size)
+    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages
+
+
+class Memory:
+    """The bytes of a tensor, or of anything with a writable buffer, where they are."""
+
+    def __init__(self, into: Any, size: int) -> None:
+        if not isinstance(into, Tensor):
+            view = memoryview(into)
+            if view.readonly:
+                raise bad_value(
+                    "into", "memory that can be written", "read-only memory", "pass a bytearray or a tensor"
+                )
+            into = torch.frombuffer(view, dtype=torch.uint8)
+        self.tensor = into
+        self.address = address("into", into, torch.uint8, (size,))
+        if self.address % _NUMBERS:
+            got = f"memory that begins at {self.address:#x}"
+            raise bad_value("into", f"memory that begins at a multiple of {_NUMBERS} bytes", got, "use aligned_buffer")
+        self.bytes = memoryview((ctypes.c_ubyte * size).from_address(self.address)).cast("B")

@@ -1,0 +1,77 @@
+"""A Hugging Face folder read as a store: each expert in several reads, its parts put in order on the way."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from amoeba.stream.store.buffers import Memory, aligned_buffer
+from amoeba.stream.store.layers import BLOCK
+from amoeba.stream.store.mapping import map_experts
+from amoeba.stream.store.reading import THREADS, Range, Reader
+from amoeba.stream.store.store import Store
+from amoeba.stream.store.tensor_files import checkpoint_tensors
+
+
+class FolderStore(Store):
+    """safetensors files have no checksums: a file that was cut short is noticed, a changed byte is not."""
+
+    def __init__(
+        self, folder: str | Path, *, threads: int = THREADS, direct: bool = True, trust_remote_code: bool = False
+    ) -> None:
+        self.folder = Path(folder).expanduser()
+        tensors = checkpoint_tensors(self.folder)
+        mapped, self.rest = map_experts(self.folder, tensors, trust_remote_code=trust_remote_code)
+        self.layers = tuple(layer.entry for layer in mapped)
+        self.pieces = tuple(layer.pieces for layer in mapped)
+        taken = {id(tensor) for pieces in self.pieces for piece in pieces for tensor in piece.tensors}
+        taken |= {id(tensor) for tensor in self.rest.values()}
+        self.left_out = tuple(name for name, tensor in tensors.items() if id(tensor) not in taken)
+        self._reader = Reader(threads=threads, direct=direct)
+        self._scratch: deque[Tensor] = deque()  # as many as threads ever read at the same time
+
+    def _read(self, layer: int, expert: int, memory: Memory) -> None:
+        """Whole blocks around each piece are read into scratch memory, which O_DIRECT wants, and copied from there."""
+        entry, pieces = self.layers[layer], self.pieces[layer]
+        scratch = self._take_scratch(sum(_blocks(BLOCK + piece.size) for piece in pieces))
+        try:
+            from_scratch = Memory(scratch, len(scratch))
+            ranges, found, end = [], [], 0
+            for piece in pieces:
+                path, start = piece.range_of(expert)
+                before = start % BLOCK
+                needed, size = before + piece.size, _blocks(before + piece.size)
+                ranges.append(Range(self._reader.file(path), start - before, needed, from_scratch, end, size))
+                found.append(scratch[end + before : end + needed])
+                end += size
+            self._reader.read(ranges)
+            blob = memory.tensor
+            for begin, end in entry.gaps():
+                blob[begin:end] = 0
+            numbers = blob.view(entry.dtype)
+            for piece, source in zip(pieces, found, strict=True):
+                if source.storage_offset() % entry.dtype.itemsize:
+                    source = source.clone()
+                there = torch.as_strided(numbers, piece.shape, piece.stride, numbers.storage_offset() + piece.offset)
+                there.copy_(source.view(entry.dtype).view(piece.shape))
+        finally:
+            self._scratch.append(scratch)
+
+    def scratch_bytes(self, readers: int) -> int:
+        return readers * max(sum(_blocks(BLOCK + piece.size) for piece in pieces) for pieces in self.pieces)
+
+    def _take_scratch(self, size: int) -> Tensor:
+        while True:
+            try:
+                found = self._scratch.pop()
+            except IndexError:
+                return aligned_buffer(size)
+            if len(found) >= size:
+                return found
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK

@@ -1,0 +1,164 @@
+"""Ranges of files read in parallel, past the page cache where the file system allows it.
+
+    reader = Reader(threads=8)
+    file = reader.file(path)
+    reader.read([Range(file, offset, needed, memory, start)])
+
+A single read of a megabyte does not use a disk fully; several at a time do. So ranges are cut into parts, which a few
+threads read; Python's lock is free meanwhile. `read` returns when all parts are read or have failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NamedTuple
+
+from amoeba.errors import one_line
+from amoeba.stream.store.buffers import Memory
+from amoeba.stream.store.error import StoreError
+from amoeba.stream.store.layers import BLOCK
+
+logger = logging.getLogger("amoeba")
+
+PART = 2**20  # bytes of a read; part of the format too, since checksums are of parts
+THREADS = 8
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_AGAIN = "copy or download it again"
+
+
+class ReadFile:
+    """A file open for reads by any thread."""
+
+    def __init__(self, path: Path, reader: Reader) -> None:
+        self.path, self._reader = path, reader
+        self._direct: int | None = None
+        self._can_be_direct = reader.direct
+        try:
+            self._buffered = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise StoreError(path, "a file that can be read", one_line(error), _AGAIN) from error
+        if self._can_be_direct:
+            try:
+                self._direct = os.open(path, os.O_RDONLY | _DIRECT)
+            except OSError as error:
+                self._refuse_direct(error)
+
+    def read(self, memory: Memory, start: int, size: int, offset: int, needed: int) -> None:
+        """At least `needed` bytes from `offset` on into size bytes of the memory from `start` on. O_DIRECT reads whole
+        blocks, so size may reach beyond the end of the file."""
+        done = 0
+        while done < needed:
+            into = memory.bytes[start + done : start + size]
+            aligned = not (offset + done | memory.address + start + done | len(into)) % BLOCK
+            direct = self._direct if aligned and self._can_be_direct else None
+            try:
+                got = _read_once(self._buffered if direct is None else direct, into, offset + done)
+            except OSError as error:
+                if direct is not None and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                    self._refuse_direct(error)
+                    continue
+                remedy = "check the disk (dmesg), then try again"
+                raise StoreError(self.path, "a file that can be read", one_line(error), remedy) from error
+            if got == 0:
+                expected = f"{offset + needed} bytes at least"
+                raise StoreError(self.path, expected, f"{offset + done}: it was cut short", _AGAIN)
+            done += got
+
+    def close(self) -> None:
+        os.close(self._buffered)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def _refuse_direct(self, error: OSError) -> None:
+        self._can_be_direct = False
+        self._reader.say_buffered(self.path, error)
+
+
+class Range(NamedTuple):
+    """`needed` bytes of a file from `offset` on, read into `size` bytes of the memory from `start` on."""
+
+    file: ReadFile
+    offset: int
+    needed: int
+    memory: Memory
+    start: int
+    size: int
+
+    def parts(self) -> Iterator[Range]:
+        for begin in range(0, self.needed, PART):
+            whole = self._replace(offset=self.offset + begin, start=self.start + begin)
+            if begin + PART < self.needed:
+                yield whole._replace(needed=PART, size=PART)
+            else:
+                yield whole._replace(needed=self.needed - begin, size=self.size - begin)
+
+
+class Reader:
+    def __init__(self, *, threads: int = THREADS, direct: bool = True) -> None:
+        self.direct = direct and bool(_DIRECT) and hasattr(os, "preadv")  # os.pread has memory of its own
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="amoeba-read")
+        self._files: dict[Path, ReadFile] = {}
+        self._lock = threading.Lock()
+        self._said_buffered = self._closed = False
+
+    def file(self, path: Path) -> ReadFile:
+        with self._lock:
+            if self._closed:
+                raise StoreError(path, "an open store", "a closed one", "open it again with open_store")
+            if path not in self._files:
+                self._files[path] = ReadFile(path, self)
+            return self._files[path]
+
+    def read(self, ranges: Sequence[Range], *, checksums: bool = False) -> list[int]:
+        """The checksum of each part, in order, if asked for."""
+        parts = [part for whole in ranges for part in whole.parts()]
+        if len(parts) == 1:
+            return [_read_part(parts[0], checksums)]
+        futures = [self._pool.submit(_read_part, part, checksums) for part in parts]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)  # none writes into the caller's memory after an error
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._pool.shutdown()
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def say_buffered(self, path: Path, error: OSError) -> None:
+        if not self._said_buffered:
+            self._said_buffered = True
+            logger.warning("%s: read through the page cache, O_DIRECT was refused (%s)", path.parent, one_line(error))
+
+
+def checksum(parts: Sequence[int]) -> int:
+    """Of a blob, from the CRC-32 of each of its parts of a megabyte: those are computed by the threads that read."""
+    return zlib.crc32(b"".join(part.to_bytes(4, "little") for part in parts))
+
+
+def checksum_of(blob: memoryview) -> int:
+    return checksum([zlib.crc32(blob[begin : begin + PART]) for begin in range(0, len(blob), PART)])
+
+
+def _read_part(part: Range, checksums: bool) -> int:
+    part.file.read(part.memory, part.start, part.size, part.offset, part.needed)
+    return zlib.crc32(part.memory.bytes[part.start : part.start + part.needed]) if checksums else 0
+
+
+def _read_once(descriptor: int, into: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [into], offset)
+    found = os.pread(descriptor, len(into), offset)
+    into[: len(found)] = found
+    return len(found)

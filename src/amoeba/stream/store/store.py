@@ -1,0 +1,91 @@
+"""What a packed store and a Hugging Face folder have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from amoeba.errors import bad_value
+from amoeba.stream.store.buffers import Memory, aligned_buffer
+from amoeba.stream.store.error import StoreError
+from amoeba.stream.store.layers import BLOCK, ExpertViews, LayerEntry
+from amoeba.stream.store.reading import Range, Reader
+from amoeba.stream.store.tensor_files import TensorEntry
+
+Verify = Literal["first", "always", "never"]
+
+
+class Store(ABC):
+    """A model whose experts are read one by one. Any number of threads may read at the same time.
+
+    folder: where the model's config and tokenizer are.
+    layers: one entry per layer with experts, in the model's order; `layer` is an index into it everywhere.
+    rest:   the checkpoint's other tensors, by the names it has for them, which transformers maps to the model's.
+    """
+
+    folder: Path
+    layers: tuple[LayerEntry, ...]
+    rest: Mapping[str, TensorEntry]
+    _reader: Reader
+
+    def expert_bytes(self, layer: int) -> int:
+        return self.layers[layer].expert_bytes
+
+    def read(self, layer: int, expert: int, into: Any) -> None:
+        """One expert's blob. StoreError where it cannot be had whole; what is in `into` is then not to be used.
+
+        into: expert_bytes(layer) of writable memory on the CPU, a uint8 tensor or a buffer; where it does not begin at
+              a page, as `aligned_buffer` does, it is read through the page cache.
+        """
+        if not (0 <= layer < len(self.layers) and 0 <= expert < self.layers[layer].experts):
+            of = f" of {self.layers[layer].experts}" if 0 <= layer < len(self.layers) else ""
+            sizes = f"a layer of {len(self.layers)} and one of its experts"
+            raise bad_value("read", sizes, f"layer {layer}, expert {expert}{of}", "count both from 0")
+        try:
+            self._read(layer, expert, Memory(into, self.expert_bytes(layer)))
+        except StoreError as error:
+            raise error.while_reading(self.layers[layer].name, expert) from error
+
+    @abstractmethod
+    def _read(self, layer: int, expert: int, memory: Memory) -> None: ...
+
+    def scratch_bytes(self, readers: int) -> int:
+        """Memory that so many reads of experts at the same time need beside what they read into."""
+        return 0
+
+    def views(self, layer: int, blob: Tensor) -> ExpertViews:
+        """The parts of a blob (..., expert_bytes) as tensors that share its memory."""
+        return self.layers[layer].views(blob)
+
+    def read_rest(self, name: str) -> Tensor:
+        """A tensor that is no expert's, on the CPU."""
+        entry = self.rest[name]
+        if entry.size == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        before = entry.start % BLOCK
+        needed = before + entry.size
+        buffer = aligned_buffer(-(-needed // BLOCK) * BLOCK)
+        memory = Memory(buffer, len(buffer))
+        self._reader.read([Range(self._reader.file(entry.file), entry.start - before, needed, memory, 0, len(buffer))])
+        found = buffer[before:needed]
+        if entry.start % entry.dtype.itemsize:
+            found = found.clone()
+        return found.view(entry.dtype).view(entry.shape)
+
+    def rest_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.rest:
+            yield name, self.read_rest(name)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,107 @@
+"""Where the tensors of a checkpoint are: the headers of its safetensors files, read without their data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba.errors import one_line
+from amoeba.stream.store.error import StoreError
+
+ONE_FILE, SHARDS = "model.safetensors", "model.safetensors.index.json"
+_LONGEST_HEADER = 100 * 2**20  # as the safetensors package has it
+_AGAIN = "copy or download it again"
+_NAMED = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in _NAMED.items()}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    file: Path
+    start: int  # bytes from the start of the file
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, TensorEntry]:
+    """Of a Hugging Face folder: by its index of shards, or of the one file that it has."""
+    index = folder / SHARDS
+    if not index.is_file():
+        if not (folder / ONE_FILE).is_file():
+            expected = f"a folder with {ONE_FILE} or {SHARDS}"
+            raise StoreError(folder, expected, "neither", "give the folder that save_pretrained wrote")
+        return tensors_of(folder / ONE_FILE)
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(index, "an index of safetensors files", one_line(error), _AGAIN) from error
+    found: dict[str, TensorEntry] = {}
+    for file in sorted(set(names.values())):
+        if Path(file).name != file:
+            raise StoreError(index, "names of files beside it", repr(file), _AGAIN)
+        there = tensors_of(folder / file)
+        wanted = [name for name, its_file in names.items() if its_file == file]
+        missing = [name for name in wanted if name not in there]
+        if missing:
+            raise StoreError(folder / file, f"{missing[0]}, as {SHARDS} says", "a file without it", _AGAIN)
+        found |= {name: there[name] for name in wanted}
+    return found
+
+
+def tensors_of(path: Path) -> dict[str, TensorEntry]:
+    """Of one safetensors file, whose length is checked."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _LONGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        size = path.stat().st_size
+        header.pop("__metadata__", None)
+        found = {name: _entry(path, 8 + length, facts) for name, facts in header.items()}
+    except OSError as error:
+        raise StoreError(path, "a file that can be read", one_line(error), _AGAIN) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StoreError(path, "a whole safetensors file", f"a damaged one ({one_line(error)})", _AGAIN) from error
+    end = max((entry.start + entry.size for entry in found.values()), default=8 + length)
+    if size != end:
+        raise StoreError(path, f"{end} bytes, as its header says", size, _AGAIN)
+    return found
+
+
+def header_of(tensors: Mapping[str, TensorEntry]) -> bytes:
+    """What a safetensors file with these tensors, one after another, begins with."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, entry in tensors.items():
+        offsets = [end, end + entry.size]
+        header[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        end += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _entry(path: Path, data: int, facts: dict[str, Any]) -> TensorEntry:
+    if facts["dtype"] not in _NAMED:
+        raise ValueError(f"dtype {facts['dtype']!r}, which is not known here")
+    begin, end = facts["data_offsets"]
+    entry = TensorEntry(path, data + begin, _NAMED[facts["dtype"]], tuple(map(int, facts["shape"])))
+    if begin < 0 or min(entry.shape, default=0) < 0 or end - begin != entry.size:
+        raise ValueError(f"offsets {begin} and {end} for {entry.size} bytes")
+    return entry

@@ -1,0 +1,318 @@
+"""Packing that is killed, interrupted or runs out of room goes on where it was, and leaves nothing that opens but is
+not whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
+
+from stored_models import check_experts, save
+from typer.testing import CliRunner
+
+from amoeba.cli import app
+from amoeba.stream.store import StoreError, aligned_buffer, folder, is_store, open_store, packing
+from amoeba.stream.store.packing import pack
+from hostile_folders import save_model
+from selection import quick
+
+LAYERS = 2
+STEP = 5  # of the moments at which packing is killed, every so many-th in one test
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "model"
+    save(path, num_experts=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model) -> dict[str, bytes]:
+    return contents(Path(pack(model, model.with_name("undisturbed")).store))
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(store)): path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file()}
+
+
+def check_unfinished_or_whole(store: Path, undisturbed: dict[str, bytes]) -> bool:
+    """Whether it opens; if it does, all of it is there."""
+    if not is_store(store):
+        assert not (store / "index.json").exists()
+        return False
+    if not (store / "index.json").exists():
+        with pytest.raises(StoreError, match=r"not packed to its end.*again"):
+            open_store(store)
+        return False
+    open_store(store).close()
+    assert undisturbed.items() <= contents(store).items()
+    return True
+
+
+def killed_at(event: int, model: Path, store: Path) -> bool:
+    """Packs in a process that kills itself at its so-many-th change of the store's folder; whether it came that far."""
+    child = os.fork()
+    if child == 0:
+        left = [event]
+
+        def count(name: str, arguments: tuple[Any, ...]) -> None:
+            writes = name == "open" and arguments[1] != "r" and str(store) in str(arguments[0])
+            if writes or (name in ("os.rename", "os.remove", "os.mkdir") and str(store) in str(arguments[0])):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        def count_bytes(now: Any) -> None:
+            count("os.mkdir", (store,))
+
+        sys.addaudithook(count)
+        try:
+            pack(model, store, progress=count_bytes)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+@quick(lambda first: first == 0)
+@pytest.mark.parametrize("first", range(STEP))
+def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(first, model, undisturbed, tmp_path):
+    event, opened = first, []
+    while killed_at(event, model, tmp_path / f"store{event}"):
+        store = tmp_path / f"store{event}"
+        opened.append(check_unfinished_or_whole(store, undisturbed))
+        report = pack(model, store)
+        assert report.resumed_layers == LAYERS or not opened[-1]
+        assert contents(store) == undisturbed
+        event += STEP
+    assert event > 60
+    assert opened == sorted(opened), "once it opens, it opens for good"
+    assert not all(opened)
+
+
+def test_killed_again_and_again_it_gets_to_the_end(model, undisturbed, tmp_path):
+    kills = 0
+    while killed_at(36, model, tmp_path / "store"):
+        check_unfinished_or_whole(tmp_path / "store", undisturbed)
+        kills += 1
+        assert kills < 9
+    assert kills >= 2
+    assert contents(tmp_path / "store") == undisturbed
+
+
+def test_layers_that_are_packed_are_not_packed_again(model, tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop_in_the_second_layer(now: Any) -> None:
+        if now.layer == 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        pack(model, tmp_path / "store", progress=stop_in_the_second_layer)
+    first = tmp_path / "store" / "experts" / "00000.bin"
+    before, seen = first.stat().st_mtime_ns, []
+    assert pack(model, tmp_path / "store", progress=seen.append).resumed_layers == 1
+    assert first.stat().st_mtime_ns == before
+    assert [now.layer for now in seen][:3] == [1, 1, 1]
+    assert (seen[-1].bytes, seen[-1].written) == (seen[-1].total, seen[-1].total - first.stat().st_size)
+
+
+def test_a_full_disk_leaves_what_the_next_run_goes_on_with(model, undisturbed, tmp_path, monkeypatch):
+    """At each of the writes in turn, of blobs and of the small files."""
+    true_open, writes = open, [0]
+
+    def spend() -> None:
+        writes[0] -= 1
+        if writes[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def write(self, data: memoryview) -> int:
+            spend()
+            return self._file.write(data[: max(1, len(data) // 2)])  # a write may do less than it was asked for
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            self._file.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    def opened(path: Any, mode: str = "r", **more: Any) -> Any:
+        file = true_open(path, mode, **more)
+        return Full(file) if "w" in mode else file
+
+    monkeypatch.setattr(packing, "open", opened, raising=False)
+    for room in (0, 1, 5, 17, 60, 120):
+        store = tmp_path / f"store{room}"
+        writes[0] = room
+        with pytest.raises(StoreError, match=r"room for what is left; got No space left .* run the same command again"):
+            pack(model, store)
+        assert not list(store.rglob("*.writing"))
+        assert not check_unfinished_or_whole(store, undisturbed)
+        writes[0] = 10**6
+        pack(model, store)
+        assert contents(store) == undisturbed
+
+
+def test_room_is_looked_for_first(model, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
+    with pytest.raises(StoreError, match=r"expected 0.06 GiB of room; got 0.00 GiB free"):
+        pack(model, tmp_path / "store")
+    assert not list((tmp_path / "store" / "experts").iterdir())
+
+
+def test_what_a_killed_process_left_takes_no_room(model, tmp_path, monkeypatch):
+    store, true = tmp_path / "store", shutil.disk_usage
+    assert killed_at(12, model, store)
+    assert list(store.rglob("*.writing"))
+
+    def usage(path: Path) -> Any:
+        assert not list(store.rglob("*.writing"))
+        return true(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    pack(model, store)
+
+
+def test_no_more_than_an_expert_is_in_memory(tmp_path, monkeypatch):
+    save(tmp_path / "model", num_experts=40, stacked=True)
+    sizes: list[int] = []
+    for module in (folder, packing):
+        monkeypatch.setattr(module, "aligned_buffer", lambda size: sizes.append(size) or aligned_buffer(size))
+    pack(tmp_path / "model", tmp_path / "store")
+    with open_store(tmp_path / "store") as store:
+        assert max(sizes) <= store.expert_bytes(0) + 4 * 4096
+    assert len(sizes) == LAYERS + 1, "a blob for each layer, and the scratch memory of one read"
+
+
+def test_a_store_of_another_model_is_not_gone_on_with(model, undisturbed, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    os.utime(other / "model.safetensors", ns=(time.time_ns(), time.time_ns()))
+    store = tmp_path / "store"
+    pack(model, store)
+    with pytest.raises(ValueError, match=r"--out: expected a store of .*other.* got .*source"):
+        pack(other, store)
+    (store / "index.json").unlink()
+    (store / "packing.json").write_text(json.dumps({"folder": "elsewhere", "fingerprint": "0"}))
+    with pytest.raises(ValueError, match="one of 'elsewhere'"):
+        pack(model, store)
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_what_is_no_store_is_not_written_into(model, tmp_path, what):
+    out = tmp_path / "out"
+    if what == "file":
+        out.write_text("mine")
+    else:
+        save_model(out)
+    before = out.read_text() if what == "file" else contents(out)
+    with pytest.raises(ValueError, match="--out: expected a new folder, or a store to go on with"):
+        pack(model, out)
+    assert (out.read_text() if what == "file" else contents(out)) == before
+
+
+def test_two_at_once_are_refused(model, tmp_path):
+    store = tmp_path / "store"
+    store.mkdir()
+    with packing._only_one(store), pytest.raises(ValueError, match="another process is writing"):
+        pack(model, store)
+    pack(model, store)
+
+
+def test_a_source_cut_short_while_it_is_packed_is_named(tmp_path):
+    save(tmp_path / "model")
+    source = tmp_path / "model" / "model.safetensors"
+
+    def cut(now: Any) -> None:
+        os.truncate(source, 5000)
+
+    with pytest.raises(StoreError, match=r"model.safetensors \(model.layers.0.mlp.experts, expert 1\).*cut short"):
+        pack(tmp_path / "model", tmp_path / "store", progress=cut)
+    with pytest.raises(StoreError, match="not packed to its end"):
+        open_store(tmp_path / "store")
+
+
+def test_the_command_packs_checks_and_names_what_is_damaged(tmp_path):
+    model = save(tmp_path / "model", "gpt_oss")
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model"), "--check", "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout.splitlines()[-1])
+    store = Path(document["store"])
+    assert store == tmp_path / "model.store"
+    assert (document["layers"], document["experts"], document["damaged"]) == (2, 12, [])
+    assert "every checksum is right" in done.stdout
+    assert "GB/s" in done.stderr
+    with open_store(store) as opened:
+        check_experts(opened, model)
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model")])
+    assert "2 of 2 layers were packed already" in done.stdout
+    for name in ("experts/00001.bin", "rest.safetensors"):
+        data = bytearray((store / name).read_bytes())
+        data[-1] ^= 128
+        (store / name).write_bytes(data)
+    done = CliRunner().invoke(app, ["pack", str(store), "--check", "--json"])
+    assert done.exit_code == 1
+    damaged = json.loads(done.stdout.splitlines()[-1])["damaged"]
+    assert len(damaged) == 2
+    assert "00001.bin (model.layers.1.mlp.experts, expert 5)" in damaged[0]
+    assert "rest.safetensors: its bytes have changed" in damaged[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "which is not here. Download a model of the hub first"),
+        (["config.json"], "the file"),
+        (["."], "a folder with model.safetensors"),
+    ],
+)
+def test_the_command_says_what_it_takes(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    done = CliRunner().invoke(app, ["pack", *words])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_a_store_is_not_packed_again(model, tmp_path):
+    pack(model, tmp_path / "store")
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "store")])
+    assert done.exit_code == 2
+    assert "which is a store already. Add --check" in done.stderr
+
+
+def test_interrupted_the_command_keeps_what_is_whole(model, tmp_path, monkeypatch):
+    from amoeba.commands import pack as command
+
+    def interrupt(self: Any, now: Any) -> None:
+        if now.layer == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(command._Lines, "show", interrupt)
+        done = CliRunner().invoke(app, ["pack", str(model), "--out", str(tmp_path / "store")])
+    assert done.exit_code == 130
+    assert "run the same command again" in done.stderr
+    done = CliRunner().invoke(app, ["pack", str(model), "--out", str(tmp_path / "store")])
+    assert "1 of 2 layers were packed already" in done.stdout
