@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from amoeba.commands.exits import need
+from amoeba.commands.head_start import hash_triton, open_gpu
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
+from amoeba.commands.spared_imports import NOT_FOR_TEXT, spared_imports
+from amoeba.integrations.model_folder import ADAPTER_CONFIG
 from amoeba.jobs.settings import TrainSettings
 from amoeba.loading import loading
 from amoeba.shell import shell_command
@@ -16,7 +20,10 @@ from amoeba.shell import shell_command
 def run(
     settings: TrainSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    need("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")
+    open_gpu()
+    with spared_imports(_spared(settings.model, trust_remote_code)):
+        need("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")
+    hash_triton()
     with loading():
         from amoeba.jobs.train import train
 
@@ -39,3 +46,10 @@ def run(
         ]
     )
     return asdict(report)
+
+
+def _spared(model: str, trust_remote_code: bool) -> tuple[str, ...]:
+    """A model's own code may want anything; transformers wants PEFT where an adapter lies beside the weights."""
+    if trust_remote_code:
+        return ()
+    return NOT_FOR_TEXT if (Path(model) / ADAPTER_CONFIG).exists() else (*NOT_FOR_TEXT, "peft")
