@@ -1,11 +1,10 @@
-"""What a run on a GPU waits for without Python's lock, begun beside the imports, which need nothing else.
+"""The imports of a command that trains, and beside them what else it will wait for.
 
-    open_gpu()              # as soon as torch is there
-    ...                     # seconds of imports
-    hash_triton()           # as soon as they are done
+    load_trainer(without=NOT_FOR_TEXT)          # inside `usage`: a package may be missing
 
-Whoever needs it next finds it done, or does it as if nothing had been begun. Both end with the process, which waits
-for them: half a second at most.
+Python imports one module after the other, for seconds. The driver opens the GPU and Triton hashes its library without
+Python's lock, so they need no time of their own. Whoever needs either next finds it done, or does it as if nothing had
+been begun. The process does not end before they do, half a second at most.
 """
 
 from __future__ import annotations
@@ -16,34 +15,38 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
 
-import torch
+from amoeba.commands.exits import need
+from amoeba.commands.quick_transformers import quick_transformers
 
 
-def open_gpu() -> None:
-    """Makes the driver's context. An error of the GPU's is told where the GPU is used."""
-    _begin(_make_context)
+def load_trainer(without: tuple[str, ...]) -> None:
+    """without: packages that transformers shall not look for, see `quick_transformers`."""
+    _begin(_open_gpu)
+    with quick_transformers(without):
+        need("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")
+    if "triton" in sys.modules:
+        _begin(_hash_triton)  # not before: it imports a few modules itself
 
 
-def hash_triton() -> None:
-    """Triton hashes its library, 400 MB, before it looks for a kernel in its cache, and remembers the result."""
-    if "triton" in sys.modules and torch.cuda.is_available():
-        _begin(_compute_key)
+def _begin(work: Callable[[], None]) -> None:
+    def run() -> None:
+        with suppress(Exception):  # it is told where the GPU or the compiler is used
+            work()
+
+    Thread(target=run, name=work.__name__).start()
 
 
-def _make_context() -> None:
+def _open_gpu() -> None:
+    import torch
+
     if torch.cuda.is_available():
         torch.empty(1, device=torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
 
 
-def _compute_key() -> None:
+def _hash_triton() -> None:
+    """All of its compiler, 400 MB, before it looks for a kernel in its cache; it remembers the result."""
+    import torch
     from triton.runtime.cache import triton_key
 
-    triton_key()
-
-
-def _begin(work: Callable[[], None]) -> None:
-    def quietly() -> None:
-        with suppress(Exception):
-            work()
-
-    Thread(target=quietly, name=work.__name__).start()
+    if torch.cuda.is_available():
+        triton_key()

@@ -6,11 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from amoeba.commands.exits import need
-from amoeba.commands.head_start import hash_triton, open_gpu
+from amoeba.commands.head_start import load_trainer
 from amoeba.commands.output import Output
+from amoeba.commands.quick_transformers import NOT_FOR_TEXT
 from amoeba.commands.run_console import RunConsole
-from amoeba.commands.spared_imports import NOT_FOR_TEXT, spared_imports
 from amoeba.integrations.model_folder import ADAPTER_CONFIG
 from amoeba.jobs.settings import TrainSettings
 from amoeba.loading import loading
@@ -20,10 +19,7 @@ from amoeba.shell import shell_command
 def run(
     settings: TrainSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    open_gpu()
-    with spared_imports(_spared(settings.model, trust_remote_code)):
-        need("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")
-    hash_triton()
+    load_trainer(without=_not_needed(settings.model, trust_remote_code))
     with loading():
         from amoeba.jobs.train import train
 
@@ -48,7 +44,7 @@ def run(
     return asdict(report)
 
 
-def _spared(model: str, trust_remote_code: bool) -> tuple[str, ...]:
+def _not_needed(model: str, trust_remote_code: bool) -> tuple[str, ...]:
     """A model's own code may want anything; transformers wants PEFT where an adapter lies beside the weights."""
     if trust_remote_code:
         return ()
