@@ -120,7 +120,7 @@ def test_the_gpu_of_this_process_is_opened_beside_the_imports(monkeypatch: pytes
     opened = []
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "empty", lambda *_, device: opened.append(device))
+    monkeypatch.setattr(torch, "empty", lambda *_, device, **__: opened.append(device))
     begun(head_start._open_gpu)
     assert opened == [torch.device("cuda", 3)]
 

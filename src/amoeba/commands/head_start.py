@@ -40,7 +40,7 @@ def _open_gpu() -> None:
     import torch
 
     if torch.cuda.is_available():
-        torch.empty(1, device=torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
+        torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
 
 
 def _hash_triton() -> None:
