@@ -37,7 +37,7 @@ class RanksBackend(Backend):
         transport, refused = choose_transport(sharded.transport, sharded.ranks, request.x_TH.device)
         if transport is None:
             return "has no way between these ranks: " + "; ".join(f"{name} {why}" for name, why in refused.items())
-        if sharded.local_backend == "auto":
+        if sharded.local_backend == "auto" and sharded.own_experts:
             inner = self.explain(_share(request, request.x_TH, request.routing))
             if inner.backend is None:
                 return f"has nothing to compute its own share with: {inner.reasons}"
@@ -70,6 +70,8 @@ class RanksBackend(Backend):
 
     def _compute_share(self, request: Request, x_RH: Tensor, routing: Routing) -> Tensor:
         share = _share(request, x_RH, routing)
+        if share.weights.num_experts == 0:
+            return _Nothing.apply(x_RH, *_tensors(share)[1:])
         return self.choose(_sharded(request).local_backend, share).run(share)
 
 
@@ -80,9 +82,26 @@ def _share(request: Request, x_RH: Tensor, routing: Routing) -> Request:
 
 def _trains(request: Request) -> bool:
     """Whether there will be a backward. A rank without experts has empty ones, which ask for gradients as others do."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in _tensors(request))
+
+
+def _tensors(request: Request) -> tuple[Tensor | None, ...]:
     factors = () if request.lora is None else request.lora.six()
-    tensors = (request.x_TH, request.routing.weight_TK, *request.weights.tensors(), *factors)
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return (request.x_TH, request.routing.weight_TK, *request.weights.tensors(), *factors)
+
+
+class _Nothing(torch.autograd.Function):
+    """What no experts give: zeros, and zeros for gradients, so that a rank without experts goes back as others do."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RH: Tensor, *others: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_RH, *others)
+        return torch.zeros_like(x_RH)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RH: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(tensor) if needs else None for tensor, needs in pairs)
 
 
 def _sharded(request: Request) -> ShardedExperts:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from amoeba.errors import bad_value
 from amoeba.parallel.owners import Owners
-from amoeba.parallel.ranks import Ranks
+from amoeba.parallel.ranks import Ranks, as_bytes
 from amoeba.parallel.transports.transport import Route, Transport
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -101,8 +101,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.exchange = exchange
         ranks, route, local_SK = exchange.ranks, exchange.route, exchange.local_SK
         # ids differ from rank to rank where weights do not, so that the two are packed here, row by row
-        ids = local_SK.to(torch.int32).view(torch.uint8)
-        weights = weight_TK.index_select(0, route.token_S).view(torch.uint8)
+        ids, weights = as_bytes(local_SK.to(torch.int32)), as_bytes(weight_TK.index_select(0, route.token_S))
         packed = ranks.exchange(torch.cat((ids, weights), 1), route.sent, route.received, "ids and routing weights")
         ids, weights = packed.split((ids.shape[1], weights.shape[1]), 1)
         expert_RK = ids.contiguous().view(torch.int32).long()

@@ -3,7 +3,8 @@
     with LocalRanks(3) as processes:
         results = processes.run(compute_share, [(share,) for share in shares])      # one call per rank, all at once
 
-`function` is sent by name, so it has to be importable. The store is kept by this process, so that it outlives a rank.
+`function` is sent by name, so it has to be importable. A process whose function raises ends, so that the others do not
+wait for it; then the group has to be started again. The store is kept by this process, so that it outlives a rank.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class LocalRanks:
         arguments: for each of the first ranks; the others have nothing to do.
         """
         for connection, given in zip(self._connections, arguments, strict=False):
-            connection.send_bytes(pickle.dumps((function, given)))
+            with contextlib.suppress(OSError):  # a process that has ended is noticed below
+                connection.send_bytes(pickle.dumps((function, given)))
         return self._collect(list(range(len(arguments))), seconds)
 
     def _collect(self, ranks: list[int], seconds: float) -> list[Any]:
@@ -99,6 +101,14 @@ class LocalRanks:
         self.close()
 
 
+_groups: dict[int, Any] = {}  # in a process that was started here: the first so many as a group
+
+
+def first_processes(count: int) -> Any:
+    """In one of the processes: the group of the first so many of them."""
+    return _groups[count]
+
+
 def _serve(connection: Connection, rank: int, count: int, port: int, threads: int) -> None:
     torch.set_num_threads(threads)
     # gloo would look up the machine's name, which not every machine can
@@ -106,10 +116,15 @@ def _serve(connection: Connection, rank: int, count: int, port: int, threads: in
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+        # all of them now: every process has to take part in making a group, also in one that it is not in
+        _groups.update({few: dist.new_group(list(range(few))) for few in range(2, count)})
+        _groups[count] = dist.group.WORLD
         connection.send_bytes(pickle.dumps((True, None)))
         with contextlib.suppress(EOFError, KeyboardInterrupt):  # whoever started it has closed it, or is gone
-            while True:
-                connection.send_bytes(pickle.dumps(_answer(connection.recv_bytes())))
+            ok = True
+            while ok:
+                ok, result = _answer(connection.recv_bytes())
+                connection.send_bytes(pickle.dumps((ok, result)))
     finally:
         connection.close()
         # no orderly farewell from the group: another rank may be gone, and would be waited for

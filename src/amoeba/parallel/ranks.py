@@ -64,8 +64,7 @@ class Ranks:
     def exchange(self, rows: Tensor, sent: list[int], received: list[int], what: str) -> Tensor:
         """rows: those for rank 0, then those for rank 1, ...; the result the same by where they come from."""
         device, carrier = rows.device, self._carrier(rows.device)
-        # as bytes: gloo does not know every dtype
-        bytes_sent = rows.contiguous().view(torch.uint8).to(carrier)
+        bytes_sent = as_bytes(rows).to(carrier)  # gloo does not know every dtype
         bytes_received = bytes_sent.new_empty(sum(received), bytes_sent.shape[1])
         work = dist.all_to_all_single(bytes_received, bytes_sent, received, sent, group=self.group, async_op=True)
         self._wait(work, what)
@@ -131,6 +130,13 @@ class Ranks:
                 time.sleep(0.05)
         missing = [name for name in others if name not in notes]
         return missing, {name: note for name, note in notes.items() if note != mine}
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    rows = rows.contiguous()
+    if rows.stride(-1) != 1:  # of a single column any stride counts as contiguous
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.uint8)
 
 
 def _spoken(names: Sequence[int]) -> str:

@@ -129,7 +129,7 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
     found |= dict(zip(wanted, gradients, strict=True))
     truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    return {name: _error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
+    return {name: relative_error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
 
 
 def _placed(
@@ -174,7 +174,7 @@ def tolerance(backend_name: str, dtype: torch.dtype, name: str) -> float:
     return (output if name in ("output", "inference") else gradients) or TOLERANCE[dtype]
 
 
-def _error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+def relative_error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     if found.shape != truth.shape or found.dtype != dtype:
         raise TypeError(f"{name}: expected {dtype} {tuple(truth.shape)}; got {found.dtype} {tuple(found.shape)}.")
     found = found.detach().cpu().double()
