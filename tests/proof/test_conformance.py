@@ -85,6 +85,7 @@ def parameters(device, dtypes, chosen):
         for backend in backend_names(device)
         if (backend, device) != ("triton", CPU)  # that is the interpreter, which takes seconds a case: see below
         and (backend not in PLACED or dtype == torch.bfloat16)  # packed experts have no other
+        and backend != "ranks"  # needs several processes: tests/parallel
     ]
 
 

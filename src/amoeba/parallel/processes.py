@@ -30,11 +30,11 @@ _SECONDS_TO_END = 5.0
 
 
 class RankFailed(RuntimeError):
-    """What went wrong in which processes."""
+    """What went wrong in which processes, and what came of the others."""
 
-    def __init__(self, failures: dict[int, str]) -> None:
+    def __init__(self, failures: dict[int, str], results: dict[int, Any]) -> None:
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
-        self.failures = failures
+        self.failures, self.results = failures, results
 
 
 class LocalRanks:
@@ -81,8 +81,12 @@ class LocalRanks:
                 self.processes[rank].join(_SECONDS_TO_END)
                 failures[rank] = f"the process ended, exit code {self.processes[rank].exitcode}"
         if failures:
-            raise RankFailed(failures)
+            raise RankFailed(failures, results)
         return [results[rank] for rank in ranks]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
         for connection in self._connections:

@@ -87,7 +87,7 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
     if backend_name == COMPOSED:
         return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
     if (placement := _placement(backend_name)) is not None:
-        return _why_not_placed(placement, device, dtype)
+        return why_not_placed(placement, device, dtype)
     made = example(case, dtype)
     tensors, routing, _ = _placed(made, case, device, dtype)
     request = Request(tensors["x"], routing, weights_of(tensors, case.activation), lora_of(tensors), case.recompute)
@@ -107,7 +107,7 @@ def _placement(backend_name: str) -> Placement | None:
     return next((placement for placement in all_placements() if placement.name == backend_name), None)
 
 
-def _why_not_placed(placement: Placement, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_placed(placement: Placement, device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in placement.tolerances:
         dtypes = ", ".join(str(each).removeprefix("torch.") for each in placement.tolerances)
         return f"computes in {dtypes}, x would be {dtype}"

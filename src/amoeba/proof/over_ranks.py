@@ -2,8 +2,7 @@
 
 T tokens · K experts per token · E experts · H hidden · W ranks
 
-    with LocalRanks(3) as processes:
-        results = [verify_divided(case, torch.float32, processes, 3) for case in divided_cases(3)]
+    results = verify_over_ranks(3, [torch.float32])
     all(result.ok for result in results)
 
 Compared by name with the reference in fp64, as one process's are; and bit by bit with one process that has all tokens
@@ -13,7 +12,8 @@ in the order in which one process has them. Output and the gradient of x are sum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,9 +26,9 @@ from amoeba.parallel.owners import Owners
 from amoeba.parallel.processes import LocalRanks, RankFailed, first_processes
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import Tokens, shard_experts
-from amoeba.placements import RESIDENT, placement_named
+from amoeba.placements import RESIDENT, all_placements, placement_named
 from amoeba.proof.cases import FREEZABLE, SILU, Case, example, lora_of, weight_dtype, weights_of
-from amoeba.proof.conformance import Result, poisoned_memory, relative_error, tolerance
+from amoeba.proof.conformance import TOLERANCE, Result, poisoned_memory, relative_error, why_not_placed
 from amoeba.routing import Routing
 from amoeba.weights import LORA_NAMES, AnyExperts
 
@@ -141,15 +141,38 @@ def compute_share(share: Share) -> dict[str, Tensor]:
 def verify_divided(divided: DividedCase, dtype: torch.dtype, processes: LocalRanks, ranks: int) -> Result:
     """ranks: so many of the processes, the first ones."""
     name = f"{ranks} ranks"
+    if (refused := why_not(divided, dtype)) is not None:
+        return Result(name, dtype, divided.name, refused=refused)
     try:
         errors, unequal = check_divided(divided, dtype, processes, ranks)
     except RankFailed as failure:
         return Result(name, dtype, divided.name, failure=str(failure))
-    placement = "" if divided.local == RESIDENT else divided.local
-    limits = {each: tolerance(placement, dtype, each) for each in errors}
-    wrong = {each: error for each, error in errors.items() if not error <= limits[each]}
-    failure = f"other bits than one process: {', '.join(unequal)}" if unequal else None
-    return Result(name, dtype, divided.name, errors, wrong, failure=failure)
+    wrong = {each: error for each, error in errors.items() if not error <= TOLERANCE[dtype]}
+    other_bits = f"other bits than one process: {', '.join(unequal)}" if unequal else None
+    return Result(name, dtype, divided.name, errors, wrong, failure=other_bits)
+
+
+def why_not(divided: DividedCase, dtype: torch.dtype) -> str | None:
+    """Why the ranks' own experts cannot be placed so here; or None."""
+    placement = next((each for each in all_placements() if each.name == divided.local), None)
+    return None if placement is None else why_not_placed(placement, torch.device("cpu"), dtype)
+
+
+def verify_over_ranks(
+    ranks: int, dtypes: Sequence[torch.dtype], progress: Callable[[int, int, str], None] | None = None
+) -> list[Result]:
+    """Every case in every dtype, over so many processes that are started for it. progress: (done, of, case)."""
+    checks = list(itertools.product(divided_cases(ranks), dtypes))
+    results: list[Result] = []
+    while len(results) < len(checks):
+        with LocalRanks(ranks) as processes:
+            for divided, dtype in checks[len(results) :]:
+                if progress is not None:
+                    progress(len(results), len(checks), f"{divided.name} in {str(dtype).removeprefix('torch.')}")
+                results.append(verify_divided(divided, dtype, processes, ranks))
+                if not processes.alive:  # a case that failed took them with it
+                    break
+    return results
 
 
 def check_divided(

@@ -1,0 +1,84 @@
+"""What tests have the processes of a group do: sent there by name, so it is in a module that they can import.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+
+from amoeba import ExpertWeights, Routing, experts
+from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, shard_experts
+from amoeba.parallel.processes import first_processes
+
+E, H, I = 5, 16, 24
+
+
+def sharded_layer(count: int, deadline: float = 30.0, **options) -> ShardedExperts:
+    generator = torch.Generator().manual_seed(0)
+    gate_up, down = (torch.randn(*shape, generator=generator) / 4 for shape in ((E, 2 * I, H), (E, H, I)))
+    return shard_experts(ExpertWeights(gate_up, down), Ranks(first_processes(count), deadline), **options)
+
+
+def tokens(top_k: int = 2, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Routing]:
+    generator = torch.Generator().manual_seed(1)
+    expert_TK = torch.rand(7, E, generator=generator).argsort(1)[:, :top_k]
+    return torch.randn(7, H, generator=generator).to(dtype), Routing(
+        expert_TK, torch.rand(7, top_k, generator=generator)
+    )
+
+
+def disagree(rank: int, about: str) -> str:
+    """What each rank says when rank 1 comes with something else."""
+    x_TH, routing = tokens(top_k=3 if rank == 1 and about == "experts per token" else 2)
+    x_TH.requires_grad_(not (rank == 1 and about == "gradients"))
+    try:
+        experts(x_TH, routing, sharded_layer(3))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def wait_in_vain(rank: int, deadline: float) -> str:
+    """Rank 1 does not call the layer."""
+    if rank == 1:
+        return "elsewhere"
+    try:
+        experts(*tokens(), sharded_layer(2, deadline))
+    except RankLost as error:
+        return str(error)
+    return "nothing"
+
+
+def lose_a_rank(rank: int) -> tuple[str, float]:
+    """Rank 2 is killed between two calls."""
+    layer, began = sharded_layer(3), time.monotonic()
+    experts(*tokens(), layer)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        experts(*tokens(), layer)
+    except RankLost as error:
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+def sizes_of_messages(rank: int) -> list[tuple[str, int]]:
+    """What was sent, and how many bytes, when the tokens of rank 0 all choose experts of rank 1."""
+    layer = sharded_layer(2)
+    sent: list[tuple[str, int]] = []
+    exchange = layer.ranks.exchange
+    layer.ranks.exchange = lambda rows, *rest: sent.append((rest[-1], rows.nbytes)) or exchange(rows, *rest)
+    x_TH, _ = tokens()
+    expert_TK = torch.tensor([[3, 4]]).expand(7, 2) if rank == 0 else torch.full((7, 2), -1)
+    experts(x_TH, Routing(expert_TK, torch.ones(7, 2)), layer)
+    return sent
+
+
+def owners_of_one() -> ShardedExperts:
+    local = ExpertWeights(torch.randn(E, 2 * I, H), torch.randn(E, H, I))
+    return ShardedExperts(local, Owners.even(E, 1), Ranks())
