@@ -5,14 +5,18 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, shard_experts
+from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
 
 E, H, I = 5, 16, 24
@@ -82,3 +86,52 @@ def sizes_of_messages(rank: int) -> list[tuple[str, int]]:
 def owners_of_one() -> ShardedExperts:
     local = ExpertWeights(torch.randn(E, 2 * I, H), torch.randn(E, H, I))
     return ShardedExperts(local, Owners.even(E, 1), Ranks())
+
+
+def train_a_model(rank: int, count: int, steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Losses of the global batch and norms of its gradient; the parameters that all ranks have, afterwards."""
+    import amoeba
+    from amoeba.parallel import add_up_gradients, clip_gradients
+    from tiny_models import build
+
+    model = build("qwen3_moe").train()
+    if count > 1:
+        ranks = Ranks(first_processes(count))
+        make = functools.partial(shard_experts, ranks=ranks)
+        amoeba.register_placement(replace(RANKS, name="these ranks", make=make))
+        amoeba.place_experts(model, "these ranks" if count < dist.get_world_size() else "ranks")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    history = []
+    for _ in range(steps):
+        ids = torch.randint(0, model.config.vocab_size, (4, 12), generator=generator)
+        mine = ids.chunk(count)[rank]
+        optimizer.zero_grad()
+        loss = model(input_ids=mine, labels=mine, use_cache=False).loss / count
+        loss.backward()
+        if count > 1:
+            add_up_gradients(model.parameters(), ranks)
+            norm = clip_gradients(model.parameters(), 1.0, ranks)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        whole = loss.detach() if count == 1 else ranks.add_up(loss.detach(), "losses")
+        history.append((whole.item(), norm.item()))
+    shared = {name: p.detach() for name, p in model.named_parameters() if "experts" not in name}
+    return history, shared
+
+
+def refusals(rank: int) -> list[str]:
+    """What cannot be done yet with a model whose experts are over ranks."""
+    import amoeba
+    from amoeba import lora
+    from tiny_models import build
+
+    model, said = build("qwen3_moe"), []
+    amoeba.place_experts(model, "ranks")
+    for attempt in (model.state_dict, lambda: lora.attach(model, r=2)):
+        try:
+            attempt()
+        except ValueError as error:
+            said.append(str(error))
+    return said

@@ -394,7 +394,9 @@ class TestTheMeasure:
     """The suite itself must notice what it is there to notice."""
 
     def error(self, found, truth, name="gate_up", dtype=torch.float32):
-        return conformance.relative_error(name, torch.tensor(found, dtype=dtype), torch.tensor(truth).double(), torch.float32)
+        return conformance.relative_error(
+            name, torch.tensor(found, dtype=dtype), torch.tensor(truth).double(), torch.float32
+        )
 
     def test_error_is_relative_in_the_l2_norm(self):
         assert self.error([[3.0, 4.0]], [[3.0, 5.0]]) == pytest.approx(1 / math.sqrt(34))

@@ -171,17 +171,24 @@ def placed_in(module: Any) -> AnyExperts | None:
 
 
 def place(module: Any, placement: Placement) -> None:
-    """Its experts placed elsewhere, its parameters freed.
+    """Its experts placed elsewhere, its parameters freed. Where the placed ones train, they are its parameters then, by
+    other names, and require gradients as it did.
 
-    Their shapes stay behind as tensors on the meta device, which are no parameters: `model.to`, optimizers and
-    state_dict do not see them, and saving the module raises, since its experts would be missing.
+    The shapes of the former ones stay behind as tensors on the meta device, which are no parameters: `model.to`,
+    optimizers and state_dict do not see them, and saving the module raises, since its experts would be missing.
     """
-    weights = resident(module)
-    module.__dict__[ATTRIBUTE] = replace(described(module), placed=placement.make(weights), placement=placement)
+    placed = placement.make(resident(module))
+    module.__dict__[ATTRIBUTE] = replace(described(module), placed=placed, placement=placement)
+    trained = False
     for name in list(module._parameters):
         parameter = module._parameters.pop(name)
         if parameter is not None:
+            trained |= parameter.requires_grad
             module.__dict__[name] = torch.empty_like(parameter, device="meta")
+    if placed.trains:
+        for place, tensor in enumerate(placed.tensors()):
+            if isinstance(tensor, nn.Parameter):
+                module.register_parameter(f"placed_{place}", tensor.requires_grad_(trained))
     module.register_state_dict_pre_hook(_refuse_to_save)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
@@ -118,14 +118,14 @@ def shard_experts(
     tokens: Tokens = "own",
     transport: str = "auto",
 ) -> ShardedExperts:
-    """This rank's share of experts that it has all of. The share is a copy; it requires gradients as `weights` does.
+    """This rank's share of experts that it has all of. The share is a copy, parameters that train as `weights` do.
 
     make_local: what becomes of the share, such as pack_experts. A rank without experts has nothing to make it of.
     """
     ranks = ranks or Ranks()
     owners = owners or Owners.even(weights.num_experts, ranks.count)
     gate_up, down, gate_up_bias, down_bias = (
-        None if t is None else owners.take(t.detach(), ranks.rank).clone().requires_grad_(t.requires_grad)
+        None if t is None else own_parameter(owners.take(t.detach(), ranks.rank).clone(), t.requires_grad)
         for t in weights.tensors()
     )
     assert gate_up is not None
@@ -135,6 +135,20 @@ def shard_experts(
         assert isinstance(share, ExpertWeights)
         share = make_local(share)
     return ShardedExperts(share, owners, ranks, tokens, transport)
+
+
+def own_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """A parameter that this rank has alone. Its gradient is whole: `amoeba.parallel.gradients` does not add it up."""
+    parameter = nn.Parameter(tensor, requires_grad)
+    setattr(parameter, _OWN, True)
+    return parameter
+
+
+def is_own(parameter: Tensor) -> bool:
+    return getattr(parameter, _OWN, False)
+
+
+_OWN = "_amoeba_own_to_rank"
 
 
 def shard_lora(lora: LoraFactors, sharded: ShardedExperts) -> LoraFactors:
