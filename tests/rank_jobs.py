@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, shard_experts
@@ -86,6 +87,20 @@ def sizes_of_messages(rank: int) -> list[tuple[str, int]]:
 def owners_of_one() -> ShardedExperts:
     local = ExpertWeights(torch.randn(E, 2 * I, H), torch.randn(E, H, I))
     return ShardedExperts(local, Owners.even(E, 1), Ranks())
+
+
+def with_and_without_checkpointing(rank: int) -> list[bool]:
+    """Whether gradients have the same bits if forward, and so the exchange, is run again in backward."""
+    layer, (x_TH, routing) = sharded_layer(4), tokens()
+    weight_TK, dy_TH = routing.weight_TK.requires_grad_(), torch.ones(7, H) * (rank + 1)
+    wanted = [x_TH.requires_grad_(), weight_TK, *(t.requires_grad_() for t in layer.local.tensors() if t is not None)]
+
+    def run(x_TH: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+        return experts(x_TH * 2, Routing(routing.expert_TK, weight_TK), layer).tanh()
+
+    expected = torch.autograd.grad(run(x_TH, weight_TK), wanted, dy_TH)
+    found = torch.autograd.grad(checkpoint(run, x_TH, weight_TK, use_reentrant=False), wanted, dy_TH)
+    return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
 
 
 def train_a_model(rank: int, count: int, steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:

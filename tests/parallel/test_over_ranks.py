@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import amoeba
 import rank_jobs
 from amoeba import Request, Routing, experts
-from amoeba.parallel import Owners, Ranks, ShardedExperts, shard_lora
+from amoeba.parallel import Owners, Ranks, ShardedExperts, shard_experts, shard_lora
 from amoeba.parallel.processes import LocalRanks
+from amoeba.parallel.sharded import is_own
 from amoeba.proof.cases import Case
 from amoeba.proof.over_ranks import DividedCase, check_divided, divided_cases, verify_divided
 from amoeba.weights import LoraFactors
@@ -73,6 +76,21 @@ def test_a_token_travels_once_to_a_rank_however_many_of_its_experts_are_there(pr
     sent = processes.run(rank_jobs.sizes_of_messages, [(0,), (1,)])
     assert sent[0][:2] == [("ids and routing weights", 7 * 2 * (4 + 4)), ("tokens", 7 * rank_jobs.H * 4)]
     assert sent[1][1] == ("tokens", 0) and sent[1][2] == ("sums of the experts", 7 * rank_jobs.H * 4)
+
+
+def test_activation_checkpointing_exchanges_again_also_on_a_rank_without_experts(processes: LocalRanks) -> None:
+    for equal in processes.run(rank_jobs.with_and_without_checkpointing, [(rank,) for rank in range(4)]):
+        assert equal == [True] * 4
+
+
+def test_a_copied_model_trains_its_own_share() -> None:
+    module = torch.nn.Module()
+    module.placed = shard_experts(rank_jobs.owners_of_one().local)
+    module.down = module.placed.local.down_EHI
+    copied = copy.deepcopy(module)
+    assert copied.down is copied.placed.local.down_EHI and copied.down is not module.down
+    assert is_own(module.down) and is_own(copied.down)
+    assert copied.placed.ranks is module.placed.ranks
 
 
 def test_one_rank_is_the_local_backend_without_a_process_group() -> None:

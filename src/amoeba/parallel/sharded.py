@@ -14,6 +14,7 @@ would have them: no reduction is left to do, and what the loss is divided by is 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -106,7 +107,12 @@ class ShardedExperts:
         return self.local.tensors()
 
     def __deepcopy__(self, memo: dict) -> ShardedExperts:
-        return self  # a process group cannot be copied
+        """Of the share alone: the ranks stay the same. A copied parameter forgets whose it is, and is told again."""
+        local = copy.deepcopy(self.local, memo)
+        for before, after in zip(self.local.tensors(), local.tensors(), strict=True):
+            if before is not None and after is not None and is_own(before):
+                setattr(after, _OWN, True)
+        return replace(self, local=local)
 
 
 def shard_experts(
