@@ -10,12 +10,15 @@ import torch
 import amoeba
 import rank_jobs
 from amoeba import Request, Routing, experts
+from amoeba.backends import eager
 from amoeba.parallel import Owners, Ranks, ShardedExperts, shard_experts, shard_lora
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.sharded import is_own
+from amoeba.problem import Problem
 from amoeba.proof.cases import Case
 from amoeba.proof.over_ranks import DividedCase, check_divided, divided_cases, verify_divided
 from amoeba.weights import LoraFactors
+from small_layer import Layer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -97,6 +100,37 @@ def test_one_rank_is_the_local_backend_without_a_process_group() -> None:
     layer, (x_TH, routing) = rank_jobs.owners_of_one(), rank_jobs.tokens()
     assert torch.equal(experts(x_TH, routing, layer), experts(x_TH, routing, layer.local))
     assert amoeba.explain(Request(x_TH, routing, layer)).backend.name == "ranks"
+
+
+class TestMostRows:
+    """Buffers of sorted rows are as large as the rows that a rank owns, not as its tokens times K."""
+
+    expert_TK = torch.tensor([[0, -1], [-1, 3], [-1, 9], [1, 3], [-1, -1]])  # four of ten slots have an expert
+
+    def run(self, backend: str, most_rows: int | None, **options) -> list[torch.Tensor]:
+        layer = Layer(rank=3, tokens=5, expert_TK=self.expert_TK)
+        routing = Routing(self.expert_TK, layer.tensors["weight"], most_rows=most_rows)
+        weights, lora = layer.weights(layer.tensors), layer.lora(layer.tensors)
+        y_TH = experts(layer.tensors["x"], routing, weights, lora=lora, backend=backend, **options)
+        return [y_TH, *torch.autograd.grad(y_TH, list(layer.tensors.values()), layer.dy_TH)]
+
+    @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+    @pytest.mark.parametrize("most_rows", [4, 7, 100])
+    def test_results_have_the_same_bits(self, backend: str, most_rows: int, recompute: bool) -> None:
+        expected = self.run(backend, None, recompute=recompute)
+        for found, right in zip(self.run(backend, most_rows, recompute=recompute), expected, strict=True):
+            assert torch.equal(found, right)
+
+    def test_what_is_saved_is_no_larger(self) -> None:
+        layer = Layer(tokens=5, expert_TK=self.expert_TK)
+        given = layer.tensors["x"], self.expert_TK, layer.tensors["weight"], layer.weights(layer.tensors)
+        with torch.no_grad():
+            _, saved = eager.BACKEND.forward(Problem(*given, most_rows=4), "h")
+        assert saved.h_NJ.shape[0] == saved.order_N.shape[0] == 4
+
+    def test_too_few_are_refused_and_nothing_is_dropped(self) -> None:
+        with pytest.raises(ValueError, match=r"most_rows: expected at least as many as slots with an expert, 4; got 3"):
+            self.run("eager", 3)
 
 
 def test_factors_of_all_experts_are_refused_and_those_of_the_share_are_taken() -> None:

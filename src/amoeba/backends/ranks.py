@@ -57,7 +57,8 @@ class RanksBackend(Backend):
         assert transport is not None
         exchange = plan_exchange(ranks, owners, transport, x_TH, routing.expert_TK, routing.weight_TK, _trains(request))
         x_RH, expert_RK, weight_RK = exchange.dispatch(x_TH, routing.weight_TK)
-        return exchange.combine(self._compute_share(request, x_RH, Routing(expert_RK, weight_RK, trusted=True)))
+        mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=max(exchange.slots, 1))
+        return exchange.combine(self._compute_share(request, x_RH, mine))
 
     def _run_same(self, request: Request) -> Tensor:
         """All ranks have the same tokens."""
@@ -65,7 +66,8 @@ class RanksBackend(Backend):
         ranks = sharded.ranks
         rank_TK, local_TK = sharded.owners.find(request.routing.expert_TK)
         mine_TK = torch.where(rank_TK == ranks.rank, local_TK, -1)
-        routing = Routing(mine_TK, copied(ranks, weight_TK), trusted=True)
+        slots = max(int((mine_TK >= 0).sum()), 1) if mine_TK.device.type == "cpu" else None  # a GPU would be waited for
+        routing = Routing(mine_TK, copied(ranks, weight_TK), trusted=True, most_rows=slots)
         return summed(ranks, self._compute_share(request, copied(ranks, x_TH), routing))
 
     def _compute_share(self, request: Request, x_RH: Tensor, routing: Routing) -> Tensor:

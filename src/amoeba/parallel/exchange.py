@@ -31,6 +31,7 @@ class Exchange(NamedTuple):
     transport: Transport
     route: Route
     local_SK: Tensor
+    slots: int  # of the rows received, those with an expert here
 
     def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _Dispatch.apply(self, x_TH, weight_TK)
@@ -71,13 +72,16 @@ def plan_exchange(
         "gradient of x": int(gradients and x_TH.requires_grad),
         "gradient of the routing weights": int(gradients and weight_TK.requires_grad),
     }
-    table = ranks.gather([*facts.values(), *goes_TW.sum(0).tolist()], x_TH.device, "the numbers of tokens to come")
+    slots_W = torch.stack([(rank_TK == rank).sum() for rank in range(count)])
+    numbers = torch.stack((goes_TW.sum(0), slots_W)).tolist()
+    table = ranks.gather([*facts.values(), *numbers[0], *numbers[1]], x_TH.device, "the numbers of tokens to come")
     _check_agreed(list(facts), table)
-    counts = [line[len(facts) :] for line in table]
+    counts = [line[len(facts) : len(facts) + count] for line in table]
+    slots = sum(line[len(facts) + count + ranks.rank] for line in table)
     dest_S, token_S = goes_TW.t().nonzero(as_tuple=True)  # by destination, then by token
     local_SK = torch.where(rank_TK[token_S] == dest_S[:, None], local_TK[token_S], -1)
     route = Route(token_S, counts[ranks.rank], [line[ranks.rank] for line in counts], num_tokens)
-    return Exchange(ranks, transport, route, local_SK)
+    return Exchange(ranks, transport, route, local_SK, slots)
 
 
 def _check_agreed(names: list[str], table: list[list[int]]) -> None:
