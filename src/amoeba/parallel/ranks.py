@@ -56,9 +56,10 @@ class Ranks:
 
     def gather(self, numbers: Sequence[int], device: torch.device, what: str) -> list[list[int]]:
         """As many numbers from each rank, on the host."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._carrier(device))
+        carrier = self._carrier(device)
+        mine = torch.tensor(numbers, dtype=torch.int64, device=carrier)
         everyones = [torch.empty_like(mine) for _ in range(self.count)]
-        self._wait(dist.all_gather(everyones, mine, group=self.group, async_op=True), what)
+        self._wait(dist.all_gather(everyones, mine, group=self.group, async_op=True), carrier, what)
         return torch.stack(everyones).tolist()
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int], what: str) -> Tensor:
@@ -67,14 +68,15 @@ class Ranks:
         bytes_sent = as_bytes(rows).to(carrier)  # gloo does not know every dtype
         bytes_received = bytes_sent.new_empty(sum(received), bytes_sent.shape[1])
         work = dist.all_to_all_single(bytes_received, bytes_sent, received, sent, group=self.group, async_op=True)
-        self._wait(work, what)
+        self._wait(work, carrier, what)
         return bytes_received.to(device).view(rows.dtype)
 
     def add_up(self, tensor: Tensor, what: str) -> Tensor:
         """The sum over the ranks, in fp32 or wider, in the tensor's dtype; the same bits on every rank."""
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        total = tensor.to(self._carrier(tensor.device), wide, copy=True)
-        self._wait(dist.all_reduce(total, group=self.group, async_op=True), what)
+        carrier = self._carrier(tensor.device)
+        total = tensor.to(carrier, wide, copy=True)
+        self._wait(dist.all_reduce(total, group=self.group, async_op=True), carrier, what)
         return total.to(tensor.device, tensor.dtype)
 
     def _carrier(self, device: torch.device) -> torch.device:
@@ -82,14 +84,14 @@ class Ranks:
         backend = self._backends.get(device.type)
         return torch.device("cpu") if backend in (None, "gloo") else device
 
-    def _wait(self, work: Any, what: str) -> None:
+    def _wait(self, work: Any, carrier: torch.device, what: str) -> None:
         self._exchanges += 1
         began = time.monotonic()
         try:
-            if "nccl" in self._backends.values():
-                work.wait()
-            else:
+            if carrier.type == "cpu":
                 work.wait(datetime.timedelta(seconds=self.deadline))
+            else:
+                work.wait()  # of the stream, not of the host
         except RuntimeError as error:
             raise RankLost(self._told(what, time.monotonic() - began, error)) from error
 
@@ -117,7 +119,7 @@ class Ranks:
         mine = f"{what}, exchange {self._exchanges}"
         notes: dict[int, str] = {}
         # the store may be gone together with the rank that kept it
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ValueError):
             store = default_store()
             group = ",".join(map(str, self._names))
             store.set(f"amoeba waits {group} {self._names[self.rank]}", mine)
