@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from amoeba.weights import LoraFactors
 from small_layer import Layer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [*itertools.product([2, 3, 4], [torch.float32, torch.bfloat16]), (4, torch.float64), (4, torch.float16)],
+)
 def test_every_gradient_is_right_and_has_the_bits_of_one_process(
     processes: LocalRanks, ranks: int, dtype: torch.dtype
 ) -> None:

@@ -108,8 +108,9 @@ class _Dispatch(torch.autograd.Function):
         ids, weights = as_bytes(local_SK.to(torch.int32)), as_bytes(weight_TK.index_select(0, route.token_S))
         packed = ranks.exchange(torch.cat((ids, weights), 1), route.sent, route.received, "ids and routing weights")
         ids, weights = packed.split((ids.shape[1], weights.shape[1]), 1)
-        expert_RK = ids.contiguous().view(torch.int32).long()
-        weight_RK = weights.contiguous().view(weight_TK.dtype)
+        # copies: of a single row .contiguous() would be the same bytes, which begin where a number of 8 bytes cannot
+        ids, weights = (part.clone(memory_format=torch.contiguous_format) for part in (ids, weights))
+        expert_RK, weight_RK = ids.view(torch.int32).long(), weights.view(weight_TK.dtype)
         x_RH = exchange.send(x_TH, "tokens")
         ctx.mark_non_differentiable(expert_RK)
         return x_RH, expert_RK, weight_RK
