@@ -9,11 +9,10 @@ from __future__ import annotations
 from amoeba.backends.registry import register_backend
 from amoeba.cpu.placements import CPU_PLACEMENTS
 from amoeba.errors import bad_value
-from amoeba.parallel.placement import RANKS
 from amoeba.placement import Placement
 
 RESIDENT, AUTO = "resident", "auto"
-_placements: dict[str, Placement] = {placement.name: placement for placement in (*CPU_PLACEMENTS, RANKS)}
+_placements: dict[str, Placement] = {placement.name: placement for placement in CPU_PLACEMENTS}
 
 
 def register_placement(placement: Placement) -> None:
@@ -29,8 +28,8 @@ def register_placement(placement: Placement) -> None:
 
 
 def all_placements() -> tuple[Placement, ...]:
-    """Those other than resident, also those that are there to be proven."""
-    return tuple(_placements.values())
+    """Those other than resident, also those that are there to be proven; by name, whichever was registered first."""
+    return tuple(_placements[name] for name in sorted(_placements))
 
 
 def placement_names() -> tuple[str, ...]:

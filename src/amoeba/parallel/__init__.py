@@ -2,10 +2,12 @@
 
 from amoeba.parallel.gradients import add_up_gradients, clip_gradients
 from amoeba.parallel.owners import Owners
+from amoeba.parallel.placement import RANKS
 from amoeba.parallel.ranks import RankLost, Ranks
 from amoeba.parallel.sharded import ShardedExperts, own_parameter, shard_experts, shard_lora
 
 __all__ = [
+    "RANKS",
     "Owners",
     "RankLost",
     "Ranks",

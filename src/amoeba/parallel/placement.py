@@ -1,12 +1,17 @@
-"""Experts over ranks, as a placement: each process keeps its share of what it was given."""
+"""Experts over ranks, as a placement: each process keeps its share of what it was given.
+
+Importing `amoeba.parallel` registers it and its backend; nothing below knows of either.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
+from amoeba.parallel.backend import RanksBackend
 from amoeba.parallel.sharded import shard_experts
 from amoeba.placement import Placement, Tolerance
+from amoeba.placements import register_placement
 
 
 def _why_not() -> str | None:
@@ -22,7 +27,9 @@ RANKS = Placement(
     "ranks",
     "over the ranks of torch.distributed",
     make=shard_experts,
+    backends=(RanksBackend(),),
     tolerances={dtype: Tolerance() for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)},
     why_not=_why_not,
     offered=False,
 )
+register_placement(RANKS)

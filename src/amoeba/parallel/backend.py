@@ -8,13 +8,13 @@ recompute. Only the way there and back is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amoeba.backends.backend import Backend, Request
+from amoeba.backends.registry import choose, explain
 from amoeba.parallel.exchange import copied, plan_exchange, summed
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.choice import choose_transport
@@ -26,10 +26,6 @@ class RanksBackend(Backend):
     name, summary, kinds = "ranks", "each rank computes the experts that it owns", (ShardedExperts,)
     waits_on_gpu = True  # for the numbers of rows
 
-    def __init__(self, explain: Callable[[Request], Any], choose: Callable[[str, Request], Backend]) -> None:
-        """How the registry chooses among the backends of the own share."""
-        self.explain, self.choose = explain, choose
-
     def why_not(self, request: Request) -> str | None:
         sharded = _sharded(request)
         if torch.compiler.is_compiling() or transformed():
@@ -38,7 +34,7 @@ class RanksBackend(Backend):
         if transport is None:
             return "has no way between these ranks: " + "; ".join(f"{name} {why}" for name, why in refused.items())
         if sharded.local_backend == "auto" and sharded.own_experts:
-            inner = self.explain(_share(request, request.x_TH, request.routing))
+            inner = explain(_share(request, request.x_TH, request.routing))
             if inner.backend is None:
                 return f"has nothing to compute its own share with: {inner.reasons}"
         return None
@@ -74,7 +70,7 @@ class RanksBackend(Backend):
         share = _share(request, x_RH, routing)
         if share.weights.num_experts == 0:
             return _Nothing.apply(x_RH, *_tensors(share)[1:])
-        return self.choose(_sharded(request).local_backend, share).run(share)
+        return choose(_sharded(request).local_backend, share).run(share)
 
 
 def _share(request: Request, x_RH: Tensor, routing: Routing) -> Request:
