@@ -118,6 +118,11 @@ class Needs(NamedTuple):
     down_lora_a: bool = False
     down_lora_b: bool = False
 
+    @property
+    def scaled_a(self) -> bool:
+        """Whether gradients are asked for that are sums over routing weight · a."""
+        return self.down or self.down_lora_a or self.down_lora_b
+
 
 class Gradients(NamedTuple):
     """By the names of `Needs`, those that were asked for."""

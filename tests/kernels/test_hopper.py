@@ -17,13 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from amoeba import Routing, experts
 from amoeba.config import Activation
+from amoeba.kernels.activate import activate_backward
 from amoeba.kernels.addend import Addend
+from amoeba.kernels.hopper import activation as hopper_activation
 from amoeba.kernels.hopper import gradient as hopper_gradient
 from amoeba.kernels.hopper import product as hopper_product
 from amoeba.kernels.weight_gradient import heaviest_first
 from amoeba.layout import build_layout
 from amoeba.proof.reference.experts import activate
+from amoeba.weights import ExpertWeights, LoraFactors
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")]
@@ -109,7 +113,7 @@ def on_any_number_of_programs(
 ) -> tuple[Tensor, ...]:
     """What `compute` gives, twice on all multiprocessors and once on three, if that is the same to the bit."""
     first, *others = compute(), compute()
-    for module in (hopper_product, hopper_gradient):
+    for module in (hopper_product, hopper_gradient, hopper_activation):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
     for again in (*others, compute()):
         for one, other in zip(first, again, strict=True):
@@ -322,3 +326,122 @@ def test_the_table_holds_every_tile_once(routing: str, device: torch.device) -> 
         (e, first, of_e.stop) for e, of_e in rows.experts() for first in range(of_e.start, of_e.stop, block)
     ]
     assert len(entries) >= 4 * total
+
+
+@pytest.mark.parametrize("routing", ["rests", "skewed", "everywhere", "nobody"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "ranks", "inner", "in_place"),  # inner: steps of 64 columns, which two warpgroups share
+    [
+        ("silu", torch.bfloat16, (16, 16, 16), 192, True),
+        ("gpt-oss", torch.bfloat16, (5, 0, 3), 64, False),
+        ("gelu", torch.bfloat16, (0, 40, 64), 320, True),
+        ("silu", torch.float16, (20, 12, 8), 128, False),
+    ],
+)
+def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_place, routing, device, monkeypatch):
+    """dh has the bits of the pass without LoRA; thin products and sums are those of dh and s·a as they are rounded."""
+    activation, rows = UPS[name][0], routed(routing, device)
+    gate_rank, up_rank, down_rank = ranks
+    count, scaling = rows.tokens * K, 1.5
+    da_NI, h_NJ = rows.sorted(inner, dtype, 1), rows.sorted(2 * inner, dtype, 2)
+    low_NP, dlow_down_NP = rows.sorted(64, dtype, 3), rows.sorted(64, dtype, 4)
+    low_NP[: rows.owned, gate_rank + up_rank :] = 0
+    dlow_down_NP[: rows.owned, down_rank:] = 0
+    b_EOP = normal(E, 2 * inner, 64, dtype=dtype, seed=5, device=device)
+    b_EOP[:, :inner, gate_rank:] = 0
+    b_EOP[:, inner:, :gate_rank] = 0
+    b_EOP[:, inner:, gate_rank + up_rank :] = 0
+    weight_TK = normal(rows.tokens, K, dtype=dtype, seed=6, device=device).abs()
+    expected_dh, scaled_a_NI = torch.empty_like(h_NJ), torch.empty_like(da_NI)
+    expected_ds = activate_backward(
+        da_NI, h_NJ, weight_TK, rows.order_N, activation, expected_dh, scaled_a_NI, rows.offs_E
+    )
+    table = hopper_product.tile_table(rows.offs_E, count)
+
+    def compute() -> tuple[Tensor, ...]:
+        h, (dh_NJ, memory) = h_NJ.clone(), poisoned(count, 2 * inner, dtype=dtype, device=device)
+        if in_place:
+            dh_NJ = memory = h
+        found = hopper_activation.activate_backward(
+            da_NI,
+            h,
+            weight_TK,
+            rows.order_N,
+            activation,
+            dh_NJ,
+            rows.offs_E,
+            table,
+            up=hopper_activation.Up(b_EOP, low_NP, gate_rank, up_rank, scaling),
+            down=hopper_activation.Down(dlow_down_NP, down_rank),
+        )
+        sums = [
+            found.db.write(torch.full((E, inner, rank), math.nan, dtype=dtype, device=device), first=first, rank=of)
+            for rank, first, of in ((gate_rank, 0, 0), (up_rank, inner, gate_rank))
+            if rank
+        ]
+        da_down = torch.full((E, down_rank, inner), math.nan, dtype=dtype, device=device)
+        found.da_down.write(da_down.mT)
+        return dh_NJ[: rows.owned], found.dlow_NP[: rows.owned], da_down, *sums, found.ds_N, memory[rows.owned :]
+
+    dh_NJ, dlow_NP, da_down, *sums, ds_N, behind = on_any_number_of_programs(monkeypatch, compute)
+    assert torch.equal(dh_NJ, expected_dh[: rows.owned])
+    assert not behind.isfinite().any()
+    assert (ds_N[rows.owned :] == 0).all()
+    torch.testing.assert_close(ds_N, expected_ds, rtol=1e-4, atol=1e-3)
+    ranks_of = [(rank, of) for rank, of in ((gate_rank, 0), (up_rank, gate_rank)) if rank]
+    columns = [slice(0, inner)] * bool(gate_rank) + [slice(inner, 2 * inner)] * bool(up_rank)
+    expected_dlow = torch.zeros(rows.owned, 64, dtype=torch.float64, device=device)
+    expected_sums = [torch.zeros(one.shape, dtype=torch.float64, device=device) for one in sums]
+    expected_da = torch.zeros(da_down.shape, dtype=torch.float64, device=device)
+    for e, own in rows.experts():
+        dh, scaled = expected_dh[own].double(), scaled_a_NI[own].double()
+        expected_dlow[own] = scaling * dh @ b_EOP[e].double()
+        expected_da[e] = dlow_down_NP[own, :down_rank].double().mT @ scaled
+        for one, (rank, of), column in zip(expected_sums, ranks_of, columns, strict=True):
+            one[e] = dh[:, column].mT @ low_NP[own, of : of + rank].double()
+    assert_close("dlow", dlow_NP, expected_dlow)
+    assert_close("da_down", da_down, expected_da)
+    for one, expected in zip(sums, expected_sums, strict=True):
+        assert_close("db", one, expected)
+
+
+def test_a_layer_with_lora_takes_that_pass_and_its_gradients_are_right(device, monkeypatch):
+    taken: list[int] = []
+    real = hopper_activation.activate_backward
+    monkeypatch.setattr(
+        hopper_activation, "activate_backward", lambda *given, **named: taken.append(1) or real(*given, **named)
+    )
+    hidden, inner, rank, tokens = 256, 128, 16, 1024
+    draw = {"dtype": torch.bfloat16, "device": device}
+    x_TH = normal(tokens, hidden, seed=1, **draw)
+    weights = ExpertWeights(
+        normal(E, 2 * inner, hidden, seed=2, scale=hidden**-0.5, **draw),
+        normal(E, hidden, inner, seed=3, scale=inner**-0.5, **draw),
+    )
+    logits_TE = normal(tokens, E, seed=4, dtype=torch.float32, device=device)
+    weight_TK, expert_TK = logits_TE.softmax(-1).topk(K)
+    shapes = {
+        "gate_lora_a": (E, rank, hidden),
+        "gate_lora_b": (E, inner, rank),
+        "up_lora_a": (E, rank, hidden),
+        "up_lora_b": (E, inner, rank),
+        "down_lora_a": (E, rank, inner),
+        "down_lora_b": (E, hidden, rank),
+    }
+    factors = {name: normal(*shape, seed=5 + at, scale=0.2, **draw) for at, (name, shape) in enumerate(shapes.items())}
+
+    def gradients(backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        named = {name: factor.detach().to(dtype).requires_grad_() for name, factor in factors.items()}
+        x = x_TH.detach().to(dtype).requires_grad_()
+        given = weight_TK.detach().to(dtype).requires_grad_()
+        of = ExpertWeights(weights.gate_up_EJH.to(dtype), weights.down_EHI.to(dtype))
+        y = experts(x, Routing(expert_TK, given), of, lora=LoraFactors(**named, scaling=2.0), backend=backend)
+        y.backward(normal(tokens, hidden, seed=20, dtype=torch.float32, device=device).to(dtype))
+        return {"x": x.grad, "weight": given.grad, **{name: one.grad for name, one in named.items()}}
+
+    found, expected = gradients("triton", torch.bfloat16), gradients("eager", torch.float64)
+    assert taken
+    for name, one in found.items():
+        error = float((one.double() - expected[name]).norm() / expected[name].norm())
+        print(name, f"{error:.2e}")
+        assert error < 1e-2, (name, error)

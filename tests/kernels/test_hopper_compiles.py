@@ -27,7 +27,13 @@ SHARED_BYTES = 232448
 # Those that a training step of a gated layer spends its time in, one of each way to read and to write. (As many again
 # compile alike: `down`, `down_backward`, `down_gradient`.) Each of the two kernels is among the first.
 HOT = ("up", "up_gradient", "rows_gradient")
-OTHERS = ("plain_up_with_bias", "up_with_factors", "rows_gradient_with_factors")
+OTHERS = (
+    "plain_up_with_bias",
+    "up_with_factors",
+    "rows_gradient_with_factors",
+    "activation_backward",
+    "activation_backward_of_wide_factors",
+)
 LOTS = [HOT[:2], pytest.param((*HOT[2:], *OTHERS), marks=pytest.mark.thorough)]
 
 
@@ -64,6 +70,7 @@ def launches() -> dict[str, Callable[[], None]]:
     """Calls of the launchers as a backend makes them, by name."""
     from amoeba.config import Activation
     from amoeba.kernels.addend import Addend
+    from amoeba.kernels.hopper.activation import Down, Up, activate_backward
     from amoeba.kernels.hopper.gradient import weight_gradient
     from amoeba.kernels.hopper.product import multiply, up
 
@@ -79,7 +86,15 @@ def launches() -> dict[str, Callable[[], None]]:
         Addend(empty(N, 64), empty(E, 2 * I, 64), 32),
         Addend(empty(N, 64), empty(E, 64, H).transpose(1, 2), 16),
     )
+    weight, low = empty(N // K, K), empty(N, 64)
+
+    def activation_backward(gate_rank: int, up_rank: int, down_rank: int) -> None:
+        factors = Up(empty(E, 2 * I, 64), low, gate_rank, up_rank, 2.0), Down(low, down_rank)
+        activate_backward(a, h, weight, order, Activation(), h, offs, table, up=factors[0], down=factors[1])
+
     return {
+        "activation_backward": lambda: activation_backward(16, 16, 16),
+        "activation_backward_of_wide_factors": lambda: activation_backward(32, 32, 64),
         "up": lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h),
         "plain_up_with_bias": lambda: up(
             x, order, K, gate_up[:, :I].contiguous(), table, Activation("gelu", gated=False), a, h_NJ=y, bias_EJ=bias
@@ -128,26 +143,30 @@ class CompileOnly:
 
 
 def _type_of(argument: Any) -> str:
-    names = {torch.bfloat16: "bf16", torch.int32: "i32"}
+    names = {torch.bfloat16: "bf16", torch.int32: "i32", torch.float32: "fp32"}
     if isinstance(argument, torch.Tensor):
         return f"*{names[argument.dtype]}"
-    if isinstance(argument, int):
-        return "i32"
+    if isinstance(argument, int | float):
+        return "i32" if isinstance(argument, int) else "fp32"
     rows, columns = argument.block_shape
     return f"tensordesc<{names[argument.base.dtype]}[{rows},{columns}],{argument.layout!r}>"
 
 
 def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     """Figures of each compiled kernel."""
+    from amoeba.kernels.hopper import activation as hopper_activation
     from amoeba.kernels.hopper import gradient as hopper_gradient
     from amoeba.kernels.hopper import product as hopper_product
 
-    hopper_product.multiprocessors = hopper_gradient.multiprocessors = lambda device: 132
+    for module in (hopper_product, hopper_gradient, hopper_activation):
+        module.multiprocessors = lambda device: 132
     product = hopper_product.product_kernel = CompileOnly(hopper_product.product_kernel.kernel)
     gradient = hopper_gradient.gradient_kernel = CompileOnly(hopper_gradient.gradient_kernel.kernel)
+    activation = hopper_activation.activation_kernel = CompileOnly(hopper_activation.activation_kernel.kernel)
     found = {}
     for name in wanted:
         kernel = gradient if name.endswith("_gradient") and name != "rows_gradient" else product
+        kernel = activation if name.startswith("activation_backward") else kernel
         launches()[name]()
         found[name] = figures(kernel.last.compiled)
     return found

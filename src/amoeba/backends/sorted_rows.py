@@ -27,7 +27,7 @@ from amoeba.torch_internals import graph_is_freed
 
 class ActivationGradients(NamedTuple):
     dh_NJ: Tensor
-    scaled_a_NI: Tensor | None  # routing weight · a, where it was wanted
+    scaled_a_NI: Tensor | None  # routing weight · a, where something still reads it
     ds_N: Tensor  # gradient of the routing weights, <dA', a>
     dlow_NR: Tensor | None  # of LoRA: see `low_rank.add_to_da`
 
@@ -77,9 +77,7 @@ class SortedRows(ABC):
         """Each token's sum over its rows; weighted: a sum of experts' outputs, which the routing weights scale."""
 
     @abstractmethod
-    def activation_backward(
-        self, dy: Rows, h_NJ: Tensor, want_scaled_a: bool, *, overwrite_h: bool
-    ) -> ActivationGradients:
+    def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
         """dA' = dy · down (+ LoRA), without the routing weight, and what follows from it and h."""
 
     @abstractmethod
@@ -148,8 +146,7 @@ def backward(
     dy = rows.gather(dy_TH)
     h_NJ = rows.hidden() if saved is None else saved.h_NJ
     overwrite = saved is None or graph_is_freed()
-    want_scaled_a = needs.down or needs.down_lora_a or needs.down_lora_b
-    dh_NJ, scaled_a_NI, ds_N, dlow_NR = rows.activation_backward(dy, h_NJ, want_scaled_a, overwrite_h=overwrite)
+    dh_NJ, scaled_a_NI, ds_N, dlow_NR = rows.activation_backward(dy, h_NJ, needs, overwrite_h=overwrite)
     del h_NJ, saved
 
     found: dict[str, Tensor] = {}

@@ -74,15 +74,13 @@ class RowsInTorch(SortedRows):
     ) -> dict[str, Tensor]:
         return low_rank.down_gradients(self.problem, self, dy, dlow_NR, scaled_a_NI, needs)
 
-    def activation_backward(
-        self, dy: Rows, h_NJ: Tensor, want_scaled_a: bool, *, overwrite_h: bool
-    ) -> ActivationGradients:
+    def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
         problem = self.problem
         intermediate = problem.weights.intermediate
         da_NI = self.multiply(dy, problem.weights.down_EHI)
         dlow_NR = low_rank.add_to_da(problem, self, dy, da_NI)
         dh_NJ = self.new_rows(h_NJ.shape[1])
-        scaled_a_NI = self.new_rows(intermediate) if want_scaled_a else None
+        scaled_a_NI = self.new_rows(intermediate) if needs.scaled_a else None
         ds_N = self.activate_backward(da_NI, h_NJ, self.scale_N, problem.weights.activation, dh_NJ, scaled_a_NI)
         return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, dlow_NR)
 

@@ -11,7 +11,8 @@ R LoRA rank · P ranks, joined and padded
 The mathematics is that of `amoeba.backends.low_rank`. A thin product gives each row its few numbers, and the large one
 after it takes them as more of its depth (`Addend`), so that nothing of the size of the rows is written or read for
 them. c (x Aᵀ) and c (a A_dᵀ) are saved by forward, N x P each. So backward reads dy once for dy B_d and the gradient of
-B_d, and dh once for dh B and the gradients of B (`thin_pair`).
+B_d, and dh once for dh B and the gradients of B (`thin_pair`); on Hopper the pass that makes dh gives these, and the
+gradient of A_d, which needs a (`activation_backward`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.low_rank import ByToken, Rows
+from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.kernels import grouped_product
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.join_factors import Pair, join_factors
@@ -46,6 +48,7 @@ class LowRank:
         self._dlow_down_NP: Tensor | None = None
         self._db: Sums | None = None
         self._db_down: Sums | None = None
+        self._da_down: Sums | None = None
 
     @cached_property
     def _pairs(self) -> tuple[Pair | None, Pair | None]:
@@ -95,14 +98,48 @@ class LowRank:
             )
         return Addend(self._dlow_down_NP, down.a_EPI.mT, self._down_rank)
 
+    def activation_backward(
+        self, da_NI: Tensor, h_NJ: Tensor, dh_NJ: Tensor, table: Tensor, needs: Needs
+    ) -> ActivationGradients | None:
+        """On Hopper, with all that LoRA makes of dh and a; None where that kernel does not serve, or others read a."""
+        from amoeba.kernels.hopper.activation import Down, Up, activate_backward, serves
+
+        rows, (up, _) = self.rows, self._pairs
+        experts, activation = rows.offs_E.shape[0], rows.problem.weights.activation
+        rank = max(self._up_rank, self._down_rank)
+        if up is None or self._db_down is None or needs.down or not needs.down_lora_a:
+            return None
+        if not serves(activation, da_NI.shape[0], experts, da_NI.shape[1], rank):
+            return None
+        assert self._low_NP is not None and self._dlow_down_NP is not None
+        ranks = {part.name: part.rank for part in self._parts}
+        found = activate_backward(
+            da_NI,
+            h_NJ,
+            rows.problem.weight_TK,
+            rows.order_N,
+            activation,
+            dh_NJ,
+            rows.offs_E,
+            table,
+            up=Up(up.b_EOP, self._low_NP, ranks.get("gate", 0), ranks.get("up", 0), self.lora.scaling),
+            down=Down(self._dlow_down_NP, self._down_rank),
+        )
+        self._dlow_NP, self._db, self._da_down = found.dlow_NP, found.db, found.da_down
+        return ActivationGradients(dh_NJ, None, found.ds_N, None)
+
     def down_gradients(self, dy: Rows, scaled_a_NI: Tensor | None, needs: Needs) -> dict[str, Tensor]:
         """By name, those that are needed."""
         found: dict[str, Tensor] = {}
         a_ERI, b_EHR, rank = self.lora.down_lora_a, self.lora.down_lora_b, self._down_rank
         if a_ERI is not None and needs.down_lora_a:
-            assert self._dlow_down_NP is not None and scaled_a_NI is not None
-            of_rank = self._dlow_down_NP[:, :rank]
-            found["down_lora_a"] = self.rows.factor_gradient(of_rank, scaled_a_NI, torch.empty_like(a_ERI))
+            gradient = torch.empty_like(a_ERI)
+            if self._da_down is not None:
+                self._da_down.write(gradient.mT)
+            else:
+                assert self._dlow_down_NP is not None and scaled_a_NI is not None
+                self.rows.factor_gradient(self._dlow_down_NP[:, :rank], scaled_a_NI, gradient)
+            found["down_lora_a"] = gradient
         if b_EHR is not None and needs.down_lora_b:
             gradient = torch.empty_like(b_EHR)
             if self._db_down is not None:
@@ -119,7 +156,9 @@ class LowRank:
         if up is None:
             return None
         rank = self._up_rank
-        if rank > widest_rank(dh_NJ.dtype):
+        if self._dlow_NP is not None:
+            pass  # it came with dh
+        elif rank > widest_rank(dh_NJ.dtype):
             self._dlow_NP = self._thin(dh_NJ, up.b_EOP)
         else:
             assert self._low_NP is not None

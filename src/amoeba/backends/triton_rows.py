@@ -138,19 +138,15 @@ class TritonRows(SortedRows):
     def slot_row_TK(self) -> Tensor:
         return self.slot_row_N.view_as(self.problem.expert_TK)
 
-    def activation_backward(
-        self, dy: Rows, h_NJ: Tensor, want_scaled_a: bool, *, overwrite_h: bool
-    ) -> ActivationGradients:
+    def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
         dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
-        return self._activation_backward(_rows_of_tokens(dy), h_NJ, dh_NJ, want_scaled_a)
+        return self._activation_backward(_rows_of_tokens(dy), h_NJ, dh_NJ, needs)
 
-    def _activation_backward(
-        self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
-    ) -> ActivationGradients:
+    def _activation_backward(self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
         if self.problem.lora is not None:
-            return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, want_scaled_a)
+            return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, needs)
         weights = self.problem.weights
-        scaled_a_NI = self.new_rows(weights.intermediate) if want_scaled_a else None
+        scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
         ds_N = activation_backward_product.down_backward(
             dy_TH,
             weights.down_EHI,
@@ -166,18 +162,24 @@ class TritonRows(SortedRows):
         return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
 
     def _activation_backward_in_steps(
-        self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
+        self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs
     ) -> ActivationGradients:
         problem = self.problem
         da_NI = self.new_rows(problem.weights.intermediate)
         addend = None if self.low_rank is None else self.low_rank.add_to_da(dy_TH)
         self._multiply(ByToken(dy_TH), problem.weights.down_EHI.mT, da_NI, addend=addend)
-        scaled_a_NI = da_NI if want_scaled_a else None
+        if (found := self._with_low_rank(da_NI, h_NJ, dh_NJ, needs)) is not None:
+            return found
+        scaled_a_NI = da_NI if needs.scaled_a else None
         activation = problem.weights.activation
         ds_N = activate_backward(
             da_NI, h_NJ, problem.weight_TK, self.order_N, activation, dh_NJ, scaled_a_NI, self.offs_E
         )
         return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
+
+    def _with_low_rank(self, da_NI: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients | None:
+        """The activation's backward together with LoRA's part in it, where one kernel does both."""
+        return None
 
     def slot_gradient(self, ds_N: Tensor, dy: Rows) -> Tensor:
         problem, bias_EH = self.problem, self.problem.weights.down_bias_EH
@@ -286,10 +288,13 @@ class HopperRows(TritonRows):
             plain, matrix_EOI, self.table, out_NO, order_N=order_N, top_k=top_k, bias_EO=bias_EO, addend=addend
         )
 
-    def _activation_backward(
-        self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
-    ) -> ActivationGradients:
-        return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, want_scaled_a)
+    def _activation_backward(self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
+        return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, needs)
+
+    def _with_low_rank(self, da_NI: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients | None:
+        if self.low_rank is None:
+            return None
+        return self.low_rank.activation_backward(da_NI, h_NJ, dh_NJ, self.table, needs)
 
     def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
         from amoeba.kernels.hopper import gradient as gradients

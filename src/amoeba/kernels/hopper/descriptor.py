@@ -17,9 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Copies in Gluon, whose names changed after Triton 3.6; the old ones raise in 3.9.
+# Of Gluon, whose names changed after Triton 3.6; the old ones raise in 3.9.
 bulk_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 bulk_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}

@@ -92,10 +92,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Constants:
+class Constants:
     """A plan as the compiler takes it: each of its values is a compile-time constant."""
 
-    plan: Plan
+    plan: Any
 
     def __getattr__(self, name: str) -> tl.constexpr:
         if not name.isupper():
@@ -376,7 +376,7 @@ def product_kernel(
 def _bound(plan: Plan, dtype: torch.dtype) -> Any:
     """The kernel for this plan."""
     return product_kernel.bound(
-        PLAN=_Constants(plan),
+        PLAN=Constants(plan),
         ROW_LAYOUT=shared_layout(_ROWS, dtype),
         MATRIX_LAYOUT=shared_layout(plan.MATRIX, dtype),
         STAGE_LAYOUT=shared_layout(_STAGED, dtype),
