@@ -52,7 +52,7 @@ class ExpertMemory:
             for count, entry in zip(self.slots, store.layers, strict=True)
         ]
         self.layers = tuple(
-            StreamedExperts(self, layer, weights, _of_all(weights, entry.experts))
+            StreamedExperts(self, layer, weights, of_all(weights, entry.experts))
             for layer, (entry, blobs) in enumerate(zip(store.layers, self._blobs, strict=True))
             for weights in [_weights(entry, blobs)]
         )
@@ -68,7 +68,7 @@ class ExpertMemory:
 
     def __str__(self) -> str:
         experts = max(entry.experts for entry in self.store.layers)
-        return f"{_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}"
+        return f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}"
 
     def record(self, recorder: Recorder | None) -> None:
         """Hands every pass that begins from now on to the recorder."""
@@ -158,7 +158,7 @@ class ExpertMemory:
             self.recorder.close()
 
 
-def _range(numbers: Sequence[int]) -> str:
+def show_range(numbers: Sequence[int]) -> str:
     least, most = min(numbers), max(numbers)
     return str(least) if least == most else f"{least} to {most}"
 
@@ -167,7 +167,7 @@ def _weights(entry: LayerEntry, blobs: Tensor) -> ExpertWeights:
     return ExpertWeights(*entry.views(blobs), entry.activation)
 
 
-def _of_all(weights: ExpertWeights, experts: int) -> ExpertWeights:
+def of_all(weights: ExpertWeights, experts: int) -> ExpertWeights:
     """No memory of its own: every expert is what lies in the first slot."""
     tensors = (None if t is None else t[:1].expand(experts, *t.shape[1:]) for t in weights.tensors())
     return ExpertWeights.unchecked(*tensors, weights.activation)
