@@ -189,10 +189,19 @@ class DeviceMemory:
                 self._show(layer, {e: slot for e, slot in self._shown[layer].items() if e not in going})
                 tiers.read_by(gone, device.record(device.compute))
             self._changed[layer] = True
-            self._write_back(layer, fetch)
             loads = [(*load, True) for load in fetch.from_host] + [(*load, False) for load in fetch.from_disk]
-            for expert, host_slot, slot, is_there in loads:
-                self._expected[layer, expert] = self._submit(layer, expert, host_slot, slot, is_there, predicted=True)
+            try:
+                self._write_back(layer, fetch)
+                while loads:
+                    expert, host_slot, slot, is_there = loads[0]
+                    job = self._submit(layer, expert, host_slot, slot, is_there, predicted=True)
+                    self._expected[layer, expert] = job
+                    del loads[0]
+            except BaseException:
+                with self._counting:
+                    for expert, *_ in loads:
+                        self.cache.failed(layer, expert)
+                raise
 
     def _begin(self, layer: int, part: list[int]) -> _Group:
         tiers = self._tiers[layer]
@@ -262,10 +271,19 @@ class DeviceMemory:
         self._tiers[layer].read_by((group.slot_of[e] for e in held), done)
 
     def _write_back(self, layer: int, fetch: Fetch) -> None:
-        for expert, slot, host_slot in fetch.writes:
-            self._tiers[layer].down(slot, host_slot)
+        left = list(fetch.writes)
+        try:
+            while left:
+                expert, slot, host_slot = left[0]
+                self._tiers[layer].down(slot, host_slot)
+                with self._counting:
+                    self.cache.arrived(layer, expert)
+                del left[0]
+        except BaseException:
             with self._counting:
-                self.cache.arrived(layer, expert)
+                for expert, _, _ in left:
+                    self.cache.dropped(layer, expert)
+            raise
 
     def _loaded(self, layer: int, expert: int) -> None:
         with self._counting:
@@ -298,10 +316,9 @@ class DeviceMemory:
                     before.wait()
                 blob = memory[: self.store.expert_bytes(layer)]
                 self.store.read(layer, expert, blob)
-                before = tiers.up(blob, slot, None)
+                return tiers.up(blob, slot, None)
             finally:
-                self._passing.put((memory, before))
-            return before
+                self._passing.put((memory, self.device.record(self.device.copies)))
         assert tiers.blobs is not None
         if not is_there:
             tiers.blob_is_free(host_slot)

@@ -55,21 +55,16 @@ class LayerTiers:
 
     def up(self, blob: Tensor, slot: int, host_slot: int | None) -> Event:
         """Into a slot, once its last reader is done. host_slot: where the blob is, unless it is in passing."""
-        device, copies = self._device, self._device.copies
         reader = self._readers[slot]
         if reader is not None:
-            device.wait(copies, reader)
+            self._device.wait(self._device.copies, reader)
             self._readers[slot] = None
-        for target, part in self._parts(slot, blob):
-            device.copy(copies, target, part)
-        return self._copied(host_slot)
+        return self._copy(self._parts(slot, blob), host_slot)
 
     def down(self, slot: int, host_slot: int) -> Event:
         """A copy for the host, ahead of whatever is loaded into that slot next."""
         assert self.blobs is not None
-        for source, part in self._parts(slot, self.blobs[host_slot]):
-            self._device.copy(self._device.copies, part, source)
-        return self._copied(host_slot)
+        return self._copy([(part, source) for source, part in self._parts(slot, self.blobs[host_slot])], host_slot)
 
     def blob_is_free(self, host_slot: int) -> None:
         """Waits on the host, in the thread that is about to read into that blob."""
@@ -77,10 +72,15 @@ class LayerTiers:
         if event is not None:
             event.wait()
 
-    def _copied(self, host_slot: int | None) -> Event:
-        event = self._device.record(self._device.copies)
-        if host_slot is not None:
-            self._blob_users[host_slot] = event
+    def _copy(self, pairs: list[tuple[Tensor, Tensor]], host_slot: int | None) -> Event:
+        device, copies = self._device, self._device.copies
+        try:
+            for target, source in pairs:
+                device.copy(copies, target, source)
+        finally:  # where one fails, those before it are still under way
+            event = device.record(copies)
+            if host_slot is not None:
+                self._blob_users[host_slot] = event
         return event
 
     def _parts(self, slot: int, blob: Tensor) -> list[tuple[Tensor, Tensor]]:
