@@ -101,6 +101,8 @@ def passes(watched: Watched, seed: int, count: int, prefetches: bool = False) ->
         watched.look_at_all_shown(layer)
         if prefetches:
             watched.memory.prefetch(1 - layer, drawn.sample(range(E), 4))
+            for _ in range(drawn.choice((0, 1, 2))):
+                watched.look_at_all_shown(1 - layer)
 
 
 @pytest.mark.parametrize(("slots", "host_slots"), [(1, 0), (2, 3), (3, 1), (5, 2), (E, E)])

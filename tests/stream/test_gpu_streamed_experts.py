@@ -81,7 +81,8 @@ def test_outputs_are_those_of_resident_experts(slots: int, dtype: torch.dtype) -
                     for again in range(2):
                         y_TH = experts(x_TH, routing, memory.layers[0])
                         if tokens <= 4 and slots < K:  # one token's experts do not fit: another order of summation
-                            torch.testing.assert_close(y_TH, expected, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
+                            accuracy = 1e-5 if dtype == torch.float32 else 2e-2
+                            torch.testing.assert_close(y_TH, expected, rtol=accuracy, atol=accuracy)
                         else:
                             assert torch.equal(y_TH, expected), (tokens, host_slots, again)
 

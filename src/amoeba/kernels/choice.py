@@ -20,7 +20,6 @@ from amoeba import tuned
 from amoeba.kernels.candidates import bucket, candidates
 from amoeba.kernels.configuration import Configuration, Role, configuration
 
-
 # of the pass that is under way; None: as many as its weights have
 _experts: ContextVar[int | None] = ContextVar("experts", default=None)
 

@@ -5,8 +5,8 @@ T tokens · K experts per token · N = T·K ids · E experts of the layer · S s
     export_indices(expert_TK, slot_E, slot_TK, row, serial)     # few tokens: all ids in one program
     to_slots(expert_TK, slot_E, slot_TK)                        # any number of tokens: the first half alone
 
-slot_E says in which slot each expert is, -1 where it is in none; slot_TK gets the slots, -1 for experts that are missing
-and for sentinels. `row` is memory that the host can read while the device writes it (mapped and pinned): int32
+slot_E says in which slot each expert is, -1 where it is in none; slot_TK gets the slots, -1 for missing experts and for
+sentinels. `row` is memory that the host can read while the device writes it (mapped and pinned): int32
 
     row[0] missing    row[1] asked for    row[2] serial    row[3:] distinct ids, the missing ones first, ascending
 
@@ -67,9 +67,7 @@ def _translate(expert_N, slot_E, slot_N, index, N, EXPERTS: tl.constexpr):
 
 @quick
 @triton.jit(do_not_specialize=["serial", "N"])
-def _export(
-    expert_N, slot_E, slot_N, row, serial, N, EXPERTS: tl.constexpr, BINS: tl.constexpr, PIECE: tl.constexpr
-):
+def _export(expert_N, slot_E, slot_N, row, serial, N, EXPERTS: tl.constexpr, BINS: tl.constexpr, PIECE: tl.constexpr):
     e = tl.arange(0, BINS)
     asked = tl.zeros((BINS,), tl.int32)
     for first in range(0, N, PIECE):

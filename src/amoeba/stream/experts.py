@@ -39,6 +39,8 @@ class ExpertsInSlots(ExpertsByHandle):
     slots: ExpertWeights = field(repr=False)
     others: ExpertWeights = field(repr=False)
 
+    placement = "in slots"
+
     @property
     def device(self) -> torch.device:
         return self.slots.device

@@ -38,6 +38,7 @@ READS = 2
 class ExpertMemory:
     """
     layers: the kind of weights of each layer, in the store's order.
+    host_slots: none: there is no tier between the disk and the slots.
     cache:  what is where, and what that cost so far.
     waited_seconds: for reads, while there was nothing else to compute.
     """
@@ -45,8 +46,8 @@ class ExpertMemory:
     def __init__(self, store: Store, slots: Sequence[int], policy: str = DEFAULT_POLICY) -> None:
         self.store, self.slots, self.policy = store, tuple(slots), policy
         shapes = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
-        # no tier between the disk and the slots
-        self.cache = ExpertCache(shapes, self.slots, host=[0] * len(shapes), policy=policy)
+        self.host_slots = (0,) * len(shapes)
+        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy)
         self._blobs = [
             aligned_buffer(count * entry.expert_bytes).view(count, -1)
             for count, entry in zip(self.slots, store.layers, strict=True)

@@ -198,7 +198,9 @@ def _in_slots(problem: Problem, slot_TK: Tensor | None = None) -> Problem:
 
 
 def _factors_in_slots(lora: LoraFactors, expert_S: Tensor) -> LoraFactors:
-    gate_a, gate_b, up_a, up_b, down_a, down_b = (None if f is None else f.index_select(0, expert_S) for f in lora.six())
+    gate_a, gate_b, up_a, up_b, down_a, down_b = (
+        None if f is None else f.index_select(0, expert_S) for f in lora.six()
+    )
     if lora.shares_a:
         up_a = gate_a
     return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)

@@ -66,7 +66,7 @@ class Loader:
             if job.set_running_or_notify_cancel():
                 try:
                     load()
-                except BaseException as error:  # noqa: BLE001 - it is raised where the job is waited for
+                except BaseException as error:
                     job.set_exception(error)
                 else:
                     job.set_result(None)

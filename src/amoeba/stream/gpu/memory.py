@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ class DeviceMemory:
         for _ in range(READS):
             self._passing.put((device.host_memory(largest), None))
         self._loader = Loader(READS)
+        self._release = weakref.finalize(self, _release, self._loader, device)  # where nobody closes it
         self._expected: dict[tuple[int, int], Job] = {}  # loads of prefetches that nobody has asked for yet
         self._arrived: dict[tuple[int, int], Event] = {}  # copies of prefetches that were not shown yet
         self._shown: list[dict[int, int]] = [{} for _ in shapes]
@@ -178,16 +180,11 @@ class DeviceMemory:
                 self._end(layer, group)
 
     def prefetch(self, layer: int, ids: Iterable[int]) -> None:
-        """Has experts loaded that will be asked for soon, where the layer has room, after all that is needed now."""
-        with self._turns[layer]:
-            tiers, device = self._tiers[layer], self.device
+        """Has experts loaded that will be asked for soon, where the layer has room, after all that is needed now. Those
+        that leave for it are hidden from kernels when this returns."""
+        with self.turn(layer):
             with self._counting:
                 fetch = self.cache.prefetch(layer, ids)
-                going = {*self._shown[layer]} - {*self.cache.top(layer).slot_of}
-            if going:  # a kernel must not find them in slots that are loaded anew
-                gone = [self._shown[layer][expert] for expert in going]
-                self._show(layer, {e: slot for e, slot in self._shown[layer].items() if e not in going})
-                tiers.read_by(gone, device.record(device.compute))
             self._changed[layer] = True
             loads = [(*load, True) for load in fetch.from_host] + [(*load, False) for load in fetch.from_disk]
             try:
@@ -352,8 +349,12 @@ class DeviceMemory:
         if self._closed:
             return
         self._closed = True
-        self._loader.close()
-        self.device.close()
+        self._release()
         self.store.close()
         if self.recorder is not None:
             self.recorder.close()
+
+
+def _release(loader: Loader, device: Device) -> None:
+    loader.close()
+    device.close()
