@@ -13,6 +13,9 @@ from amoeba.kernels.index_export import MOST_IDS, export_indices, row_length, to
 
 POISON = -77
 
+# With a GPU all of this runs on it: `pytest -m gpu` has it too.
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
 
 def drawn(ids: int, experts: int, present: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(ids * 1000 + experts)

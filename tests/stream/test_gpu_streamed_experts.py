@@ -26,6 +26,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Triton's interpreter multiplies bf16 wrongly
 DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
 
+# With a GPU all of this runs on it: `pytest -m gpu` has it too.
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
 
 def device(seed: int = 0, **options) -> Device:
     return CudaDevice(DEVICE) if DEVICE.type == "cuda" else SimulatedDevice(seed, inline=True, **options)
@@ -69,16 +72,16 @@ def by_triton(*arguments, **options) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("slots", [1, 2, 3, 5, E])
+@pytest.mark.parametrize("slots", [1, 2, 3, E])
 def test_outputs_are_those_of_resident_experts(slots: int, dtype: torch.dtype) -> None:
     resident = weights_of(dtype, bias=True)
-    for host_slots in (0, 2) if slots in (2, E) else (2,):
+    for host_slots in (0,) if slots == 1 else (2,):
         with closing(memory_of(resident, slots, host_slots)) as memory:
             for tokens in (0, 1, 3, 7, 1, 66):
                 x_TH, routing = routed(tokens, dtype, sentinels=tokens in (7, 66))
                 with torch.no_grad():
                     expected = by_triton(x_TH, routing, resident)
-                    for again in range(2):
+                    for again in range(2 if tokens < 66 else 1):
                         y_TH = experts(x_TH, routing, memory.layers[0])
                         if tokens <= 4 and slots < K:  # one token's experts do not fit: another order of summation
                             accuracy = 1e-5 if dtype == torch.float32 else 2e-2
@@ -92,7 +95,7 @@ def test_outputs_are_those_of_resident_experts(slots: int, dtype: torch.dtype) -
 def test_lora_gradients_are_those_beside_resident_experts(slots: int, dtype: torch.dtype) -> None:
     resident = weights_of(dtype, bias=True)
     with closing(memory_of(resident, slots, 3)) as memory:
-        for tokens, recompute in ((1, False), (7, True), (23, False)):
+        for tokens, recompute in ((1, False), (7, True)) if slots < E else ((23, False),):
             x_TH, routing = routed(tokens, dtype, sentinels=tokens == 7)
             dy_TH = torch.randn(tokens, H, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
             expected = gradients(resident, x_TH, routing, dy_TH, backend="triton", recompute=recompute)
@@ -169,13 +172,12 @@ class FailingStore(MemoryStore):
         super()._read(layer, expert, memory)
 
 
-@pytest.mark.parametrize("tokens", [1, 66])
-@pytest.mark.parametrize("slots", [1, 3, E])
+@pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (3, 1), (3, 66), (E, 66)])
 def test_after_a_failed_read_slots_are_free_and_the_next_try_is_right(slots: int, tokens: int) -> None:
     resident = weights_of()
     x_TH, routing = routed(tokens)
     first = int(routing.expert_TK[0, 0])
-    for failing in ({first}, set(range(E))):
+    for failing in ({first}, set(range(E))) if tokens == 1 else ({first},):
         with torch.no_grad(), closing(memory_of(resident, slots, 2, FailingStore)) as memory:
             memory.store.failing = frozenset(failing)
             for _ in range(2):
@@ -189,7 +191,7 @@ def test_after_a_failed_read_slots_are_free_and_the_next_try_is_right(slots: int
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a simulated device's copies fail")
-@pytest.mark.parametrize("fails_at", [1, 2, 5, 9])
+@pytest.mark.parametrize("fails_at", [2, 9])
 def test_after_a_failed_copy_the_next_try_is_right(fails_at: int) -> None:
     resident = weights_of()
     x_TH, routing = routed(66)
@@ -204,3 +206,79 @@ def test_a_closed_memory_says_so() -> None:
     memory.close()
     with pytest.raises(ValueError, match="Attach the model again"):
         experts(*routed(1), memory.layers[0])
+
+
+# --- on a GPU alone ---------------------------------------------------------------------------------------------------
+
+
+def wide(experts: int, hidden: int = 256, inner: int = 128) -> ExpertWeights:
+    """Of widths for which Hopper has kernels of its own."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    return ExpertWeights(*[(torch.randn(s, generator=generator) * 0.05).to(DEVICE, torch.bfloat16) for s in shapes])
+
+
+def routed_wide(tokens: int, experts: int, top_k: int, seed: int, hidden: int = 256) -> tuple[Tensor, Routing]:
+    generator = torch.Generator().manual_seed(seed)
+    x_TH = torch.randn(tokens, hidden, generator=generator).to(DEVICE, torch.bfloat16)
+    expert_TK = torch.rand(tokens, experts, generator=generator).topk(top_k, dim=1).indices
+    return x_TH, Routing(expert_TK.to(DEVICE), torch.rand(tokens, top_k, generator=generator).to(DEVICE), trusted=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [8, 9, 20, 32])
+def test_every_way_to_compute_gives_the_resident_bits(slots: int) -> None:
+    resident = wide(32)
+    with torch.no_grad(), closing(memory_of(resident, slots, 6)) as memory:
+        for tokens in (1, 2, 4, 5, 8, 64, 65, 300, 2000):
+            for seed in range(3):
+                x_TH, routing = routed_wide(tokens, 32, 8, seed)
+                found = experts(x_TH, routing, memory.layers[0])
+                assert torch.equal(found, by_triton(x_TH, routing, resident)), (tokens, seed)
+
+
+@pytest.mark.gpu
+def test_fences_hold_over_many_passes_that_nobody_waits_for() -> None:
+    resident = wide(32)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    with torch.no_grad(), closing(memory_of(resident, 9, 12)) as memory:
+        for seed in range(300):
+            x_TH, routing = routed_wide((1, 1, 1, 70)[seed % 4], 32, 8, seed)
+            wrong += (experts(x_TH, routing, memory.layers[0]) != by_triton(x_TH, routing, resident)).any()
+        assert memory.cache.counters.from_host > 100
+    assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+def test_nothing_synchronises_the_device_whether_it_hits_or_misses() -> None:
+    resident = wide(32)
+    with torch.no_grad(), closing(memory_of(resident, 12, 32)) as memory:
+        given = [routed_wide(tokens, 32, 8, seed) for tokens in (1, 4, 200) for seed in range(4)]
+        for each in given * 2:  # what is compiled is compiled, and the host has all experts
+            experts(*each, memory.layers[0])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for each in given:
+                experts(*each, memory.layers[0])
+            for _ in range(3):
+                experts(*given[0], memory.layers[0])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert memory.cache.counters.hits > 0
+
+
+@pytest.mark.gpu
+def test_passes_in_several_streams_take_turns() -> None:
+    resident = wide(32)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    given = [routed_wide(tokens, 32, 8, seed) for seed, tokens in enumerate((1, 70, 3, 1, 1, 200) * 3)]
+    torch.cuda.synchronize()
+    with torch.no_grad(), closing(memory_of(resident, 9, 8)) as memory:
+        found = []
+        for number, each in enumerate(given):
+            with torch.cuda.stream(streams[number % 3]):
+                found.append(experts(*each, memory.layers[0]))
+        torch.cuda.synchronize()
+    for y_TH, each in zip(found, given, strict=True):
+        assert torch.equal(y_TH, by_triton(*each, resident))

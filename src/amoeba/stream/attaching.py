@@ -116,7 +116,7 @@ def attach(
     """
     from amoeba.integrations.transformers import register
 
-    check_vram(vram)
+    home_of(vram)
     loaded = model if isinstance(model, nn.Module) else None
     source = _source_of(model if loaded is None else store or getattr(loaded, "name_or_path", ""))
     opened = open_store(source, trust_remote_code=trust_remote_code)
