@@ -82,8 +82,8 @@ class SimulatedDevice(Device):
                 raise CopyFailed("a copy failed")
         self._enqueue(stream, lambda: target.copy_(source))
 
-    def launch(self, stream: SimulatedStream, kernel: Callable[[], None]) -> None:
-        self._enqueue(stream, kernel)
+    def launch(self, kernel: Callable[[], None]) -> None:
+        self._enqueue(self._compute, kernel)
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         with self.lock:

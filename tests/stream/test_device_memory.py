@@ -74,7 +74,7 @@ class Watched:
             if shown != slot_of:
                 self.wrong.append(f"layer {layer}: shown {shown}, lent {slot_of}")
 
-        self.device.launch(self.device.compute, look)
+        self.device.launch(look)
 
     def look_at_all_shown(self, layer: int) -> None:
         """What a kernel between two passes would find."""
@@ -86,7 +86,7 @@ class Watched:
                     self.wrong.append(f"slot {slot} of layer {layer} is shown as expert {expert}")
 
         with self.memory.turn(layer):
-            self.device.launch(self.device.compute, look)
+            self.device.launch(look)
 
     def close(self) -> None:
         self.memory.close()
@@ -208,7 +208,7 @@ def test_ids_are_ready_when_their_event_is_and_not_before() -> None:
     export.show(0, {5: 2, 1: 0})
     slot_TK = export.launch(0, torch.tensor([[5, 3], [1, 7]]))
     later: list[bool] = []
-    device.launch(device.compute, lambda: later.append(True))
+    device.launch(lambda: later.append(True))
     assert not export.ready(0)
     with pytest.raises(RuntimeError, match="before its ids were there"):
         export.read(0)

@@ -35,9 +35,14 @@ def as_with(experts: int) -> Iterator[None]:
         _experts.reset(token)
 
 
+def as_many(experts: int) -> int:
+    """By which a configuration is chosen for weights of so many experts."""
+    return _experts.get() or experts
+
+
 def configuration_on(device: torch.device, role: Role, *, experts: int, **problem: Any) -> Configuration:
     """For the GPU, or the interpreter, that `device` stands for. The arguments are those of `configuration`."""
-    return _configuration_on(device, role, experts=_experts.get() or experts, **problem)
+    return _configuration_on(device, role, experts=as_many(experts), **problem)
 
 
 @lru_cache(maxsize=1 << 16)

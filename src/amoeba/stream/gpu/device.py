@@ -63,7 +63,8 @@ class Device(ABC):
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None: ...
 
     @abstractmethod
-    def launch(self, stream: Stream, kernel: Callable[[], None]) -> None: ...
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """In the stream that computes."""
 
     @abstractmethod
     def record(self, stream: Stream) -> Event: ...
@@ -126,9 +127,8 @@ class CudaDevice(Device):
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
-    def launch(self, stream: torch.cuda.Stream, kernel: Callable[[], None]) -> None:
-        with torch.cuda.stream(stream):
-            kernel()
+    def launch(self, kernel: Callable[[], None]) -> None:
+        kernel()
 
     def record(self, stream: torch.cuda.Stream) -> _CudaEvent:
         return _CudaEvent(stream)

@@ -68,9 +68,8 @@ class IndexExport:
         here.launches += 1
         expert_TK, slot_TK = expert_TK.contiguous(), torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
         row, serial, slot_E = here.rows[here.launches % BUFFERS], here.launches, self.slot_E(layer)
-        compute = self._device.compute
-        self._device.launch(compute, lambda: export_indices(expert_TK, slot_E, slot_TK, row, serial))
-        here.written = self._device.record(compute)
+        self._device.launch(lambda: export_indices(expert_TK, slot_E, slot_TK, row, serial))
+        here.written = self._device.record(self._device.compute)
         return slot_TK
 
     def to_slots(self, layer: int, expert_TK: Tensor) -> Tensor:
@@ -79,7 +78,7 @@ class IndexExport:
 
         expert_TK, slot_TK = expert_TK.contiguous(), torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
         slot_E = self.slot_E(layer)
-        self._device.launch(self._device.compute, lambda: to_slots(expert_TK, slot_E, slot_TK))
+        self._device.launch(lambda: to_slots(expert_TK, slot_E, slot_TK))
         return slot_TK
 
     def launched(self, layer: int) -> bool:
