@@ -17,6 +17,7 @@ import torch
 from simulated_device import CopyFailed, SimulatedDevice
 
 from amoeba import ExpertWeights
+from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.export import IndexExport
 from amoeba.stream.gpu.loader import Loader
 from amoeba.stream.gpu.memory import DeviceMemory
@@ -161,6 +162,35 @@ def test_a_memory_is_closed_once_and_gives_back_its_threads() -> None:
     watched.close()
     watched.close()
     assert threading.active_count() == before
+
+
+class Cudart:
+    def __init__(self, code: int) -> None:
+        self.code, self.registered = code, list[int]()
+
+    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+        self.registered.append(size)
+        return self.code
+
+    def cudaHostUnregister(self, place: int) -> None:
+        self.registered.pop()
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said_once(code: int, monkeypatch, caplog) -> None:
+    runtime = Cudart(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    device = CudaDevice(torch.device("cuda", 0))
+    device.device = torch.device("cpu")
+    for size in (4096, 8192):
+        memory = device.host_memory(size)
+        assert memory.shape == (size,) and memory.data_ptr() % 4096 == 0
+    said = [each.message for each in caplog.records if "could not be pinned" in each.message]
+    assert said == ([] if code == 0 else ["4 KiB of memory could not be pinned (CUDA error 2): copies are slower"])
+    device.close()
+    assert runtime.registered == ([] if code == 0 else [4096, 8192])
 
 
 # --- loader -----------------------------------------------------------------------------------------------------------

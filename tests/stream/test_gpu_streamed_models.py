@@ -28,6 +28,7 @@ from amoeba.stream import attaching
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
 from amoeba.stream.store.packing import pack
+from amoeba.stream.trace import read_trace
 from tiny_models import EXPERTS, LAYERS
 
 ON_GPU = torch.cuda.is_available()
@@ -140,7 +141,7 @@ def test_lora_beside_streamed_experts_has_the_gradients_of_resident_ones(stores)
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_generate_says_what_it_chose_and_gives_the_resident_tokens(stores) -> None:
+def test_generate_says_what_it_chose_and_gives_the_resident_tokens(stores, tmp_path) -> None:
     folder, packed = stores[torch.float32]
 
     def generated(path: Path, *more: str) -> dict[str, Any]:
@@ -150,11 +151,14 @@ def test_generate_says_what_it_chose_and_gives_the_resident_tokens(stores) -> No
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     expected = generated(folder)
-    found = generated(packed, "--vram", str(vram(packed, 3)), "--ram", "1MiB")
+    trace = tmp_path / "routing.trace"
+    found = generated(packed, "--vram", str(vram(packed, 3)), "--ram", "1MiB", "--record", str(trace))
     assert found["generated_ids"] == expected["generated_ids"]
     assert found["placement"] == "streamed-gpu"
     streaming = found["streaming"]
     assert streaming["slots"] == [3] * LAYERS and streaming["vram_bytes"] == vram(packed, 3)
+    recorded = read_trace(trace)
+    assert recorded.tokens == streaming["tokens"] and [layer.top_k for layer in recorded.layers] == [TOP_K] * LAYERS
     assert sum(streaming["host_slots"]) > 0 and streaming["host_bytes_per_token"] > 0
 
 
@@ -164,6 +168,14 @@ def test_budgets_that_are_too_small_are_refused_with_what_is_enough(stores) -> N
         amoeba.stream.attach(packed, vram=vram(packed, 1) - 1, ram="1MiB")
     with pytest.raises(ValueError, match=r"ram: expected at least .* through which experts are read"):
         amoeba.stream.attach(packed, vram=vram(packed, 1), ram=4096)
+
+
+def test_experts_that_are_all_on_the_gpu_take_no_pinned_memory(stores) -> None:
+    _, packed = stores[torch.float32]
+    with amoeba.stream.attach(packed, vram=vram(packed, EXPERTS)) as streamed:
+        assert streamed.memory.slots == (EXPERTS,) * LAYERS and streamed.memory.host_bytes == 0
+    with amoeba.stream.attach(packed, vram=vram(packed, EXPERTS - 1)) as streamed:
+        assert streamed.memory.host_slots == (EXPERTS,) * LAYERS
 
 
 def test_a_read_error_in_mid_generation_is_named_and_the_next_try_is_right(stores, monkeypatch) -> None:

@@ -39,7 +39,11 @@ def share(store: Store, rest: int, vram: str | int, ram: str | int, device: torc
         raise bad_value("vram", expected, show_size(vram_bytes), f"raise it to {show_size(least)} or more")
     slots = share_budget(vram_bytes - rest, on_gpu, least=once, name="vram")
 
-    on_host = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
+    # nothing below a layer that is on the GPU as a whole
+    on_host = [
+        LayerShape(entry.experts if count < entry.experts else 0, 1, entry.expert_bytes)
+        for entry, count in zip(store.layers, slots, strict=True)
+    ]
     passing = store.scratch_bytes(READS) + READS * max(shape.expert_bytes for shape in on_host)
     # as many as there are experts at most: what is on the GPU need then not be written back
     ram_bytes = _budget("ram", ram, passing + _bytes(on_host), [available_memory(CPU), total_memory()])
