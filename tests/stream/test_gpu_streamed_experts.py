@@ -44,9 +44,11 @@ def routed(tokens: int, dtype: torch.dtype = torch.float32, sentinels: bool = Fa
     generator = torch.Generator().manual_seed(tokens)
     x_TH = torch.randn(tokens, H, generator=generator).to(DEVICE, dtype)
     expert_TK = torch.rand(tokens, E, generator=generator).topk(K, dim=1).indices
+    weight_TK = torch.rand(tokens, K, generator=generator)
     if sentinels:
         expert_TK[0, 0], expert_TK[-1, -1] = -1, E
-    return x_TH, Routing(expert_TK.to(DEVICE), torch.rand(tokens, K, generator=generator).to(DEVICE))
+        weight_TK[0, 0] = float("nan")  # nobody's
+    return x_TH, Routing(expert_TK.to(DEVICE), weight_TK.to(DEVICE), trusted=True)
 
 
 def factors(dtype: torch.dtype) -> LoraFactors:
@@ -109,7 +111,7 @@ def test_lora_gradients_are_those_beside_resident_experts(slots: int, dtype: tor
 
 def gradients(weights, x_TH: Tensor, routing: Routing, dy_TH: Tensor, **options) -> dict[str, Tensor]:
     lora, x, weight = factors(dy_TH.dtype), x_TH.clone().requires_grad_(), routing.weight_TK.clone().requires_grad_()
-    y_TH = experts(x, Routing(routing.expert_TK, weight), weights, lora=lora, **options)
+    y_TH = experts(x, Routing(routing.expert_TK, weight, trusted=True), weights, lora=lora, **options)
     named = {"x": x, "weight": weight, **lora.tensors()}
     found = torch.autograd.grad(y_TH, list(named.values()), dy_TH)
     return {"output": y_TH.detach(), **dict(zip(named, found, strict=True))}
@@ -226,13 +228,14 @@ def routed_wide(tokens: int, experts: int, top_k: int, seed: int, hidden: int = 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("slots", [8, 9, 20, 32])
-def test_every_way_to_compute_gives_the_resident_bits(slots: int) -> None:
-    resident = wide(32)
+@pytest.mark.parametrize(("count", "slots"), [(32, 8), (32, 9), (32, 20), (32, 32), (128, 8), (128, 40)])
+def test_every_way_to_compute_gives_the_resident_bits(count: int, slots: int) -> None:
+    """With 128 experts two to four tokens go by slot, with 32 by expert."""
+    resident = wide(count)
     with torch.no_grad(), closing(memory_of(resident, slots, 6)) as memory:
         for tokens in (1, 2, 4, 5, 8, 64, 65, 300, 2000):
             for seed in range(3):
-                x_TH, routing = routed_wide(tokens, 32, 8, seed)
+                x_TH, routing = routed_wide(tokens, count, 8, seed)
                 found = experts(x_TH, routing, memory.layers[0])
                 assert torch.equal(found, by_triton(x_TH, routing, resident)), (tokens, seed)
 
