@@ -31,6 +31,8 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 torch.set_num_threads(1)
+with torch.device("meta"):
+    torch.empty(0)  # torch notes at first use what makes tensors: not while a test has put something in its place
 if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.install()
 

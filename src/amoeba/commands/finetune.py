@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from amoeba.commands.exits import finish, need, usage
+from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
+from amoeba.commands.head_start import load_trainer
 from amoeba.commands.options import Compile, Json, OptimizerStates, Seed, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
+from amoeba.commands.quick_transformers import NOT_FOR_TEXT
 from amoeba.commands.run_console import RunConsole
 from amoeba.commands.start import start
 from amoeba.loading import loading
@@ -105,7 +107,7 @@ def finetune(
 def run(
     settings: FinetuneSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    need("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")
+    load_trainer(without=() if trust_remote_code else NOT_FOR_TEXT)
     with loading():
         from amoeba.jobs.finetune import finetune as finetune_model
 

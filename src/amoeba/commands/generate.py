@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from amoeba.commands.exits import INTERRUPTED, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, parse_device, parse_dtypes
+from amoeba.commands.quick_transformers import NOT_FOR_TEXT, quick_transformers
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.errors import bad_value
 from amoeba.loading import loading
@@ -86,7 +87,8 @@ def generate(
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
     output = start(verbose)
     with usage():
-        need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
+        with quick_transformers(without=() if trust_remote_code else NOT_FOR_TEXT):
+            need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
         with loading():
             from amoeba.jobs.generation_options import GenerationOptions
 

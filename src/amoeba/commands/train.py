@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from amoeba.commands.exits import need
+from amoeba.commands.head_start import load_trainer
 from amoeba.commands.output import Output
+from amoeba.commands.quick_transformers import NOT_FOR_TEXT
 from amoeba.commands.run_console import RunConsole
+from amoeba.integrations.model_folder import ADAPTER_CONFIG
 from amoeba.jobs.settings import TrainSettings
 from amoeba.loading import loading
 from amoeba.shell import shell_command
@@ -16,7 +19,7 @@ from amoeba.shell import shell_command
 def run(
     settings: TrainSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    need("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")
+    load_trainer(without=_not_needed(settings.model, trust_remote_code))
     with loading():
         from amoeba.jobs.train import train
 
@@ -39,3 +42,10 @@ def run(
         ]
     )
     return asdict(report)
+
+
+def _not_needed(model: str, trust_remote_code: bool) -> tuple[str, ...]:
+    """A model's own code may want anything; transformers wants PEFT where an adapter lies beside the weights."""
+    if trust_remote_code:
+        return ()
+    return NOT_FOR_TEXT if (Path(model) / ADAPTER_CONFIG).exists() else (*NOT_FOR_TEXT, "peft")
