@@ -137,6 +137,20 @@ def test_a_copy_into_a_slot_waits_for_the_pass_that_reads_it() -> None:
         assert watched.device.compute.work, "passes were to be late"
 
 
+def test_the_first_copy_waits_for_what_used_its_memory_before() -> None:
+    """torch hands out memory again while kernels that were enqueued still read it."""
+    device = SimulatedDevice()
+    device.random.choice = lambda options: 0  # nothing runs by itself
+    before: list[bool] = []
+    device.launch(lambda: before.append(device.copies.done > 0))
+    store = Layers(1)
+    with closing(DeviceMemory(store, device, [2], [0], 64)) as memory:
+        with memory.turn(0), closing(memory.lend(0, [1])) as groups:
+            next(groups)
+        device.run_until(device.record(device.copies))
+    assert before == [False]
+
+
 def test_a_pass_whose_experts_are_there_copies_nothing_and_waits_for_no_read() -> None:
     with closing(Watched(0, 4, 0)) as watched:
         watched.run(0, [1, 2, 3])

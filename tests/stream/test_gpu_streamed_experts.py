@@ -66,6 +66,8 @@ def memory_of(
     for tensor in found.layers[0].slots.tensors():
         if tensor is not None:
             tensor.fill_(float("nan"))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()  # before copies, which are in another stream
     return found
 
 
