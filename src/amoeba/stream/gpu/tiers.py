@@ -31,7 +31,7 @@ class LayerTiers:
             part.name: torch.empty((slots, *part.shape), dtype=entry.dtype, device=device.device)
             for part in entry.parts
         }
-        # torch may have given memory that kernels enqueued before still use, of which the stream of copies knows nothing
+        # torch may have given memory that is still used by kernels ahead, of which the stream of copies knows nothing
         self._readers: list[Event | None] = [device.record(device.compute)] * slots
         self._blob_users: list[Event | None] = [None] * host_slots
 
