@@ -25,6 +25,7 @@ import amoeba
 from amoeba import lora
 from amoeba.cli import app
 from amoeba.stream import attaching
+from amoeba.stream.gpu import budgets
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
 from amoeba.stream.store.packing import pack
@@ -164,12 +165,27 @@ def test_generate_says_what_it_chose_and_gives_the_resident_tokens(stores, tmp_p
     assert sum(streaming["host_slots"]) > 0 and streaming["host_bytes_per_token"] > 0
 
 
-def test_budgets_that_are_too_small_are_refused_with_what_is_enough(stores) -> None:
+def test_budgets_that_are_too_small_are_refused_with_what_is_enough(stores, monkeypatch) -> None:
     _, packed = stores[torch.float32]
     with pytest.raises(ValueError, match=r"vram: expected at least .* for one expert per layer"):
         amoeba.stream.attach(packed, vram=vram(packed, 1) - 1, ram="1MiB")
     with pytest.raises(ValueError, match=r"ram: expected at least .* through which experts are read"):
         amoeba.stream.attach(packed, vram=vram(packed, 1), ram=4096)
+    for name, asked_before in (("vram", 1), ("ram", 3)):
+        found = iter([1 << 40] * asked_before + [1])
+        monkeypatch.setattr(budgets, "available_memory", lambda device, found=found: next(found))
+        with pytest.raises(ValueError, match=f"^{name}: expected no more than the 1 B that are free"):
+            amoeba.stream.attach(packed, vram=vram(packed, 1), ram="1MiB")
+
+
+def test_a_gpu_that_is_full_gives_back_what_was_pinned(stores, monkeypatch) -> None:
+    _, packed = stores[torch.float32]
+    device = SimulatedDevice(inline=True)
+    monkeypatch.setattr(attaching, "gpu", lambda: device)
+    monkeypatch.setattr(LayerTiers, "weights", property(lambda self: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        amoeba.stream.attach(packed, vram=vram(packed, 1), ram="1MiB")
+    assert device.closed
 
 
 def test_experts_that_are_all_on_the_gpu_take_no_pinned_memory(stores) -> None:

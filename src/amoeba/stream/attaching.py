@@ -163,7 +163,14 @@ def _ways(
         return partial(ExpertMemory, store, slots, policy), budget, None
     device = gpu()
     found = share(store, rest, vram, ram, device.device)
-    make = partial(DeviceMemory, store, device, found.slots, found.host_slots, MOST_IDS, policy)
+
+    def make() -> DeviceMemory:
+        try:
+            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, policy)
+        except BaseException:
+            device.close()
+            raise
+
     return make, found.ram_bytes, found.vram_bytes
 
 

@@ -38,6 +38,7 @@ def share(store: Store, rest: int, vram: str | int, ram: str | int, device: torc
         expected = f"at least {show_size(least)} ({needed})"
         raise bad_value("vram", expected, show_size(vram_bytes), f"raise it to {show_size(least)} or more")
     slots = share_budget(vram_bytes - rest, on_gpu, least=once, name="vram")
+    _check_free("vram", rest + least_budget(on_gpu, slots), available_memory(device))
 
     # nothing below a layer that is on the GPU as a whole
     on_host = [
@@ -51,11 +52,19 @@ def share(store: Store, rest: int, vram: str | int, ram: str | int, device: torc
         expected = f"at least {show_size(passing)}, through which experts are read"
         raise bad_value("ram", expected, show_size(ram_bytes), "raise it, or leave it out")
     host_slots = share_budget(ram_bytes - passing, on_host, least=[0] * len(on_host), name="ram")
+    _check_free("ram", passing + least_budget(on_host, host_slots), available_memory(CPU))
     return Budgets(vram_bytes, ram_bytes, slots, host_slots)
 
 
 def _bytes(shapes: list[LayerShape]) -> int:
     return sum(shape.experts * shape.expert_bytes for shape in shapes)
+
+
+def _check_free(name: str, needed: int, free: int | None) -> None:
+    """Before it is allocated: pinned memory cannot be swapped out."""
+    if free is not None and needed > free:
+        got = f"{show_size(needed)} to allocate"
+        raise bad_value(name, f"no more than the {show_size(free)} that are free", got, "lower it, or free memory")
 
 
 def _budget(name: str, asked: str | int, all_of_it: int, free: list[int | None]) -> int:
