@@ -71,6 +71,10 @@ def verify(
         list[str] | None, typer.Option("--backend", help="Check this one only; may be repeated.")
     ] = None,
     thorough: Annotated[bool, typer.Option("--thorough", help="Every case there is, without a time limit.")] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=2, help="Experts over so many processes instead, started here, on the CPU."),
+    ] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -79,8 +83,14 @@ def verify(
     from amoeba.commands import verify as verify_command
 
     with usage():
-        place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], all_dtypes())
+        if ranks is not None:
+            verify_command.check_ranks(ranks, device, backend or [], thorough)
+    if ranks is not None:
+        finish(output, *verify_command.run_over_ranks(ranks, dtypes, output), json)
+        return
+    with usage():
+        place = parse_device(device)
         backends = verify_command.check_backends(backend or [], place)
     document, ok = verify_command.run(place, dtypes, backends, thorough, output)
     finish(output, document, ok, json)

@@ -26,8 +26,8 @@ from amoeba.errors import bad_value
 class Layout:
     """Sorted rows and their inverse.
 
-    order_N:    sorted position -> position in the list of rows as it came
-    slot_row_N: position as it came -> sorted position; N for the row of a sentinel
+    order_N:    sorted position -> position in the list of rows as it came; those of sentinels may be left out
+    slot_row_N: position as it came -> sorted position; the length of order_N for the row of a sentinel
     offs_E:     int32, cumulative ends of the experts' rows (no leading 0)
     row_id_N:   sorted position -> row_id
     """
@@ -44,11 +44,20 @@ class Layout:
         return self.row_id_N // self.top_k
 
 
-def build_layout(expert_TK: Tensor, num_experts: int, *, rank: int = 0) -> Layout:
-    """Layout of the rows that one rank routed."""
+def build_layout(expert_TK: Tensor, num_experts: int, *, rank: int = 0, most_rows: int | None = None) -> Layout:
+    """Layout of the rows that one rank routed. most_rows: what lies behind so many, rows of sentinels, is left out."""
     num_tokens, top_k = expert_TK.shape
     rows = num_tokens * top_k
-    return _sorted_by_expert(expert_TK.reshape(rows), num_experts, first_row_id=rank * rows, row_id_N=None, top_k=top_k)
+    found = _sorted_by_expert(
+        expert_TK.reshape(rows), num_experts, first_row_id=rank * rows, row_id_N=None, top_k=top_k
+    )
+    if most_rows is None or most_rows >= rows:
+        return found
+    if found.offs_E.device.type == "cpu" and int(found.offs_E[-1]) > most_rows:
+        expected = f"at least as many as slots with an expert, {int(found.offs_E[-1])}"
+        raise bad_value("most_rows", expected, most_rows, "leave it out where it is not known")
+    slot_row_N = found.slot_row_N.clamp(max=most_rows)
+    return Layout(found.order_N[:most_rows], slot_row_N, found.offs_E, found.row_id_N[:most_rows], top_k)
 
 
 def build_layout_from_rows(expert_N: Tensor, row_id_N: Tensor, num_experts: int, *, top_k: int) -> Layout:

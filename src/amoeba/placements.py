@@ -9,10 +9,11 @@ from __future__ import annotations
 from amoeba.backends.registry import register_backend
 from amoeba.cpu.placements import CPU_PLACEMENTS
 from amoeba.errors import bad_value
+from amoeba.parallel.placement import RANKS
 from amoeba.placement import Placement
 
 RESIDENT, AUTO = "resident", "auto"
-_placements: dict[str, Placement] = {placement.name: placement for placement in CPU_PLACEMENTS}
+_placements: dict[str, Placement] = {placement.name: placement for placement in (*CPU_PLACEMENTS, RANKS)}
 
 
 def register_placement(placement: Placement) -> None:

@@ -29,6 +29,7 @@ class Problem(NamedTuple):
     weight_TK: Tensor
     weights: Any  # a kind of weights, which its backends know: for most of them ExpertWeights
     lora: LoraFactors | None = None
+    most_rows: int | None = None  # see `Routing`
 
     @property
     def rows(self) -> int:
@@ -97,7 +98,7 @@ class Saved(NamedTuple):
 
 def layout_of(problem: Problem, saved: Saved | None) -> Layout:
     if saved is None:
-        return build_layout(problem.expert_TK, problem.weights.num_experts)
+        return build_layout(problem.expert_TK, problem.weights.num_experts, most_rows=problem.most_rows)
     return saved.layout(problem.expert_TK.shape[1])
 
 

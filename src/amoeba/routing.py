@@ -36,6 +36,8 @@ class Routing:
     scores_TE: softmax or sigmoid of the logits, before any choice; differentiable, for losses and statistics.
     trusted:   the weights need no `check_values`, because `route` made them.
     chosen_TK: the choice before capacity dropped any slot; None if it is the same as expert_TK.
+    most_rows: so many slots at most have an expert, where that is known without asking the device: buffers of sorted
+               rows are then no larger (on a CPU; GPU kernels do not use it yet). None: all may have one.
     """
 
     expert_TK: Tensor
@@ -44,6 +46,7 @@ class Routing:
     scores_TE: Tensor | None = None
     trusted: bool = False
     chosen_TK: Tensor | None = None
+    most_rows: int | None = None
 
     def __post_init__(self) -> None:
         expert_TK, weight_TK = self.expert_TK, self.weight_TK

@@ -15,6 +15,7 @@ __all__ = [
     "TorchDispatchMode",
     "constant_when_traced",
     "custom_graph_pass",
+    "default_store",
     "flash_attention",
     "flash_attention_backward",
     "graph_is_freed",
@@ -40,6 +41,11 @@ def custom_graph_pass() -> Any:
     from torch._inductor.custom_graph_pass import CustomGraphPass  # which imports the compiler
 
     return CustomGraphPass
+
+
+def default_store() -> Any:
+    """Where the processes of torch.distributed met, and can leave each other notes."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 @constant_when_traced  # torch.compile enters the transforms that it traces, and guards on the others

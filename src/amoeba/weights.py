@@ -90,6 +90,10 @@ class ExpertWeights:
         return self.down_EHI.shape[0]
 
     @property
+    def own_experts(self) -> int:
+        return self.num_experts
+
+    @property
     def hidden(self) -> int:
         return self.down_EHI.shape[1]
 
@@ -151,16 +155,18 @@ class AnyExperts(Protocol):
     trains:    whether the weights themselves can get gradients.
     dtype:     that x has to have, and y comes in.
     device:    where LoRA factors belong; `takes` tells where x may come from.
-
-    An operator gets the kind taken apart: `tensors` and `constants` in the order of `operands` (the tensors first), of
-    which `of` makes the kind again.
+    own_experts: how many of num_experts this process has; LoRA factors are for these.
+    tensors:   what autograd sees of the weights.
     """
 
     placement: str
-    trains: bool
 
     @property
+    def trains(self) -> bool: ...
+    @property
     def num_experts(self) -> int: ...
+    @property
+    def own_experts(self) -> int: ...
     @property
     def hidden(self) -> int: ...
     @property
@@ -173,10 +179,15 @@ class AnyExperts(Protocol):
     def activation(self) -> Activation: ...
     def takes(self, device: torch.device) -> bool: ...
     def to(self, dtype: torch.dtype) -> AnyExperts: ...
+    def tensors(self) -> tuple[Tensor | None, ...]: ...
+
+
+class OperatorExperts(AnyExperts, Protocol):
+    """A kind that a `PassesBackend` serves: its operator gets it taken apart, `tensors` and `constants` in the order of
+    `operands` (the tensors first), of which `of` makes the kind again."""
 
     @classmethod
     def operands(cls) -> tuple[Operand, ...]: ...
-    def tensors(self) -> tuple[Tensor | None, ...]: ...
     def constants(self) -> tuple[Any, ...]: ...
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Self: ...
@@ -196,12 +207,17 @@ class ExpertsByHandle:
     _by_number: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
     handle: Tensor
+    num_experts: Any  # an attribute or a property of the kind itself
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         weights, number = super().__new__(cls), next(cls._numbers)
         cls._by_number[number] = weights
         object.__setattr__(weights, "handle", torch.tensor(number, dtype=torch.int64, device="cpu"))
         return weights
+
+    @property
+    def own_experts(self) -> int:
+        return self.num_experts
 
     @classmethod
     def operands(cls) -> tuple[Operand, ...]:
@@ -266,7 +282,7 @@ class LoraFactors:
         """Raises ValueError unless these are factors for these experts."""
         if not math.isfinite(self.scaling):
             raise bad_value("scaling", "a finite number", self.scaling, "it is lora_alpha / rank in PEFT's words")
-        experts, hidden, intermediate = weights.num_experts, weights.hidden, weights.intermediate
+        experts, hidden, intermediate = weights.own_experts, weights.hidden, weights.intermediate
         for name, a, b in (
             ("gate", self.gate_lora_a, self.gate_lora_b),
             ("up", self.up_lora_a, self.up_lora_b),

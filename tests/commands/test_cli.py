@@ -78,6 +78,22 @@ def test_verify_passes_and_names_every_backend_and_gradient():
         assert name in result.stdout
 
 
+def test_verify_over_ranks_starts_its_own_processes_and_compares_bits():
+    result = invoke("verify", "--ranks", "2", "--dtype", "float32", "--json")
+    assert result.exit_code == 0, result.output
+    document = last_line(result)
+    (row,) = document["backends"]
+    assert document["ok"] and document["ranks"] == 2 and row["backend"] == "2 ranks" and row["cases_checked"] >= 12
+    assert {"inference", "output", "x", "weight", "gate_up", "down_bias", "gate_lora_a"} <= set(row["worst"])
+    assert "the bits of one process" in result.stdout
+
+
+@pytest.mark.parametrize("more", [("--ranks", "99"), ("--ranks", "1"), ("--ranks", "2", "--backend", "eager")])
+def test_verify_says_what_does_not_go_with_ranks(more):
+    result = invoke("verify", *more)
+    assert result.exit_code == 2 and more[-2] in result.output
+
+
 def test_verify_fails_on_a_backend_with_one_wrong_gradient(monkeypatch):
     def wrong_weight_gradient(request):
         weight_TK = request.routing.weight_TK

@@ -121,7 +121,9 @@ class PassesBackend(Backend):
 
     def run(self, request: Request) -> Tensor:
         routing = request.routing
-        problem = Problem(request.x_TH, routing.expert_TK, routing.weight_TK, request.weights, request.lora)
+        problem = Problem(
+            request.x_TH, routing.expert_TK, routing.weight_TK, request.weights, request.lora, routing.most_rows
+        )
         gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in problem.tensors())
         save: Save = "nothing" if not gradient else "inputs" if request.recompute else "h"
         return self.operator(self.prepared(problem, gradient), save)

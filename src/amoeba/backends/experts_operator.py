@@ -217,6 +217,7 @@ class _Direct(torch.autograd.Function):
         weights, lora = problem.weights, problem.lora
         ctx.operator, ctx.constants, ctx.inputs = operator, weights.constants(), len(tensors)
         ctx.scaling = None if lora is None else lora.scaling
+        ctx.most_rows = problem.most_rows
         # a handle does not keep alive what it stands for
         ctx.owner = weights if isinstance(weights, ExpertsByHandle) else None
         ctx.save_for_backward(*tensors, *kept)
@@ -232,7 +233,7 @@ class _Direct(torch.autograd.Function):
         tensors = kept[: ctx.inputs]
         structure, rest = ctx.saved_structure, kept[ctx.inputs :]
         saved = Saved(*rest) if structure is Saved else _with_tensors(structure, rest)
-        problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)
+        problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)._replace(most_rows=ctx.most_rows)
         needs = operator.needs(ctx.needs_input_grad[others:])
         refuse_batched(f"amoeba::{operator.name}", dy_TH)
         if torch.is_grad_enabled() or transformed():  # second derivatives, or a transform: it says why not

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from amoeba.backends import cpu, eager, grouped, packed, triton
+from amoeba.backends import cpu, eager, grouped, packed, ranks, triton
 from amoeba.backends.backend import Backend, Request
 from amoeba.errors import bad_value
 
@@ -143,4 +143,5 @@ def _announce(explanation: Explanation, request: Request) -> None:
         )
 
 
-_sort_backends()
+# computes with the backends of another kind, whichever are chosen
+register_backend(ranks.RanksBackend(explain, choose))

@@ -16,6 +16,7 @@ from amoeba.commands.output import Output
 from amoeba.errors import bad_value
 from amoeba.machine import commit, machine, versions
 from amoeba.proof.conformance import Check, Result, backend_names, cases, tolerance, verify, worst
+from amoeba.proof.over_ranks import verify_over_ranks
 from amoeba.weights import LORA_NAMES
 
 # Columns of the table, in the order in which a token and its gradient meet them.
@@ -24,6 +25,7 @@ _FAILURES_SHOWN = 10
 # Of the short form. With torch's own start and the last case's kernels still to be compiled, it ends within a minute.
 SECONDS = 40
 _SECONDS_BETWEEN_LINES = 5.0
+_MOST_RANKS = 16
 
 
 def check_backends(names: Sequence[str], device: torch.device) -> list[str]:
@@ -54,6 +56,40 @@ def run(
         "cases_left_out": len(cases(thorough)) - finished,
     }
     _print(document, output)
+    return document, document["ok"]
+
+
+def check_ranks(ranks: int, device: str, backends: Sequence[str], thorough: bool) -> None:
+    """What goes together with --ranks."""
+    if ranks > _MOST_RANKS:
+        raise bad_value("--ranks", f"at most {_MOST_RANKS}", ranks, "each is a process of this machine")
+    for option, given in (("--device", device == "cuda"), ("--backend", backends), ("--thorough", thorough)):
+        if given:
+            raise bad_value(
+                option, "to be left out with --ranks, which has its own cases on the CPU", "both", "drop it"
+            )
+
+
+def run_over_ranks(ranks: int, dtypes: Sequence[torch.dtype], output: Output) -> tuple[dict[str, Any], bool]:
+    """The same for experts over processes that are started here; also compared bit by bit with one process."""
+    output.progress(f"checking experts over {ranks} processes on cpu in {', '.join(map(dtype_name, dtypes))}")
+    began = last = time.monotonic()
+
+    def tell(done: int, total: int, case: str) -> None:
+        nonlocal last
+        if output.on_terminal or time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            output.progress(f"{done} of {total} done, now {case}")
+
+    with output.working():
+        results = verify_over_ranks(ranks, dtypes, tell)
+    document = _document(results, torch.device("cpu"), thorough=True) | {
+        "ranks": ranks,
+        "seconds": time.monotonic() - began,
+    }
+    _print(document, output)
+    if document["ok"]:
+        output.line("gradients of weights, biases, factors and routing weights: the bits of one process")
     return document, document["ok"]
 
 

@@ -50,7 +50,7 @@ def _chosen(situation: Situation) -> tuple[bool, str]:
     if not situation.trains:
         return False, "a CPU reads them where they lie"
     if situation.dtype != torch.bfloat16:
-        return False, f"the weights are {situation.dtype}, which packing would round"
+        return False, f"the weights are {str(situation.dtype).removeprefix('torch.')}, which packing would round"
     if not has_bf16_instructions():
         return False, "this CPU has no bf16 instructions"
     reason = _why_not()

@@ -6,8 +6,8 @@ E experts · H hidden · I intermediate · J = 2I or I
     place_experts(model, "auto")
     place_experts(model, "auto", trains=False, device=torch.device("cuda"))     # to generate with, the rest on that GPU
 
-Placed experts take no gradient; x, the routing weights and LoRA factors do. Which placements there are is for
-`amoeba.placements` to say.
+Placed experts take no gradient, unless their kind of weights trains; x, the routing weights and LoRA factors do. Which
+placements there are is for `amoeba.placements` to say.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 def _through_placed(weights: AnyExperts, x_TH: Tensor, routing: Routing, adapter: Any) -> Tensor:
     """x may be in any dtype and wherever these experts take it from."""
     lora = None if adapter is None else adapter.factors(weights.device)
-    with torch.autocast(x_TH.device.type, enabled=False):
+    device = x_TH.device.type  # those that train are cast as resident ones are
+    with torch.autocast(device, enabled=weights.trains and torch.is_autocast_enabled(device)):
         y_TH = experts(x_TH.to(weights.dtype), routing, weights, lora=lora)
     return y_TH.to(x_TH.dtype)
 

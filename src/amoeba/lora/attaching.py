@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from amoeba.errors import bad_value
 from amoeba.integrations.coverage import coverage
-from amoeba.integrations.experts_module import LORA, ExpertsLayout, home_of_factors, layouts_of, placed_in
+from amoeba.integrations.experts_module import (
+    LORA,
+    ExpertsLayout,
+    experts_modules,
+    home_of_factors,
+    layouts_of,
+    placed_in,
+)
 from amoeba.lora import linears
 from amoeba.lora.experts_lora import ExpertsLora, fresh_factors
 from amoeba.lora.targets import EXPERTS, choose, routers_of
@@ -134,6 +141,15 @@ def prepare(model: nn.Module) -> None:
             f"{type(model).__name__}, " + (f"whose {others} compute for themselves" if others else "which has none"),
             "use PEFT itself for such models",
         )
+    for name, module in experts_modules(model).items():
+        placed = placed_in(module)
+        if placed is not None and placed.own_experts != placed.num_experts:
+            raise bad_value(
+                "model",
+                "one whose experts this process has all of",
+                f"{name} with {placed.own_experts} of {placed.num_experts}",
+                "shard factors with amoeba.parallel.shard_lora and pass them to amoeba.experts yourself",
+            )
     from amoeba.integrations.transformers import register
 
     register()

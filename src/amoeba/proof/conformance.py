@@ -87,7 +87,7 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
     if backend_name == COMPOSED:
         return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
     if (placement := _placement(backend_name)) is not None:
-        return _why_not_placed(placement, device, dtype)
+        return why_not_placed(placement, device, dtype)
     made = example(case, dtype)
     tensors, routing, _ = _placed(made, case, device, dtype)
     request = Request(tensors["x"], routing, weights_of(tensors, case.activation), lora_of(tensors), case.recompute)
@@ -107,7 +107,7 @@ def _placement(backend_name: str) -> Placement | None:
     return next((placement for placement in all_placements() if placement.name == backend_name), None)
 
 
-def _why_not_placed(placement: Placement, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_placed(placement: Placement, device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in placement.tolerances:
         dtypes = ", ".join(str(each).removeprefix("torch.") for each in placement.tolerances)
         return f"computes in {dtypes}, x would be {dtype}"
@@ -129,7 +129,7 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
     found |= dict(zip(wanted, gradients, strict=True))
     truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    return {name: _error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
+    return {name: relative_error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
 
 
 def _placed(
@@ -174,7 +174,7 @@ def tolerance(backend_name: str, dtype: torch.dtype, name: str) -> float:
     return (output if name in ("output", "inference") else gradients) or TOLERANCE[dtype]
 
 
-def _error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+def relative_error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     if found.shape != truth.shape or found.dtype != dtype:
         raise TypeError(f"{name}: expected {dtype} {tuple(truth.shape)}; got {found.dtype} {tuple(found.shape)}.")
     found = found.detach().cpu().double()

@@ -70,7 +70,7 @@ class Like(NamedTuple):
 
 def decode(problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None) -> Tensor:
     """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
-    x_TH, expert_TK, weight_TK, weights, lora = problem
+    x_TH, expert_TK, weight_TK, weights, lora = problem[:5]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
     slots = expert_TK.numel()
     if slots == 0:

@@ -1,0 +1,111 @@
+"""`ranks`: experts over ranks. Tokens go to the owners of their experts, each rank computes its share, sums come back.
+
+T tokens · K experts per token · R rows received · H hidden
+
+What computes the share is the backend of its own kind of weights, chosen as for any call, with LoRA, gradients and
+recompute. Only the way there and back is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.backends.backend import Backend, Request
+from amoeba.parallel.exchange import copied, plan_exchange, summed
+from amoeba.parallel.sharded import ShardedExperts
+from amoeba.parallel.transports.choice import choose_transport
+from amoeba.routing import Routing
+from amoeba.torch_internals import transformed
+
+
+class RanksBackend(Backend):
+    name, summary, kinds = "ranks", "each rank computes the experts that it owns", (ShardedExperts,)
+    waits_on_gpu = True  # for the numbers of rows
+
+    def __init__(self, explain: Callable[[Request], Any], choose: Callable[[str, Request], Backend]) -> None:
+        """How the registry chooses among the backends of the own share."""
+        self.explain, self.choose = explain, choose
+
+    def why_not(self, request: Request) -> str | None:
+        sharded = _sharded(request)
+        if torch.compiler.is_compiling() or transformed():
+            return "sends as many rows as there are, which torch.compile and torch.func cannot trace yet"
+        transport, refused = choose_transport(sharded.transport, sharded.ranks, request.x_TH.device)
+        if transport is None:
+            return "has no way between these ranks: " + "; ".join(f"{name} {why}" for name, why in refused.items())
+        if sharded.local_backend == "auto" and sharded.own_experts:
+            inner = self.explain(_share(request, request.x_TH, request.routing))
+            if inner.backend is None:
+                return f"has nothing to compute its own share with: {inner.reasons}"
+        return None
+
+    def run(self, request: Request) -> Tensor:
+        sharded = _sharded(request)
+        if sharded.ranks.count == 1:
+            return self._compute_share(request, request.x_TH, request.routing)
+        return self._run_same(request) if sharded.tokens == "same" else self._run_own(request)
+
+    def _run_own(self, request: Request) -> Tensor:
+        """Each rank has its own tokens."""
+        sharded, x_TH, routing = _sharded(request), request.x_TH, request.routing
+        ranks, owners = sharded.ranks, sharded.owners
+        transport, _ = choose_transport(sharded.transport, ranks, x_TH.device)
+        assert transport is not None
+        exchange = plan_exchange(ranks, owners, transport, x_TH, routing.expert_TK, routing.weight_TK, _trains(request))
+        x_RH, expert_RK, weight_RK = exchange.dispatch(x_TH, routing.weight_TK)
+        mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=max(exchange.slots, 1))
+        return exchange.combine(self._compute_share(request, x_RH, mine))
+
+    def _run_same(self, request: Request) -> Tensor:
+        """All ranks have the same tokens."""
+        sharded, x_TH, weight_TK = _sharded(request), request.x_TH, request.routing.weight_TK
+        ranks = sharded.ranks
+        rank_TK, local_TK = sharded.owners.find(request.routing.expert_TK)
+        mine_TK = torch.where(rank_TK == ranks.rank, local_TK, -1)
+        slots = max(int((mine_TK >= 0).sum()), 1) if mine_TK.device.type == "cpu" else None  # a GPU would be waited for
+        routing = Routing(mine_TK, copied(ranks, weight_TK), trusted=True, most_rows=slots)
+        return summed(ranks, self._compute_share(request, copied(ranks, x_TH), routing))
+
+    def _compute_share(self, request: Request, x_RH: Tensor, routing: Routing) -> Tensor:
+        share = _share(request, x_RH, routing)
+        if share.weights.num_experts == 0:
+            return _Nothing.apply(x_RH, *_tensors(share)[1:])
+        return self.choose(_sharded(request).local_backend, share).run(share)
+
+
+def _share(request: Request, x_RH: Tensor, routing: Routing) -> Request:
+    """What is left for the experts that this rank owns."""
+    return Request(x_RH, routing, _sharded(request).local, request.lora, request.recompute)
+
+
+def _trains(request: Request) -> bool:
+    """Whether there will be a backward. A rank without experts has empty ones, which ask for gradients as others do."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in _tensors(request))
+
+
+def _tensors(request: Request) -> tuple[Tensor | None, ...]:
+    factors = () if request.lora is None else request.lora.six()
+    return (request.x_TH, request.routing.weight_TK, *request.weights.tensors(), *factors)
+
+
+class _Nothing(torch.autograd.Function):
+    """What no experts give: zeros, and zeros for gradients, so that a rank without experts goes back as others do."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RH: Tensor, *others: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_RH, *others)
+        return torch.zeros_like(x_RH)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RH: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(tensor) if needs else None for tensor, needs in pairs)
+
+
+def _sharded(request: Request) -> ShardedExperts:
+    assert isinstance(request.weights, ShardedExperts)
+    return request.weights

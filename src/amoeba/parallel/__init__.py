@@ -1,0 +1,18 @@
+"""Experts over ranks: each process of a group owns some of a layer's experts, and tokens travel to their owners."""
+
+from amoeba.parallel.gradients import add_up_gradients, clip_gradients
+from amoeba.parallel.owners import Owners
+from amoeba.parallel.ranks import RankLost, Ranks
+from amoeba.parallel.sharded import ShardedExperts, own_parameter, shard_experts, shard_lora
+
+__all__ = [
+    "Owners",
+    "RankLost",
+    "Ranks",
+    "ShardedExperts",
+    "add_up_gradients",
+    "clip_gradients",
+    "own_parameter",
+    "shard_experts",
+    "shard_lora",
+]

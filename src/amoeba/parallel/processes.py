@@ -1,0 +1,145 @@
+"""Several processes on this machine that form a group and compute what they are sent: ranks without a launcher.
+
+    with LocalRanks(3) as processes:
+        results = processes.run(compute_share, [(share,) for share in shares])      # one call per rank, all at once
+
+`function` is sent by name, so it has to be importable. A process whose function raises ends, so that the others do not
+wait for it; then the group has to be started again. The store is kept by this process, so that it outlives a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from amoeba.errors import bad_value
+
+_SECONDS_TO_START = 120.0
+_SECONDS_TO_END = 5.0
+
+
+class RankFailed(RuntimeError):
+    """What went wrong in which processes, and what came of the others."""
+
+    def __init__(self, failures: dict[int, str], results: dict[int, Any]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+        self.failures, self.results = failures, results
+
+
+class LocalRanks:
+    """threads: of torch in each process; several ranks on one machine share its cores."""
+
+    def __init__(self, count: int, threads: int = 1) -> None:
+        if not dist.is_available():
+            raise bad_value("ranks", "a torch that was built with torch.distributed", "one without", "use one process")
+        self.count = count
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+        self.processes, self._connections = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, count, self._store.port, threads), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._connections.append(ours)
+        self._collect(list(range(count)), _SECONDS_TO_START)  # each says that it is there
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[tuple], *, seconds: float = 300.0) -> list[Any]:
+        """The result of each rank; RankFailed if one raised, died, or was not done in time.
+
+        arguments: for each of the first ranks; the others have nothing to do.
+        """
+        for connection, given in zip(self._connections, arguments, strict=False):
+            with contextlib.suppress(OSError):  # a process that has ended is noticed below
+                connection.send_bytes(pickle.dumps((function, given)))
+        return self._collect(list(range(len(arguments))), seconds)
+
+    def _collect(self, ranks: list[int], seconds: float) -> list[Any]:
+        ends = time.monotonic() + seconds
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        for rank in ranks:
+            try:
+                if not self._connections[rank].poll(max(ends - time.monotonic(), 0.0)):
+                    failures[rank] = f"not done after {seconds:g} s"
+                    continue
+                ok, result = pickle.loads(self._connections[rank].recv_bytes())
+                (results if ok else failures)[rank] = result
+            except (EOFError, OSError):
+                self.processes[rank].join(_SECONDS_TO_END)
+                failures[rank] = f"the process ended, exit code {self.processes[rank].exitcode}"
+        if failures:
+            raise RankFailed(failures, results)
+        return [results[rank] for rank in ranks]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        ends = time.monotonic() + _SECONDS_TO_END
+        for process in self.processes:
+            process.join(max(ends - time.monotonic(), 0.0))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_groups: dict[int, Any] = {}  # in a process that was started here: the first so many as a group
+
+
+def first_processes(count: int) -> Any:
+    """In one of the processes: the group of the first so many of them."""
+    return _groups[count]
+
+
+def _serve(connection: Connection, rank: int, count: int, port: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    # gloo would look up the machine's name, which not every machine can
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+        # all of them now: every process has to take part in making a group, also in one that it is not in
+        _groups.update({few: dist.new_group(list(range(few))) for few in range(2, count)})
+        _groups[count] = dist.group.WORLD
+        connection.send_bytes(pickle.dumps((True, None)))
+        with contextlib.suppress(EOFError, KeyboardInterrupt):  # whoever started it has closed it, or is gone
+            ok = True
+            while ok:
+                ok, result = _answer(connection.recv_bytes())
+                connection.send_bytes(pickle.dumps((ok, result)))
+    finally:
+        connection.close()
+        # no orderly farewell from the group: another rank may be gone, and would be waited for
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _answer(message: bytes) -> tuple[bool, Any]:
+    try:
+        function, given = pickle.loads(message)
+        return True, function(*given)
+    except Exception:
+        return False, traceback.format_exc()

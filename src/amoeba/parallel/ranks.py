@@ -1,0 +1,150 @@
+"""The processes that share a layer's experts, and what they say to each other; every wait has a deadline.
+
+W ranks
+
+    ranks = Ranks(group, deadline=60.0)
+    ranks.exchange(rows, sent=[3, 0], received=[3, 5], what="tokens")
+    ranks.add_up(y_TH, "sums of the experts")
+
+A wait that fails says who waited for whom, and for what. Nothing is said over the network for that while all goes well:
+a rank that gives up leaves a note in the group's store, and reads those of the others.
+
+Tensors on a GPU whose group has no backend for it (gloo alone) travel through host memory. NCCL does not let the host
+wait; there the group's own timeout is the deadline (`init_process_group(timeout=...)`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amoeba.errors import bad_value, one_line
+from amoeba.torch_internals import default_store
+
+# The others reach their deadlines a little later, and their notes are worth waiting for.
+_SECONDS_FOR_NOTES = 3.0
+
+
+class RankLost(RuntimeError):
+    """Another rank did not come, or is gone."""
+
+
+class Ranks:
+    """group:    a process group; None for all processes, or this one alone where there are no others.
+    deadline: seconds after which a rank gives up waiting."""
+
+    def __init__(self, group: Any = None, deadline: float = 600.0) -> None:
+        if not deadline > 0:
+            raise bad_value("deadline", "seconds, more than 0", deadline, "leave it out for ten minutes")
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group, self.deadline = group, deadline
+        self.rank: int = 0 if group is None else dist.get_rank(group)
+        self.count: int = 1 if group is None else dist.get_world_size(group)
+        if self.rank < 0:
+            raise bad_value("group", "a group that this process is in", "another one", "shard over its own group")
+        self._names = [0] if group is None else dist.get_process_group_ranks(group)
+        self._backends = {} if group is None else _backends(group)
+        self._exchanges = 0
+
+    def gather(self, numbers: Sequence[int], device: torch.device, what: str) -> list[list[int]]:
+        """As many numbers from each rank, on the host."""
+        carrier = self._carrier(device)
+        mine = torch.tensor(numbers, dtype=torch.int64, device=carrier)
+        everyones = [torch.empty_like(mine) for _ in range(self.count)]
+        self._wait(dist.all_gather(everyones, mine, group=self.group, async_op=True), carrier, what)
+        return torch.stack(everyones).tolist()
+
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int], what: str) -> Tensor:
+        """rows: those for rank 0, then those for rank 1, ...; the result the same by where they come from."""
+        device, carrier = rows.device, self._carrier(rows.device)
+        bytes_sent = as_bytes(rows).to(carrier)  # gloo does not know every dtype
+        bytes_received = bytes_sent.new_empty(sum(received), bytes_sent.shape[1])
+        work = dist.all_to_all_single(bytes_received, bytes_sent, received, sent, group=self.group, async_op=True)
+        self._wait(work, carrier, what)
+        return bytes_received.to(device).view(rows.dtype)
+
+    def add_up(self, tensor: Tensor, what: str) -> Tensor:
+        """The sum over the ranks, in fp32 or wider, in the tensor's dtype; the same bits on every rank."""
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        carrier = self._carrier(tensor.device)
+        total = tensor.to(carrier, wide, copy=True)
+        self._wait(dist.all_reduce(total, group=self.group, async_op=True), carrier, what)
+        return total.to(tensor.device, tensor.dtype)
+
+    def _carrier(self, device: torch.device) -> torch.device:
+        """Where a tensor has to be to travel."""
+        backend = self._backends.get(device.type)
+        return torch.device("cpu") if backend in (None, "gloo") else device
+
+    def _wait(self, work: Any, carrier: torch.device, what: str) -> None:
+        self._exchanges += 1
+        began = time.monotonic()
+        try:
+            if carrier.type == "cpu":
+                work.wait(datetime.timedelta(seconds=self.deadline))
+            else:
+                work.wait()  # of the stream, not of the host
+        except RuntimeError as error:
+            raise RankLost(self._told(what, time.monotonic() - began, error)) from error
+
+    def _told(self, what: str, seconds: float, error: RuntimeError) -> str:
+        name = self._names[self.rank]
+        missing, elsewhere = self._others(what)
+        if missing:
+            whom = f"{_spoken(missing)}, who left no word"
+        elif elsewhere:
+            whom = "; ".join(f"rank {other}, who waits for {note}" for other, note in elsewhere.items())
+        else:
+            whom = "the others, who wait for the same: the network between them is slow or broken"
+        dead = "timed out" not in str(error).lower()
+        reason = f"; the connection says: {one_line(error)[:200]}" if dead else ""
+        suspects = _spoken(missing or list(elsewhere) or self._names)
+        return (
+            f"rank {name} waited {seconds:.1f} s (deadline {self.deadline:g} s) for {what}, "
+            f"exchange {self._exchanges}, from {whom}{reason}. Look at the output of {suspects}: a rank that "
+            "failed, was killed, took another way through the model, or needs a longer deadline."
+        )
+
+    def _others(self, what: str) -> tuple[list[int], dict[int, str]]:
+        """Ranks that left no note, and those that wait for something else."""
+        others = [name for place, name in enumerate(self._names) if place != self.rank]
+        mine = f"{what}, exchange {self._exchanges}"
+        notes: dict[int, str] = {}
+        # the store may be gone together with the rank that kept it
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = default_store()
+            group = ",".join(map(str, self._names))
+            store.set(f"amoeba waits {group} {self._names[self.rank]}", mine)
+            ends = time.monotonic() + _SECONDS_FOR_NOTES
+            while len(notes) < len(others) and time.monotonic() < ends:
+                for name in others:
+                    key = f"amoeba waits {group} {name}"
+                    if name not in notes and store.check([key]):
+                        notes[name] = store.get(key).decode()
+                time.sleep(0.05)
+        missing = [name for name in others if name not in notes]
+        return missing, {name: note for name, note in notes.items() if note != mine}
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    rows = rows.contiguous()
+    if rows.stride(-1) != 1:  # of a single column any stride counts as contiguous
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.uint8)
+
+
+def _spoken(names: Sequence[int]) -> str:
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(map(str, names))}"
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """By type of device."""
+    return dict(each.split(":") for each in dist.get_backend_config(group).split(","))

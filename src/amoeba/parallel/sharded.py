@@ -1,0 +1,166 @@
+"""Experts over ranks: the kind of weights of which each process holds its own share.
+
+E experts · H hidden · I intermediate · J = 2I (gated) or I · R LoRA rank · W ranks
+
+    sharded = shard_experts(ExpertWeights(gate_up_EJH, down_EHI))       # in each process, out of all experts
+    y_TH = experts(x_TH, routing, sharded, lora=shard_lora(lora, sharded))
+
+    sharded = ShardedExperts(local, Owners.even(E, W), Ranks())         # a share that was loaded as such, of any kind
+
+Routing speaks of all E experts. LoRA factors are sharded as the experts are: those of a rank have one entry for each
+expert that it owns. The gradients of a share are summed over the tokens of all ranks, as one process with all tokens
+would have them: no reduction is left to do, and what the loss is divided by is the caller's to say, in the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from amoeba.config import Activation
+from amoeba.errors import bad_value
+from amoeba.parallel.owners import Owners
+from amoeba.parallel.ranks import Ranks
+from amoeba.weights import AnyExperts, ExpertWeights, LoraFactors
+
+Tokens = Literal["own", "same"]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedExperts:
+    """
+    local:     the experts that this rank owns, in the order of their ids; of any kind: resident, packed for the CPU.
+    owners:    which rank owns which expert.
+    ranks:     the processes, and how long they wait for each other.
+    tokens:    "own": each rank comes with its own tokens, which travel to the experts' owners. "same": all come with
+               the same tokens and get the same sums; nothing travels but those. The gradient of the output has to be
+               the same then, too.
+    transport: how tokens travel, "auto" for the fastest that serves these ranks.
+    local_backend: what computes the own share, as `experts` takes it.
+    """
+
+    local: AnyExperts
+    owners: Owners
+    ranks: Ranks = field(default_factory=Ranks)
+    tokens: Tokens = "own"
+    transport: str = "auto"
+    local_backend: str = "auto"
+
+    placement = "ranks"
+
+    def __post_init__(self) -> None:
+        if self.tokens not in get_args(Tokens):
+            raise bad_value("tokens", "own or same", repr(self.tokens), "own: each rank has its own batch")
+        if self.owners.ranks != self.ranks.count:
+            expected = f"owners among the {self.ranks.count} ranks of the group"
+            raise bad_value("owners", expected, f"{self.owners.ranks} ranks", "make them with Owners.even(E, W)")
+        mine = len(self.owners.experts_of(self.ranks.rank))
+        if self.local.num_experts != mine:
+            expected = f"the {mine} experts that rank {self.ranks.rank} owns"
+            raise bad_value("local", expected, f"{self.local.num_experts} of them", "shard by the same owners")
+
+    @property
+    def num_experts(self) -> int:
+        """Of all ranks."""
+        return self.owners.num_experts
+
+    @property
+    def own_experts(self) -> int:
+        return self.local.num_experts
+
+    @property
+    def trains(self) -> bool:
+        return self.local.trains
+
+    @property
+    def hidden(self) -> int:
+        return self.local.hidden
+
+    @property
+    def intermediate(self) -> int:
+        return self.local.intermediate
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def activation(self) -> Activation:
+        return self.local.activation
+
+    def takes(self, device: torch.device) -> bool:
+        return self.local.takes(device)
+
+    def to(self, dtype: torch.dtype) -> ShardedExperts:
+        return replace(self, local=self.local.to(dtype))
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.local.tensors()
+
+    def __deepcopy__(self, memo: dict) -> ShardedExperts:
+        """Of the share alone: the ranks stay the same. A copied parameter forgets whose it is, and is told again."""
+        local = copy.deepcopy(self.local, memo)
+        for before, after in zip(self.local.tensors(), local.tensors(), strict=True):
+            if before is not None and after is not None and is_own(before):
+                setattr(after, _OWN, True)
+        return replace(self, local=local)
+
+
+def shard_experts(
+    weights: ExpertWeights,
+    ranks: Ranks | None = None,
+    owners: Owners | None = None,
+    *,
+    make_local: Callable[[ExpertWeights], AnyExperts] | None = None,
+    tokens: Tokens = "own",
+    transport: str = "auto",
+) -> ShardedExperts:
+    """This rank's share of experts that it has all of. The share is a copy, parameters that train as `weights` do.
+
+    make_local: what becomes of the share, such as pack_experts. A rank without experts has nothing to make it of.
+    """
+    ranks = ranks or Ranks()
+    owners = owners or Owners.even(weights.num_experts, ranks.count)
+    gate_up, down, gate_up_bias, down_bias = (
+        None if t is None else own_parameter(owners.take(t.detach(), ranks.rank).clone(), t.requires_grad)
+        for t in weights.tensors()
+    )
+    assert gate_up is not None
+    assert down is not None
+    share: AnyExperts = ExpertWeights(gate_up, down, gate_up_bias, down_bias, weights.activation)
+    if make_local is not None and gate_up.shape[0]:
+        assert isinstance(share, ExpertWeights)
+        share = make_local(share)
+    return ShardedExperts(share, owners, ranks, tokens, transport)
+
+
+def own_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """A parameter that this rank has alone. Its gradient is whole: `amoeba.parallel.gradients` does not add it up."""
+    parameter = nn.Parameter(tensor, requires_grad)
+    setattr(parameter, _OWN, True)
+    return parameter
+
+
+def is_own(parameter: Tensor) -> bool:
+    return getattr(parameter, _OWN, False)
+
+
+_OWN = "_amoeba_own_to_rank"
+
+
+def shard_lora(lora: LoraFactors, sharded: ShardedExperts) -> LoraFactors:
+    """This rank's share of factors that it has all of, differentiably; an A that gate and up share stays shared."""
+    owners, rank = sharded.owners, sharded.ranks.rank
+    gate_a, gate_b, up_a, up_b, down_a, down_b = (None if t is None else owners.take(t, rank) for t in lora.six())
+    if lora.shares_a:
+        up_a = gate_a
+    return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)

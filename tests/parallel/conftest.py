@@ -1,0 +1,12 @@
+from collections.abc import Iterator
+
+import pytest
+
+from amoeba.parallel.processes import LocalRanks
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[LocalRanks]:
+    """Four processes, of which the first two and the first three are groups, too. Starting them takes seconds."""
+    with LocalRanks(4) as started:
+        yield started

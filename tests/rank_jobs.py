@@ -1,0 +1,152 @@
+"""What tests have the processes of a group do: sent there by name, so it is in a module that they can import.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from amoeba import ExpertWeights, Routing, experts
+from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, shard_experts
+from amoeba.parallel.placement import RANKS
+from amoeba.parallel.processes import first_processes
+
+E, H, I = 5, 16, 24
+
+
+def sharded_layer(count: int, deadline: float = 30.0, **options) -> ShardedExperts:
+    generator = torch.Generator().manual_seed(0)
+    gate_up, down = (torch.randn(*shape, generator=generator) / 4 for shape in ((E, 2 * I, H), (E, H, I)))
+    return shard_experts(ExpertWeights(gate_up, down), Ranks(first_processes(count), deadline), **options)
+
+
+def tokens(top_k: int = 2, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Routing]:
+    generator = torch.Generator().manual_seed(1)
+    expert_TK = torch.rand(7, E, generator=generator).argsort(1)[:, :top_k]
+    return torch.randn(7, H, generator=generator).to(dtype), Routing(
+        expert_TK, torch.rand(7, top_k, generator=generator)
+    )
+
+
+def disagree(rank: int, about: str) -> str:
+    """What each rank says when rank 1 comes with something else."""
+    x_TH, routing = tokens(top_k=3 if rank == 1 and about == "experts per token" else 2)
+    x_TH.requires_grad_(not (rank == 1 and about == "gradients"))
+    try:
+        experts(x_TH, routing, sharded_layer(3))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def wait_in_vain(rank: int, deadline: float) -> str:
+    """Rank 1 does not call the layer."""
+    if rank == 1:
+        return "elsewhere"
+    try:
+        experts(*tokens(), sharded_layer(2, deadline))
+    except RankLost as error:
+        return str(error)
+    return "nothing"
+
+
+def lose_a_rank(rank: int) -> tuple[str, float]:
+    """Rank 2 is killed between two calls."""
+    layer, began = sharded_layer(3), time.monotonic()
+    experts(*tokens(), layer)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        experts(*tokens(), layer)
+    except RankLost as error:
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+def sizes_of_messages(rank: int) -> list[tuple[str, int]]:
+    """What was sent, and how many bytes, when the tokens of rank 0 all choose experts of rank 1."""
+    layer = sharded_layer(2)
+    sent: list[tuple[str, int]] = []
+    exchange = layer.ranks.exchange
+    layer.ranks.exchange = lambda rows, *rest: sent.append((rest[-1], rows.nbytes)) or exchange(rows, *rest)
+    x_TH, _ = tokens()
+    expert_TK = torch.tensor([[3, 4]]).expand(7, 2) if rank == 0 else torch.full((7, 2), -1)
+    experts(x_TH, Routing(expert_TK, torch.ones(7, 2)), layer)
+    return sent
+
+
+def owners_of_one() -> ShardedExperts:
+    local = ExpertWeights(torch.randn(E, 2 * I, H), torch.randn(E, H, I))
+    return ShardedExperts(local, Owners.even(E, 1), Ranks())
+
+
+def with_and_without_checkpointing(rank: int) -> list[bool]:
+    """Whether gradients have the same bits if forward, and so the exchange, is run again in backward."""
+    layer, (x_TH, routing) = sharded_layer(4), tokens()
+    weight_TK, dy_TH = routing.weight_TK.requires_grad_(), torch.ones(7, H) * (rank + 1)
+    wanted = [x_TH.requires_grad_(), weight_TK, *(t.requires_grad_() for t in layer.local.tensors() if t is not None)]
+
+    def run(x_TH: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+        return experts(x_TH * 2, Routing(routing.expert_TK, weight_TK), layer).tanh()
+
+    expected = torch.autograd.grad(run(x_TH, weight_TK), wanted, dy_TH)
+    found = torch.autograd.grad(checkpoint(run, x_TH, weight_TK, use_reentrant=False), wanted, dy_TH)
+    return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
+
+
+def train_a_model(rank: int, count: int, steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Losses of the global batch and norms of its gradient; the parameters that all ranks have, afterwards."""
+    import amoeba
+    from amoeba.parallel import add_up_gradients, clip_gradients
+    from tiny_models import build
+
+    model = build("qwen3_moe").train()
+    if count > 1:
+        ranks = Ranks(first_processes(count))
+        make = functools.partial(shard_experts, ranks=ranks)
+        amoeba.register_placement(replace(RANKS, name="these ranks", make=make))
+        amoeba.place_experts(model, "these ranks" if count < dist.get_world_size() else "ranks")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    history = []
+    for _ in range(steps):
+        ids = torch.randint(0, model.config.vocab_size, (4, 12), generator=generator)
+        mine = ids.chunk(count)[rank]
+        optimizer.zero_grad()
+        loss = model(input_ids=mine, labels=mine, use_cache=False).loss / count
+        loss.backward()
+        if count > 1:
+            add_up_gradients(model.parameters(), ranks)
+            norm = clip_gradients(model.parameters(), 1.0, ranks)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        whole = loss.detach() if count == 1 else ranks.add_up(loss.detach(), "losses")
+        history.append((whole.item(), norm.item()))
+    shared = {name: p.detach() for name, p in model.named_parameters() if "experts" not in name}
+    return history, shared
+
+
+def refusals(rank: int) -> list[str]:
+    """What cannot be done yet with a model whose experts are over ranks."""
+    import amoeba
+    from amoeba import lora
+    from tiny_models import build
+
+    model, said = build("qwen3_moe"), []
+    amoeba.place_experts(model, "ranks")
+    for attempt in (model.state_dict, lambda: lora.attach(model, r=2)):
+        try:
+            attempt()
+        except ValueError as error:
+            said.append(str(error))
+    return said
