@@ -120,7 +120,7 @@ def is_by_slot(problem: Problem, like: Like) -> bool:
 def decode_rows(problem: Problem, y_NH: Tensor, like: Like) -> None:
     """By expert, without the sum: fp32 rows of the slots whose experts are here; the rows of sentinels stay as they
     are. Where the pass would go by slot, its numbers may differ in the last bits."""
-    x_TH, expert_TK, _, weights, lora = problem
+    x_TH, expert_TK, _, weights, lora = problem[:5]
     x_TH, expert_TK = x_TH.contiguous(), expert_TK.contiguous()
     chosen = _chosen(problem, like)
     plan = _plan(problem, configurations.by_expert(_layer(problem, like)) if chosen.by_slot else chosen)
