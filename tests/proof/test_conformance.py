@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-import amoeba.stream.placement  # noqa: F401 - registers it
+import amoeba.stream.gpu.placement
+import amoeba.stream.placement  # noqa: F401 - both register themselves
 from amoeba import Activation, cpu_features
 from amoeba.backends import grouped, registry
 from amoeba.config import ActivationKind
@@ -116,7 +117,9 @@ REFUSALS = {
     "grouped": ("multiple of 16 bytes", "takes fp32 and bf16", "is bf16 only"),
     "triton": (),
     COMPOSED: ("nothing to recompute",),
-    **dict.fromkeys(PLACED, ("computes in bfloat16", "C++ core", "compiler", "cache folder", "compiled")),
+    **dict.fromkeys(
+        PLACED, ("computes in bfloat16", "takes x from", "C++ core", "compiler", "cache folder", "compiled")
+    ),
 }
 
 

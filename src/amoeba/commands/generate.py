@@ -69,9 +69,12 @@ def generate(
         str | None,
         typer.Option("--ram", help="Stream the experts through a budget of memory for the model: 8GiB, or auto."),
     ] = None,
-    vram: Annotated[str | None, typer.Option("--vram", help="The same on a GPU; not built yet.")] = None,
+    vram: Annotated[
+        str | None, typer.Option("--vram", help="The same on a GPU; --ram is then for experts below it.")
+    ] = None,
     record: Annotated[
-        Path | None, typer.Option("--record", help="Write the routing, for amoeba stream simulate; with --ram.")
+        Path | None,
+        typer.Option("--record", help="Write the routing, for amoeba stream simulate; with --ram or --vram."),
     ] = None,
     compile: Annotated[
         bool | None,

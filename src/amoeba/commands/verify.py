@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-import amoeba.stream.placement  # noqa: F401 - registers it, so that streamed experts have their row
+import amoeba.stream.gpu.placement
+import amoeba.stream.placement  # noqa: F401 - both register themselves, so that streamed experts have their rows
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
 from amoeba.errors import bad_value

@@ -204,7 +204,7 @@ def _check_streaming(name: str, settings: FinetuneSettings) -> None:
     if settings.experts != "auto":
         raise bad_value("experts", "none for streamed experts", repr(settings.experts), "leave it out")
     if torch.cuda.is_available():
-        remedy = "hide the GPU (CUDA_VISIBLE_DEVICES= amoeba finetune ...); streaming to one is not built yet"
+        remedy = "hide the GPU (CUDA_VISIBLE_DEVICES= amoeba finetune ...); fine-tuning does not stream to one yet"
         raise bad_value("ram", "a machine without a GPU", "one with a GPU, where the model would be", remedy)
 
 

@@ -34,7 +34,7 @@ class GenerationOptions:
     dtype: torch.dtype | None = None
     experts: str = "auto"  # where they are kept, as amoeba.placements names it
     ram: str | None = None  # a budget through which the experts are streamed, as amoeba.stream.attach takes it
-    vram: str | None = None
+    vram: str | None = None  # the same on a GPU; ram is then for experts in pinned memory
     record: str | None = None  # a file for the routing of streamed experts
     compile: bool | None = None  # on a GPU: decoder layers through torch.compile; None: where it pays
     trust_remote_code: bool = False  # whether Python code in the model's folder may run
@@ -52,8 +52,10 @@ class GenerationOptions:
             raise bad_value("top_p", "0 < top_p <= 1", self.top_p, "leave it out, or 1, to keep every token")
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
             raise bad_value("repetition_penalty", "a number above 0", self.repetition_penalty, "1 penalises nothing")
-        if self.ram is not None and self.experts != "auto":
-            raise bad_value("experts", "none beside ram, which streams them", repr(self.experts), "leave one out")
+        if (self.ram is not None or self.vram is not None) and self.experts != "auto":
+            raise bad_value(
+                "experts", "none beside ram and vram, which stream them", repr(self.experts), "leave one out"
+            )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out to have one drawn")
 

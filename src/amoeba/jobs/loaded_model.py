@@ -27,7 +27,7 @@ from amoeba.integrations.placement import Placed, check_placement, place_experts
 from amoeba.jobs.generation_options import GenerationOptions
 from amoeba.jobs.merged_adapters import check_not_merged
 from amoeba.routing import Routing
-from amoeba.stream.attaching import Streamed, attach, check_vram
+from amoeba.stream.attaching import Streamed, attach, home_of
 from amoeba.stream.report import StreamReport
 from amoeba.stream.store import is_store
 
@@ -89,7 +89,7 @@ def find_model(model_folder: str | Path, adapter: str | Path | None, options: Ge
 def load(found: FoundModel, options: GenerationOptions, token: int, say: Callable[[str], object]) -> LoadedModel:
     """token: one of the prompt's, to warm up with. say: is told in one line what computes; the log has the reasons."""
     streams = _streams(found.name, options)
-    device = _choose_device(torch.device("cpu") if streams else options.device)
+    device = _choose_device(home_of(options.vram) if streams else options.device)
     started = time.perf_counter()
     streamed = None
     try:
@@ -97,7 +97,8 @@ def load(found: FoundModel, options: GenerationOptions, token: int, say: Callabl
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if streams:
                 streamed = _stream(found, options)
-                model, placed = streamed.model, Placed("streamed", str(streamed.memory))
+                model = streamed.model
+                placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
             else:
                 model = load_model(found.name, options.dtype, trust_remote_code=options.trust_remote_code)
                 placed = place_experts(model, options.experts, trains=False, device=device)
@@ -132,28 +133,32 @@ def load(found: FoundModel, options: GenerationOptions, token: int, say: Callabl
 
 def _streams(name: str, options: GenerationOptions) -> bool:
     """A store has no experts that could be resident."""
-    return options.ram is not None or is_store(name)
+    return options.ram is not None or options.vram is not None or is_store(name)
 
 
 def _check_streaming(name: str, options: GenerationOptions) -> None:
-    check_vram(options.vram)
+    where = home_of(options.vram).type
     if not _streams(name, options):
         if options.record is not None:
-            remedy = "add --ram, for example --ram auto"
+            remedy = "add --ram or --vram, for example --ram auto"
             raise bad_value("record", "streamed experts, whose routing is recorded", "resident ones", remedy)
         return
     if options.experts != "auto":
         raise bad_value(
             "experts", "none for a store, whose experts are streamed", repr(options.experts), "leave it out"
         )
-    if options.device is not None and options.device.type != "cpu":
-        remedy = "take --device cpu; streaming to a GPU is not built yet"
-        raise bad_value("device", "cpu for streamed experts", options.device, remedy)
+    if options.device is not None and options.device.type != where:
+        remedy = "leave --device out: --vram streams to the GPU, --ram alone to the CPU"
+        raise bad_value("device", f"{where} for experts that are streamed there", options.device, remedy)
 
 
 def _stream(found: FoundModel, options: GenerationOptions) -> Streamed:
     streamed = attach(
-        found.name, ram=options.ram or "auto", dtype=options.dtype, trust_remote_code=options.trust_remote_code
+        found.name,
+        ram=options.ram or "auto",
+        vram=options.vram,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
     )
     if options.record is not None:
         try:

@@ -8,6 +8,9 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any
 
@@ -17,9 +20,33 @@ from amoeba import tuned
 from amoeba.kernels.candidates import bucket, candidates
 from amoeba.kernels.configuration import Configuration, Role, configuration
 
+# of the pass that is under way; None: as many as its weights have
+_experts: ContextVar[int | None] = ContextVar("experts", default=None)
+
+
+@contextmanager
+def as_with(experts: int) -> Iterator[None]:
+    """Configurations are chosen as if the weights had so many experts: some of them, in slots, are computed with the
+    tiles, and so with the last bits, of all."""
+    token = _experts.set(experts)
+    try:
+        yield
+    finally:
+        _experts.reset(token)
+
+
+def as_many(experts: int) -> int:
+    """By which a configuration is chosen for weights of so many experts."""
+    return _experts.get() or experts
+
+
+def configuration_on(device: torch.device, role: Role, *, experts: int, **problem: Any) -> Configuration:
+    """For the GPU, or the interpreter, that `device` stands for. The arguments are those of `configuration`."""
+    return _configuration_on(device, role, experts=as_many(experts), **problem)
+
 
 @lru_cache(maxsize=1 << 16)
-def configuration_on(
+def _configuration_on(
     device: torch.device,
     role: Role,
     *,
@@ -29,7 +56,6 @@ def configuration_on(
     columns: int,
     dtype: torch.dtype,
 ) -> Configuration:
-    """For the GPU, or the interpreter, that `device` stands for. The arguments are those of `configuration`."""
     capability = capability_of(device)
     problem: dict[str, Any] = {
         "rows": rows, "experts": experts, "reduction": reduction, "columns": columns, "dtype": dtype

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.arguments import check_arguments, have_lines
+from amoeba.kernels.choice import as_many
 from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.tiles import expert_constants, find_tile, slots
@@ -103,7 +104,7 @@ def thin_pair(
     fit = fit and (weight_TK is None or order_N is not None)
     check_arguments(fit, "rows (., W), factors (E, W, P) and thin rows (N, P)", rows=rows, factor_EWP=factor_EWP)
     capability = torch.cuda.get_device_capability(rows.device) if rows.device.type == "cuda" else None
-    chosen = configuration(count, experts, rank, rows.dtype, capability)
+    chosen = configuration(count, as_many(experts), rank, rows.dtype, capability)
     block_r = max(16, next_power_of_2(rank))
     thin_NP = torch.empty((count, padded), dtype=rows.dtype, device=rows.device)
     tiles = slots(count, experts, chosen.block_m)

@@ -1,18 +1,21 @@
 """A Hugging Face model whose experts are streamed through a budget of memory.
 
     streamed = attach("models/qwen3", ram="8GiB")       # a folder, or a store; no expert is ever loaded as a parameter
+    streamed = attach("models/qwen3", vram="8GiB", ram="32GiB")         # the same on a GPU, over pinned memory
     streamed = attach(model, store="qwen3.store", ram="8GiB")
     streamed.model.generate(...)
     streamed.report(); streamed.close()
 
 The budget is for all of the model: what is not an expert stays in memory, the rest of the budget is slots, shared among
-the layers. What a pass needs beside that, activations and the cache of keys and values, comes on top.
+the layers. On a GPU that budget is vram, and ram is for experts below it. What a pass needs beside that, activations
+and the cache of keys and values, comes on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,10 @@ from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import experts_modules, hand_over, layout_of
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.machine import available_memory, total_memory
+from amoeba.stream.gpu.budgets import AUTO_SHARE, share
+from amoeba.stream.gpu.device import CudaDevice, Device
+from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.gpu.placement import MOST_IDS, STREAMED_TO_GPU
 from amoeba.stream.memory import READS, ExpertMemory
 from amoeba.stream.placement import STREAMED
 from amoeba.stream.policies import DEFAULT_POLICY
@@ -34,18 +41,16 @@ from amoeba.stream.sizes import parse_size, show_size
 from amoeba.stream.store import Store, is_store, open_store
 from amoeba.stream.trace import LayerShape
 
-# Of the memory that is free, `auto` takes this part: the rest is for activations, keys and values, and other programs.
-AUTO_SHARE = 0.7
-
 
 @dataclass(frozen=True, eq=False)
 class Streamed:
     """A model with streamed experts. close() ends reading; the model computes no more after it."""
 
     model: Any
-    memory: ExpertMemory
+    memory: ExpertMemory | DeviceMemory
     ram_bytes: int
     rest_bytes: int
+    vram_bytes: int | None = None
 
     def record(self, path: str | Path) -> None:
         """Writes the routing of every pass from now on, for `amoeba stream simulate`; whole after close()."""
@@ -72,6 +77,11 @@ class Streamed:
             waited_seconds=memory.waited_seconds,
             waited_seconds_per_token=memory.waited_seconds / max(1, counters.tokens),
             trace=None if recorder is None else str(recorder.path),
+            vram_bytes=self.vram_bytes,
+            host_slots=list(memory.host_slots),
+            host_hits=counters.from_host,
+            host_hit_rate=counters.host_hit_rate,
+            host_bytes_per_token=counters.per_token(counters.host_bytes),
         )
 
     def close(self) -> None:
@@ -98,45 +108,70 @@ def attach(
     model:  a folder that save_pretrained wrote or a store that `amoeba pack` wrote, of which all but the experts is
             loaded; or a model of transformers, whose expert parameters are freed.
     ram:    bytes for the model without its experts and for slots: 8GiB, a number, or "auto" for most of what is free.
-    vram:   for experts on a GPU; not built yet.
+            Beside vram: bytes of pinned memory for experts.
+    vram:   the same on a GPU, where the model then runs; None: on the CPU.
     store:  of the experts of a model that is loaded already; default where it came from.
     policy: who leaves when room is needed: lfru, lru or lfu.
     dtype:  to be sure of it: experts have the dtype of the checkpoint, and so has the rest.
     """
     from amoeba.integrations.transformers import register
 
-    check_vram(vram)
+    home_of(vram)
     loaded = model if isinstance(model, nn.Module) else None
     source = _source_of(model if loaded is None else store or getattr(loaded, "name_or_path", ""))
     opened = open_store(source, trust_remote_code=trust_remote_code)
-    closing: Store | ExpertMemory = opened
+    closing: Store | ExpertMemory | DeviceMemory = opened
     try:
         _check_dtype(opened, dtype)
         rest = sum(entry.size for entry in opened.rest.values())
-        budget, slots = _share(opened, rest, ram)
+        make, budget, on_gpu = _ways(opened, rest, ram, vram, policy)
         if loaded is None:
             config = load_config(str(source), trust_remote_code=trust_remote_code)
             kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
             loaded = load_rest(kind, config, str(source), dict(opened.rest_tensors()))
         _check_goes_with(loaded, opened)
-        closing = memory = ExpertMemory(opened, slots, policy)
+        closing = memory = make()
         register()
         loaded.set_experts_implementation("amoeba")  # type: ignore[operator]
+        placement = STREAMED if on_gpu is None else STREAMED_TO_GPU
         for entry, experts in zip(opened.layers, memory.layers, strict=True):
-            hand_over(loaded.get_submodule(entry.name), experts, STREAMED)
+            hand_over(loaded.get_submodule(entry.name), experts, placement)
+        loaded.to(memory.layers[0].device)
     except BaseException:
         closing.close()
         raise
-    return Streamed(loaded, memory, budget, rest)
+    return Streamed(loaded, memory, budget, rest, on_gpu)
 
 
-def check_vram(vram: str | int | None) -> None:
-    """ValueError where there is one."""
-    if vram is None:
-        return
+def home_of(vram: str | int | None) -> torch.device:
+    """Where the model runs with this budget; ValueError where there is no GPU for it."""
+    return CPU if vram is None else gpu().device
+
+
+def gpu() -> Device:
     if not torch.cuda.is_available():
         raise bad_value("vram", "a machine with a GPU", "none here", "leave it out: ram alone streams on the CPU")
-    raise bad_value("vram", "no budget on a GPU yet", vram, "streaming to a GPU is not built yet; use ram on the CPU")
+    return CudaDevice(torch.device("cuda"))
+
+
+def _ways(
+    store: Store, rest: int, ram: str | int, vram: str | int | None, policy: str
+) -> tuple[Callable[[], ExpertMemory | DeviceMemory], int, int | None]:
+    """What makes the memory, and its budgets: on the host, and on the GPU."""
+    if vram is None:
+        budget, slots = _share(store, rest, ram)
+        return partial(ExpertMemory, store, slots, policy), budget, None
+    device = gpu()
+    found = share(store, rest, vram, ram, device.device)
+
+    def make() -> DeviceMemory:
+        try:
+            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, policy)
+        except BaseException:
+            device.close()
+            raise
+
+    return make, found.ram_bytes, found.vram_bytes
 
 
 def _source_of(path: Any) -> Path:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from amoeba.config import Activation
-from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
 from amoeba.weights import ExpertsByHandle, ExpertWeights
 
@@ -28,20 +27,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class StreamedExperts(ExpertsByHandle):
-    """One layer's share of an `ExpertMemory`, which makes it.
+class ExpertsInSlots(ExpertsByHandle):
+    """One layer's share of a memory, which makes it.
 
-    slots:  the memory as weights of S experts: who is in which slot, `lend` tells.
+    slots:  the memory as weights of S experts: who is in which slot, the memory tells.
     others: weights of all E experts whose values mean nothing, by which a backend is chosen.
     """
 
-    memory: ExpertMemory = field(repr=False)
+    memory: Any = field(repr=False)
     layer: int
     slots: ExpertWeights = field(repr=False)
     others: ExpertWeights = field(repr=False)
 
-    placement = "streamed"
-    device = CPU
+    placement = "in slots"
+
+    @property
+    def device(self) -> torch.device:
+        return self.slots.device
 
     @property
     def num_experts(self) -> int:
@@ -64,13 +66,22 @@ class StreamedExperts(ExpertsByHandle):
         return self.slots.activation
 
     def takes(self, device: torch.device) -> bool:
-        return device.type == "cpu"
+        return device == self.device
 
-    def to(self, dtype: torch.dtype) -> StreamedExperts:
+    def to(self, dtype: torch.dtype) -> Self:
         if dtype == self.dtype:
             return self
         got, remedy = f"autocast in {dtype}", "leave autocast out, or convert the checkpoint"
         raise bad_value("dtype", f"{self.dtype}, as the store has these experts", got, remedy)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedExperts(ExpertsInSlots):
+    """In an `ExpertMemory`."""
+
+    memory: ExpertMemory = field(repr=False)
+
+    placement = "streamed"
 
     def lend(self, ids: Iterable[int], tokens: int) -> Generator[dict[int, int], None, None]:
         """Expert -> slot, a few at a time, until all of these have been there; see `ExpertMemory.lend`."""

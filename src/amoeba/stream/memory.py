@@ -38,6 +38,7 @@ READS = 2
 class ExpertMemory:
     """
     layers: the kind of weights of each layer, in the store's order.
+    host_slots: none: there is no tier between the disk and the slots.
     cache:  what is where, and what that cost so far.
     waited_seconds: for reads, while there was nothing else to compute.
     """
@@ -45,14 +46,14 @@ class ExpertMemory:
     def __init__(self, store: Store, slots: Sequence[int], policy: str = DEFAULT_POLICY) -> None:
         self.store, self.slots, self.policy = store, tuple(slots), policy
         shapes = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
-        # no tier between the disk and the slots
-        self.cache = ExpertCache(shapes, self.slots, host=[0] * len(shapes), policy=policy)
+        self.host_slots = (0,) * len(shapes)
+        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy)
         self._blobs = [
             aligned_buffer(count * entry.expert_bytes).view(count, -1)
             for count, entry in zip(self.slots, store.layers, strict=True)
         ]
         self.layers = tuple(
-            StreamedExperts(self, layer, weights, _of_all(weights, entry.experts))
+            StreamedExperts(self, layer, weights, of_all(weights, entry.experts))
             for layer, (entry, blobs) in enumerate(zip(store.layers, self._blobs, strict=True))
             for weights in [_weights(entry, blobs)]
         )
@@ -68,7 +69,7 @@ class ExpertMemory:
 
     def __str__(self) -> str:
         experts = max(entry.experts for entry in self.store.layers)
-        return f"{_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}"
+        return f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}"
 
     def record(self, recorder: Recorder | None) -> None:
         """Hands every pass that begins from now on to the recorder."""
@@ -158,7 +159,7 @@ class ExpertMemory:
             self.recorder.close()
 
 
-def _range(numbers: Sequence[int]) -> str:
+def show_range(numbers: Sequence[int]) -> str:
     least, most = min(numbers), max(numbers)
     return str(least) if least == most else f"{least} to {most}"
 
@@ -167,7 +168,7 @@ def _weights(entry: LayerEntry, blobs: Tensor) -> ExpertWeights:
     return ExpertWeights(*entry.views(blobs), entry.activation)
 
 
-def _of_all(weights: ExpertWeights, experts: int) -> ExpertWeights:
+def of_all(weights: ExpertWeights, experts: int) -> ExpertWeights:
     """No memory of its own: every expert is what lies in the first slot."""
     tensors = (None if t is None else t[:1].expand(experts, *t.shape[1:]) for t in weights.tensors())
     return ExpertWeights.unchecked(*tensors, weights.activation)

@@ -29,13 +29,25 @@ class StreamReport:
     waited_seconds: float  # for reads, while there was nothing else to compute
     waited_seconds_per_token: float
     trace: str | None  # the file that was recorded
+    vram_bytes: int | None  # the budget on a GPU; None: everything is on the CPU
+    host_slots: list[int]  # of each layer, in pinned memory below the GPU
+    host_hits: int  # of what was asked for: not on the GPU, but there
+    host_hit_rate: float  # of what was not on the GPU
+    host_bytes_per_token: float  # copied from there to the GPU
 
     def __str__(self) -> str:
         slots = sorted(set(self.slots))
         per_layer = str(slots[0]) if len(slots) == 1 else f"{slots[0]}-{slots[-1]}"
         of = max(self.experts)
+        where, below = "in memory", ""
+        if self.vram_bytes is not None:
+            where = "on the GPU"
+            below = (
+                f"{100 * self.host_hit_rate:.1f} % of the others in host memory, "
+                f"{show_size(self.host_bytes_per_token)} copied and "
+            )
         return (
-            f"experts: {100 * self.hit_rate:.1f} % of {self.requested} in memory ({per_layer} of {of} per layer, "
-            f"{show_size(self.slot_bytes)}), {show_size(self.read_bytes_per_token)} read per token, waited "
+            f"experts: {100 * self.hit_rate:.1f} % of {self.requested} {where} ({per_layer} of {of} per layer, "
+            f"{show_size(self.slot_bytes)}), {below}{show_size(self.read_bytes_per_token)} read per token, waited "
             f"{1e3 * self.waited_seconds_per_token:.1f} ms per token"
         )

@@ -27,7 +27,7 @@ them must be 1 for speed (rows of W1 and W2 contiguous as in transformers is the
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,15 @@ class Plan(NamedTuple):
 _plans: dict[tuple, Plan] = {}
 
 
-def decode(problem: Problem, *, configuration: Configuration | None = None) -> Tensor:
+class Like(NamedTuple):
+    """The pass by which a configuration is chosen: where only some of its tokens, or of its experts, are at hand, they
+    are computed as in the whole."""
+
+    tokens: int
+    experts: int
+
+
+def decode(problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None) -> Tensor:
     """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
     x_TH, expert_TK, weight_TK, weights, lora = problem[:5]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
@@ -84,9 +92,10 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
             down_bias_EH is None,
             id(weights.activation),
             None if lora is None else _kind_of(lora),
+            like,
         )
         found = _plans.get(key)
-        plan = _plans[key] = _plan(problem, _chosen(problem)) if found is None else found
+        plan = _plans[key] = _plan(problem, _chosen(problem, like)) if found is None else found
     a_NI = x_TH.new_empty((slots, down_EHI.shape[2]))
     y_TH = torch.empty_like(x_TH)
     # a kernel without a bias or factors looks at none, whatever stands in its place
@@ -100,6 +109,33 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
     y_NH = x_TH.new_empty((slots, down_EHI.shape[1]), dtype=torch.float32)
     plan.down(a_NI, expert_TK, down_EHI, bias_EH, *factors, y_NH)
     plan.sum(y_NH, expert_TK, weight_TK, y_TH)
+    return y_TH
+
+
+def is_by_slot(problem: Problem, like: Like) -> bool:
+    """Whether a token's experts are all needed at once."""
+    return _chosen(problem, like).by_slot
+
+
+def decode_rows(problem: Problem, y_NH: Tensor, like: Like) -> None:
+    """By expert, without the sum: fp32 rows of the slots whose experts are here; the rows of sentinels stay as they
+    are. Where the pass would go by slot, its numbers may differ in the last bits."""
+    x_TH, expert_TK, _, weights, lora = problem[:5]
+    x_TH, expert_TK = x_TH.contiguous(), expert_TK.contiguous()
+    chosen = _chosen(problem, like)
+    plan = _plan(problem, configurations.by_expert(_layer(problem, like)) if chosen.by_slot else chosen)
+    a_NI = x_TH.new_empty((expert_TK.numel(), weights.intermediate))
+    bias_EJ = x_TH if weights.gate_up_bias_EJ is None else weights.gate_up_bias_EJ.contiguous()
+    bias_EH = x_TH if weights.down_bias_EH is None else weights.down_bias_EH.contiguous()
+    plan.up(x_TH, expert_TK, weights.gate_up_EJH, bias_EJ, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+    factors = plan.low.before_down(lora, a_NI, expert_TK)
+    plan.down(a_NI, expert_TK, weights.down_EHI, bias_EH, *factors, y_NH)
+
+
+def sum_rows(y_NH: Tensor, problem: Problem) -> Tensor:
+    """y_TH of rows that `decode_rows` made, of all experts."""
+    y_TH = torch.empty_like(problem.x_TH, memory_format=torch.contiguous_format)
+    sum_of_slots(problem)(y_NH, problem.expert_TK.contiguous(), problem.weight_TK.contiguous(), y_TH)
     return y_TH
 
 
@@ -120,26 +156,36 @@ def _kind_of(lora: LoraFactors) -> tuple:
     return (ranks_of(lora), lora.scaling, *dtypes)
 
 
-def _chosen(problem: Problem) -> Configuration:
-    tokens, top_k = problem.expert_TK.shape
-    weights, device = problem.weights, problem.x_TH.device
-    contiguous_rows = weights.gate_up_EJH.stride(2) == weights.down_EHI.stride(2) == 1
-    sizes: tuple[int, int, int, int] = (top_k, *weights.down_EHI.shape)
-    options = {
-        "gated": weights.activation.gated,
-        "itemsize": problem.x_TH.element_size(),
-        "overlap": can_overlap(device),
-    }
-    if contiguous_rows:
-        few = next_power_of_2(tokens)
+def _layer(problem: Problem, like: Like | None) -> configurations.Layer:
+    weights, top_k = problem.weights, problem.expert_TK.shape[1]
+    tokens, experts = like or (problem.expert_TK.shape[0], weights.num_experts)
+    return configurations.Layer(
+        tokens,
+        top_k,
+        experts,
+        weights.hidden,
+        weights.intermediate,
+        rows_per_column=2 if weights.activation.gated else 1,
+        itemsize=problem.x_TH.element_size(),
+        contiguous_rows=weights.gate_up_EJH.stride(2) == weights.down_EHI.stride(2) == 1,
+        overlap=can_overlap(problem.x_TH.device),
+    )
+
+
+def _chosen(problem: Problem, like: Like | None = None) -> Configuration:
+    layer, device, gated = _layer(problem, like), problem.x_TH.device, problem.weights.activation.gated
+    sizes = layer.top_k, layer.num_experts, layer.hidden, layer.intermediate
+    options: dict[str, Any] = {"gated": gated, "itemsize": layer.itemsize, "overlap": layer.overlap}
+    if layer.contiguous_rows:
+        few = next_power_of_2(layer.tokens)
         measured = tuned.choose(
             device,
-            decode_key(problem.x_TH.dtype, tokens, *sizes, gated=weights.activation.gated),
+            decode_key(problem.x_TH.dtype, layer.tokens, *sizes, gated=gated),
             lambda: candidates(few, *sizes, **options, capability=capability_of(device)),
         )
         if measured is not None:
             return measured
-    return configurations.configuration(tokens, *sizes, **options, contiguous_rows=contiguous_rows)
+    return configurations.configuration(layer.tokens, *sizes, **options, contiguous_rows=layer.contiguous_rows)
 
 
 @cache

@@ -1,0 +1,241 @@
+"""Experts streamed to a GPU inside torch: the backend `streamed` of that kind, which computes by `triton`'s kernels.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · S slots · H hidden
+
+**A few tokens without gradients.** A kernel behind the router turns ids into slots and tells the host which ids were
+asked for. If all are there, that is all: `decode` computes with the slots. Where a layer's latest pass found all of its
+experts, decoding is enqueued before the host looks, so that the GPU does not wait for it; and where all experts of a
+layer are in its slots, the host does not look at all. Else the missing ones are loaded, and then it computes.
+
+**Many tokens, and training.** They ask for nearly all experts, so all are streamed, in order, in groups of half of the
+slots: one computes while the next is copied. The host never learns an id. Each group computes its rows, and these are
+combined once, at the end. Backward does the same, and computes h again: the link is slower than that product.
+
+Either way the numbers are those of the same experts resident, because tiles are chosen by the number of experts and not
+of slots. Except: one to four tokens whose experts do not fit into the layer's slots, token by token, are summed up in
+another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import torch
+from torch import Tensor
+
+from amoeba.backends import triton
+from amoeba.backends.backend import PassesBackend, Request
+from amoeba.problem import Gradients, Needs, Problem, Save
+from amoeba.stream.gpu.experts import GpuStreamedExperts
+from amoeba.weights import LORA_NAMES, LoraFactors
+
+
+class GpuStreamedBackend(PassesBackend):
+    name, summary, kinds = "streamed", "experts from a store, through slots on the GPU", (GpuStreamedExperts,)
+    operator_name = "streamed_gpu"
+
+    def why_not(self, request: Request) -> str | None:
+        return triton.why_not_on(request.weights.device, request.weights.dtype)
+
+    def prepared(self, problem: Problem, gradient: bool) -> Problem:
+        return triton.BACKEND.prepared(problem, gradient)
+
+    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, None]:
+        memory, layer, tokens = problem.weights.memory, problem.weights.layer, problem.x_TH.shape[0]
+        if problem.rows == 0:
+            return torch.zeros_like(problem.x_TH), None
+        memory.count(layer, tokens)
+        if memory.recorder is not None:
+            memory.recorder.add(layer, problem.expert_TK.reshape(-1).tolist(), tokens)
+        with memory.turn(layer):
+            if save != "h" and tokens <= triton.DECODE_TOKENS:
+                return _Few(problem).decode(), None
+            y_NH = None
+            with _groups(problem) as groups:
+                for slot_of in groups:
+                    if len(slot_of) == problem.weights.num_experts:
+                        y_TH = _many(_in_slots(problem))
+                        break
+                    alone = _rows_alone(problem)
+                    ones = torch.ones_like(alone.weight_TK)
+                    rows = _many(_in_slots(alone._replace(weight_TK=ones)))
+                    y_NH = rows if y_NH is None else y_NH.add_(rows)  # others' rows are zero
+            if y_NH is not None:
+                y_TH = _combined(y_NH, problem, problem.weight_TK)
+        _expect(problem, layer + 1)
+        return y_TH, None
+
+    def backward(self, problem: Problem, saved: None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        layer, rows = problem.weights.layer, problem.rows
+        if rows == 0:
+            return Gradients.zeros(problem, needs)
+        found = Gradients.zeros(problem, needs)._asdict()
+        dx_NH = dy_TH.new_zeros(rows, dy_TH.shape[1]) if needs.x else None
+        d_weight = torch.zeros_like(problem.weight_TK, memory_format=torch.contiguous_format) if needs.weight else None
+        with problem.weights.memory.turn(layer), _groups(problem) as groups:
+            alone = _rows_alone(problem)
+            dy_NH = dy_TH.index_select(0, _token_N(problem))
+            for _ in groups:
+                of_group = triton.BACKEND.backward(_in_slots(alone), None, dy_NH, needs)
+                if dx_NH is not None:
+                    dx_NH += _there(of_group.x)
+                if d_weight is not None:
+                    d_weight.view(-1).add_(_there(of_group.weight).flatten())
+                for name in LORA_NAMES:
+                    if found[name] is not None:
+                        found[name] = _put(problem, _there(getattr(of_group, name)), found[name])
+        _expect(problem, layer - 1)
+        d_x = None if dx_NH is None else _combined(dx_NH, problem, None)
+        return Gradients(**found | {"x": d_x, "weight": d_weight})
+
+
+class _Few:
+    """A pass of a few tokens without gradients."""
+
+    def __init__(self, problem: Problem) -> None:
+        from amoeba.kernels.decode import Like
+
+        self.problem = problem
+        self.memory, self.layer = problem.weights.memory, problem.weights.layer
+        self.like = Like(problem.x_TH.shape[0], problem.weights.num_experts)
+
+    def decode(self) -> Tensor:
+        from amoeba.kernels.index_export import MOST_IDS
+
+        problem, memory, layer, export = self.problem, self.memory, self.layer, self.memory.export
+        if problem.rows > MOST_IDS:
+            return self._with(problem, list(range(problem.weights.num_experts)))
+        is_complete = memory.is_complete(layer)
+        if is_complete and export.ready(layer):
+            memory.used(layer, export.read(layer).there)  # of the pass before this
+        slot_TK = export.launch(layer, problem.expert_TK)
+        if is_complete:
+            return self._whole(problem, slot_TK)
+        y_TH = self._whole(problem, slot_TK) if memory.hits_lately[layer] else None
+        memory.wait_for_ids(layer)
+        missing, there = export.read(layer)
+        memory.hits_lately[layer] = not missing
+        if missing:
+            return self._with(problem, [*there, *missing])
+        memory.used(layer, there)
+        return self._whole(problem, slot_TK) if y_TH is None else y_TH
+
+    def _whole(self, problem: Problem, slot_TK: Tensor) -> Tensor:
+        from amoeba.kernels.decode import decode
+
+        return decode(_in_slots(problem, slot_TK), like=self.like)
+
+    def _with(self, problem: Problem, ids: list[int]) -> Tensor:
+        """Once these are there, which are all that the problem asks for."""
+        memory, layer = self.memory, self.layer
+        if len(ids) > memory.slots[layer]:
+            return self._in_parts(problem, ids)
+        with closing(memory.lend(layer, ids)) as groups:
+            for _ in groups:
+                y_TH = self._whole(problem, memory.export.to_slots(layer, problem.expert_TK))
+        return y_TH
+
+    def _in_parts(self, problem: Problem, ids: list[int]) -> Tensor:
+        from amoeba.kernels.decode import decode_rows, is_by_slot, sum_rows
+
+        memory, layer = self.memory, self.layer
+        tokens, top_k = problem.expert_TK.shape
+        of_all = problem._replace(weights=problem.weights.others)
+        if is_by_slot(of_all, self.like) and tokens > 1 and top_k <= memory.slots[layer]:
+            return torch.cat([self._alone(problem, token) for token in range(tokens)])
+        y_NH = problem.x_TH.new_empty((problem.rows, problem.x_TH.shape[1]), dtype=torch.float32)
+        with closing(memory.lend(layer, ids)) as groups:
+            for _ in groups:
+                decode_rows(_in_slots(problem), y_NH, self.like)
+        return sum_rows(y_NH, of_all)
+
+    def _alone(self, problem: Problem, token: int) -> Tensor:
+        memory, layer = self.memory, self.layer
+        one = problem._replace(
+            x_TH=problem.x_TH[token : token + 1],
+            expert_TK=problem.expert_TK[token : token + 1],
+            weight_TK=problem.weight_TK[token : token + 1],
+        )
+        memory.export.launch(layer, one.expert_TK)
+        memory.wait_for_ids(layer)
+        missing, there = memory.export.read(layer)
+        return self._with(one, [*there, *missing])
+
+
+@contextmanager
+def _groups(problem: Problem) -> Iterator[Iterator[dict[int, int]]]:
+    """All experts, in groups, with tiles as for all of them."""
+    from amoeba.kernels.choice import as_with
+
+    weights = problem.weights
+    with as_with(weights.num_experts), closing(weights.memory.lend(weights.layer, range(weights.num_experts))) as lent:
+        yield lent
+
+
+def _expect(problem: Problem, layer: int) -> None:
+    memory = problem.weights.memory
+    if 0 <= layer < len(memory.layers):
+        memory.prefetch(layer, range(memory.layers[layer].num_experts))
+
+
+def _many(problem: Problem) -> Tensor:
+    """The sorted way, however few rows there are."""
+    from amoeba.backends import sorted_rows
+    from amoeba.backends.triton_rows import TritonRows
+
+    return sorted_rows.forward(problem, "nothing", TritonRows)[0]
+
+
+def _in_slots(problem: Problem, slot_TK: Tensor | None = None) -> Problem:
+    """With the experts that are shown, numbered by their slots; all others are sentinels."""
+    weights = problem.weights
+    export, layer = weights.memory.export, weights.layer
+    if slot_TK is None:
+        slot_TK = export.to_slots(layer, problem.expert_TK)
+    lora = None if problem.lora is None else _factors_in_slots(problem.lora, export.expert_S(layer))
+    return problem._replace(expert_TK=slot_TK, weights=weights.slots, lora=lora)
+
+
+def _factors_in_slots(lora: LoraFactors, expert_S: Tensor) -> LoraFactors:
+    gate_a, gate_b, up_a, up_b, down_a, down_b = (
+        None if f is None else f.index_select(0, expert_S) for f in lora.six()
+    )
+    if lora.shares_a:
+        up_a = gate_a
+    return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)
+
+
+def _put(problem: Problem, of_slots: Tensor, of_experts: Tensor) -> Tensor:
+    """What each slot got, to the expert that is in it."""
+    slot_E = problem.weights.memory.export.slot_E(problem.weights.layer)
+    there_E = (slot_E >= 0).view(-1, *(1 for _ in of_slots.shape[1:]))
+    return torch.where(there_E, of_slots.index_select(0, slot_E.clamp(min=0)), of_experts)
+
+
+def _token_N(problem: Problem) -> Tensor:
+    return torch.arange(problem.rows, dtype=torch.int64, device=problem.x_TH.device) // problem.expert_TK.shape[1]
+
+
+def _rows_alone(problem: Problem) -> Problem:
+    """Each row as a token with one expert, so that rows come back one by one."""
+    x_NH = problem.x_TH.index_select(0, _token_N(problem))
+    return problem._replace(
+        x_TH=x_NH, expert_TK=problem.expert_TK.reshape(-1, 1), weight_TK=problem.weight_TK.reshape(-1, 1)
+    )
+
+
+def _combined(rows_NH: Tensor, problem: Problem, weight_TK: Tensor | None) -> Tensor:
+    from amoeba.kernels.combine import combine
+
+    expert_TK, rows = problem.expert_TK, problem.rows
+    slot_TK = torch.arange(rows, dtype=torch.int32, device=rows_NH.device).view_as(expert_TK)
+    slot_TK = slot_TK.masked_fill((expert_TK < 0) | (expert_TK >= problem.weights.num_experts), rows)
+    out_TH = torch.empty_like(problem.x_TH, memory_format=torch.contiguous_format)
+    combine(rows_NH, slot_TK, None if weight_TK is None else weight_TK.contiguous(), out_TH)
+    return out_TH
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None  # as it was asked for
+    return tensor

@@ -1,0 +1,143 @@
+"""What streaming asks of a device: streams, events, memory that both sides reach. One file knows CUDA.
+
+    device = CudaDevice(torch.device("cuda"))
+    device.wait(device.copies, read)             # the stream of copies waits for an event, the host does not
+    device.copy(device.copies, slot, blob)
+    filled = device.record(device.copies)        # an event: filled.done(), filled.wait()
+    device.wait(device.compute, filled)
+
+Tests have another one, on the CPU, whose copies come late, complete in another order, or fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from amoeba.cpu.pointers import address
+from amoeba.stream.sizes import show_size
+from amoeba.stream.store.buffers import aligned_buffer
+
+logger = logging.getLogger("amoeba")
+
+Stream = Any  # a device's own
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None:
+        """The host waits, for what is ahead of that place alone."""
+
+
+class Device(ABC):
+    """
+    device: where the slots are.
+    copies: the stream of all copies of experts, both ways: they come to pass in the order of their calls.
+    """
+
+    device: torch.device
+    copies: Stream
+
+    @property
+    @abstractmethod
+    def compute(self) -> Stream:
+        """Where a pass of the calling thread runs."""
+
+    @abstractmethod
+    def host_memory(self, size: int) -> Tensor:
+        """Bytes on the host that begin at a page, pinned where the system allows it."""
+
+    @abstractmethod
+    def mapped(self, *shape: int) -> Tensor:
+        """int32 zeros on the host that kernels can write."""
+
+    @abstractmethod
+    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None: ...
+
+    @abstractmethod
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """In the stream that computes."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event: ...
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What comes after in the stream waits; the host does not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for copies that are under way, and lets go of the memory."""
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaDevice(Device):
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.copies = torch.cuda.Stream(self.device)
+        self._registered: list[tuple[int, Tensor]] = []
+        self._said_pageable = False
+
+    @property
+    def compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def host_memory(self, size: int) -> Tensor:
+        """Registered rather than allocated as pinned: torch's own pinned memory is rounded up to a power of two."""
+        memory = aligned_buffer(size)
+        place = address("host memory", memory, torch.uint8, (size,))
+        failed = ""
+        try:
+            code = torch.cuda.cudart().cudaHostRegister(place, size, 0)
+            failed = "" if int(code) == 0 else f"CUDA error {int(code)}"
+        except RuntimeError as error:
+            failed = str(error)
+        if not failed:
+            self._registered.append((place, memory))
+        elif not self._said_pageable:
+            self._said_pageable = True
+            with contextlib.suppress(RuntimeError):  # CUDA tells an error once more to whoever launches next
+                torch.zeros(1, dtype=torch.int32, device=self.device)
+            logger.warning("%s of memory could not be pinned (%s): copies are slower", show_size(size), failed)
+        return memory
+
+    def mapped(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=True)
+
+    def copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        kernel()
+
+    def record(self, stream: torch.cuda.Stream) -> _CudaEvent:
+        return _CudaEvent(stream)
+
+    def wait(self, stream: torch.cuda.Stream, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        stream.wait_event(event.event)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)  # passes may still read slots and rows that go away now
+        while self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered.pop()[0])

@@ -1,0 +1,360 @@
+"""Budgets of device and host memory over a store: slots on the device, pinned memory below them, and what fills them.
+
+    memory = DeviceMemory(store, CudaDevice(...), slots=[32] * 48, host_slots=[64] * 48, ids=64 * 8)
+    with memory.turn(layer):                                  # one pass at a time uses a layer's slots
+        with closing(memory.lend(layer, ids)) as lent:
+            for slot_of in lent:                              # {expert: slot}, shown to the device, until the next turn
+                compute(memory.layers[layer].slots, slot_of)
+
+`lend` waits on the host for reads from the disk alone. Copies are waited for by the stream that computes, and a slot is
+loaded again once the last pass that reads it is done. What comes next is copied while a group computes, where there
+are slots for both.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from amoeba.errors import bad_value
+from amoeba.stream.cache import ExpertCache, Fetch
+from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.gpu.experts import GpuStreamedExperts
+from amoeba.stream.gpu.export import IndexExport
+from amoeba.stream.gpu.loader import Job, Loader
+from amoeba.stream.gpu.tiers import LayerTiers
+from amoeba.stream.memory import READS, of_all, show_range
+from amoeba.stream.policies import DEFAULT_POLICY
+from amoeba.stream.recorder import Recorder
+from amoeba.stream.sizes import show_size
+from amoeba.stream.slots import SlotsInUse
+from amoeba.stream.store.store import Store
+from amoeba.stream.trace import LayerShape
+
+
+@dataclass(eq=False)
+class _Group:
+    """Experts that were asked for together: held, on their way or there."""
+
+    slot_of: dict[int, int]
+    copied: dict[int, Event] = field(default_factory=dict)
+    jobs: dict[int, Job] = field(default_factory=dict)
+
+
+class DeviceMemory:
+    """
+    layers: the kind of weights of each layer, in the store's order.
+    cache:  what is where, and what that cost so far.
+    waited_seconds: on the host, for reads and for ids.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        slots: Sequence[int],
+        host_slots: Sequence[int],
+        ids: int,
+        policy: str = DEFAULT_POLICY,
+    ) -> None:
+        self.store, self.device, self.policy = store, device, policy
+        self.slots, self.host_slots = tuple(slots), tuple(host_slots)
+        shapes = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
+        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy)
+        self._tiers = [
+            LayerTiers(device, *sizes) for sizes in zip(store.layers, self.slots, self.host_slots, strict=True)
+        ]
+        self.export = IndexExport(device, [entry.experts for entry in store.layers], self.slots, ids)
+        self.layers = tuple(
+            GpuStreamedExperts(self, layer, weights, of_all(weights, entry.experts))
+            for layer, (entry, tiers) in enumerate(zip(store.layers, self._tiers, strict=True))
+            for weights in [tiers.weights]
+        )
+        # what is read for the device alone passes through one of these
+        self._passing: SimpleQueue[tuple[Tensor, Event | None]] = SimpleQueue()
+        largest = max(entry.expert_bytes for entry in store.layers)
+        for _ in range(READS):
+            self._passing.put((device.host_memory(largest), None))
+        self._loader = Loader(READS)
+        self._release = weakref.finalize(self, _release, self._loader, device)  # where nobody closes it
+        self._expected: dict[tuple[int, int], Job] = {}  # loads of prefetches that nobody has asked for yet
+        self._arrived: dict[tuple[int, int], Event] = {}  # copies of prefetches that were not shown yet
+        self._shown: list[dict[int, int]] = [{} for _ in shapes]
+        self._changed = [False] * len(shapes)  # since all that is there was shown
+        self.hits_lately = [False] * len(shapes)  # whether the latest pass found all of its experts
+        self._last: list[Event | None] = [None] * len(shapes)  # pass over each layer
+        self._turns = [threading.RLock() for _ in shapes]
+        self._counting = threading.Lock()
+        self.waited_seconds, self._closed = 0.0, False
+        self.recorder: Recorder | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(tiers.nbytes for tiers in self._tiers)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(0 if tiers.blobs is None else tiers.blobs.nbytes for tiers in self._tiers)
+
+    def __str__(self) -> str:
+        experts = max(entry.experts for entry in self.store.layers)
+        below = f"{show_range(self.host_slots)} in {show_size(self.host_bytes)} of host memory"
+        return f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}, {below}"
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Hands every pass that begins from now on to the recorder; each then waits for its ids."""
+        self.recorder = recorder
+
+    @contextmanager
+    def turn(self, layer: int) -> Iterator[None]:
+        """A pass over a layer: passes come one after the other, in whatever streams they run."""
+        if self._closed:
+            raise bad_value("experts", "a store that is open", "a closed one", "attach the model again")
+        with self._turns[layer]:
+            device, last = self.device, self._last[layer]
+            if last is not None:
+                device.wait(device.compute, last)
+            try:
+                yield
+            finally:
+                if self._changed[layer]:
+                    self._show_all(layer)
+                done = self._last[layer] = device.record(device.compute)
+                self._tiers[layer].read_by(self._shown[layer].values(), done)
+
+    def is_complete(self, layer: int) -> bool:
+        """All experts are there and shown: nothing of the layer is ever evicted or missing."""
+        return len(self._shown[layer]) == self.store.layers[layer].experts
+
+    def wait_for_ids(self, layer: int) -> None:
+        began = time.perf_counter()
+        self.export.wait(layer)
+        with self._counting:
+            self.waited_seconds += time.perf_counter() - began
+
+    def count(self, layer: int, tokens: int) -> None:
+        if layer == 0:
+            with self._counting:
+                self.cache.count_tokens(tokens)
+
+    def used(self, layer: int, ids: Iterable[int]) -> None:
+        """A pass found these in their slots."""
+        ids = list(ids)
+        with self._counting:
+            self.cache.request(layer, ids)
+            self.cache.release(layer, ids)
+
+    def lend(self, layer: int, ids: Iterable[int]) -> Generator[dict[int, int], None, None]:
+        """Distinct experts in groups, each there until the next is asked for. In one group if all have slots; else in
+        as many as it takes, those that are there first. Inside a `turn`.
+
+        StoreError where one cannot be read. Then, and when the caller stops half-way, its slots are free again.
+        """
+        there = self.cache.top(layer).slot_of
+        distinct = sorted(ids, key=lambda expert: expert not in there)
+        slots = self.slots[layer]
+        size = slots if len(distinct) <= slots else max(1, slots // 2)
+        parts = [distinct[first : first + size] for first in range(0, len(distinct), size)]
+        ahead = len(parts) > 1 and slots > 1
+        groups: list[_Group] = []
+        try:
+            for number, part in enumerate(parts):
+                if not groups:
+                    groups.append(self._begin(layer, part))
+                if ahead and number + 1 < len(parts):
+                    groups.append(self._begin(layer, parts[number + 1]))
+                self._finish(layer, groups[0])
+                self._show(layer, groups[0].slot_of)
+                yield groups[0].slot_of
+                self._end(layer, groups.pop(0))
+        finally:
+            for group in groups:
+                self._end(layer, group)
+
+    def prefetch(self, layer: int, ids: Iterable[int]) -> None:
+        """Has experts loaded that will be asked for soon, where the layer has room, after all that is needed now. Those
+        that leave for it are hidden from kernels when this returns."""
+        with self.turn(layer):
+            with self._counting:
+                fetch = self.cache.prefetch(layer, ids)
+            self._changed[layer] = True
+            loads = [(*load, True) for load in fetch.from_host] + [(*load, False) for load in fetch.from_disk]
+            try:
+                self._write_back(layer, fetch)
+                while loads:
+                    expert, host_slot, slot, is_there = loads[0]
+                    job = self._submit(layer, expert, host_slot, slot, is_there, predicted=True)
+                    self._expected[layer, expert] = job
+                    del loads[0]
+            except BaseException:
+                with self._counting:
+                    for expert, *_ in loads:
+                        self.cache.failed(layer, expert)
+                raise
+
+    def _begin(self, layer: int, part: list[int]) -> _Group:
+        tiers = self._tiers[layer]
+        fetch = self._request(layer, part)
+        self._changed[layer] = True
+        loads = {expert: slot for expert, _, slot in (*fetch.from_host, *fetch.from_disk)}
+        group = _Group(fetch.hits | fetch.waiting | loads)
+        try:
+            self._write_back(layer, fetch)
+            for expert, host_slot, slot in fetch.from_host:
+                assert tiers.blobs is not None
+                group.copied[expert] = tiers.up(tiers.blobs[host_slot], slot, host_slot)
+                self._loaded(layer, expert)
+            for expert, staged, slot in fetch.from_disk:
+                group.jobs[expert] = self._submit(layer, expert, staged, slot, False)
+        except BaseException:
+            self._end(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
+            raise
+        for expert in part:
+            job = self._expected.pop((layer, expert), None)
+            if job is not None and expert not in loads:
+                self._loader.promote(job)
+                group.jobs[expert] = job
+        return group
+
+    def _request(self, layer: int, part: list[int]) -> Fetch:
+        try:
+            with self._counting:
+                return self.cache.request(layer, part)
+        except SlotsInUse:  # by loads that were only expected
+            jobs = [job for (number, _), job in self._expected.items() if number == layer]
+            for job in jobs:
+                self._loader.promote(job)
+            wait(jobs)
+            with self._counting:
+                return self.cache.request(layer, part)
+
+    def _finish(self, layer: int, group: _Group) -> None:
+        """The host waits for reads, the stream that computes for copies."""
+        if group.jobs:
+            began = time.perf_counter()
+            try:
+                for job in group.jobs.values():
+                    job.result()
+            finally:
+                with self._counting:
+                    self.waited_seconds += time.perf_counter() - began
+        device = self.device
+        with self._counting:
+            arrived = {e: event for e in group.slot_of if (event := self._arrived.pop((layer, e), None)) is not None}
+        for event in (*group.copied.values(), *arrived.values()):
+            device.wait(device.compute, event)
+
+    def _end(self, layer: int, group: _Group, never_begun: Iterable[int] = ()) -> None:
+        """Nothing of it is read or loaded after this, but by what is in the streams already."""
+        for job in group.jobs.values():
+            job.cancel()
+        wait(group.jobs.values())
+        failed = {e for e, job in group.jobs.items() if job.cancelled() or job.exception() is not None}
+        with self._counting:
+            # a job that failed has said so itself; one that was cancelled never ran
+            for expert in (*never_begun, *(e for e in failed if group.jobs[e].cancelled())):
+                self.cache.failed(layer, expert)
+            held = [e for e in group.slot_of if e not in failed and e not in never_begun]
+            self.cache.release(layer, held)
+        done = self.device.record(self.device.compute)
+        self._tiers[layer].read_by((group.slot_of[e] for e in held), done)
+
+    def _write_back(self, layer: int, fetch: Fetch) -> None:
+        left = list(fetch.writes)
+        try:
+            while left:
+                expert, slot, host_slot = left[0]
+                self._tiers[layer].down(slot, host_slot)
+                with self._counting:
+                    self.cache.arrived(layer, expert)
+                del left[0]
+        except BaseException:
+            with self._counting:
+                for expert, _, _ in left:
+                    self.cache.dropped(layer, expert)
+            raise
+
+    def _loaded(self, layer: int, expert: int) -> None:
+        with self._counting:
+            self.cache.loaded(layer, expert)
+
+    def _submit(
+        self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool, *, predicted: bool = False
+    ) -> Job:
+        """is_there: in its host slot already."""
+
+        def load() -> None:
+            try:
+                event = self._read_and_copy(layer, expert, host_slot, slot, is_there)
+            except BaseException:
+                with self._counting:
+                    self.cache.failed(layer, expert)
+                raise
+            with self._counting:
+                self.cache.loaded(layer, expert)
+                self._arrived[layer, expert] = event
+
+        return self._loader.submit(load, predicted=predicted)
+
+    def _read_and_copy(self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool) -> Event:
+        tiers = self._tiers[layer]
+        if host_slot is None:
+            memory, before = self._passing.get()
+            try:
+                if before is not None:
+                    before.wait()
+                blob = memory[: self.store.expert_bytes(layer)]
+                self.store.read(layer, expert, blob)
+                return tiers.up(blob, slot, None)
+            finally:
+                self._passing.put((memory, self.device.record(self.device.copies)))
+        assert tiers.blobs is not None
+        if not is_there:
+            tiers.blob_is_free(host_slot)
+            self.store.read(layer, expert, tiers.blobs[host_slot])
+        return tiers.up(tiers.blobs[host_slot], slot, host_slot)
+
+    def _show(self, layer: int, slot_of: dict[int, int]) -> None:
+        if slot_of != self._shown[layer]:
+            self.export.show(layer, slot_of)
+            self._shown[layer] = dict(slot_of)
+
+    def _show_all(self, layer: int) -> None:
+        """Everything that is there, or whose copy has come to pass unasked."""
+        with self._counting:
+            table = self.cache.top(layer)
+            slot_of = {expert: slot for expert, slot in table.slot_of.items() if not table.is_loading(expert)}
+            for expert in list(slot_of):
+                event = self._arrived.get((layer, expert))
+                if event is None:
+                    continue
+                if event.done():
+                    del self._arrived[layer, expert]
+                    self._expected.pop((layer, expert), None)
+                else:
+                    del slot_of[expert]
+            self._changed[layer] = len(slot_of) < len(table.slot_of)
+        self._show(layer, slot_of)
+
+    def close(self) -> None:
+        """Waits for loads and passes that are under way. No pass may begin after it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._release()
+        self.store.close()
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+def _release(loader: Loader, device: Device) -> None:
+    loader.close()
+    device.close()

@@ -1,0 +1,130 @@
+"""A device on the CPU whose streams run when the test's random numbers say so, within what events allow.
+
+    device = SimulatedDevice(seed=3)                    # everything enqueued runs late, at random moments
+    device = SimulatedDevice(seed=3, inline=True)       # what computes runs at once; copies only when they have to
+
+`inline` is for backends, which compute by calling torch: a copy that nobody waited for has then not happened, and its
+slot holds what was there before (at first NaN). Late or early, an order that events allow has to give right numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.store.buffers import aligned_buffer
+
+
+class CopyFailed(RuntimeError):
+    pass
+
+
+@dataclass(eq=False)
+class SimulatedStream:
+    name: str
+    work: deque = field(default_factory=deque)  # functions, and events to wait for
+    enqueued: int = 0
+    done: int = 0
+
+
+@dataclass(eq=False)
+class SimulatedEvent:
+    device: SimulatedDevice
+    stream: SimulatedStream
+    place: int
+
+    def done(self) -> bool:
+        with self.device.lock:
+            return self.stream.done >= self.place
+
+    def wait(self) -> None:
+        with self.device.lock:
+            self.device.waits.append(self.stream.name)
+            self.device.run_until(self)
+
+
+class SimulatedDevice(Device):
+    """
+    waits:      the streams of events that the host waited for.
+    fails_at:   the number of the copy whose call raises.
+    """
+
+    def __init__(self, seed: int = 0, *, inline: bool = False, fails_at: int | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.copies, self._compute = SimulatedStream("copies"), SimulatedStream("compute")
+        self.lock, self.inline, self.fails_at = threading.RLock(), inline, fails_at
+        self.random = random.Random(seed)
+        self.waits: list[str] = []
+        self.copied = 0
+        self.closed = False
+
+    @property
+    def compute(self) -> SimulatedStream:
+        return self._compute
+
+    def host_memory(self, size: int) -> Tensor:
+        return aligned_buffer(size)
+
+    def mapped(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def copy(self, stream: SimulatedStream, target: Tensor, source: Tensor) -> None:
+        if stream is self.copies:
+            self.copied += 1
+            if self.copied == self.fails_at:
+                raise CopyFailed("a copy failed")
+        self._enqueue(stream, lambda: target.copy_(source))
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        self._enqueue(self._compute, kernel)
+
+    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+        with self.lock:
+            return SimulatedEvent(self, stream, stream.enqueued)
+
+    def wait(self, stream: SimulatedStream, event: Event) -> None:
+        self._enqueue(stream, event)
+
+    def close(self) -> None:
+        with self.lock:
+            for stream in (self.copies, self._compute):
+                self.run_until(self.record(stream))
+            self.closed = True
+
+    def _enqueue(self, stream: SimulatedStream, work: Callable[[], object] | Event) -> None:
+        with self.lock:
+            assert not self.closed, "enqueued on a device that was closed"
+            stream.work.append(work)
+            stream.enqueued += 1
+            if self.inline:
+                if stream is self._compute:
+                    self.run_until(self.record(stream))
+            else:
+                for _ in range(self.random.choice((0, 0, 1, 2, 20))):
+                    self._step(self.random.choice((self.copies, self._compute)))
+
+    def _step(self, stream: SimulatedStream) -> bool:
+        if not stream.work:
+            return False
+        work = stream.work[0]
+        if isinstance(work, SimulatedEvent):
+            if not work.done():
+                return False
+        else:
+            work()
+        stream.work.popleft()
+        stream.done += 1
+        return True
+
+    def run_until(self, event: SimulatedEvent) -> None:
+        """With as little else as it takes: what the event's stream waits for."""
+        other = self.copies if event.stream is self._compute else self._compute
+        while not event.done():
+            assert self._step(event.stream) or self._step(other), "the streams wait for each other"

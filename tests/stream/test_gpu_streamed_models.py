@@ -1,0 +1,215 @@
+"""A model whose experts are larger than its budget on a GPU: the tokens of the same model resident.
+
+On a machine without a GPU a simulated device stands for it (see simulated_device.py) and Triton's interpreter computes
+the experts; the rest of the model is then on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
+
+import torch
+from simulated_device import SimulatedDevice
+from stored_models import save
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import amoeba
+from amoeba import lora
+from amoeba.cli import app
+from amoeba.stream import attaching
+from amoeba.stream.gpu import budgets
+from amoeba.stream.gpu.tiers import LayerTiers
+from amoeba.stream.store import open_store, reading
+from amoeba.stream.store.packing import pack
+from amoeba.stream.trace import read_trace
+from tiny_models import EXPERTS, LAYERS
+
+ON_GPU = torch.cuda.is_available()
+TOP_K, NEW_TOKENS = 3, 4
+SIZES = {
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": TOP_K,
+    "vocab_size": 257,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+DTYPES = [torch.float32, *([torch.bfloat16] if ON_GPU else [])]
+
+# With a GPU all of this runs on it: `pytest -m gpu` has it too.
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(attaching, "gpu", lambda: SimulatedDevice(inline=True))
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> dict[torch.dtype, tuple[Path, Path]]:
+    found = {}
+    for dtype in DTYPES:
+        folder = tmp_path_factory.mktemp("models")
+        save(folder / "model", "qwen3_moe", dtype=dtype, **SIZES)
+        found[dtype] = folder / "model", Path(pack(folder / "model", folder / "store").store)
+    return found
+
+
+def vram(path: Path, slots: int) -> int:
+    """So much that every layer gets this many slots."""
+    with open_store(path) as store:
+        rest = sum(entry.size for entry in store.rest.values())
+        return rest + slots * sum(LayerTiers.slot_bytes(entry) for entry in store.layers)
+
+
+def resident(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation="amoeba").eval()
+    return model.to("cuda" if ON_GPU else "cpu")
+
+
+def outcome(model: Any, lengths: tuple[tuple[int, int], ...]) -> list[Tensor]:
+    """Of each prompt its logits, the greedy tokens that follow, and their logits."""
+    found, generator = [], torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for size in lengths:
+            ids = torch.randint(3, 250, size, generator=generator, dtype=torch.int64).to(model.device)
+            found.append(model(input_ids=ids, use_cache=False).logits)
+            if size[1] <= 7:
+                steps = model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=NEW_TOKENS if not ON_GPU else 16,
+                    do_sample=False,
+                    eos_token_id=None,
+                    output_logits=True,
+                    return_dict_in_generate=True,
+                )
+                found += [steps.sequences, *steps.logits]
+    return found
+
+
+# the interpreter takes its time
+LENGTHS = ((1, 1), (1, 7), (1, 300), (8, 1), (8, 7), (8, 40)) if ON_GPU else ((1, 7), (2, 33))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [1, TOP_K, EXPERTS])
+def test_tokens_and_logits_are_those_of_the_resident_model(slots: int, dtype: torch.dtype, stores) -> None:
+    if slots < TOP_K and dtype != torch.float32:
+        pytest.skip("another order of summation, which in bf16 may choose another token")
+    folder, packed = stores[dtype]
+    expected = outcome(resident(folder), LENGTHS)
+    with amoeba.stream.attach(packed, vram=vram(packed, slots), ram="1MiB") as streamed:
+        assert streamed.memory.slots == (slots,) * LAYERS
+        found, report = outcome(streamed.model, LENGTHS), streamed.report()
+    for ours, theirs in zip(found, expected, strict=True):
+        if theirs.dtype == torch.int64 or (ON_GPU and slots >= TOP_K):
+            assert torch.equal(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    if slots == EXPERTS:
+        assert report.requested - report.hits == LAYERS * EXPERTS
+    assert report.host_hits > 0 or slots == EXPERTS
+
+
+def test_lora_beside_streamed_experts_has_the_gradients_of_resident_ones(stores) -> None:
+    def trained(model: Any) -> dict[str, Tensor]:
+        lora.attach(model, r=3, alpha=6)
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        ids = torch.randint(3, 250, (2, 40 if ON_GPU else 4), generator=generator, dtype=torch.int64).to(model.device)
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.float().square().mean().backward()
+        return {"logits": logits, **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
+
+    folder, packed = stores[torch.float32]
+    wanted = trained(resident(folder))
+    with amoeba.stream.attach(packed, vram=vram(packed, 3), ram="1MiB") as streamed:
+        found = trained(streamed.model)
+    assert found.keys() == wanted.keys() and len(found) > 5
+    for name, tensor in wanted.items():
+        if ON_GPU:
+            assert torch.equal(found[name], tensor), name
+        else:  # the CPU's own backend computed the resident ones
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_generate_says_what_it_chose_and_gives_the_resident_tokens(stores, tmp_path) -> None:
+    folder, packed = stores[torch.float32]
+
+    def generated(path: Path, *more: str) -> dict[str, Any]:
+        asked = ["generate", str(path), "abc", "--max-new-tokens", "4", "--temperature", "0", "--json", *more]
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    expected = generated(folder)
+    trace = tmp_path / "routing.trace"
+    found = generated(packed, "--vram", str(vram(packed, 3)), "--ram", "1MiB", "--record", str(trace))
+    assert found["generated_ids"] == expected["generated_ids"]
+    assert found["placement"] == "streamed-gpu"
+    streaming = found["streaming"]
+    assert streaming["slots"] == [3] * LAYERS and streaming["vram_bytes"] == vram(packed, 3)
+    recorded = read_trace(trace)
+    assert recorded.tokens == streaming["tokens"] and [layer.top_k for layer in recorded.layers] == [TOP_K] * LAYERS
+    assert sum(streaming["host_slots"]) > 0 and streaming["host_bytes_per_token"] > 0
+
+
+def test_budgets_that_are_too_small_are_refused_with_what_is_enough(stores, monkeypatch) -> None:
+    _, packed = stores[torch.float32]
+    with pytest.raises(ValueError, match=r"vram: expected at least .* for one expert per layer"):
+        amoeba.stream.attach(packed, vram=vram(packed, 1) - 1, ram="1MiB")
+    with pytest.raises(ValueError, match=r"ram: expected at least .* through which experts are read"):
+        amoeba.stream.attach(packed, vram=vram(packed, 1), ram=4096)
+    for name, asked_before in (("vram", 1), ("ram", 3)):
+        found = iter([1 << 40] * asked_before + [1])
+        monkeypatch.setattr(budgets, "available_memory", lambda device, found=found: next(found))
+        with pytest.raises(ValueError, match=f"^{name}: expected no more than the 1 B that are free"):
+            amoeba.stream.attach(packed, vram=vram(packed, 1), ram="1MiB")
+
+
+def test_a_gpu_that_is_full_gives_back_what_was_pinned(stores, monkeypatch) -> None:
+    _, packed = stores[torch.float32]
+    device = SimulatedDevice(inline=True)
+    monkeypatch.setattr(attaching, "gpu", lambda: device)
+    monkeypatch.setattr(LayerTiers, "weights", property(lambda self: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        amoeba.stream.attach(packed, vram=vram(packed, 1), ram="1MiB")
+    assert device.closed
+
+
+def test_experts_that_are_all_on_the_gpu_take_no_pinned_memory(stores) -> None:
+    _, packed = stores[torch.float32]
+    with amoeba.stream.attach(packed, vram=vram(packed, EXPERTS)) as streamed:
+        assert streamed.memory.slots == (EXPERTS,) * LAYERS and streamed.memory.host_bytes == 0
+    with amoeba.stream.attach(packed, vram=vram(packed, EXPERTS - 1)) as streamed:
+        assert streamed.memory.host_slots == (EXPERTS,) * LAYERS
+
+
+def test_a_read_error_in_mid_generation_is_named_and_the_next_try_is_right(stores, monkeypatch) -> None:
+    folder, packed = stores[torch.float32]
+    expected = outcome(resident(folder), ((1, 3),))
+    with amoeba.stream.attach(packed, vram=vram(packed, TOP_K), ram=2 * 2**16) as streamed:
+        read_once, count = reading._read_once, [0]
+
+        def failing(*arguments: Any) -> int:
+            count[0] += 1
+            if count[0] == 9:
+                raise OSError(5, "Input/output error")
+            return read_once(*arguments)
+
+        monkeypatch.setattr(reading, "_read_once", failing)
+        with pytest.raises(amoeba.stream.store.StoreError, match=r"experts/0000\d\.bin"):
+            outcome(streamed.model, ((1, 3),))
+        for ours, theirs in zip(outcome(streamed.model, ((1, 3),)), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
