@@ -310,12 +310,19 @@ def test_the_short_selections_leave_out_no_value_of_any_property():
     assert len(one_of_each(ON_THE_CPU)) < len(ON_THE_CPU) // 3
 
 
+ON_A_GPU = torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("lot", "backend", "dtype"),
-    parameters(torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32), cases(True)),
-)
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(*ON_A_GPU, one_of_each(cases(True))))
 def test_backend_agrees_with_the_reference_on_a_gpu(lot, backend, dtype):
+    assert_proven(lot, backend, torch.device("cuda"), dtype, REFUSALS[backend])
+
+
+@pytest.mark.gpu
+@pytest.mark.thorough  # kernels are compiled for every case: half an hour on a few cores
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(*ON_A_GPU, cases(True)))
+def test_backend_agrees_with_the_reference_on_a_gpu_at_length(lot, backend, dtype):
     assert_proven(lot, backend, torch.device("cuda"), dtype, REFUSALS[backend])
 
 
