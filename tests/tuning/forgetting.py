@@ -9,6 +9,6 @@ from amoeba.kernels.attention.tile import tile_of
 
 def forget() -> None:
     """As if the process had just begun."""
-    for each in (tuned.entries, tuned._warn_once, choice.configuration_on, tile_of):
+    for each in (tuned.entries, tuned._warn_once, choice._configuration_on, tile_of):
         each.cache_clear()
     decode._plans.clear()
