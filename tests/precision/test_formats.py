@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 
 import pytest
@@ -67,7 +68,7 @@ def test_every_code_stands_for_its_number_and_comes_back(element) -> None:
 def test_rounding_is_to_the_nearest_with_ties_to_even_and_saturates(element) -> None:
     table = TABLES[element.name]
     sizes = [size for size in table[: len(table) // 2] if not math.isnan(size)]
-    middles = [(lower + upper) / 2 for lower, upper in zip(sizes, sizes[1:], strict=False)]
+    middles = [(lower + upper) / 2 for lower, upper in itertools.pairwise(sizes)]
     beside = [math.nextafter(middle, side) for middle in middles for side in (0, math.inf)]
     beside32 = [torch.nextafter(torch.tensor(m), torch.tensor(s)).item() for m in middles for s in (0.0, math.inf)]
     drawn = (torch.randn(300, generator=torch.Generator().manual_seed(0)) * sizes[-1] / 3).tolist()
@@ -221,7 +222,7 @@ def test_quantising_what_was_dequantised_changes_no_code() -> None:
 def test_errors_say_what_was_expected() -> None:
     with pytest.raises(ValueError, match=r"format: expected one of fp8-128, .*; got 'fp8'"):
         format_named("fp8")
-    with pytest.raises(ValueError, match="of floating point, in equal parts; got torch.float32"):
+    with pytest.raises(ValueError, match=r"of floating point, in equal parts; got torch.float32"):
         quantise(torch.zeros(5, 4), MXFP8, parts=2)
     with pytest.raises(ValueError, match=r"a matrix in mxfp4: expected 16 bytes \(uint8\) in a row of 20"):
         QuantisedMatrix(torch.zeros(3, 10, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8), MXFP4, 20)

@@ -142,8 +142,8 @@ class Format:
             return columns
         return -(-columns // self.block[1]) * self.block[1] * self.element.bits // 8
 
-    def __deepcopy__(self, memo: dict) -> Format:
-        return self
+    def __reduce__(self) -> tuple:
+        return format_named, (self.name,)  # copies and pickles are this one
 
 
 FP8_128 = Format("fp8-128", E4M3, (128, 128), "fp32")
