@@ -29,7 +29,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 # Bytes of a thread's stack that are no spill: a slot for what the compiler cannot keep otherwise.
 MOST_STACK = 128
-HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "fp8-128 2000", "mxfp4 transposed 2000")
+HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "nvfp4 transposed 2000")
 
 
 def test_the_largest_tiles_fit_where_shared_memory_is_smallest(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from amoeba.config import Activation
 from amoeba.cpu_features import compute_dtype
 from amoeba.errors import bad_value
 from amoeba.operands import Operand, operands_of
-from amoeba.precision.formats import FORMATS, Format
+from amoeba.precision.formats import Format, format_named
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.weights import ExpertWeights
 
@@ -160,7 +160,7 @@ class BlockScaledExperts:
             down,  # type: ignore[arg-type]
             gate_up_bias,
             down_bias,
-            FORMATS[format],
+            format_named(format),
             hidden,
             intermediate,
             parts,

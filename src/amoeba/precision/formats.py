@@ -16,6 +16,7 @@ Plain torch on any device. These are the definitions: kernels are compared with 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -155,7 +156,21 @@ FORMATS = {each.name: each for each in (FP8_128, FP8_128_ROWS, MXFP8, MXFP4, NVF
 
 
 def format_named(name: str) -> Format:
+    """One of FORMATS, or "fp8-64x32": as fp8-128, with blocks of another size."""
     found = FORMATS.get(name)
-    if found is None:
+    if found is not None:
+        return found
+    sizes = re.fullmatch(r"fp8-(\d+)x(\d+)", name)
+    if sizes is None:
         raise bad_value("format", f"one of {', '.join(FORMATS)}", repr(name), "choose one of them")
-    return found
+    return fp8_blocks(*map(int, sizes.groups()))
+
+
+def fp8_blocks(rows: int, columns: int) -> Format:
+    """e4m3 with a scale in fp32 for each block of this size, as files have it."""
+    block = (rows, columns)
+    if any(size < 1 or size & (size - 1) for size in block):
+        remedy = "load the checkpoint dequantised, or its unquantised one"
+        raise bad_value("block of scales", "powers of two, such as 128 x 128", f"{rows} x {columns}", remedy)
+    same = (each for each in (FP8_128, FP8_128_ROWS) if each.block == block)
+    return next(same, Format(f"fp8-{rows}x{columns}", E4M3, block, "fp32"))

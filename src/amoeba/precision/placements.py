@@ -46,3 +46,9 @@ PRECISION_PLACEMENTS = (
     _placement("mxfp4-weights", MXFP4),
     _placement("nvfp4-weights", NVFP4),
 )
+
+
+def placement_of(format: Format) -> Placement:
+    """Under which experts in this format stand, where a file had them in it: blocks of fp8 may have any size there."""
+    places = dict(zip(("fp8-128", "mxfp8", "mxfp4", "nvfp4"), PRECISION_PLACEMENTS, strict=True))
+    return places.get(format.name, PRECISION_PLACEMENTS[0])
