@@ -28,9 +28,11 @@ from amoeba.precision.formats import E8M0, MXFP4, Format, format_named, fp8_bloc
 from amoeba.precision.quantised import QuantisedMatrix
 
 # What follows the name of a quantised tensor's weight; "" is the weight itself.
-_BLOCKS, _SCALES, _SCALE_INV, _MATRIX_SCALE = "_blocks", "_scales", "_scale_inv", "_matrix_scale"
-_SUFFIXES = (_BLOCKS, _SCALES, _SCALE_INV, _MATRIX_SCALE)
-OURS = "amoeba"  # quant_method of formats that transformers does not know
+BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE = "_blocks", "_scales", "_scale_inv", "_matrix_scale"
+_SUFFIXES = (BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE)
+# quant_method of what transformers does not know. It would read the codes as numbers and leave out the scales, with a
+# warning: so these codes have a dimension more than the weight, of length 1, at which it raises.
+OURS = "amoeba"
 _REMEDY = "load it dequantised with transformers and save that, or take its unquantised checkpoint"
 
 
@@ -55,7 +57,7 @@ class QuantisedFiles:
 
         found = format_of(facts)
         assert found is not None
-        self.format, self.folder = found, folder
+        self.format, self._is_ours = found, facts["quant_method"] == OURS
         self._file_of = _files(folder)
         self._open: dict[Path, Any] = {}
         transforms = get_model_conversion_mapping(model)
@@ -147,21 +149,22 @@ class QuantisedFiles:
         """One tensor with its scales, a matrix or a stack of them. columns: where the last block may be cut short."""
         if not self._is_quantised(name):
             raise bad_value("MODEL", f"{name} in {self.format.name}", "a tensor without scales", _REMEDY)
-        if name + _BLOCKS in self._file_of:
-            data, scales = self._read(name + _BLOCKS).flatten(-2), self._read(name + _SCALES)  # (..., H/32, 16)
+        if name + BLOCKS in self._file_of:
+            data, scales = self._read(name + BLOCKS).flatten(-2), self._read(name + SCALES)  # (..., H/32, 16)
         else:
-            data, scales = self._read(name).view(torch.uint8), self._read(name + _SCALE_INV)
+            data, scales = self._read(name).view(torch.uint8), self._read(name + SCALE_INV)
+            data = data.squeeze(-1) if self._is_ours else data
         if scales.dtype.itemsize == 1:
             scales = scales.view(torch.uint8)
             scales = E8M0.decode(scales) if self.format.scale == "fp32" else scales  # ue8m0
         elif self.format.scale == "fp32":
             scales = scales.float()
-        matrix_scale = self._read(name + _MATRIX_SCALE) if self.format.has_matrix_scale else None
+        matrix_scale = self._read(name + MATRIX_SCALE) if self.format.has_matrix_scale else None
         columns = columns or data.shape[-1] * 8 // self.format.element.bits
         return QuantisedMatrix(data, scales, self.format, columns, 1, matrix_scale)
 
     def _is_quantised(self, name: str) -> bool:
-        return any(name + suffix in self._file_of for suffix in (_BLOCKS, _SCALE_INV))
+        return any(name + suffix in self._file_of for suffix in (BLOCKS, SCALE_INV))
 
     def _one(self, parameter: str) -> str:
         names = [name for names in self._sources[parameter].values() for name in names]
