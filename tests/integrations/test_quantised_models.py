@@ -26,6 +26,7 @@ from amoeba.jobs.generate import GenerationOptions, generate
 from amoeba.jobs.settings import FinetuneSettings, load_settings
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts
 from quantised_checkpoints import write_fp8, write_mxfp4
+from selection import quick
 from tiny_models import build, save_byte_tokenizer, token_ids
 from tiny_runs import Quiet
 
@@ -124,6 +125,7 @@ def test_generate_writes_what_the_dequantised_model_writes(
     assert texts[0] == texts[1]
 
 
+@quick(lambda name: name == "mxfp4")
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_fine_tuning_learns_as_the_dequantised_model_does(
     name: str, checkpoints: dict[str, Made], tmp_path: Path

@@ -23,6 +23,7 @@ from amoeba.jobs import quantise as job
 from amoeba.jobs.quantise import quantise_folder
 from amoeba.placements import placement_named
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts
+from selection import quick
 from tiny_models import build, randomise, save_byte_tokenizer, token_ids
 
 amoeba.register()
@@ -32,6 +33,8 @@ SIZES = {
     "mixtral": {"intermediate_size": 136},  # no whole blocks: transformers would take them for equal ones
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 96},
 }
+
+QUICK = {("qwen3_moe", "mxfp8"), ("qwen3_moe", "nvfp4"), ("mixtral", "fp8"), ("gpt_oss", "mxfp4")}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,7 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=token_ids(), use_cache=False).logits
 
 
+@quick(lambda model_type, format: (model_type, format) in QUICK)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model_type", SIZES)
 def test_a_written_folder_holds_what_placing_the_experts_gives(
