@@ -185,13 +185,13 @@ def test_the_model_may_be_cast_moved_and_copied(checkpoints: dict[str, Made]) ->
     assert torch.equal(dequantise_experts(of_experts(model)[0]).down_EHI, expected)
 
 
-def test_placing_them_elsewhere_is_refused_and_auto_leaves_them(checkpoints: dict[str, Made]) -> None:
+def test_placing_them_elsewhere_is_refused_and_auto_leaves_them(checkpoints: dict[str, Made], tmp_path: Path) -> None:
     model = load(checkpoints["fp8"][0])
     assert amoeba.place_experts(model, "auto") == ("fp8-weights", "as the checkpoint has them", ())
     with pytest.raises(ValueError, match=r"experts as ordinary tensors; got model.layers.0.mlp.experts, quantised to"):
         amoeba.place_experts(model, "mxfp4-weights")
     with pytest.raises(ValueError, match="experts as ordinary tensors"):
-        model.save_pretrained("nowhere")
+        model.save_pretrained(tmp_path)
 
 
 def spoil(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

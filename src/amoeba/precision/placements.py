@@ -27,13 +27,18 @@ def _expert_bytes(sizes: LayerSizes, format: Format) -> int:
     return codes + scale * sum(-(-down // rows) * -(-across // columns) for down, across in matrices)
 
 
+def _how() -> str:
+    return "by our kernels on a GPU, one expert after the other on a CPU"
+
+
 def _placement(name: str, format: Format) -> Placement:
     make = functools.partial(quantise_experts, format=format)
     return Placement(
         name,
-        f"quantised to {format.name}, each scaled block dequantised as it is read",
+        f"quantised to {format.name} and dequantised as they are read",
         make=make,
         tolerances={dtype: Tolerance() for dtype in _DTYPES},
+        how=_how,
         represent=functools.partial(_represented, format=format),
         itemsize=1,
         expert_bytes=functools.partial(_expert_bytes, format=format),
