@@ -22,7 +22,7 @@ from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.weights import LORA_NAMES
 from selection import quick
-from small_layer import Layer
+from small_layer import Layer, kernel_device
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -66,7 +66,7 @@ def run(layer: Layer, weights, **options) -> dict[str, Tensor]:
 @by_format
 def test_the_kernels_agree_with_dequantised_experts_in_every_gradient(format: Format, activation: str) -> None:
     acts = {"gpt-oss": Activation("silu", True, 1.702, 7.0, 1.0, True), "plain": Activation("relu2", gated=False)}
-    layer = Layer(acts.get(activation), rank=3, hidden=21, inner=23, tokens=7)
+    layer = Layer(acts.get(activation), rank=3, hidden=21, inner=23, tokens=7).to(kernel_device())
     quantised = quantise_experts(frozen(layer), format)
     expected = run(layer, dequantise_experts(quantised), backend="eager")
     for recompute in (False, True):
@@ -77,7 +77,7 @@ def test_the_kernels_agree_with_dequantised_experts_in_every_gradient(format: Fo
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_two_runs_have_the_same_bits(backend: str) -> None:
-    layer = Layer(rank=3, hidden=20, inner=12, tokens=9)
+    layer = Layer(rank=3, hidden=20, inner=12, tokens=9).to(kernel_device() if backend == "triton" else CPU)
     quantised = quantise_experts(frozen(layer), NVFP4)
     first, second = (run(layer, quantised, backend=backend) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
