@@ -30,6 +30,7 @@ from amoeba.commands.options import (
     parse_dtypes,
 )
 from amoeba.commands.pack import pack
+from amoeba.commands.quantise import quantise
 from amoeba.commands.start import speak_up, start
 from amoeba.commands.stream import stream
 from amoeba.commands.tune import tune
@@ -243,6 +244,7 @@ app.command()(finetune)
 app.command()(generate)
 app.command()(merge)
 app.command()(pack)
+app.command()(quantise)
 app.add_typer(stream)
 
 

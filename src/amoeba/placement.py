@@ -63,6 +63,8 @@ class Placement:
     make:       the placed experts, out of resident ones, which may go afterwards.
     backends:   what computes with them (amoeba.Backend); registered with the placement.
     tolerances: for each dtype that x may have, what `amoeba verify` allows.
+    represent:  the same experts as numbers that the placed ones stand for, where those are others: what placed ones
+                are compared with. None: the numbers that they were made of.
     why_not:    why not on this machine, or None.
     home:       where resident weights have to be to be placed; None: anywhere.
     x_from:     kinds of devices that x may come from.
@@ -79,6 +81,7 @@ class Placement:
     make: Callable[[ExpertWeights], AnyExperts]
     tolerances: Mapping[torch.dtype, Tolerance]
     backends: Sequence[Any] = ()
+    represent: Callable[[ExpertWeights], ExpertWeights] | None = None
     why_not: Callable[[], str | None] = lambda: None
     home: torch.device | None = None
     x_from: Sequence[str] = ("cpu", "cuda")

@@ -10,9 +10,12 @@ from amoeba.backends.registry import register_backend
 from amoeba.cpu.placements import CPU_PLACEMENTS
 from amoeba.errors import bad_value
 from amoeba.placement import Placement
+from amoeba.precision.placements import PRECISION_PLACEMENTS
 
 RESIDENT, AUTO = "resident", "auto"
-_placements: dict[str, Placement] = {placement.name: placement for placement in CPU_PLACEMENTS}
+_placements: dict[str, Placement] = {
+    placement.name: placement for placement in (*CPU_PLACEMENTS, *PRECISION_PLACEMENTS)
+}
 
 
 def register_placement(placement: Placement) -> None:

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.integrations import finegrained_fp8
 from transformers.integrations.moe import use_experts_implementation
 
 import amoeba
@@ -782,47 +781,11 @@ def test_compiled_by_inductor_on_gpu(model_type: str, recorder: Recorder) -> Non
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-def fp8_config(**changes: Any) -> FineGrainedFP8Config:
-    return FineGrainedFP8Config(weight_block_size=(8, 8), **changes)
-
-
-def test_fp8_experts_are_refused_at_load_with_the_remedy() -> None:
-    model = build("qwen3_moe")
-    model.set_experts_implementation("amoeba")
-    with pytest.raises(ValueError, match=r"FP8") as caught:
-        finegrained_fp8.replace_with_fp8_linear(model, quantization_config=fp8_config())
-    assert 'experts_implementation="grouped_mm"' in str(caught.value)
-    assert "FineGrainedFP8Config(dequantize=True)" in str(caught.value)
-
-
-def test_the_remedies_for_fp8_exist() -> None:
-    model = build("qwen3_moe")
-    model.set_experts_implementation("grouped_mm")
-    finegrained_fp8.replace_with_fp8_linear(model, quantization_config=fp8_config())
-    assert any(isinstance(module, finegrained_fp8.FP8Experts) for module in model.modules())
-    assert "grouped_mm" in finegrained_fp8.FP8ExpertsInterface()
-
-    model = build("qwen3_moe")
-    model.set_experts_implementation("amoeba")
-    finegrained_fp8.replace_with_fp8_linear(model, quantization_config=fp8_config(dequantize=True))
-    assert model(token_ids()).logits.isfinite().all()
-
-
-def test_switching_an_fp8_model_to_amoeba_is_refused_in_its_next_call() -> None:
-    model = build("qwen3_moe")
-    model.set_experts_implementation("eager")
-    finegrained_fp8.replace_with_fp8_linear(model, quantization_config=fp8_config())
-    model.set_experts_implementation("amoeba")
-    experts = next(module for module in model.modules() if isinstance(module, finegrained_fp8.FP8Experts))
-    with pytest.raises(ValueError, match="FP8"):
-        experts(*(tensor.to("meta") for tensor in experts_inputs(tokens=3, top_k=2)))
-
-
 def test_registering_again_changes_nothing() -> None:
-    before = finegrained_fp8.FP8Experts.__init__
+    before = PreTrainedModel.from_pretrained.__func__, PreTrainedModel.post_init
     amoeba.register()
     amoeba.register()
-    assert finegrained_fp8.FP8Experts.__init__ is before
+    assert (PreTrainedModel.from_pretrained.__func__, PreTrainedModel.post_init) == before
 
 
 WITHOUT = """

@@ -10,6 +10,7 @@ for each kind of GPU in each dtype, without one, in a process of its own: Triton
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 # Bytes of a thread's stack that are no spill: a slot for what the compiler cannot keep otherwise.
 MOST_STACK = 128
-HOT = ("multiply 2000", "weight_gradient 2000", "decode 64")
+HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "nvfp4 transposed 2000")
 
 
 def test_the_largest_tiles_fit_where_shared_memory_is_smallest(tmp_path: Path) -> None:
@@ -67,13 +68,24 @@ def check(capability: int, found: dict[str, dict[str, int]]) -> None:
 def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """Calls of the launchers as the backend makes them, by name; numbers are rows per expert, tokens or head sizes."""
     from amoeba.config import Activation
-    from amoeba.kernels import activate, attention, combine, cross_entropy, expert_sums, router_balance, sort
+    from amoeba.kernels import (
+        activate,
+        attention,
+        block_scaled_product,
+        combine,
+        cross_entropy,
+        expert_sums,
+        router_balance,
+        sort,
+    )
     from amoeba.kernels.activation_backward_product import down_backward
     from amoeba.kernels.addend import Addend
     from amoeba.kernels.decode import attention as decode_attention
     from amoeba.kernels.decode import decode
     from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
     from amoeba.kernels.weight_gradient import weight_gradient
+    from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
+    from amoeba.precision.quantised import QuantisedMatrix, block_counts
     from amoeba.problem import Problem
     from amoeba.weights import ExpertWeights, LoraFactors
 
@@ -106,6 +118,28 @@ def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
 
     for per_expert in (8, 24, 100, 2000):
         found |= {f"{name} {per_expert}": launch for name, launch in of_rows(per_expert).items()}
+
+    def block_scaled(per_expert: int, format: Format) -> dict[str, Callable[[], Any]]:
+        N = E * per_expert
+        x, h, order = empty(N // K, H), empty(N, 2 * I), empty(N, dtype=torch.int32)
+        low = Addend(empty(N, 128), empty(E, 2 * I, 128), 128)
+        scales = empty(
+            E, *block_counts(2 * I, H, format, 2), dtype=torch.float32 if format.scale == "fp32" else torch.uint8
+        )
+        data = empty(E, 2 * I, format.stored_columns(H), dtype=torch.uint8)
+        matrix_scale = empty(E, dtype=torch.float32) if format.has_matrix_scale else None
+        matrix = QuantisedMatrix(data, scales, format, H, 2, matrix_scale)
+        return {
+            "": lambda: block_scaled_product.multiply_rows(
+                x, matrix, offs, h, order_N=order, top_k=K, addend=low, bias_EO=biases
+            ),
+            " transposed": lambda: block_scaled_product.multiply_rows(h, matrix, offs, empty(N, H), transposed=True),
+        }
+
+    for per_expert, format in itertools.product((8, 2000), (FP8_128, MXFP8, MXFP4, NVFP4)):
+        found |= {
+            f"{format.name}{way} {per_expert}": launch for way, launch in block_scaled(per_expert, format).items()
+        }
 
     N = E * 2000
     x, h, a, order = empty(N // K, H), empty(N, 2 * I), empty(N, I), empty(N, dtype=torch.int32)
@@ -236,7 +270,7 @@ def _registers(made: Any) -> dict[str, int]:
 def _type_of(argument: Any) -> str:
     names = {
         torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-        torch.bool: "i1",
+        torch.bool: "i1", torch.uint8: "u8",
     }  # fmt: skip
     if isinstance(argument, torch.Tensor):
         return f"*{names[argument.dtype]}"

@@ -235,7 +235,7 @@ def test_what_is_no_store_is_not_written_into(model, tmp_path, what):
 def test_two_at_once_are_refused(model, tmp_path):
     store = tmp_path / "store"
     store.mkdir()
-    with packing._only_one(store), pytest.raises(ValueError, match="another process is writing"):
+    with packing.only_one(store), pytest.raises(ValueError, match="another process is writing"):
         pack(model, store)
     pack(model, store)
 

@@ -28,7 +28,8 @@ DECODE_TOKENS = 64
 _TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
 
-def _low_ranks(problem: Problem) -> tuple[int, int]:
+def low_ranks(problem: Problem) -> tuple[int, int]:
+    """How wide the saved rows of LoRA are."""
     from amoeba.kernels.addend import padded_rank
 
     lora = problem.lora
@@ -43,7 +44,7 @@ class TritonBackend(PassesBackend):
     """Importing this file does not import Triton: the first pass does."""
 
     name, summary, kinds = "triton", "our kernels on the GPU", (ExpertWeights,)
-    traced = SavedRows(map_dtype=torch.int32, low_ranks=_low_ranks)
+    traced = SavedRows(map_dtype=torch.int32, low_ranks=low_ranks)
 
     def preference(self, device: torch.device) -> int:
         return 10 if device.type == "cpu" else 40

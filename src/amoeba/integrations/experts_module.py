@@ -178,16 +178,16 @@ def place(module: Any, placement: Placement) -> None:
 def hand_over(module: Any, experts: AnyExperts, placement: Placement) -> None:
     """Has a module compute with experts that are elsewhere already; its own parameters, if any, are freed.
 
-    `model.to`, optimizers and state_dict do not see them, and saving the module raises, since they would be missing.
-    Where the placed ones train, they are its parameters then, by other names, and require gradients as its own did.
+    Those of them that are parameters become the module's, by other names, so that `model.to` moves them; where they
+    train, they require gradients as its own did. Others are seen by nobody. Saving the module raises, since its own are
+    missing.
     """
     trained = any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
     module.__dict__[ATTRIBUTE] = replace(described(module), placed=experts, placement=placement)
     leave_shapes(module)
-    if experts.trains:
-        for place, tensor in enumerate(experts.tensors()):
-            if isinstance(tensor, nn.Parameter):
-                module.register_parameter(f"placed_{place}", tensor.requires_grad_(trained))
+    for place, tensor in enumerate(experts.tensors()):
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(f"placed_{place}", tensor.requires_grad_(trained and experts.trains))
     module.register_state_dict_pre_hook(_refuse_to_save)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from amoeba.errors import bad_value
-from amoeba.integrations.experts_module import LORA, experts_modules, place, resident
+from amoeba.integrations.experts_module import LORA, described, experts_modules, place, placed_in, resident
 from amoeba.placement import LayerSizes, Load, Situation
 from amoeba.placements import AUTO, RESIDENT, all_placements, placement_named
 
@@ -55,6 +55,9 @@ def place_experts(
     modules = experts_modules(model)
     if not modules:
         return Placed(RESIDENT, "there are no experts to place")
+    already = _already_placed(modules, placement)
+    if already is not None:
+        return already
     placed = Placed(placement, "as asked")
     if placement == AUTO:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,6 +83,19 @@ def place_experts(
         place(module, chosen)
     logger.info("experts: %d layers %s", len(modules), chosen.summary)
     return placed
+
+
+def _already_placed(modules: dict[str, Any], asked: str) -> Placed | None:
+    """Experts that came placed, as those of a quantised checkpoint do, stay where they are."""
+    for name, module in modules.items():
+        there = described(module).placement if placed_in(module) is not None else None
+        if there is None:
+            continue
+        if asked not in (AUTO, RESIDENT, there.name):
+            remedy = "leave the placement out, or load the model's unquantised checkpoint"
+            raise bad_value("experts", "experts as ordinary tensors", f"{name}, {there.summary}", remedy)
+        return Placed(there.name, "as the checkpoint has them")
+    return None
 
 
 def check_placement(name: str) -> None:

@@ -25,7 +25,8 @@ from amoeba.backends.composed import experts_composed
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.integrations.coverage import coverage
-from amoeba.integrations.experts_module import ATTRIBUTE, LORA, ExpertsModule, find_out, forget, stored
+from amoeba.integrations.experts_module import ATTRIBUTE, LORA, ExpertsModule, described, find_out, forget, stored
+from amoeba.integrations.quantised_models import experts_of_fp8_module, take_over_quantised
 from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, ExpertWeights, LoraFactors
 
@@ -125,22 +126,23 @@ def _unchecked(kind: Any, **fields: Any) -> Any:
     return instance
 
 
-def _refuse_fp8(*_: Any, **__: Any) -> Tensor:
-    raise bad_value(
-        "experts_implementation",
-        "one that computes FP8 experts, as this model's are",
-        repr(NAME),
-        'load it with experts_implementation="grouped_mm", or dequantised to bf16: '
-        "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True))",
-    )
+def fp8_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The same for experts that transformers itself keeps in FP8; they are frozen, whatever their parameters say."""
+    if described(module).fused is None:
+        expected = "an activation that aMoEba computes itself"
+        raise bad_value("experts", expected, f"that of {type(module).__name__}", 'use experts_implementation="eager"')
+    dtype = hidden_states.dtype if hidden_states.dtype.itemsize > 1 else torch.bfloat16
+    routing = Routing(top_k_index, top_k_weights, trusted=True)
+    adapter = module._modules.get(LORA)
+    return _through_placed(experts_of_fp8_module(module, dtype), hidden_states, routing, adapter)
 
 
 def register() -> None:
     """Registers "amoeba" with transformers; calling it again changes nothing."""
     ExpertsInterface.register(NAME, experts_forward)
-    # FP8 experts are dispatched over a registry of their own, which would fail with a KeyError in the first forward.
-    finegrained_fp8.FP8ExpertsInterface.register(NAME, _refuse_fp8)
-    _refuse_fp8_at_load()
+    # FP8 experts that a quantizer of transformers made are dispatched over a registry of their own.
+    finegrained_fp8.FP8ExpertsInterface.register(NAME, fp8_experts_forward)
+    take_over_quantised(NAME)
     _tell_of_others()
 
 
@@ -171,21 +173,6 @@ def _warn_of_others(model: Any) -> None:
     found = coverage(model)
     if found.others:
         warnings.warn(f'{type(model).__name__}, experts_implementation="{NAME}": experts by {found}', stacklevel=3)
-
-
-def _refuse_fp8_at_load() -> None:
-    original = finegrained_fp8.FP8Experts.__init__
-    if hasattr(original, "_refuses_amoeba"):
-        return
-
-    @functools.wraps(original)
-    def checked_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(config, "_experts_implementation", None) == NAME:
-            _refuse_fp8()
-        original(self, config, *args, **kwargs)
-
-    checked_init._refuses_amoeba = True  # type: ignore[attr-defined]
-    finegrained_fp8.FP8Experts.__init__ = checked_init
 
 
 register()

@@ -225,7 +225,7 @@ def _add_product(
 
 
 @triton.jit
-def _add_low_rank(
+def add_low_rank(
     result,
     low_NR,
     factor_EOR,
@@ -329,7 +329,7 @@ def _multiply(
     if SCALED:
         result *= scale
     if low_NR is not None:
-        result = _add_low_rank(
+        result = add_low_rank(
             result,
             low_NR,
             factor_EOR,
@@ -433,7 +433,7 @@ def _multiply_activated(
         BLOCK_K,
     )
     if low_NR is not None:
-        h = _add_low_rank(
+        h = add_low_rank(
             h,
             low_NR,
             factor_EJR,

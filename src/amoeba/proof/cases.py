@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -234,12 +234,18 @@ class Example:
     truth: dict[str, Tensor]  # output and the gradient of each input
 
 
+Represent = Callable[[ExpertWeights], ExpertWeights]
+
+
 @functools.lru_cache(maxsize=128)
-def example(case: Case, dtype: torch.dtype) -> Example:
+def example(case: Case, dtype: torch.dtype, represent: Represent | None = None) -> Example:
+    """represent: what becomes of the weights where they are placed, see `Placement`; the truth is about that."""
     generator = torch.Generator().manual_seed(case.seed)
     expert_TK = _expert_ids(case, generator)
     inputs = _inputs(case, dtype, generator)
     weights, lora = weights_of(inputs, case.activation), lora_of(inputs)
+    if represent is not None:
+        weights = represent(weights.to(torch.float32)).to(torch.float64)
     # The gradient of a routing weight is <dy, y of the expert>. A single one of them, with dy drawn at random, may be
     # next to 0 by accident, and its relative error without bound; so dy leans towards the outputs.
     y_TH = reference.experts_forward(inputs["x"], expert_TK, torch.ones_like(inputs["weight"]), weights, lora)

@@ -118,8 +118,9 @@ def why_not_placed(placement: Placement, device: torch.device, dtype: torch.dtyp
 
 def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Errors by name: output (with gradient), inference (without), and the gradient of each input that wants one."""
-    made = example(case, dtype)
-    tensors, routing, dy_TH = _placed(made, case, device, dtype, _placement(backend_name))
+    placement = _placement(backend_name)
+    made = example(case, dtype, None if placement is None else placement.represent)
+    tensors, routing, dy_TH = _placed(made, case, device, dtype, placement)
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     with poisoned_memory():
         with torch.no_grad():

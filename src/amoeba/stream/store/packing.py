@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,14 +96,14 @@ class _Packing:
         self.header = header_of(self.rest)
         self.rest_bytes = len(self.header) + sum(entry.size for entry in self.rest.values())
         self.total = sum(self.sizes) + self.rest_bytes
-        self.facts = {"folder": str(source.folder.resolve()), "fingerprint": _fingerprint(source)}
+        self.facts = {"folder": str(source.folder.resolve()), "fingerprint": fingerprint(source)}
         self.done = self.written = 0
         self.began = time.monotonic()
 
     def run(self) -> PackReport:
         self._check_out()
         self.out.mkdir(parents=True, exist_ok=True)
-        with _only_one(self.out), self._room():
+        with only_one(self.out), self._room():
             resumed = [number for number in range(len(self.files)) if self._is_packed(number)]
             if not (self.out / INDEX).is_file():
                 _write_json(self.out / UNFINISHED, self.facts)
@@ -134,12 +134,12 @@ class _Packing:
             layers.append(StoredLayer(entry, layer_file(number), tuple(_told(file)["checksums"])))
         if not self._is_whole(self.out / REST, self.rest_bytes):
             self._write_rest()
-        self._copy_files()
+        copy_small_files(self.source.folder, self.out)
         rest = {"file": REST, "bytes": self.rest_bytes} | _told(self.out / REST)
         config = json.loads((self.source.folder / "config.json").read_bytes())
         model = {name: config.get(name) for name in ("model_type", "architectures")}
         sync_folder(self.out)
-        with _appears_whole(self.out / INDEX) as write:
+        with appears_whole(self.out / INDEX) as write:
             write(memoryview(written(Index(model, self.facts, rest, tuple(layers))).encode()))
 
     def _write_layer(self, number: int) -> None:
@@ -166,7 +166,7 @@ class _Packing:
     def _whole_file(self, path: Path, layer: int) -> Iterator[tuple[Callable[[memoryview], None], dict[str, Any]]]:
         """A file that gets its name at the end, after a sidecar with the facts that are known by then."""
         facts: dict[str, Any] = {}
-        with _appears_whole(path) as write:
+        with appears_whole(path) as write:
 
             def write_and_tell(data: memoryview) -> None:
                 write(data)
@@ -177,13 +177,6 @@ class _Packing:
 
             yield write_and_tell, facts
             _write_json(_sidecar(path), facts)
-
-    def _copy_files(self) -> None:
-        for path in sorted(self.source.folder.iterdir()):
-            wanted = any(path.match(pattern) for pattern in _COPIED) and not any(path.match(each) for each in _WEIGHTS)
-            if path.is_file() and wanted:
-                with _appears_whole(self.out / path.name) as write:
-                    write(memoryview(path.read_bytes()))
 
     def _check_out(self) -> None:
         if is_store(self.out):
@@ -234,8 +227,17 @@ class _Packing:
             (self.out / name).unlink(missing_ok=True)
 
 
+def copy_small_files(folder: Path, out: Path, *, but: Sequence[str] = ()) -> None:
+    """What is no weights, nor named in `but`."""
+    for path in sorted(folder.iterdir()):
+        wanted = any(path.match(pattern) for pattern in _COPIED) and not any(path.match(each) for each in _WEIGHTS)
+        if path.is_file() and wanted and path.name not in but:
+            with appears_whole(out / path.name) as write:
+                write(memoryview(path.read_bytes()))
+
+
 @contextmanager
-def _appears_whole(path: Path) -> Iterator[Callable[[memoryview], None]]:
+def appears_whole(path: Path) -> Iterator[Callable[[memoryview], None]]:
     """Gets its name when all of it is on the disk; a process killed before leaves a file that the next one removes."""
     staged = path.with_name(path.name + _STAGED)
     try:
@@ -254,7 +256,7 @@ def _appears_whole(path: Path) -> Iterator[Callable[[memoryview], None]]:
 
 
 def _write_json(path: Path, facts: dict[str, Any]) -> None:
-    with _appears_whole(path) as write:
+    with appears_whole(path) as write:
         write(memoryview(json.dumps(facts).encode()))
 
 
@@ -281,7 +283,7 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _fingerprint(source: FolderStore) -> str:
+def fingerprint(source: FolderStore) -> str:
     """Of what will be packed: which bytes of which files, and when those were last changed."""
     pieces = [piece for pieces in source.pieces for piece in pieces]
     entries = [tensor for piece in pieces for tensor in piece.tensors] + list(source.rest.values())
@@ -307,7 +309,7 @@ def _chunks(entry: TensorEntry) -> Iterator[bytes]:
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def only_one(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -1,0 +1,41 @@
+"""`eager` for block-scaled experts: those that got rows are dequantised one after the other, each for its product.
+
+T tokens · K experts per token · N = T·K routed rows · E experts
+
+Any device, any dtype, any format. One dequantised expert is in memory at a time. On a GPU it reads the row counts on
+the host once per pass; there it is the path for what the kernels do not take.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amoeba.backends import eager, sorted_rows
+from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.experts_operator import SavedRows
+from amoeba.backends.torch_rows import TorchRows
+from amoeba.precision.experts import BlockScaledExperts
+from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+
+
+class BlockScaledBackend(PassesBackend):
+    name, summary, kinds = "eager", "experts dequantised one after the other", (BlockScaledExperts,)
+    operator_name = "block_scaled_eager"
+    traced = SavedRows()
+    waits_on_gpu = True
+
+    def preference(self, device: torch.device) -> int:
+        return eager.BACKEND.preference(device)
+
+    def why_not(self, request: Request) -> str | None:
+        return eager.BACKEND.why_not(request)
+
+    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        return sorted_rows.forward(problem, save, TorchRows)
+
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        return sorted_rows.backward(problem, saved, dy_TH, needs, TorchRows)
+
+
+BACKEND = BlockScaledBackend()

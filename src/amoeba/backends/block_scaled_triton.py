@@ -1,0 +1,47 @@
+"""`triton` for block-scaled experts: our kernels, which dequantise a tile of weights as they load it.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+All of a pass is that of `triton`, but for the products with the weights themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amoeba.backends import sorted_rows, triton
+from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.experts_operator import SavedRows
+from amoeba.precision.experts import BlockScaledExperts
+from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+
+
+class BlockScaledTritonBackend(PassesBackend):
+    """Importing this file does not import Triton: the first pass does."""
+
+    name, summary, kinds = "triton", "our kernels on the GPU, which dequantise as they load", (BlockScaledExperts,)
+    operator_name = "block_scaled_triton"
+    traced = SavedRows(map_dtype=torch.int32, low_ranks=triton.low_ranks)
+
+    def preference(self, device: torch.device) -> int:
+        return triton.BACKEND.preference(device)
+
+    def why_not(self, request: Request) -> str | None:
+        return triton.why_not_on(request.weights.device, request.weights.dtype)
+
+    def prepared(self, problem: Problem, gradient: bool) -> Problem:
+        return problem  # factors are rounded where they are read
+
+    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        from amoeba.backends.block_scaled_rows import BlockScaledRows
+
+        return sorted_rows.forward(problem, save, BlockScaledRows)
+
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        from amoeba.backends.block_scaled_rows import BlockScaledRows
+
+        return sorted_rows.backward(problem, saved, dy_TH, needs, BlockScaledRows)
+
+
+BACKEND = BlockScaledTritonBackend()

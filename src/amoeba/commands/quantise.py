@@ -1,0 +1,71 @@
+"""`amoeba quantise MODEL --format FORMAT`: a model's folder with its experts in eight or four bits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from amoeba.commands.exits import INTERRUPTED, finish, need, usage
+from amoeba.commands.front import typer
+from amoeba.commands.options import Json, TrustRemoteCode, Verbose
+from amoeba.commands.output import Output
+from amoeba.commands.start import start
+from amoeba.errors import bad_value
+
+if TYPE_CHECKING:
+    from amoeba.jobs.quantise import Progress
+
+_SECONDS_BETWEEN_LINES = 2.0
+
+
+def quantise(
+    model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote.")],
+    format: Annotated[
+        str, typer.Option("--format", help="fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4, of the experts.")
+    ] = "fp8",
+    out: Annotated[
+        str | None, typer.Option("--out", help="The folder to write, or to go on with; default MODEL-FORMAT.")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a model again with its experts quantised; generate and finetune take it as it is."""
+    output = start(verbose)
+    with usage():
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            got = f"{model!r}, which is not here"
+            raise bad_value("MODEL", "a folder", got, "download a model of the hub first: hf download NAME")
+        need("transformers")
+        target = Path(out or f"{str(folder).rstrip('/')}-{format}")
+        document = {"document": "amoeba quantise"} | _run(folder, target, format, trust_remote_code, output)
+    finish(output, document, True, json)
+
+
+def _run(folder: Path, out: Path, format: str, trust_remote_code: bool, output: Output) -> dict[str, Any]:
+    from amoeba.jobs.quantise import quantise_folder
+
+    shown = time.monotonic()
+
+    def show(now: Progress) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            output.progress(f"layer {now.layer + 1}/{now.layers}")
+
+    try:
+        with output.working():
+            report = quantise_folder(folder, out, format, trust_remote_code=trust_remote_code, progress=show)
+    except KeyboardInterrupt:
+        output.warning("interrupted: the layers that are whole are kept; run the same command again to go on")
+        raise typer.Exit(INTERRUPTED) from None
+    if report.resumed_layers:
+        output.line(f"{report.resumed_layers} of {report.layers} layers were written already")
+    size = f"{report.expert_bytes / 2**30:.2f} GiB, {report.bytes_per_parameter:.3f} bytes a number"
+    output.line(f"written to {report.out}: {report.experts} experts in {report.layers} layers in {format}, {size}")
+    if not report.read_by_transformers:
+        output.line("transformers by itself does not read this format; amoeba does")
+    return asdict(report)

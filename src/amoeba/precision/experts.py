@@ -1,0 +1,230 @@
+"""Frozen experts in a block-scaled format: a kind of weights that is never dequantised as a whole.
+
+E experts · H hidden · I intermediate · J = 2I (gated) or I
+
+    weights = quantise_experts(ExpertWeights(gate_up_EJH, down_EHI), MXFP4)
+    y_TH = experts(x_TH, routing, weights, lora=lora)
+
+x, the routing weights and LoRA factors get gradients, the experts do not. Codes and scales are kept as integers, so
+that a module that holds them may be moved and cast: `model.to(torch.bfloat16)` leaves integers as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amoeba.config import Activation
+from amoeba.cpu_features import compute_dtype
+from amoeba.errors import bad_value
+from amoeba.operands import Operand, operands_of
+from amoeba.precision.formats import Format, format_named
+from amoeba.precision.quantised import QuantisedMatrix, quantise
+from amoeba.weights import ExpertWeights
+
+_ACTIVATION = operands_of(Activation)
+_MATRIX = (("data", "Tensor"), ("scales", "Tensor"), ("matrix_scale", "Tensor?"))
+
+
+Stored = tuple[Tensor, Tensor, Tensor | None]  # data, scales and matrix_scale of a `QuantisedMatrix`, as integers
+
+
+def _store(matrix: QuantisedMatrix) -> Stored:
+    def integers(tensor: Tensor) -> nn.Parameter:
+        return nn.Parameter(tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor, requires_grad=False)
+
+    matrix_scale = None if matrix.matrix_scale is None else integers(matrix.matrix_scale)
+    return integers(matrix.data), integers(matrix.scales), matrix_scale
+
+
+def _read(stored: Stored, format: Format, columns: int, parts: int) -> QuantisedMatrix:
+    data, scales, matrix_scale = stored
+    scales = scales.view(torch.float32) if format.scale == "fp32" else scales
+    matrix_scale = None if matrix_scale is None else matrix_scale.view(torch.float32)
+    return QuantisedMatrix(data, scales, format, columns, parts, matrix_scale)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockScaledExperts:
+    """Made by `quantise_experts`, or of the matrices of a file by `BlockScaledExperts.holding`.
+
+    parts: of gate_up, see `QuantisedMatrix`.
+    dtype: of x and y; products are computed in it.
+    """
+
+    stored_gate_up: Stored
+    stored_down: Stored
+    stored_gate_up_bias: Tensor | None
+    stored_down_bias: Tensor | None
+    format: Format
+    hidden: int
+    intermediate: int
+    parts: int
+    activation: Activation
+    dtype: torch.dtype
+
+    placement = "block-scaled"
+    trains = False
+
+    @classmethod
+    def holding(
+        cls,
+        gate_up: QuantisedMatrix,
+        down: QuantisedMatrix,
+        gate_up_bias_EJ: Tensor | None = None,
+        down_bias_EH: Tensor | None = None,
+        activation: Activation | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> BlockScaledExperts:
+        """gate_up: of shape (E, J, H). down: (E, H, I), in the same format."""
+        activation = activation or Activation()
+        experts, hidden, intermediate = down.shape if len(down.shape) == 3 else (0, 0, 0)
+        width = activation.width(intermediate)
+        fits = gate_up.shape == (experts, width, hidden) and gate_up.format == down.format and down.parts == 1
+        if not fits or gate_up.data.device != down.data.device:
+            expected = f"gate_up ({experts}, {width}, {hidden}) and down (E, H, I) in one format on one device"
+            got = f"{gate_up.shape} in {gate_up.format.name} and {down.shape} in {down.format.name}"
+            raise bad_value("block-scaled experts", expected, got, "check activation.gated, and quantise both alike")
+        biases = [(gate_up_bias_EJ, (experts, width)), (down_bias_EH, (experts, hidden))]
+        for bias, shape in biases:
+            if bias is not None and tuple(bias.shape) != shape:
+                raise bad_value("bias", f"shape {shape}", tuple(bias.shape), "one row per expert")
+        up_bias, down_bias = (None if b is None else nn.Parameter(b.detach().clone(), False) for b, _ in biases)
+        sizes = hidden, intermediate, gate_up.parts
+        return cls(_store(gate_up), _store(down), up_bias, down_bias, gate_up.format, *sizes, activation, dtype)
+
+    @property
+    def num_experts(self) -> int:
+        return self.stored_down[0].shape[0]
+
+    @property
+    def own_experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def device(self) -> torch.device:
+        return self.stored_down[0].device
+
+    @property
+    def gate_up_EJH(self) -> ReadInBlocks:
+        return ReadInBlocks(_read(self.stored_gate_up, self.format, self.hidden, self.parts), self.dtype)
+
+    @property
+    def down_EHI(self) -> ReadInBlocks:
+        return ReadInBlocks(_read(self.stored_down, self.format, self.intermediate, 1), self.dtype)
+
+    @property
+    def gate_up_bias_EJ(self) -> Tensor | None:
+        return None if self.stored_gate_up_bias is None else self.stored_gate_up_bias.to(self.dtype)
+
+    @property
+    def down_bias_EH(self) -> Tensor | None:
+        return None if self.stored_down_bias is None else self.stored_down_bias.to(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors() if tensor is not None)
+
+    def takes(self, device: torch.device) -> bool:
+        return device == self.device
+
+    def to(self, dtype: torch.dtype) -> BlockScaledExperts:
+        """The same experts for x in another dtype."""
+        return replace(self, dtype=dtype)
+
+    @classmethod
+    def operands(cls) -> tuple[Operand, ...]:
+        matrices = (Operand(f"{name}_{part}", kind) for name in ("gate_up", "down") for part, kind in _MATRIX)
+        biases = Operand("gate_up_bias", "Tensor?"), Operand("down_bias", "Tensor?")
+        numbers = (Operand(name, "int") for name in ("hidden", "intermediate", "parts"))
+        return (*matrices, *biases, Operand("format", "str"), *numbers, Operand("dtype", "str"), *_ACTIVATION)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self.stored_gate_up, *self.stored_down, self.stored_gate_up_bias, self.stored_down_bias)
+
+    def constants(self) -> tuple[Any, ...]:
+        dtype = str(self.dtype).removeprefix("torch.")
+        activation = (getattr(self.activation, operand.name) for operand in _ACTIVATION)
+        return (self.format.name, self.hidden, self.intermediate, self.parts, dtype, *activation)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> BlockScaledExperts:
+        format, hidden, intermediate, parts, dtype, *activation = constants
+        gate_up, down, (gate_up_bias, down_bias) = tuple(tensors[:3]), tuple(tensors[3:6]), tensors[6:]
+        return cls(
+            gate_up,  # type: ignore[arg-type]
+            down,  # type: ignore[arg-type]
+            gate_up_bias,
+            down_bias,
+            format_named(format),
+            hidden,
+            intermediate,
+            parts,
+            Activation(*activation),
+            getattr(torch, dtype),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ReadInBlocks:
+    """Experts' matrices in a block-scaled format where a backend for resident experts has a tensor: of the same shape,
+    to be transposed like one, but no number is there before one expert is asked for.
+
+    matrix: as it is stored; transposed: whether it is read the other way round.
+    """
+
+    matrix: QuantisedMatrix
+    dtype: torch.dtype
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, columns = self.matrix.shape
+        return (experts, columns, rows) if self.transposed else (experts, rows, columns)
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.data.device
+
+    @property
+    def mT(self) -> ReadInBlocks:
+        return replace(self, transposed=not self.transposed)
+
+    def transpose(self, *dimensions: int) -> ReadInBlocks:
+        """dimensions: the last two; there are no others to exchange."""
+        return self.mT
+
+    def unbind(self, *dimension: int) -> ReadInBlocks:
+        """dimension: the first, that of the experts, by which the result is indexed."""
+        return self
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """Dequantised, in the dtype in which a product with it is computed."""
+        found = self.matrix[expert].dequantise(compute_dtype(self.dtype, self.device))
+        return found.t() if self.transposed else found
+
+
+def quantise_experts(weights: ExpertWeights, format: Format) -> BlockScaledExperts:
+    """Gate and up have blocks of their own, unless their rows take turns. The weights may go afterwards."""
+    activation = weights.activation
+    parts = 2 if activation.gated and not activation.interleaved else 1
+    return BlockScaledExperts.holding(
+        quantise(weights.gate_up_EJH, format, parts=parts),
+        quantise(weights.down_EHI, format),
+        weights.gate_up_bias_EJ,
+        weights.down_bias_EH,
+        activation,
+        weights.dtype,
+    )
+
+
+def dequantise_experts(weights: BlockScaledExperts, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+    """As resident weights, all of them in memory: what block-scaled experts are compared with."""
+    biases = weights.stored_gate_up_bias, weights.stored_down_bias
+    gate_up_bias, down_bias = (None if bias is None else bias.detach().to(dtype) for bias in biases)
+    gate_up, down = (each.matrix.dequantise(dtype) for each in (weights.gate_up_EJH, weights.down_EHI))
+    return ExpertWeights(gate_up, down, gate_up_bias, down_bias, weights.activation)

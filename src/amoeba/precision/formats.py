@@ -1,0 +1,176 @@
+"""Number formats whose numbers share a scale by the block: what their codes mean, and how a number becomes a code.
+
+    codes = E4M3.encode(values)              # uint8; round to nearest, ties to even, saturating
+    values = E4M3.decode(codes)              # fp32, exact
+    scale = E8M0.decode(exponent_bytes)
+
+Plain torch on any device. These are the definitions: kernels are compared with them bit by bit.
+
+| format  | element | block of a weight | scale                                     |
+|---------|---------|-------------------|-------------------------------------------|
+| fp8-128 | e4m3    | 128 x 128         | fp32                                      |
+| mxfp8   | e4m3    | 1 x 32            | e8m0, a power of two, rounded down (OCP)  |
+| mxfp4   | e2m1    | 1 x 32            | e8m0, the same                            |
+| nvfp4   | e2m1    | 1 x 16            | e4m3, times one fp32 number of the matrix |
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from amoeba.errors import bad_value
+
+ScaleKind = Literal["fp32", "e8m0", "e4m3"]
+
+
+class Element(ABC):
+    """
+    largest:  the largest finite number.
+    exponent: of the largest power of two.
+    bits:     of a code; codes narrower than a byte are packed two to a byte, the first in the low bits.
+    """
+
+    name: ClassVar[str]
+    largest: ClassVar[float]
+    exponent: ClassVar[int]
+    bits: ClassVar[int]
+
+    @staticmethod
+    @abstractmethod
+    def encode(values: Tensor) -> Tensor:
+        """One code in a uint8 for each fp32 number: nearest, ties to even. What is too large, infinities too, becomes
+        the largest; the sign of a zero stays."""
+
+    @staticmethod
+    @abstractmethod
+    def decode(codes: Tensor) -> Tensor:
+        """fp32."""
+
+
+class _E4M3(Element):
+    """OCP's e4m3 (torch.float8_e4m3fn): no infinities, NaN is 0x7f and 0xff."""
+
+    name, largest, exponent, bits = "e4m3", 448.0, 8, 8
+
+    @staticmethod
+    def encode(values: Tensor) -> Tensor:
+        largest = _E4M3.largest  # torch's cast gives NaN for what is beyond it
+        return values.clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    @staticmethod
+    def decode(codes: Tensor) -> Tensor:
+        return codes.view(torch.float8_e4m3fn).to(torch.float32)
+
+
+class _E2M1(Element):
+    """OCP's e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. It has no NaN: a block's scale says that."""
+
+    name, largest, exponent, bits = "e2m1", 6.0, 2, 4
+    VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+    @staticmethod
+    def encode(values: Tensor) -> Tensor:
+        size = values.abs()
+        codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+        for code, (lower, upper) in enumerate(zip(_E2M1.VALUES[:-1], _E2M1.VALUES[1:], strict=True)):
+            middle = (lower + upper) / 2  # of which an even code gets the tie
+            codes += size > middle if code % 2 == 0 else size >= middle
+        return codes + values.signbit().to(torch.uint8) * 8
+
+    @staticmethod
+    def decode(codes: Tensor) -> Tensor:
+        signed = (*_E2M1.VALUES, *(-value for value in _E2M1.VALUES))
+        table = torch.tensor(signed, dtype=torch.float32, device=codes.device)
+        return table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+
+    @staticmethod
+    def pack(codes: Tensor) -> Tensor:
+        """Two codes to a byte along the last dimension, of an even length."""
+        return codes[..., 0::2] | codes[..., 1::2] << 4
+
+    @staticmethod
+    def decode_packed(packed: Tensor) -> Tensor:
+        """fp32, twice as long."""
+        every_byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
+        table = _E2M1.decode(torch.stack((every_byte & 15, every_byte >> 4), dim=1))
+        values = table.index_select(0, packed.flatten().to(torch.int32))
+        return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+class E8M0:
+    """Exponents with a bias of 127: powers of two from 2^-127 on; 255 is NaN."""
+
+    bias, nan = 127, 255
+
+    @staticmethod
+    def decode(codes: Tensor) -> Tensor:
+        """fp32, exact: 2^-127 is below its smallest normal number."""
+        bits = codes.to(torch.int32) << 23
+        bits = bits.masked_fill(codes == 0, 1 << 22).masked_fill(codes == E8M0.nan, 0x7FC00000)
+        return bits.view(torch.float32)
+
+
+E4M3, E2M1 = _E4M3(), _E2M1()
+
+
+@dataclass(frozen=True)
+class Format:
+    """
+    name:    as users write it.
+    element: of the numbers.
+    block:   rows and columns of a matrix that share a scale.
+    scale:   what a scale is; those of "e4m3" are times one number of the whole matrix.
+    """
+
+    name: str
+    element: Element
+    block: tuple[int, int]
+    scale: ScaleKind
+
+    @property
+    def has_matrix_scale(self) -> bool:
+        return self.scale == "e4m3"
+
+    def stored_columns(self, columns: int) -> int:
+        """Bytes of a row: codes narrower than a byte fill whole blocks."""
+        if self.element.bits == 8:
+            return columns
+        return -(-columns // self.block[1]) * self.block[1] * self.element.bits // 8
+
+    def __reduce__(self) -> tuple:
+        return format_named, (self.name,)  # copies and pickles are this one
+
+
+FP8_128 = Format("fp8-128", E4M3, (128, 128), "fp32")
+FP8_128_ROWS = Format("fp8-128-rows", E4M3, (1, 128), "fp32")  # of activations, token by token
+MXFP8 = Format("mxfp8", E4M3, (1, 32), "e8m0")
+MXFP4 = Format("mxfp4", E2M1, (1, 32), "e8m0")
+NVFP4 = Format("nvfp4", E2M1, (1, 16), "e4m3")
+FORMATS = {each.name: each for each in (FP8_128, FP8_128_ROWS, MXFP8, MXFP4, NVFP4)}
+
+
+def format_named(name: str) -> Format:
+    """One of FORMATS, or "fp8-64x32": as fp8-128, with blocks of another size."""
+    found = FORMATS.get(name)
+    if found is not None:
+        return found
+    sizes = re.fullmatch(r"fp8-(\d+)x(\d+)", name)
+    if sizes is None:
+        raise bad_value("format", f"one of {', '.join(FORMATS)}", repr(name), "choose one of them")
+    return fp8_blocks(*map(int, sizes.groups()))
+
+
+def fp8_blocks(rows: int, columns: int) -> Format:
+    """e4m3 with a scale in fp32 for each block of this size, as files have it."""
+    block = (rows, columns)
+    if any(size < 1 or size & (size - 1) for size in block):
+        remedy = "load the checkpoint dequantised, or its unquantised one"
+        raise bad_value("block of scales", "powers of two, such as 128 x 128", f"{rows} x {columns}", remedy)
+    same = (each for each in (FP8_128, FP8_128_ROWS) if each.block == block)
+    return next(same, Format(f"fp8-{rows}x{columns}", E4M3, block, "fp32"))

@@ -1,0 +1,59 @@
+"""Experts in block-scaled formats, as placements: quantised where they lie, and frozen."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from amoeba.placement import LayerSizes, Placement, Tolerance
+from amoeba.precision.experts import dequantise_experts, quantise_experts
+from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
+from amoeba.weights import ExpertWeights
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _represented(weights: ExpertWeights, format: Format) -> ExpertWeights:
+    return dequantise_experts(quantise_experts(weights, format), weights.dtype)
+
+
+def _expert_bytes(sizes: LayerSizes, format: Format) -> int:
+    activation = sizes.activation
+    up = sizes.intermediate if activation is not None and not activation.gated else 2 * sizes.intermediate
+    matrices = ((up, sizes.hidden), (sizes.hidden, sizes.intermediate))
+    scale, (rows, columns) = 4 if format.scale == "fp32" else 1, format.block
+    codes = sum(down * format.stored_columns(across) for down, across in matrices)
+    return codes + scale * sum(-(-down // rows) * -(-across // columns) for down, across in matrices)
+
+
+def _how() -> str:
+    return "by our kernels on a GPU, one expert after the other on a CPU"
+
+
+def _placement(name: str, format: Format) -> Placement:
+    make = functools.partial(quantise_experts, format=format)
+    return Placement(
+        name,
+        f"quantised to {format.name} and dequantised as they are read",
+        make=make,
+        tolerances={dtype: Tolerance() for dtype in _DTYPES},
+        how=_how,
+        represent=functools.partial(_represented, format=format),
+        itemsize=1,
+        expert_bytes=functools.partial(_expert_bytes, format=format),
+    )
+
+
+PRECISION_PLACEMENTS = (
+    _placement("fp8-weights", FP8_128),
+    _placement("mxfp8-weights", MXFP8),
+    _placement("mxfp4-weights", MXFP4),
+    _placement("nvfp4-weights", NVFP4),
+)
+
+
+def placement_of(format: Format) -> Placement:
+    """Under which experts in this format stand, where a file had them in it: blocks of fp8 may have any size there."""
+    places = dict(zip(("fp8-128", "mxfp8", "mxfp4", "nvfp4"), PRECISION_PLACEMENTS, strict=True))
+    return places.get(format.name, PRECISION_PLACEMENTS[0])

@@ -1,0 +1,175 @@
+"""A matrix in a block-scaled format: its codes, its scales, and the numbers that they stand for.
+
+    quantised = quantise(weight_EJH, MXFP4)
+    quantised.data, quantised.scales          # uint8 (E, J, H/2) and (E, J, H/32)
+    quantised.dequantise()                    # fp32
+
+Blocks at the ends of rows and columns may be cut: any size works. Where a matrix is made of several that were quantised
+each by itself, as gate and up are in files, `parts` says so: blocks do not reach over from one into the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amoeba.errors import bad_value
+from amoeba.precision.formats import E2M1, E4M3, E8M0, Format
+
+_SMALLEST_NORMAL = 2.0**-126
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedMatrix:
+    """
+    data:    uint8 (..., rows, format.stored_columns(columns)).
+    scales:  (..., blocks of rows, blocks of columns): fp32, or codes in uint8.
+    columns: of the matrix; codes that are packed may go on behind them, as zeros.
+    parts:   how many equal parts the rows have, each with blocks of its own.
+    matrix_scale: (...), fp32, where the format has it.
+    """
+
+    data: Tensor
+    scales: Tensor
+    format: Format
+    columns: int
+    parts: int = 1
+    matrix_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        *leading, rows, stored = self.data.shape
+        blocks = (*leading, *block_counts(rows, self.columns, self.format, self.parts))
+        kind = torch.float32 if self.format.scale == "fp32" else torch.uint8
+        fits = stored == self.format.stored_columns(self.columns) and tuple(self.scales.shape) == blocks
+        if not fits or self.data.dtype != torch.uint8 or self.scales.dtype != kind:
+            bytes_of_a_row = self.format.stored_columns(self.columns)
+            raise bad_value(
+                f"a matrix in {self.format.name}",
+                f"{bytes_of_a_row} bytes (uint8) in a row of {self.columns} and {kind} scales {blocks}",
+                f"data {self.data.dtype} {tuple(self.data.shape)}, scales {self.scales.dtype} "
+                f"{tuple(self.scales.shape)}",
+                "quantise it again, or check the number of columns and parts",
+            )
+        has_scale = self.matrix_scale is not None
+        if has_scale != self.format.has_matrix_scale or (
+            self.matrix_scale is not None and tuple(self.matrix_scale.shape) != tuple(leading)
+        ):
+            expected = f"one of shape {tuple(leading)}" if self.format.has_matrix_scale else "none"
+            got = None if self.matrix_scale is None else tuple(self.matrix_scale.shape)
+            raise bad_value(f"matrix_scale of {self.format.name}", expected, got, "quantise it again")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.data.shape[:-1], self.columns)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.data, self.scales, self.matrix_scale)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def __getitem__(self, index: int) -> QuantisedMatrix:
+        """Of a stack, one."""
+        matrix_scale = None if self.matrix_scale is None else self.matrix_scale[index]
+        return replace(self, data=self.data[index], scales=self.scales[index], matrix_scale=matrix_scale)
+
+    def scale_values(self) -> Tensor:
+        """fp32, with the number of the whole matrix in them."""
+        if self.format.scale == "fp32":
+            return self.scales
+        if self.format.scale == "e8m0":
+            return E8M0.decode(self.scales)
+        assert self.matrix_scale is not None
+        return E4M3.decode(self.scales) * self.matrix_scale[..., None, None]
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Each number is a product in fp32 of what its code stands for and of its scale, rounded to dtype."""
+        element, (block_rows, block_columns) = self.format.element, self.format.block
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=dtype, device=self.data.device)
+        values = E2M1.decode_packed(self.data) if element.bits == 4 else element.decode(self.data)
+        values = values[..., : self.columns]
+        scales = self.scale_values()
+        if block_rows > 1:
+            of_part = self.shape[-2] // self.parts
+            scales = scales.unflatten(-2, (self.parts, -1)).repeat_interleave(block_rows, dim=-2)
+            scales = scales[..., :of_part, :].flatten(-3, -2)
+        if self.columns % block_columns == 0:
+            return (values.unflatten(-1, (-1, block_columns)) * scales[..., None]).flatten(-2).to(dtype)
+        return (values * scales.repeat_interleave(block_columns, dim=-1)[..., : self.columns]).to(dtype)
+
+
+def block_counts(rows: int, columns: int, format: Format, parts: int = 1) -> tuple[int, int]:
+    """Scales of a matrix, down and across."""
+    block_rows, block_columns = format.block
+    return parts * -(-(rows // parts) // block_rows), -(-columns // block_columns)
+
+
+def quantise(matrix: Tensor, format: Format, *, parts: int = 1) -> QuantisedMatrix:
+    """matrix: (rows, columns), or a stack of such, which is quantised one after the other.
+
+    Scales come from the largest finite number of a block. Infinities become the largest number there is; a NaN stays
+    one, and in a format without any it makes its whole block NaN.
+    """
+    if matrix.dim() < 2 or not matrix.is_floating_point() or parts < 1 or matrix.shape[-2] % parts:
+        got = f"{matrix.dtype} {tuple(matrix.shape)}, parts {parts}"
+        raise bad_value("matrix", "(..., rows, columns) of floating point, in equal parts", got, "stack its rows")
+    *leading, rows, columns = matrix.shape
+    counts = block_counts(rows, columns, format, parts)
+    scale_dtype = torch.float32 if format.scale == "fp32" else torch.uint8
+    data = torch.empty((*leading, rows, format.stored_columns(columns)), dtype=torch.uint8, device=matrix.device)
+    scales = torch.empty((*leading, *counts), dtype=scale_dtype, device=matrix.device)
+    matrix_scale = None
+    if format.has_matrix_scale:
+        matrix_scale = torch.empty(leading, dtype=torch.float32, device=matrix.device)
+    for place in itertools.product(*map(range, leading)) if rows and columns else ():
+        its_scale = None if matrix_scale is None else matrix_scale[place]
+        _quantise_one(matrix.detach()[place].to(torch.float32), format, parts, data[place], scales[place], its_scale)
+    return QuantisedMatrix(data, scales, format, columns, parts, matrix_scale)
+
+
+def _quantise_one(
+    matrix: Tensor, format: Format, parts: int, data: Tensor, scales: Tensor, matrix_scale: Tensor | None
+) -> None:
+    """Into data, scales and matrix_scale."""
+    (rows, columns), (block_rows, block_columns) = matrix.shape, format.block
+    down, across = scales.shape[0] // parts, scales.shape[1]
+    of_part = rows // parts
+    padded = F.pad(
+        matrix.reshape(parts, of_part, columns), (0, across * block_columns - columns, 0, down * block_rows - of_part)
+    )
+    blocks = padded.view(parts, down, block_rows, across, block_columns)
+    finite = blocks.abs().masked_fill(~blocks.isfinite(), 0)
+    largest = finite.amax(dim=(2, 4))
+    codes, values = _scales(largest, format, matrix_scale)
+    quotients = blocks / values[:, :, None, :, None]
+    encoded = format.element.encode(quotients).view(parts, down * block_rows, -1)[:, :of_part].reshape(rows, -1)
+    if format.element.bits == 4:
+        encoded = E2M1.pack(encoded)
+        has_nan = blocks.isnan().any(dim=4).any(dim=2)
+        codes = codes.masked_fill(has_nan, E8M0.nan if format.scale == "e8m0" else 0x7F)
+    data.copy_(encoded[:, : data.shape[1]])
+    scales.copy_(codes.view_as(scales))
+
+
+def _scales(largest: Tensor, format: Format, matrix_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As they are stored, and as numbers to divide by, of which none is 0."""
+    element = format.element
+    if format.scale == "fp32":
+        found = (largest / element.largest).clamp(min=_SMALLEST_NORMAL).masked_fill(largest == 0, 1)
+        return found, found
+    if format.scale == "e8m0":
+        exponent = largest.frexp().exponent - 1 - element.exponent  # floor(log2(largest)), exact
+        exponent = exponent.masked_fill(largest == 0, -E8M0.bias).clamp(-E8M0.bias, E8M0.bias)
+        codes = (exponent + E8M0.bias).to(torch.uint8)
+        return codes, E8M0.decode(codes)
+    assert matrix_scale is not None
+    of_all = largest.amax()
+    matrix_scale.copy_((of_all / (element.largest * E4M3.largest)).clamp(min=_SMALLEST_NORMAL))
+    matrix_scale.masked_fill_(of_all == 0, 1)
+    codes = E4M3.encode(largest / element.largest / matrix_scale)
+    values = E4M3.decode(codes) * matrix_scale
+    return codes, values.masked_fill(values == 0, torch.inf)  # such a block is zeros, whatever its codes

@@ -1,0 +1,278 @@
+"""FP8 and MXFP4 checkpoints run and train with their experts as the files have them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Trainer, TrainingArguments
+from transformers.integrations import finegrained_fp8
+
+import amoeba
+from amoeba import lora
+from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.jobs.finetune import finetune
+from amoeba.jobs.generate import GenerationOptions, generate
+from amoeba.jobs.settings import FinetuneSettings, load_settings
+from amoeba.precision.experts import BlockScaledExperts, dequantise_experts
+from quantised_checkpoints import write_fp8, write_mxfp4
+from selection import quick
+from tiny_models import build, save_byte_tokenizer, token_ids
+from tiny_runs import Quiet
+
+amoeba.register()
+Made = tuple[Path, Any]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    """name -> folder and dequantised twin."""
+    found = {}
+    for name, write in {"fp8": write_fp8, "mxfp4": write_mxfp4}.items():
+        folder = tmp_path_factory.mktemp(name)
+        found[name] = folder, write(folder)
+    return found
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="amoeba", **{"dtype": torch.float32, **options}
+    )
+
+
+def of_experts(model: Any) -> list[BlockScaledExperts]:
+    found = [placed_in(module) for module in experts_modules(model).values()]
+    assert found and all(isinstance(each, BlockScaledExperts) for each in found)
+    return found  # type: ignore[return-value]
+
+
+def close(found: Tensor, expected: Tensor, most: float) -> bool:
+    return bool((found.double() - expected.double()).norm() <= most * expected.double().norm())
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=token_ids(), use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_logits_are_those_of_the_dequantised_model(name: str, checkpoints: dict[str, Made]) -> None:
+    folder, twin = checkpoints[name]
+    assert close(logits(load(folder)), logits(twin), 1e-5)
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8", 1.02), ("mxfp4", 0.55)])
+def test_experts_take_the_bytes_of_the_file(name: str, most: float, checkpoints: dict[str, Made]) -> None:
+    """Also all that the model keeps for them: no dequantised copy is left anywhere."""
+    model = load(checkpoints[name][0], dtype=torch.bfloat16)
+    found = of_experts(model)
+    biases = sum(b.nbytes for e in found for b in (e.stored_gate_up_bias, e.stored_down_bias) if b is not None)
+    numbers = sum(e.num_experts * e.hidden * e.intermediate * 3 for e in found)
+    assert sum(experts.nbytes for experts in found) - biases <= most * numbers
+    kept = sum(p.nbytes for module in experts_modules(model).values() for p in module.parameters())
+    assert kept == sum(experts.nbytes for experts in found)
+    assert not any(p.requires_grad for module in experts_modules(model).values() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_lora_gradients_are_those_of_the_dequantised_model_from_the_first_layer_on(
+    name: str, checkpoints: dict[str, Made]
+) -> None:
+    """transformers drops gradients on the way through its quantised experts: those of the first layer would be 0."""
+    folder, twin = checkpoints[name]
+
+    def gradients(model: Any) -> dict[str, Tensor]:
+        model.set_experts_implementation("amoeba")
+        lora.attach(model, r=3, alpha=6, targets=["gate_proj", "up_proj", "down_proj", "q_proj", "v_proj"])
+        generator = torch.Generator().manual_seed(0)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora" in parameter_name:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        model.zero_grad()
+        model(input_ids=token_ids(), labels=token_ids(), use_cache=False).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    found, expected = gradients(load(folder)), gradients(copy.deepcopy(twin))
+    assert set(found) == set(expected) and sum("layers.0" in each and "experts" in each for each in found) >= 5
+    for each, gradient in expected.items():
+        assert gradient.norm() > 0 and close(found[each], gradient, 1e-4), each
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_generate_writes_what_the_dequantised_model_writes(
+    name: str, checkpoints: dict[str, Made], tmp_path: Path
+) -> None:
+    folder, twin = checkpoints[name]
+    twin.save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    texts = []
+    for each in (folder, tmp_path):
+        pieces: list[str] = []
+        options = GenerationOptions(max_new_tokens=9, temperature=0, device=torch.device("cpu"), dtype=torch.float32)
+        report = generate(each, "Once", options, pieces.append)
+        texts.append("".join(pieces))
+        assert (report.placement == f"{name}-weights") == (each == folder)
+    assert texts[0] == texts[1]
+
+
+@quick(lambda name: name == "mxfp4")
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_fine_tuning_learns_as_the_dequantised_model_does(
+    name: str, checkpoints: dict[str, Made], tmp_path: Path
+) -> None:
+    folder, twin = checkpoints[name]
+    twin.save_pretrained(tmp_path / "twin")
+    save_byte_tokenizer(tmp_path / "twin")
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{word} and", "completion": f" {word}"} for word in ("one", "two", "three", "four") * 3]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reports = []
+    for each in (folder, tmp_path / "twin"):
+        told = {
+            "model": str(each), "data": str(data), "out": str(tmp_path / f"run-{len(reports)}"), "steps": 4,
+            "batch_size": 2, "held_out": 0.2, "sequence_length": 32, "r": 2, "learning_rate": 1e-2, "eval_every": 4,
+            "targets": ["experts", "q_proj"], "dtype": "float32",
+        }  # fmt: skip
+        reports.append(finetune(load_settings(None, told, FinetuneSettings), Quiet()))
+    assert reports[0].experts == f"{name}-weights"
+    assert abs(reports[0].final_loss - reports[1].final_loss) <= 1e-4 * reports[1].final_loss
+    assert reports[0].final_loss < reports[0].start_loss
+
+
+def test_scales_in_ue8m0(tmp_path: Path) -> None:
+    twin = write_fp8(tmp_path, scale_dtype="float8_e8m0fnu")
+    assert close(logits(load(tmp_path)), logits(twin), 1e-5)
+
+
+def test_sizes_that_are_no_whole_blocks_keep_gate_and_up_apart(checkpoints: dict[str, Made]) -> None:
+    folder, twin = checkpoints["fp8"]  # I = 136: a block of up begins where none of gate_up would
+    (first, *_) = of_experts(load(folder))
+    assert (first.intermediate % 128, first.parts) == (8, 2)
+    dense = dequantise_experts(first)
+    module = next(iter(experts_modules(twin).values()))
+    assert torch.equal(dense.gate_up_EJH, module.gate_up_proj) and torch.equal(dense.down_EHI, module.down_proj)
+
+
+def test_plain_trainer_trains_adapters_beside_them(checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    folder, _ = checkpoints["mxfp4"]
+    model = load(folder)
+    lora.attach(model, r=2)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    rows = [{"input_ids": ids, "labels": ids} for ids in token_ids()] * 2
+    arguments = TrainingArguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=2, save_strategy="no", report_to=[], learning_rate=1e-2,
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before and "lora_b" in n)
+
+
+def test_the_model_may_be_cast_moved_and_copied(checkpoints: dict[str, Made]) -> None:
+    folder, twin = checkpoints["fp8"]
+    model = copy.deepcopy(load(folder).to(torch.bfloat16).to(torch.float32))
+    assert close(logits(model), logits(twin), 2e-2)
+    expected = dequantise_experts(of_experts(load(folder))[0].to(torch.float32)).down_EHI
+    assert torch.equal(dequantise_experts(of_experts(model)[0]).down_EHI, expected)
+
+
+def test_placing_them_elsewhere_is_refused_and_auto_leaves_them(checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    model = load(checkpoints["fp8"][0])
+    assert amoeba.place_experts(model, "auto") == ("fp8-weights", "as the checkpoint has them", ())
+    with pytest.raises(ValueError, match=r"experts as ordinary tensors; got model.layers.0.mlp.experts, quantised to"):
+        amoeba.place_experts(model, "mxfp4-weights")
+    with pytest.raises(ValueError, match="experts as ordinary tensors"):
+        model.save_pretrained(tmp_path)
+
+
+def spoil(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "no scales of one": (
+        lambda t: t.pop("model.layers.0.mlp.experts.1.up_proj.weight_scale_inv"),
+        "experts.1.up_proj.weight in fp8-128; got a tensor without scales",
+    ),
+    "one missing": (
+        lambda t: [t.pop(f"model.layers.0.mlp.experts.1.up_proj.weight{end}") for end in ("", "_scale_inv")],
+        "as many equal matrices for each part",
+    ),
+    "scales of another size": (
+        lambda t: t.update({"model.layers.0.mlp.experts.1.up_proj.weight_scale_inv": torch.ones(7, 7)}),
+        "a matrix in fp8-128: expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_what_is_missing_is_named(how: str, tmp_path: Path) -> None:
+    change, message = SPOILT[how]
+    write_fp8(tmp_path)
+    spoil(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_blocks_that_are_no_powers_of_two_are_refused_by_name(tmp_path: Path) -> None:
+    write_fp8(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["weight_block_size"] = [96, 128]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="block of scales: expected powers of two, such as 128 x 128; got 96 x 128"):
+        load(tmp_path)
+
+
+def test_other_implementations_and_dequantising_are_transformers_own_affair(checkpoints: dict[str, Made]) -> None:
+    folder, _ = checkpoints["fp8"]
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", dtype=torch.float32)
+    assert all(placed_in(module) is None for module in model.modules())
+    config = FineGrainedFP8Config(dequantize=True, weight_block_size=(128, 128))
+    model = load(folder, quantization_config=config)
+    assert all(placed_in(module) is None for module in model.modules())
+
+
+def test_fp8_experts_of_transformers_are_computed_too() -> None:
+    """A model that its quantizer made, switched to amoeba afterwards."""
+    model = build("qwen3_moe")
+    model.set_experts_implementation("eager")
+    finegrained_fp8.replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config(weight_block_size=(8, 8)))
+    model.set_experts_implementation("amoeba")
+    module = next(module for module in model.modules() if isinstance(module, finegrained_fp8.FP8Experts)).to_empty(
+        device="cpu"
+    )
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in module.named_parameters():
+        drawn = torch.rand(parameter.shape, generator=generator) + 0.1
+        parameter.data.copy_((drawn / 16) if name.endswith("scale_inv") else (drawn - 0.6).to(parameter.dtype))
+    x = torch.randn(5, module.hidden_dim, generator=generator, requires_grad=True)
+    ids = torch.tensor([[0, 1], [2, 3], [1, 0], [4, 5], [5, 2]])
+    weights = torch.rand(5, 2, generator=generator)
+    y = module(x, ids, weights)
+    y.sum().backward()
+
+    def dense(name: str) -> Tensor:
+        scales = getattr(module, f"{name}_scale_inv").float().repeat_interleave(8, 1).repeat_interleave(8, 2)
+        weight = getattr(module, name).float()
+        return (weight * scales[:, : weight.shape[1], : weight.shape[2]]).detach()
+
+    up, down = dense("gate_up_proj"), dense("down_proj")
+    expected = torch.zeros(5, module.hidden_dim)
+    for t in range(5):
+        for k in range(2):
+            gate, linear = (up[ids[t, k]] @ x[t]).chunk(2)
+            expected[t] += weights[t, k] * (down[ids[t, k]] @ (torch.nn.functional.silu(gate) * linear))
+    assert close(y, expected, 1e-5)
+    assert x.grad is not None and x.grad.norm() > 0

@@ -1,0 +1,157 @@
+"""`amoeba quantise`: folders with quantised experts that we and, where it knows the format, transformers read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
+
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import amoeba
+from amoeba.cli import app
+from amoeba.integrations.experts_module import experts_modules, place, placed_in
+from amoeba.jobs import quantise as job
+from amoeba.jobs.quantise import quantise_folder
+from amoeba.placements import placement_named
+from amoeba.precision.experts import BlockScaledExperts, dequantise_experts
+from selection import quick
+from tiny_models import build, randomise, save_byte_tokenizer, token_ids
+
+amoeba.register()
+FORMATS = ("fp8", "mxfp8", "mxfp4", "nvfp4")
+SIZES = {
+    "qwen3_moe": {"moe_intermediate_size": 40},
+    "mixtral": {"intermediate_size": 136},  # no whole blocks: transformers would take them for equal ones
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 96},
+}
+
+QUICK = {("qwen3_moe", "mxfp8"), ("qwen3_moe", "nvfp4"), ("mixtral", "fp8"), ("gpt_oss", "mxfp4")}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, sizes in SIZES.items():
+        found[name] = tmp_path_factory.mktemp(name) / "model"
+        randomise(build(name, **sizes)).save_pretrained(found[name])
+        save_byte_tokenizer(found[name])
+    return found
+
+
+def load(folder: Path, implementation: str = "amoeba") -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation, dtype=torch.float32)
+    return model.float().eval()  # transformers dequantises some to bf16, whatever was asked for
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=token_ids(), use_cache=False).logits
+
+
+@quick(lambda model_type, format: (model_type, format) in QUICK)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("model_type", SIZES)
+def test_a_written_folder_holds_what_placing_the_experts_gives(
+    model_type: str, format: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    report = quantise_folder(models[model_type], tmp_path / "out", format)
+    found, expected = load(tmp_path / "out"), load(models[model_type])
+    amoeba.place_experts(expected, f"{format}-weights")
+    for ours, theirs in zip(experts_modules(found).values(), experts_modules(expected).values(), strict=True):
+        one, other = placed_in(ours), placed_in(theirs)
+        assert isinstance(one, BlockScaledExperts) and isinstance(other, BlockScaledExperts)
+        assert torch.equal(dequantise_experts(one).gate_up_EJH, dequantise_experts(other).gate_up_EJH)
+        assert torch.equal(dequantise_experts(one).down_EHI, dequantise_experts(other).down_EHI)
+    assert torch.equal(logits(found), logits(expected))
+    assert report.experts == 12 and not list((tmp_path / "out").glob("*.unfinished*"))
+    bits = {"fp8": 1.3, "mxfp8": 1.1, "mxfp4": 0.9, "nvfp4": 0.7}  # rows of 32 to 48 numbers fill whole blocks badly
+    assert report.bytes_per_parameter <= bits[format]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU it wants packages for its quantised kernels")
+@pytest.mark.parametrize(("model_type", "format"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
+def test_plain_transformers_reads_what_it_knows(
+    model_type: str, format: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """It dequantises them without a GPU: the same numbers."""
+    report = quantise_folder(models[model_type], tmp_path / "out", format)
+    assert report.read_by_transformers
+    theirs = logits(load(tmp_path / "out", "eager"))
+    assert (theirs - logits(load(tmp_path / "out"))).norm() <= 2e-2 * theirs.norm()  # bf16 on the way
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+def test_what_transformers_does_not_know_it_does_not_take_for_numbers(
+    format: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    report = quantise_folder(models["qwen3_moe"], tmp_path / "out", format)
+    facts = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (facts["quant_method"], facts["format"], report.read_by_transformers) == ("amoeba", format, False)
+    with pytest.raises((RuntimeError, ValueError)):  # not with a warning alone
+        load(tmp_path / "out", "eager")
+
+
+def test_an_interrupted_run_goes_on_and_leaves_no_model_before(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def stop_at_second(now: job.Progress) -> None:
+        if now.layer == 1:
+            raise Killed
+
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        quantise_folder(models["qwen3_moe"], out, "fp8", progress=stop_at_second)
+    assert not (out / "config.json").exists() and len(list(out.glob("*.safetensors"))) == 1
+    with pytest.raises(
+        ValueError, match=r"--out: expected a new folder, or one to go on with.*another model or format"
+    ):
+        quantise_folder(models["qwen3_moe"], out, "mxfp8")
+    report = quantise_folder(models["qwen3_moe"], out, "fp8")
+    assert report.resumed_layers == 1
+    quantise_folder(models["qwen3_moe"], tmp_path / "at-once", "fp8")
+    for path in (tmp_path / "at-once").iterdir():
+        if path.suffix != ".safetensors":
+            assert path.read_bytes() == (out / path.name).read_bytes(), path.name
+            continue
+        once, resumed = load_file(path), load_file(out / path.name)
+        assert once.keys() == resumed.keys()
+        assert all(torch.equal(t.view(torch.uint8), resumed[n].view(torch.uint8)) for n, t in once.items() if t.dim())
+    with pytest.raises(ValueError, match="which is there"):
+        quantise_folder(models["qwen3_moe"], out, "fp8")
+
+
+def test_the_command(models: dict[str, Path], tmp_path: Path) -> None:
+    def invoke(*words: str):
+        return CliRunner().invoke(app, ["quantise", *words])
+
+    result = invoke(str(models["gpt_oss"]), "--format", "mxfp4", "--out", str(tmp_path / "out"), "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["document"] == "amoeba quantise" and document["read_by_transformers"]
+    assert document["bytes_per_parameter"] <= 0.55
+    for words, said in (
+        ((str(models["gpt_oss"]), "--format", "int3"), "one of fp8, mxfp8, mxfp4, nvfp4"),
+        ((str(tmp_path / "nowhere"),), "which is not here"),
+        ((str(tmp_path / "out"), "--format", "fp8"), "quantized by mxfp4"),
+    ):
+        result = invoke(*words)
+        assert result.exit_code == 2 and said in " ".join(result.output.split()), result.output
+
+
+def test_placing_is_the_same_by_either_name() -> None:
+    model = build("qwen3_moe")
+    for module in experts_modules(model).values():
+        place(module, placement_named("fp8-weights"))
+        assert isinstance(placed_in(module), BlockScaledExperts)

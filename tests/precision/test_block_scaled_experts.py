@@ -1,0 +1,185 @@
+"""Block-scaled experts through the seam: every gradient, any routing, and what a module does with them.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amoeba
+from amoeba import Activation, ExpertWeights, Request, Routing, experts
+from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
+from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.quantised import quantise
+from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
+from amoeba.proof.conformance import verify_case
+from amoeba.weights import LORA_NAMES
+from selection import quick
+from small_layer import Layer, kernel_device
+
+FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
+by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+CPU = torch.device("cpu")
+PLACEMENTS = ("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights")
+# Every routing there is, no tokens, sizes of no whole block, biases, all activations; the rest is thorough.
+CASES = [
+    Case(63, 8, SILU, True, "sentinels", lora="all", rank=5),
+    Case(0, 2, SILU, True, lora="all"),
+    Case(9, 2, PLAIN_RELU2, True, "empty_experts", 31, 23, lora="all", rank=3),
+    Case(9, 1, CLAMPED_SWIGLU, True, "all_on_one", lora="all", rank=5, recompute=True),
+    Case(9, 2, SILU, False, "sentinels_alone", lora="all"),
+    Case(21, 2, SILU, False, "random", 144, 136, storage="transposed", narrow=True, lora="all", rank=8),
+]
+
+
+@quick(lambda case, placement: case is not CASES[-1] or placement in ("fp8-weights", "nvfp4-weights"))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_output_and_every_gradient_against_what_the_weights_stand_for(placement: str, case: Case) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        result = verify_case(case, placement, CPU, dtype)
+        assert result.ok and result.refused is None, (dtype, result)
+        assert {"output", "inference", "x", "weight", "down_lora_a", "down_lora_b"} <= set(result.errors)
+
+
+def frozen(layer: Layer) -> ExpertWeights:
+    return layer.weights({name: tensor.detach() for name, tensor in layer.tensors.items()})
+
+
+def run(layer: Layer, weights, **options) -> dict[str, Tensor]:
+    named = {name: t for name, t in layer.tensors.items() if name in ("x", "weight", *LORA_NAMES)}
+    y_TH = experts(named["x"], Routing(layer.expert_TK, named["weight"]), weights, lora=layer.lora(named), **options)
+    return {"output": y_TH.detach()} | dict(
+        zip(named, torch.autograd.grad(y_TH, list(named.values()), layer.dy_TH), strict=True)
+    )
+
+
+@quick(lambda format, activation: (format.name, activation) in {("fp8-128", "swiglu"), ("mxfp4", "gpt-oss")})
+@pytest.mark.parametrize("activation", ["swiglu", "gpt-oss", "plain"])
+@by_format
+def test_the_kernels_agree_with_dequantised_experts_in_every_gradient(format: Format, activation: str) -> None:
+    acts = {"gpt-oss": Activation("silu", True, 1.702, 7.0, 1.0, True), "plain": Activation("relu2", gated=False)}
+    layer = Layer(acts.get(activation), rank=3, hidden=21, inner=23, tokens=7).to(kernel_device())
+    quantised = quantise_experts(frozen(layer), format)
+    expected = run(layer, dequantise_experts(quantised), backend="eager")
+    for recompute in (False, True):
+        found = run(layer, quantised, backend="triton", recompute=recompute)
+        for name, tensor in expected.items():
+            assert (found[name] - tensor).norm() <= 2e-6 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_two_runs_have_the_same_bits(backend: str) -> None:
+    layer = Layer(rank=3, hidden=20, inner=12, tokens=9).to(kernel_device() if backend == "triton" else CPU)
+    quantised = quantise_experts(frozen(layer), NVFP4)
+    first, second = (run(layer, quantised, backend=backend) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_one_expert_at_a_time_is_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only those that got rows."""
+    from amoeba.precision.quantised import QuantisedMatrix
+
+    asked: list[tuple[int, ...]] = []
+    dequantise = QuantisedMatrix.dequantise
+    monkeypatch.setattr(
+        QuantisedMatrix, "dequantise", lambda self, dtype: asked.append(self.shape) or dequantise(self, dtype)
+    )
+    layer = Layer(rank=2, expert_TK=torch.tensor([[1, 1], [1, -1]]), tokens=2)
+    run(layer, quantise_experts(frozen(layer), MXFP4), backend="eager")
+    assert asked and all(len(shape) == 2 for shape in asked) and len(asked) == 4  # up, down, and back
+
+
+@quick(lambda format: format is NVFP4)
+@by_format
+def test_compile_and_checkpointing(format: Format) -> None:
+    torch.compiler.reset()
+    layer = Layer(rank=3)
+    weights, lora = quantise_experts(frozen(layer), format), layer.lora(layer.tensors)
+
+    def layer_of(x: Tensor, weight: Tensor) -> Tensor:
+        return experts(x * 2, Routing(layer.expert_TK, weight), weights, lora=lora, backend="eager") + 1
+
+    compiled = torch.compile(layer_of, fullgraph=True, backend="aot_eager")
+    leaves = [layer.tensors[name] for name in ("x", "weight", *LORA_NAMES)]
+    expected = torch.autograd.grad(layer_of(*leaves[:2]), leaves, layer.dy_TH)
+    for call in (compiled, lambda *given: checkpoint(layer_of, *given, use_reentrant=False)):
+        for found, right in zip(torch.autograd.grad(call(*leaves[:2]), leaves, layer.dy_TH), expected, strict=True):
+            assert torch.equal(found, right)
+
+
+def test_autocast_and_dtypes_of_x() -> None:
+    layer = Layer()
+    weights = quantise_experts(frozen(layer), FP8_128)
+    x_TH, routing = layer.tensors["x"].detach(), Routing(layer.expert_TK, layer.tensors["weight"].detach())
+    with torch.autocast("cpu", torch.bfloat16):
+        y_TH = experts(x_TH, routing, weights)
+    assert y_TH.dtype == torch.bfloat16
+    torch.testing.assert_close(y_TH.float(), experts(x_TH, routing, weights), rtol=3e-2, atol=3e-2)
+    with pytest.raises(ValueError, match="as the weights"):
+        experts(x_TH.bfloat16(), routing, weights)
+
+
+def test_the_choice_is_explained() -> None:
+    layer = Layer()
+    request = Request(
+        layer.tensors["x"],
+        Routing(layer.expert_TK, layer.tensors["weight"]),
+        quantise_experts(frozen(layer), MXFP4),
+    )
+    assert str(amoeba.explain(request)) == "eager, experts dequantised one after the other"
+    with pytest.raises(ValueError, match=r"one that serves block-scaled weights \(BlockScaledExperts\); got grouped"):
+        run(layer, request.weights, backend="grouped")
+
+
+@by_format
+def test_a_module_that_holds_them_may_be_cast_copied_and_pickled(format: Format) -> None:
+    layer = Layer()
+    weights = quantise_experts(frozen(layer), format)
+    expected = dequantise_experts(weights)
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = weights
+            for place, tensor in enumerate(weights.tensors()):
+                if isinstance(tensor, nn.Parameter):
+                    self.register_parameter(f"placed_{place}", tensor)
+
+    held = Holder()
+    for cast in (torch.bfloat16, torch.float16, torch.float32):
+        held.to(cast)
+    again = copy.deepcopy(held)
+    assert again.weights.tensors()[0] is again.placed_0 and again.weights.tensors()[0] is not weights.tensors()[0]
+    for each in (held.weights, again.weights, pickle.loads(pickle.dumps(weights))):
+        assert each.format is format
+        assert torch.equal(dequantise_experts(each).gate_up_EJH, expected.gate_up_EJH)
+        assert torch.equal(dequantise_experts(each).down_EHI, expected.down_EHI)
+    held.to("meta")
+    assert weights.device == torch.device("cpu")  # the meta device cannot be moved to in place, others can
+
+
+def test_errors_say_what_was_expected() -> None:
+    up, down = torch.zeros(2, 48, 16), torch.zeros(2, 16, 24)
+    with pytest.raises(ValueError, match=r"expected gate_up \(2, 24, 16\).*got \(2, 48, 16\) in mxfp4"):
+        BlockScaledExperts.holding(
+            quantise(up, MXFP4), quantise(down, MXFP4), activation=Activation("relu", gated=False)
+        )
+    with pytest.raises(ValueError, match=r"in mxfp4 and \(2, 16, 24\) in mxfp8"):
+        BlockScaledExperts.holding(quantise(up, MXFP4), quantise(down, MXFP8))
+    with pytest.raises(ValueError, match=r"bias: expected shape \(2, 48\); got \(2, 3\)"):
+        BlockScaledExperts.holding(quantise(up, MXFP4), quantise(down, MXFP4), torch.zeros(2, 3))
+
+
+def test_bytes_of_a_parameter() -> None:
+    weights = ExpertWeights(torch.randn(2, 512, 256), torch.randn(2, 256, 256))
+    parameters = sum(tensor.numel() for tensor in (weights.gate_up_EJH, weights.down_EHI))
+    for format, most in ((FP8_128, 1.01), (MXFP8, 1.04), (MXFP4, 0.54), (NVFP4, 0.57)):
+        assert quantise_experts(weights, format).nbytes <= most * parameters
