@@ -32,6 +32,7 @@ from amoeba.commands.options import (
 from amoeba.commands.pack import pack
 from amoeba.commands.start import speak_up, start
 from amoeba.commands.stream import stream
+from amoeba.commands.tasks import tasks
 from amoeba.commands.tune import tune
 from amoeba.loading import loading
 
@@ -244,6 +245,7 @@ app.command()(generate)
 app.command()(merge)
 app.command()(pack)
 app.add_typer(stream)
+app.add_typer(tasks)
 
 
 @app.command()

@@ -23,8 +23,9 @@ from amoeba.config import RouterConfig
 from amoeba.proof.conformance import relative_error
 from amoeba.proof.reference.experts import experts_backward
 from amoeba.proof.reference.router import router_backward, router_forward
-from amoeba.tasks.computation import Computation, Layer, Region, Tokens
+from amoeba.tasks.computation import Computation, Layer, Tokens
 from amoeba.tasks.graph import Graph
+from amoeba.tasks.regions import Region
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.simulate import Ran, Script
 from amoeba.tasks.sizes import Sizes, Tiling, blocks
@@ -109,7 +110,7 @@ class ScheduleCase:
         own = sum(owner == rank for owner in self.layer.owner_E)
 
         def rows(name: str, width: int) -> Tensor:
-            found = sorted((region.index, value) for region, value in memory.items() if region.name == name)
+            found = sorted((region.at, value) for region, value in memory.items() if region.name == name)
             return torch.cat([value for _, value in found]) if found else self.layer.gate_EH.new_empty(0, width)
 
         def matrices(name: str, count: int, width: int) -> list[Tensor]:
@@ -117,9 +118,9 @@ class ScheduleCase:
             found = []
             for expert in range(count):
                 parts = {
-                    region.index[1]: value
+                    region.at[1]: value
                     for region, value in memory.items()
-                    if region[1] == name and region.index[0] == expert
+                    if region.name == name and region.at[0] == expert
                 }
                 lines = [
                     torch.cat([parts[line + column] for column in range(columns)], dim=1)
@@ -128,7 +129,7 @@ class ScheduleCase:
                 found.append(torch.cat(lines))
             return found
 
-        gate = [value for _, value in sorted((r.index, v) for r, v in memory.items() if r.name == "d_gate")]
+        gate = [value for _, value in sorted((r.at, v) for r, v in memory.items() if r.name == "d_gate")]
         gate_up, down = matrices("d_gate_up", own, hidden), matrices("d_down", own, intermediate)
         return {
             "x": rows("dx", hidden),
@@ -159,6 +160,7 @@ def random_case(seed: int) -> ScheduleCase:
         up_columns=draw.randint(2, 6),
         weight_rows=draw.randint(3, 10),
         weight_columns=draw.randint(2, 6),
+        router_columns=draw.randint(2, 6),
         tokens=draw.randint(1, 4),
         sent=draw.randint(1, 3),
         wave=draw.randint(1, 3),

@@ -1,4 +1,4 @@
-"""What each task reads, computes and writes, on fp64 tensors; nothing of it is shared with kernels or reference.
+"""What each task computes, on fp64 tensors; nothing of it is shared with kernels or reference.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I · W ranks
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from amoeba.tasks.graph import Graph, Kind, Task
+from amoeba.tasks.regions import Regions
 
 
 class Layer(NamedTuple):
@@ -38,20 +39,11 @@ class Tokens(NamedTuple):
     weight_TK: Tensor
 
 
-class Region(NamedTuple):
-    """Memory that is written by one task of a pass. heap: of two cells, which the passes use in turn."""
-
-    rank: int
-    name: str
-    index: tuple[int, ...]
-    heap: bool = False
-
-
-class Computation:
+class Computation(Regions):
     """The tasks of one rank in one pass."""
 
     def __init__(self, graph: Graph, layer: Layer, tokens_W: Sequence[Tokens], epoch: int) -> None:
-        self.graph, self.rank, self.epoch = graph, graph.rank, epoch
+        super().__init__(graph, epoch)
         self.tokens = tokens_W[graph.rank]
         rows = graph.rows
         owned = [expert for expert, owner in enumerate(layer.owner_E) if owner == graph.rank]
@@ -77,73 +69,6 @@ class Computation:
 
     def compute(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return self._compute[task.kind](task, values)
-
-    def reads(self, task: Task) -> list[Region]:
-        graph, (kind, item, part) = self.graph, task
-        if kind == Kind.DOWN:
-            return self._dy_cells(item)
-        if kind == Kind.ACTIVATE:
-            return [self._here("da", item, column) for column in range(graph.tN)]
-        if kind == Kind.UP:
-            return [self._here("dh", item)]
-        if kind == Kind.DOWN_WEIGHTS:
-            tiles = self._tiles_of(item)
-            return [self._here("scaled_a", tile) for tile in tiles] + [
-                cell for tile in tiles for cell in self._dy_cells(tile)
-            ]
-        if kind == Kind.UP_WEIGHTS:
-            return [self._here("dh", tile) for tile in self._tiles_of(item)]
-        if kind == Kind.RETURN:
-            return [region for tile in graph.tiles_returned(item, part) for region in self._dx(self.rank, tile)]
-        if kind == Kind.COMBINE:
-            found = [region for owner, tile in graph.tiles_combined(item) for region in self._dx(owner, tile)]
-            for owner, block in graph.blocks_combined(item):
-                found += [self._cell(self.rank, name, owner, block) for name in ("dx sums", "ds back")]
-            return found
-        if kind == Kind.ROUTER:
-            return [self._here("dx of experts", item), self._here("d_weight", item)]
-        if kind == Kind.ROUTER_WEIGHTS:
-            return [self._here("d_logits", block) for block in range(graph.token_blocks)]
-        return []
-
-    def writes(self, task: Task) -> list[Region]:
-        kind, item, part = task
-        if kind == Kind.SEND:
-            return [self._cell(item, "dy", self.rank, part)]
-        if kind == Kind.ACTIVATE:
-            return [self._here("dh", item), self._here("scaled_a", item), self._cell(self.rank, "ds", item)]
-        if kind == Kind.UP:
-            return [self._cell(self.rank, "dx", item, part)]
-        if kind == Kind.RETURN:
-            return [self._cell(item, name, self.rank, part) for name in ("dx sums", "ds back")]
-        if kind == Kind.COMBINE:
-            return [self._here("dx of experts", item), self._here("d_weight", item)]
-        if kind == Kind.ROUTER:
-            return [self._here("dx", item), self._here("d_logits", item)]
-        name = {
-            Kind.DOWN: "da",
-            Kind.DOWN_WEIGHTS: "d_down",
-            Kind.UP_WEIGHTS: "d_gate_up",
-            Kind.ROUTER_WEIGHTS: "d_gate",
-        }[kind]
-        return [self._here(name, item, part)]
-
-    def _here(self, name: str, *index: int) -> Region:
-        return Region(self.rank, name, index)
-
-    def _cell(self, rank: int, name: str, *index: int) -> Region:
-        return Region(rank, name, (self.epoch % 2, *index), heap=True)
-
-    def _dx(self, owner: int, tile: int) -> list[Region]:
-        columns = [self._cell(owner, "dx", tile, column) for column in range(self.graph.tNx)]
-        return [*columns, self._cell(owner, "ds", tile)]
-
-    def _dy_cells(self, tile: int) -> list[Region]:
-        return [self._cell(self.rank, "dy", *cell) for cell in self.graph.sources(tile)]
-
-    def _tiles_of(self, expert: int) -> range:
-        place = self.graph.rows.heaviest.index(expert)
-        return range(*self.graph.rows.first_tile[place : place + 2])
 
     # --- one method for each kind ---
 
@@ -188,7 +113,7 @@ class Computation:
 
     def _down_weights(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hidden, intermediate = self.down_EHI.shape[1:]
-        tiles = self._tiles_of(task.item)
+        tiles = range(*self.graph.tile_range(task.item))
         scaled_a, cells = values[: len(tiles)], list(values[len(tiles) :])
         dy = []
         for tile in tiles:
@@ -200,7 +125,7 @@ class Computation:
 
     def _up_weights(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rows = self.graph.rows
-        tiles = (rows.tiles[tile] for tile in self._tiles_of(task.item))
+        tiles = (rows.tiles[tile] for tile in range(*self.graph.tile_range(task.item)))
         x = [self.x_NH[tile.first : tile.end] for tile in tiles]
         height, width = self._matrix_tile(task, *self.gate_up_EJH.shape[1:])
         return (_product(values, x, height, width, self.gate_up_EJH),)
@@ -268,7 +193,12 @@ class Computation:
 
     def _columns(self, task: Task) -> slice:
         tiling = self.graph.tiling
-        block = tiling.down_columns if task.kind == Kind.DOWN else tiling.up_columns
+        widths = {
+            Kind.DOWN: tiling.down_columns,
+            Kind.UP: tiling.up_columns,
+            Kind.ROUTER_WEIGHTS: tiling.router_columns,
+        }
+        block = widths[task.kind]
         return slice(task.part * block, (task.part + 1) * block)
 
     def _matrix_tile(self, task: Task, height: int, width: int) -> tuple[slice, slice]:

@@ -86,7 +86,7 @@ class Counter(NamedTuple):
 
     rank: int
     name: str
-    index: tuple[int, ...] = ()
+    at: tuple[int, ...] = ()
 
 
 FLAGS = ("arrived", "ready", "returned", "finished")
@@ -157,7 +157,7 @@ class Graph(Reach):
             return blocks(hidden, tiling.weight_rows) * blocks(intermediate, tiling.weight_columns)
         if kind == Kind.UP_WEIGHTS:
             return blocks(self.sizes.width, tiling.weight_rows) * blocks(hidden, tiling.weight_columns)
-        return self.tNx if kind == Kind.ROUTER_WEIGHTS else 1
+        return blocks(hidden, tiling.router_columns) if kind == Kind.ROUTER_WEIGHTS else 1
 
     # --- order ---
 
@@ -168,7 +168,7 @@ class Graph(Reach):
         over tokens. By the time that a wave's dx is handed out, its row passes are done.
         """
         waves = blocks(self.rows.experts, self.tiling.wave)
-        runs = [(self._lane(Kind.SEND),)]
+        runs: list[tuple[Lane, ...]] = [(self._lane(Kind.SEND),)]
         for wave in range(-1, waves):
             runs.append((self._lane(Kind.ACTIVATE, wave), self._lane(Kind.DOWN, wave + 1)))
             runs.append((self._lane(Kind.UP, wave),))

@@ -30,9 +30,14 @@ class Reach:
     def is_remote(self, peer: int) -> bool:
         return peer != self.rank and (peer in self.remote or self.rank in self.remote)
 
-    def tiles_of_expert(self, expert: int) -> int:
+    def tile_range(self, expert: int) -> tuple[int, int]:
+        """Of the row tiles of an expert."""
         place = self.rows.heaviest.index(expert)
-        return self.rows.first_tile[place + 1] - self.rows.first_tile[place]
+        return self.rows.first_tile[place], self.rows.first_tile[place + 1]
+
+    def tiles_of_expert(self, expert: int) -> int:
+        begin, end = self.tile_range(expert)
+        return end - begin
 
     def sources(self, tile: int) -> list[tuple[int, int]]:
         """(source, block) of the cells in which rows of this tile arrive."""

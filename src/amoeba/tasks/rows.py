@@ -100,7 +100,11 @@ def _rows_of(
             tiles.append(RowTile(expert, first, min(first + row_block, ends[expert + 1])))
         first_tile.append(len(tiles))
     rows = [row for each in of_expert for row in each]
-    tile_of_slot = {tuple(rows[row]): index for index, tile in enumerate(tiles) for row in range(tile.first, tile.end)}
+    tile_of_slot = {
+        (rows[row].received, rows[row].slot): index
+        for index, tile in enumerate(tiles)
+        for row in range(tile.first, tile.end)
+    }
     return RankRows(
         len(expert_WTK[rank]),
         tuple(sent[rank]),

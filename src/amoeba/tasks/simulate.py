@@ -21,11 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from amoeba.errors import bad_value
-from amoeba.tasks.computation import Computation, Region
+from amoeba.tasks.computation import Computation
 from amoeba.tasks.graph import FLAGS, Counter, Gate, Graph, Kind, Signal, Task
+from amoeba.tasks.regions import Region, Regions
+
+_NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
 
 
 class ScheduleFault(RuntimeError):
@@ -47,37 +51,42 @@ class Step(NamedTuple):
 
 
 class Script:
-    """One rank's pass: its steps by ticket, and what they computed. Serves any number of schedules."""
+    """One rank's pass: its steps by ticket, and what they computed. Serves any number of schedules.
 
-    def __init__(self, computation: Computation) -> None:
-        self.computation, self.graph = computation, computation.graph
+    regions: a `Computation`; or no more than regions, then nothing is computed, and only the order is tried.
+    """
+
+    def __init__(self, regions: Regions) -> None:
+        self.regions, self.graph = regions, regions.graph
         self._found: dict[Task, tuple[list[Tensor], Sequence[Tensor]]] = {}
 
     @cached_property
     def steps(self) -> list[Step]:
-        graph, computation = self.graph, self.computation
+        graph, regions = self.graph, self.regions
         tasks = [graph.decode(ticket) for ticket in range(graph.tickets)]
         expected = set(all_tasks(graph))
         if unknown := [task for task in tasks if task not in expected]:
             raise ScheduleFault("no such task", f"rank {graph.rank} has a ticket for {unknown[0]}")
-        epoch = computation.epoch
+        epoch = regions.epoch
         return [
             Step(
                 task,
                 list(graph.gates(task, epoch)),
                 list(graph.signals(task, epoch)),
-                computation.reads(task),
-                computation.writes(task),
+                regions.reads(task),
+                regions.writes(task),
             )
             for task in tasks
         ]
 
     def compute(self, task: Task, values: list[Tensor]) -> Sequence[Tensor]:
         """A result is a function of the values alone: from the same ones it is computed once."""
+        if not isinstance(self.regions, Computation):
+            return [_NOTHING] * len(self.regions.writes(task))
         found = self._found.get(task)
         if found is not None and len(found[0]) == len(values) and all(map(_same, found[0], values)):
             return found[1]
-        results = self.computation.compute(task, values)
+        results = self.regions.compute(task, values)
         self._found[task] = values, results
         return results
 
@@ -108,7 +117,7 @@ def all_tasks(graph: Graph) -> Iterator[Task]:
         if graph.router:
             yield Task(Kind.ROUTER, block)
     if graph.router:
-        parts = range(len(range(0, sizes.hidden, tiling.up_columns)))
+        parts = range(len(range(0, sizes.hidden, tiling.router_columns)))
         yield from (Task(Kind.ROUTER_WEIGHTS, 0, part) for part in parts)
 
 

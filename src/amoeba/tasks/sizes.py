@@ -24,6 +24,7 @@ class Tiling(NamedTuple):
     rows:         of a row tile.
     down_columns, up_columns: of a tile of dA' and of dx.
     weight_rows, weight_columns: of a tile of a weight's gradient.
+    router_columns: of a tile of the router's gradient, which sums over all tokens: narrow, or it is done last.
     tokens:       of a block that is combined.
     sent:         rows of a block that travels.
     wave:         experts that go through the steps together.
@@ -35,6 +36,7 @@ class Tiling(NamedTuple):
     up_columns: int = 256
     weight_rows: int = 128
     weight_columns: int = 256
+    router_columns: int = 32
     tokens: int = 16
     sent: int = 128
     wave: int = 8
