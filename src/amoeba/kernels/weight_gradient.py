@@ -105,7 +105,7 @@ def heaviest_first(offs_E: Tensor) -> Tensor:
 def _heaviest_first(offs_E, heaviest_E, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_PART: tl.constexpr):
     expert_E = tl.arange(0, BLOCK_E)
     expert_P = tl.program_id(0) * BLOCK_PART + tl.arange(0, BLOCK_PART)
-    rows_E, rows_P = _rows_of(offs_E, expert_E, EXPERTS), _rows_of(offs_E, expert_P, EXPERTS)
+    rows_E, rows_P = rows_of(offs_E, expert_E, EXPERTS), rows_of(offs_E, expert_P, EXPERTS)
     more = rows_E[None, :] > rows_P[:, None]
     earlier = (rows_E[None, :] == rows_P[:, None]) & (expert_E[None, :] < expert_P[:, None])
     place_P = tl.sum((more | earlier).to(tl.int32), 1)
@@ -113,7 +113,7 @@ def _heaviest_first(offs_E, heaviest_E, EXPERTS: tl.constexpr, BLOCK_E: tl.const
 
 
 @triton.jit
-def _rows_of(offs_E, expert, EXPERTS: tl.constexpr):
+def rows_of(offs_E, expert, EXPERTS: tl.constexpr):
     """Rows of these experts; -1 for what is no expert."""
     end = tl.load(offs_E + expert, mask=expert < EXPERTS, other=-1)
     return end - tl.load(offs_E + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
