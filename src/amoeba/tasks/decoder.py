@@ -2,7 +2,7 @@
 
 N = T·K routed rows · E experts
 
-    heaviest_E, first_tile = make_table(offs_E, row_block=128)
+    heaviest_E, first_tile, place_E = make_table(offs_E, row_block=128)
     kind, item, part = decode_ticket(ticket, heaviest_E, first_tile, ...)         # in a kernel
     decode(tickets, offs_E, layout)                           # some of them, for a test
 
@@ -61,22 +61,24 @@ class Layout(NamedTuple):
 
 
 class Table(NamedTuple):
-    """heaviest_E: experts by falling number of rows. first_tile: the first row tile of each of them, and the end."""
+    """heaviest_E: experts by falling number of rows. first_tile: the first row tile of each of them, and the end.
+    place_E: where an expert is among them."""
 
     heaviest_E: Tensor
     first_tile: Tensor
+    place_E: Tensor
 
 
 def make_table(offs_E: Tensor, row_block: int) -> Table:
     experts = offs_E.shape[0]
     heaviest_E = torch.empty_like(offs_E, dtype=torch.int32)
-    first_tile = offs_E.new_empty(experts + 1, dtype=torch.int32)
+    place_E, first_tile = torch.empty_like(heaviest_E), heaviest_E.new_empty(experts + 1)
     block = next_power_of_2(experts)
     part = min(block, 32)
     _make_table[(block // part,)](
-        offs_E, heaviest_E, first_tile, EXPERTS=experts, BLOCK_E=block, BLOCK_PART=part, BLOCK_M=row_block
+        offs_E, heaviest_E, first_tile, place_E, EXPERTS=experts, BLOCK_E=block, BLOCK_PART=part, BLOCK_M=row_block
     )
-    return Table(heaviest_E, first_tile)
+    return Table(heaviest_E, first_tile, place_E)
 
 
 @quick
@@ -85,6 +87,7 @@ def _make_table(
     offs_E,
     heaviest_E,
     first_tile,
+    place_E,
     EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_PART: tl.constexpr,
@@ -100,6 +103,7 @@ def _make_table(
     place_P, tile_P = tl.sum(before, 1), tl.sum(before * tiles_E[None, :], 1)
     tl.store(heaviest_E + place_P, expert_P, mask=expert_P < EXPERTS)
     tl.store(first_tile + place_P, tile_P, mask=expert_P < EXPERTS)
+    tl.store(place_E + expert_P, place_P, mask=expert_P < EXPERTS)
     if tl.program_id(0) == 0:
         tl.store(first_tile + EXPERTS, tl.sum(tiles_E, 0))
 
@@ -203,7 +207,7 @@ def rows_of_row_tile(
 def decode(tickets: Tensor, offs_E: Tensor, layout: Layout) -> Tensor:
     """Kind, item and part of each, and how many tickets there are at the end: (n + 1, 3)."""
     out = torch.empty((len(tickets) + 1, 3), dtype=torch.int32, device=offs_E.device)
-    _decode[(1,)](*make_table(offs_E, layout.row_block), tickets, out, len(tickets), **layout.constants())
+    _decode[(1,)](*make_table(offs_E, layout.row_block)[:2], tickets, out, len(tickets), **layout.constants())
     return out
 
 
@@ -227,8 +231,8 @@ def _decode(
     GROUP: tl.constexpr,
 ):
     total = count_tickets(first_tile, EXPERTS, TN, TNX, DOWN_PARTS, UP_PARTS, TOKEN_BLOCKS)
-    tl.store(out + 3 * count + tl.arange(0, 2), total)
-    tl.store(out + 3 * count + 2, total)
+    column = tl.arange(0, 4)
+    tl.store(out + 3 * count + column, total, mask=column < 3)
     for index in range(0, count):
         kind, item, part = decode_ticket(
             tl.load(tickets + index),
