@@ -11,7 +11,8 @@ block sizes and sums are those of the `triton` backend's own kernels, and so are
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +24,7 @@ from amoeba.kernels.activation import constants
 from amoeba.kernels.activation_backward_product import down_backward_tile, number_of_slices
 from amoeba.kernels.choice import configuration_on
 from amoeba.kernels.combine import combine_block, combine_tile, slot_gradient_tile
+from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.grouped_product import multiply_tile
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.tiles import slots
@@ -69,11 +71,12 @@ def scheduled_backward(
     order_N, slot_row_N, offs_E = maps
     (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
-    problem = {"rows": rows, "experts": experts, "dtype": x_TH.dtype}
+    problem: dict[str, Any] = {"rows": rows, "experts": experts, "dtype": x_TH.dtype}
     down = configuration_on(device, "down_backward", reduction=hidden, columns=intermediate, **problem)
     up = configuration_on(device, "product", reduction=width, columns=hidden, **problem)
-    down_weights = configuration_on(device, "weight_gradient", reduction=hidden, columns=intermediate, **problem)
-    up_weights = configuration_on(device, "weight_gradient", reduction=width, columns=hidden, **problem)
+    of_down = configuration_on(device, "weight_gradient", reduction=hidden, columns=intermediate, **problem)
+    of_up = configuration_on(device, "weight_gradient", reduction=width, columns=hidden, **problem)
+    up, down_weights, up_weights = (_narrowed(each, down.num_warps) for each in (up, of_down, of_up))
     layout = Layout(
         experts,
         down.block_m,
@@ -139,10 +142,18 @@ def scheduled_backward(
         AT_ONCE=at_once,
         COMBINE_BLOCK=block,
         num_warps=down.num_warps,
-        num_stages=down.num_stages,
+        num_stages=max(2, down.num_stages // 2),  # shared memory of two kinds of tasks is held at once
         enable_fp_fusion=False,  # as in `down_backward`
     )
     return found
+
+
+def _narrowed(chosen: Configuration, warps: int) -> Configuration:
+    """For fewer warps than it was chosen for, with as many elements each: how wide a tile is does not change its bits.
+
+    How many warps add up ds does: their number is that of `down_backward`.
+    """
+    return chosen if chosen.num_warps <= warps else replace(chosen, block_n=chosen.block_n * warps // chosen.num_warps)
 
 
 def _programs(device: torch.device) -> int:
