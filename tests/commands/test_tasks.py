@@ -82,6 +82,8 @@ def test_a_trace_opens_in_perfetto(tmp_path):
         (("--remote", "2"), "ranks from 0 to 1; got 2"),
         (("--remote", "one"), "Count them from 0"),
         (("--trace", "."), "a folder"),
+        (("--ranks", 1000), "--ranks: expected at most 64; got 1000"),
+        (("--passes", 100000), "multiplications in all"),
     ],
 )
 def test_what_cannot_be_is_refused(words, said):

@@ -36,12 +36,12 @@ def simulate(
             "--shape", help=f"T,H,I,E,K, T of each rank; default {PROOF_SHAPE}. With --timing also a name (qwen3_30b)."
         ),
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", min=1, max=MOST_RANKS, help="Ranks that share the experts.")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Ranks that share the experts.")] = 2,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", min=1, max=MOST_WORKERS, help="Of each rank; default 4, with --timing 132."),
+        typer.Option("--workers", min=1, help="Of each rank; default 4, with --timing 132."),
     ] = None,
-    passes: Annotated[int, typer.Option("--passes", min=1, max=100, help="Backward passes, one after another.")] = 2,
+    passes: Annotated[int, typer.Option("--passes", min=1, help="Backward passes, one after another.")] = 2,
     schedules: Annotated[int, typer.Option("--schedules", min=1, help="Random schedules.")] = 20,
     remote: Annotated[
         str | None, typer.Option("--remote", help="Ranks that put and signal instead of loading, such as 1,3.")
@@ -65,19 +65,22 @@ def simulate(
         from amoeba.bench.shapes import parse_shape
 
         found = parse_shape(shape or (TIMING_SHAPE if timing else PROOF_SHAPE))
-        _check_size(found, ranks, passes, timing)
+        count = workers or (132 if timing else 4)
+        _check_size(found, ranks, count, passes, timing)
         far = _ranks_named(remote, ranks)
         if trace is not None and trace.is_dir():
             raise bad_value(
                 "--trace", "the name of a file", f"{trace}, a folder", "give a name, such as tasks.json in it"
             )
-        count = workers or (132 if timing else 4)
     run = _estimate if timing else _prove
     document, ok = run(found, ranks, count, passes, schedules, far, seed, trace, output)
     finish(output, document, ok, json)
 
 
-def _check_size(shape: Shape, ranks: int, passes: int, timing: bool) -> None:
+def _check_size(shape: Shape, ranks: int, workers: int, passes: int, timing: bool) -> None:
+    for name, value, most in (("--ranks", ranks, MOST_RANKS), ("--workers", workers, MOST_WORKERS)):
+        if value > most:
+            raise bad_value(name, f"at most {most}", value, "a smaller number shows the same")
     work = 18.0 * ranks * passes * shape.rows * shape.hidden * shape.intermediate
     if not timing and work > MOST_WORK:
         remedy = "lower T, H or I, or add --timing, which tries the order without tensors"
