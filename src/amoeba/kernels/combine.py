@@ -81,21 +81,9 @@ def _combine(
     program = tl.program_id(0)
     token = (program // COLUMN_BLOCKS).to(tl.int64)
     combine_tile(
-        token,
-        program % COLUMN_BLOCKS,
-        rows,
-        slot_row,
-        weight,
-        out,
-        num_rows,
-        K,
-        H,
-        ROW_STRIDE,
-        OUT_STRIDE,
-        HAS_WEIGHT,
-        AT_ONCE,
-        BLOCK,
-    )
+        token, program % COLUMN_BLOCKS, rows, slot_row, weight, out, num_rows, K, H, ROW_STRIDE, OUT_STRIDE,
+        HAS_WEIGHT, AT_ONCE, BLOCK,
+    )  # fmt: skip
 
 
 def combine_block(hidden: int, top_k: int) -> tuple[int, int]:

@@ -391,38 +391,11 @@ def _multiply(
     if row >= row_end:
         return
     multiply_tile(
-        expert,
-        row,
-        row_end,
-        column_tile,
-        rows_NI,
-        matrix_EIO,
-        out_NO,
-        order_N,
-        bias_EO,
-        low_NR,
-        factor_EOR,
-        scale,
-        STRIDE_ROW,
-        STRIDE_ROW_IN,
-        STRIDE_EXPERT,
-        STRIDE_IN,
-        STRIDE_OUT,
-        STRIDE_OUT_ROW,
-        STRIDE_BIAS_EXPERT,
-        STRIDE_BIAS,
-        STRIDE_FACTOR_EXPERT,
-        STRIDE_FACTOR_OUT,
-        STRIDE_FACTOR_RANK,
-        REDUCTION,
-        COLUMNS,
-        RANK,
-        SCALED,
-        TOP_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+        expert, row, row_end, column_tile, rows_NI, matrix_EIO, out_NO, order_N, bias_EO, low_NR, factor_EOR, scale,
+        STRIDE_ROW, STRIDE_ROW_IN, STRIDE_EXPERT, STRIDE_IN, STRIDE_OUT, STRIDE_OUT_ROW, STRIDE_BIAS_EXPERT,
+        STRIDE_BIAS, STRIDE_FACTOR_EXPERT, STRIDE_FACTOR_OUT, STRIDE_FACTOR_RANK, REDUCTION, COLUMNS, RANK, SCALED,
+        TOP_K, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @quick

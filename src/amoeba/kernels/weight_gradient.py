@@ -245,34 +245,11 @@ def _weight_gradient(
     expert = tl.load(heaviest_E + program // (HEIGHT_TILES * WIDTH_TILES))
     height_tile, width_tile = grouped_order(program % (HEIGHT_TILES * WIDTH_TILES), HEIGHT_TILES, WIDTH_TILES, GROUP_M)
     weight_gradient_tile(
-        expert,
-        height_tile,
-        width_tile,
-        left_NO,
-        right_NI,
-        offs_E,
-        out_EOI,
-        more_EOI,
-        left_order_N,
-        right_order_N,
-        STRIDE_LEFT,
-        STRIDE_LEFT_IN,
-        STRIDE_RIGHT,
-        STRIDE_RIGHT_IN,
-        STRIDE_EXPERT,
-        STRIDE_HEIGHT,
-        STRIDE_WIDTH,
-        STRIDE_MORE_EXPERT,
-        STRIDE_MORE_HEIGHT,
-        STRIDE_MORE_WIDTH,
-        HEIGHT,
-        FIRST_HEIGHT,
-        WIDTH,
-        TOP_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+        expert, height_tile, width_tile, left_NO, right_NI, offs_E, out_EOI, more_EOI, left_order_N, right_order_N,
+        STRIDE_LEFT, STRIDE_LEFT_IN, STRIDE_RIGHT, STRIDE_RIGHT_IN, STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH,
+        STRIDE_MORE_EXPERT, STRIDE_MORE_HEIGHT, STRIDE_MORE_WIDTH, HEIGHT, FIRST_HEIGHT, WIDTH, TOP_K, BLOCK_M,
+        BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -282,61 +282,17 @@ def _backward(
             first_token = item.to(tl.int64) * TOKENS
             for index in range(0, tl.minimum(tokens - item * TOKENS, TOKENS) * COLUMN_BLOCKS):
                 combine_tile(
-                    first_token + index // COLUMN_BLOCKS,
-                    index % COLUMN_BLOCKS,
-                    dx_NH,
-                    slot_row_N,
-                    None,
-                    d_x,
-                    rows,
-                    TOP_K,
-                    H,
-                    H,
-                    H,
-                    False,
-                    AT_ONCE,
-                    COMBINE_BLOCK,
-                )
+                    first_token + index // COLUMN_BLOCKS, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, d_x,
+                    rows, TOP_K, H, H, H, False, AT_ONCE, COMBINE_BLOCK,
+                )  # fmt: skip
         elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
             expert, row, row_end = rows_of_row_tile(item, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_E, BLOCK_M)
             if kind == DOWN:
                 down_backward_tile(
-                    expert,
-                    row,
-                    row_end,
-                    part,
-                    dy_TH,
-                    down_EHI,
-                    h_NJ,
-                    weight_TK,
-                    dh_NJ,
-                    scaled_a_NI,
-                    part_CN,
-                    order_N,
-                    rows,
-                    H,
-                    1,
-                    H * I,
-                    I,
-                    1,
-                    J,
-                    J,
-                    I,
-                    H,
-                    I,
-                    TOP_K,
-                    INTERLEAVED,
-                    SLICES,
-                    KIND,
-                    GATED,
-                    ALPHA,
-                    CLAMP,
-                    LIMIT,
-                    UP_SHIFT,
-                    BLOCK_M,
-                    DOWN_N,
-                    DOWN_K,
-                )
+                    expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN,
+                    order_N, rows, H, 1, H * I, I, 1, J, J, I, H, I, TOP_K, INTERLEAVED, SLICES, KIND, GATED,
+                    ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_M, DOWN_N, DOWN_K,
+                )  # fmt: skip
             elif kind == ACTIVATE:
                 _wait(row_counters + item, TN)
                 row_M = row + tl.arange(0, BLOCK_M)
@@ -348,38 +304,9 @@ def _backward(
             else:
                 _wait(row_counters + item, TN + 1)
                 multiply_tile(
-                    expert,
-                    row,
-                    row_end,
-                    part,
-                    dh_NJ,
-                    gate_up_EJH,
-                    dx_NH,
-                    None,
-                    None,
-                    None,
-                    None,
-                    1.0,
-                    J,
-                    1,
-                    J * H,
-                    H,
-                    1,
-                    H,
-                    0,
-                    0,
-                    0,
-                    0,
-                    0,
-                    J,
-                    H,
-                    0,
-                    False,
-                    TOP_K,
-                    BLOCK_M,
-                    UP_N,
-                    UP_K,
-                )
+                    expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, J, 1,
+                    J * H, H, 1, H, 0, 0, 0, 0, 0, J, H, 0, False, TOP_K, BLOCK_M, UP_N, UP_K,
+                )  # fmt: skip
             _signal(row_counters + item)
             if kind == ACTIVATE:
                 _signal(expert_counters + expert)
@@ -390,63 +317,14 @@ def _backward(
             if kind == DOWN_WEIGHTS:
                 DOWN_WIDTH: tl.constexpr = (I + DOWN_WEIGHTS_N - 1) // DOWN_WEIGHTS_N
                 weight_gradient_tile(
-                    item,
-                    part // DOWN_WIDTH,
-                    part % DOWN_WIDTH,
-                    dy_TH,
-                    scaled_a_NI,
-                    offs_E,
-                    d_down,
-                    None,
-                    order_N,
-                    None,
-                    H,
-                    1,
-                    I,
-                    1,
-                    H * I,
-                    I,
-                    1,
-                    0,
-                    0,
-                    0,
-                    H,
-                    H,
-                    I,
-                    TOP_K,
-                    DOWN_WEIGHTS_M,
-                    DOWN_WEIGHTS_N,
+                    item, part // DOWN_WIDTH, part % DOWN_WIDTH, dy_TH, scaled_a_NI, offs_E, d_down, None, order_N,
+                    None, H, 1, I, 1, H * I, I, 1, 0, 0, 0, H, H, I, TOP_K, DOWN_WEIGHTS_M, DOWN_WEIGHTS_N,
                     DOWN_WEIGHTS_K,
-                )
+                )  # fmt: skip
             else:
                 UP_WIDTH: tl.constexpr = (H + UP_WEIGHTS_N - 1) // UP_WEIGHTS_N
                 weight_gradient_tile(
-                    item,
-                    part // UP_WIDTH,
-                    part % UP_WIDTH,
-                    dh_NJ,
-                    x_TH,
-                    offs_E,
-                    d_gate_up,
-                    None,
-                    None,
-                    order_N,
-                    J,
-                    1,
-                    H,
-                    1,
-                    J * H,
-                    H,
-                    1,
-                    0,
-                    0,
-                    0,
-                    J,
-                    J,
-                    H,
-                    TOP_K,
-                    UP_WEIGHTS_M,
-                    UP_WEIGHTS_N,
-                    UP_WEIGHTS_K,
-                )
+                    item, part // UP_WIDTH, part % UP_WIDTH, dh_NJ, x_TH, offs_E, d_gate_up, None, None, order_N,
+                    J, 1, H, 1, J * H, H, 1, 0, 0, 0, J, J, H, TOP_K, UP_WEIGHTS_M, UP_WEIGHTS_N, UP_WEIGHTS_K,
+                )  # fmt: skip
         ticket = next_ticket
