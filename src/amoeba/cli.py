@@ -33,6 +33,7 @@ from amoeba.commands.pack import pack
 from amoeba.commands.quantise import quantise
 from amoeba.commands.start import speak_up, start
 from amoeba.commands.stream import stream
+from amoeba.commands.tasks import tasks
 from amoeba.commands.tune import tune
 from amoeba.loading import loading
 
@@ -246,6 +247,7 @@ app.command()(merge)
 app.command()(pack)
 app.command()(quantise)
 app.add_typer(stream)
+app.add_typer(tasks)
 
 
 @app.command()

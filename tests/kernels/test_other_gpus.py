@@ -87,6 +87,7 @@ def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
     from amoeba.problem import Problem
+    from amoeba.tasks.kernel import scheduled_backward
     from amoeba.weights import ExpertWeights, LoraFactors
 
     E, K, H, I, R = 64, 8, 2048, 1024, 16
@@ -116,6 +117,14 @@ def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
             "weight_gradient": lambda: weight_gradient(h, x, offs, gate_up, right_order_N=order, top_k=K),
         }
 
+    def scheduled(per_expert: int) -> None:
+        N = E * per_expert
+        x, h, order = empty(N // K, H), empty(N, 2 * I), empty(N, dtype=torch.int32)
+        ids, scale = empty(N // K, K, dtype=torch.int64), empty(N // K, K, dtype=torch.float32)
+        scheduled_backward(x, x, h, ids, scale, gate_up, down, activation, (order, order, offs))
+
+    for per_expert in (100, 2000):
+        found[f"scheduled_backward {per_expert}"] = partial(scheduled, per_expert)
     for per_expert in (8, 24, 100, 2000):
         found |= {f"{name} {per_expert}": launch for name, launch in of_rows(per_expert).items()}
 

@@ -184,12 +184,14 @@ def _epilogue(
     return tl.sum(da * a, 1)  # columns past I have da = 0
 
 
-@quick
-@triton.jit(do_not_specialize=["rows"])
-def _down_backward(
+@triton.jit
+def down_backward_tile(
+    expert,
+    row,
+    row_end,
+    column_tile,
     dy_TH,
     down_EHI,
-    offs_E,
     h_NJ,
     weight_R,
     dh_NJ,
@@ -208,10 +210,6 @@ def _down_backward(
     REDUCTION: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
     TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    SLOT_PER_ROW: tl.constexpr,
-    COLUMN_TILES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SLICES: tl.constexpr,
     KIND: tl.constexpr,
@@ -223,13 +221,8 @@ def _down_backward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
 ):
-    expert, row, row_end, column_tile = find_tile(
-        offs_E, EXPERTS, BLOCK_E, SLOT_PER_ROW, COLUMN_TILES, BLOCK_M, GROUP_M
-    )
-    if row >= row_end:
-        return
+    """One tile of dA' and all that follows from it; `row` is before `row_end`."""
     row_M, source_M = rows_of_tile(order_N, row, row_end, True, TOP_K, BLOCK_M)
     first_column = column_tile * BLOCK_N
     column_N = first_column + tl.arange(0, BLOCK_N)
@@ -280,3 +273,57 @@ def _down_backward(
             INTERMEDIATE % BLOCK_N == 0,
         )
     tl.store(part_CN + column_tile.to(tl.int64) * rows + row_M, part_M, mask=valid_M)
+
+
+@quick
+@triton.jit(do_not_specialize=["rows"])
+def _down_backward(
+    dy_TH,
+    down_EHI,
+    offs_E,
+    h_NJ,
+    weight_R,
+    dh_NJ,
+    scaled_a_NI,
+    part_CN,
+    order_N,
+    rows,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_ROW_IN: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_IN: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    STRIDE_H_ROW: tl.constexpr,
+    STRIDE_DH_ROW: tl.constexpr,
+    STRIDE_A_ROW: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SLOT_PER_ROW: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SLICES: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    expert, row, row_end, column_tile = find_tile(
+        offs_E, EXPERTS, BLOCK_E, SLOT_PER_ROW, COLUMN_TILES, BLOCK_M, GROUP_M
+    )
+    if row >= row_end:
+        return
+    down_backward_tile(
+        expert, row, row_end, column_tile, dy_TH, down_EHI, h_NJ, weight_R, dh_NJ, scaled_a_NI, part_CN, order_N,
+        rows, STRIDE_ROW, STRIDE_ROW_IN, STRIDE_EXPERT, STRIDE_IN, STRIDE_OUT, STRIDE_H_ROW, STRIDE_DH_ROW,
+        STRIDE_A_ROW, REDUCTION, INTERMEDIATE, TOP_K, INTERLEAVED, SLICES, KIND, GATED, ALPHA, CLAMP, LIMIT,
+        UP_SHIFT, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip

@@ -29,6 +29,38 @@ MOST_AT_ONCE, STEP = 12, 8
 SLOTS = 1024
 
 
+@triton.jit
+def combine_tile(
+    token,
+    column_block,
+    rows,
+    slot_row,
+    weight,
+    out,
+    num_rows,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of columns of a token; `token` is int64."""
+    column = column_block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, K, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):  # unrolled: the loads do not wait for one another
+            slot = token * K + first + step
+            row = tl.load(slot_row + slot, mask=first + step < K, other=num_rows).to(tl.int64)
+            width = tl.where(row < num_rows, H, 0)  # the row of a sentinel has no columns
+            values = tl.load(rows + row * ROW_STRIDE + column, mask=column < width, other=0.0).to(tl.float32)
+            if HAS_WEIGHT:
+                values *= tl.load(weight + slot, mask=row < num_rows, other=0.0).to(tl.float32)
+            total += values
+    tl.store(out + token * OUT_STRIDE + column, total.to(out.dtype.element_ty), mask=column < H)
+
+
 @quick
 @triton.jit(do_not_specialize=["num_rows"])
 def _combine(
@@ -48,18 +80,17 @@ def _combine(
     COLUMN_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     token = (program // COLUMN_BLOCKS).to(tl.int64)
-    column = (program % COLUMN_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, K, AT_ONCE):
-        for step in tl.static_range(AT_ONCE):  # unrolled: the loads do not wait for one another
-            slot = token * K + first + step
-            row = tl.load(slot_row + slot, mask=first + step < K, other=num_rows).to(tl.int64)
-            width = tl.where(row < num_rows, H, 0)  # the row of a sentinel has no columns
-            values = tl.load(rows + row * ROW_STRIDE + column, mask=column < width, other=0.0).to(tl.float32)
-            if HAS_WEIGHT:
-                values *= tl.load(weight + slot, mask=row < num_rows, other=0.0).to(tl.float32)
-            total += values
-    tl.store(out + token * OUT_STRIDE + column, total.to(out.dtype.element_ty), mask=column < H)
+    combine_tile(
+        token, program % COLUMN_BLOCKS, rows, slot_row, weight, out, num_rows, K, H, ROW_STRIDE, OUT_STRIDE,
+        HAS_WEIGHT, AT_ONCE, BLOCK,
+    )  # fmt: skip
+
+
+def combine_block(hidden: int, top_k: int) -> tuple[int, int]:
+    """Rows whose loads are issued together, and columns of a block."""
+    narrowest, widest = COMBINE_BLOCKS
+    at_once = top_k if top_k <= MOST_AT_ONCE else STEP
+    return at_once, column_block(hidden, min(widest, max(narrowest, COMBINE_TILE // next_power_of_2(at_once))))
 
 
 def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor) -> Tensor:
@@ -71,9 +102,7 @@ def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_
     check_arguments(fit, "rows that are contiguous inside", rows_NH=rows_NH, slot_row_TK=slot_row_TK, out_TH=out_TH)
     if tokens == 0:
         return out_TH
-    narrowest, widest = COMBINE_BLOCKS
-    at_once = top_k if top_k <= MOST_AT_ONCE else STEP
-    block = column_block(hidden, min(widest, max(narrowest, COMBINE_TILE // next_power_of_2(at_once))))
+    at_once, block = combine_block(hidden, top_k)
     _combine[(tokens * cdiv(hidden, block),)](
         rows_NH,
         slot_row_TK,
@@ -96,12 +125,18 @@ def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_
 @triton.jit(do_not_specialize=["num_rows"])
 def _slot_gradient(ds, slot_row, extra, out, num_rows, HAS_EXTRA: tl.constexpr, SLOTS: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
-    row = tl.load(slot_row + slot, mask=slot < num_rows, other=num_rows)
+    slot_gradient_tile(slot, slot < num_rows, ds, slot_row, extra, out, num_rows, HAS_EXTRA)
+
+
+@triton.jit
+def slot_gradient_tile(slot, inside, ds, slot_row, extra, out, num_rows, HAS_EXTRA: tl.constexpr):
+    """Those of the slots that are `inside`."""
+    row = tl.load(slot_row + slot, mask=inside, other=num_rows)
     owned = row < num_rows
     gradient = tl.load(ds + row, mask=owned, other=0.0).to(tl.float32)
     if HAS_EXTRA:
         gradient += tl.load(extra + slot, mask=owned, other=0.0).to(tl.float32)
-    tl.store(out + slot, gradient.to(out.dtype.element_ty), mask=slot < num_rows)
+    tl.store(out + slot, gradient.to(out.dtype.element_ty), mask=inside)
 
 
 def slot_gradient(ds_N: Tensor, slot_row_TK: Tensor, extra_TK: Tensor | None, out_TK: Tensor) -> Tensor:

@@ -265,12 +265,14 @@ def halves(tile, ALTERNATE: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
-@quick
 @triton.jit
-def _multiply(
+def multiply_tile(
+    expert,
+    row,
+    row_end,
+    column_tile,
     rows_NI,
     matrix_EIO,
-    offs_E,
     out_NO,
     order_N,
     bias_EO,
@@ -293,20 +295,11 @@ def _multiply(
     RANK: tl.constexpr,
     SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    SLOT_PER_ROW: tl.constexpr,
-    COLUMN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
 ):
-    expert, row, row_end, column_tile = find_tile(
-        offs_E, EXPERTS, BLOCK_E, SLOT_PER_ROW, COLUMN_TILES, BLOCK_M, GROUP_M
-    )
-    if row >= row_end:
-        return
+    """One tile of a product; `row` is before `row_end`."""
     row_M, source_M = rows_of_tile(order_N, row, row_end, order_N is not None, TOP_K, BLOCK_M)
     column_N = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_N = column_N < COLUMNS
@@ -353,6 +346,56 @@ def _multiply(
     if COLUMNS % BLOCK_N != 0:
         mask = mask & inside_N[None, :]
     tl.store(out, result.to(out_NO.dtype.element_ty), mask=mask)
+
+
+@quick
+@triton.jit
+def _multiply(
+    rows_NI,
+    matrix_EIO,
+    offs_E,
+    out_NO,
+    order_N,
+    bias_EO,
+    low_NR,
+    factor_EOR,
+    scale,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_ROW_IN: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_IN: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
+    STRIDE_OUT_ROW: tl.constexpr,
+    STRIDE_BIAS_EXPERT: tl.constexpr,
+    STRIDE_BIAS: tl.constexpr,
+    STRIDE_FACTOR_EXPERT: tl.constexpr,
+    STRIDE_FACTOR_OUT: tl.constexpr,
+    STRIDE_FACTOR_RANK: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    SCALED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SLOT_PER_ROW: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    expert, row, row_end, column_tile = find_tile(
+        offs_E, EXPERTS, BLOCK_E, SLOT_PER_ROW, COLUMN_TILES, BLOCK_M, GROUP_M
+    )
+    if row >= row_end:
+        return
+    multiply_tile(
+        expert, row, row_end, column_tile, rows_NI, matrix_EIO, out_NO, order_N, bias_EO, low_NR, factor_EOR, scale,
+        STRIDE_ROW, STRIDE_ROW_IN, STRIDE_EXPERT, STRIDE_IN, STRIDE_OUT, STRIDE_OUT_ROW, STRIDE_BIAS_EXPERT,
+        STRIDE_BIAS, STRIDE_FACTOR_EXPERT, STRIDE_FACTOR_OUT, STRIDE_FACTOR_RANK, REDUCTION, COLUMNS, RANK, SCALED,
+        TOP_K, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @quick

@@ -105,7 +105,7 @@ def heaviest_first(offs_E: Tensor) -> Tensor:
 def _heaviest_first(offs_E, heaviest_E, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_PART: tl.constexpr):
     expert_E = tl.arange(0, BLOCK_E)
     expert_P = tl.program_id(0) * BLOCK_PART + tl.arange(0, BLOCK_PART)
-    rows_E, rows_P = _rows_of(offs_E, expert_E, EXPERTS), _rows_of(offs_E, expert_P, EXPERTS)
+    rows_E, rows_P = rows_of(offs_E, expert_E, EXPERTS), rows_of(offs_E, expert_P, EXPERTS)
     more = rows_E[None, :] > rows_P[:, None]
     earlier = (rows_E[None, :] == rows_P[:, None]) & (expert_E[None, :] < expert_P[:, None])
     place_P = tl.sum((more | earlier).to(tl.int32), 1)
@@ -113,7 +113,7 @@ def _heaviest_first(offs_E, heaviest_E, EXPERTS: tl.constexpr, BLOCK_E: tl.const
 
 
 @triton.jit
-def _rows_of(offs_E, expert, EXPERTS: tl.constexpr):
+def rows_of(offs_E, expert, EXPERTS: tl.constexpr):
     """Rows of these experts; -1 for what is no expert."""
     end = tl.load(offs_E + expert, mask=expert < EXPERTS, other=-1)
     return end - tl.load(offs_E + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
@@ -124,13 +124,14 @@ def _gathered(order_N, row_K, end, TOP_K: tl.constexpr):
     return tl.load(order_N + row_K, mask=row_K < end, other=0).to(tl.int32) // TOP_K
 
 
-@quick
 @triton.jit
-def _weight_gradient(
+def weight_gradient_tile(
+    expert,
+    height_tile,
+    width_tile,
     left_NO,
     right_NI,
     offs_E,
-    heaviest_E,
     out_EOI,
     more_EOI,
     left_order_N,
@@ -149,16 +150,11 @@ def _weight_gradient(
     FIRST_HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
-    HEIGHT_TILES: tl.constexpr,
-    WIDTH_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    expert = tl.load(heaviest_E + program // (HEIGHT_TILES * WIDTH_TILES))
-    height_tile, width_tile = grouped_order(program % (HEIGHT_TILES * WIDTH_TILES), HEIGHT_TILES, WIDTH_TILES, GROUP_M)
+    """One tile of an expert's gradient, zeros where it has no rows."""
     start = tl.load(offs_E + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offs_E + expert)
 
@@ -211,6 +207,49 @@ def _weight_gradient(
             STRIDE_MORE_HEIGHT,
             STRIDE_MORE_WIDTH,
         )
+
+
+@quick
+@triton.jit
+def _weight_gradient(
+    left_NO,
+    right_NI,
+    offs_E,
+    heaviest_E,
+    out_EOI,
+    more_EOI,
+    left_order_N,
+    right_order_N,
+    STRIDE_LEFT: tl.constexpr,
+    STRIDE_LEFT_IN: tl.constexpr,
+    STRIDE_RIGHT: tl.constexpr,
+    STRIDE_RIGHT_IN: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_HEIGHT: tl.constexpr,
+    STRIDE_WIDTH: tl.constexpr,
+    STRIDE_MORE_EXPERT: tl.constexpr,
+    STRIDE_MORE_HEIGHT: tl.constexpr,
+    STRIDE_MORE_WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    FIRST_HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HEIGHT_TILES: tl.constexpr,
+    WIDTH_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    program = tl.program_id(0)
+    expert = tl.load(heaviest_E + program // (HEIGHT_TILES * WIDTH_TILES))
+    height_tile, width_tile = grouped_order(program % (HEIGHT_TILES * WIDTH_TILES), HEIGHT_TILES, WIDTH_TILES, GROUP_M)
+    weight_gradient_tile(
+        expert, height_tile, width_tile, left_NO, right_NI, offs_E, out_EOI, more_EOI, left_order_N, right_order_N,
+        STRIDE_LEFT, STRIDE_LEFT_IN, STRIDE_RIGHT, STRIDE_RIGHT_IN, STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH,
+        STRIDE_MORE_EXPERT, STRIDE_MORE_HEIGHT, STRIDE_MORE_WIDTH, HEIGHT, FIRST_HEIGHT, WIDTH, TOP_K, BLOCK_M,
+        BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -1,0 +1,261 @@
+"""`amoeba tasks simulate`: the scheduled backward executed on paper, and what came of it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from amoeba.commands.exits import finish, usage
+from amoeba.commands.front import typer
+from amoeba.commands.options import Json, Verbose
+from amoeba.commands.output import Output
+from amoeba.commands.start import start
+from amoeba.errors import bad_value
+
+if TYPE_CHECKING:
+    from amoeba.bench.shapes import Shape
+    from amoeba.tasks.simulate import Ran
+    from amoeba.tasks.summary import Summary
+
+tasks = typer.Typer(
+    name="tasks", help="The scheduled backward: its tasks and what they wait for.", no_args_is_help=True
+)
+
+# Multiplications in fp64, some seconds' worth.
+MOST_WORK = 2e9
+MOST_RANKS, MOST_WORKERS, MOST_TASKS = 64, 4096, 400_000
+PROOF_SHAPE, TIMING_SHAPE = "40,32,24,6,2", "qwen3_small"
+
+
+@tasks.command()
+def simulate(
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape", help=f"T,H,I,E,K, T of each rank; default {PROOF_SHAPE}. With --timing also a name (qwen3_30b)."
+        ),
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Ranks that share the experts.")] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, help="Of each rank; default 4, with --timing 132."),
+    ] = None,
+    passes: Annotated[int, typer.Option("--passes", min=1, help="Backward passes, one after another.")] = 2,
+    schedules: Annotated[int, typer.Option("--schedules", min=1, help="Random schedules.")] = 20,
+    remote: Annotated[
+        str | None, typer.Option("--remote", help="Ranks that put and signal instead of loading, such as 1,3.")
+    ] = None,
+    timing: Annotated[
+        bool,
+        typer.Option(
+            "--timing", help="The order alone, at an H200's estimated pace, for layers of real size: no tensors."
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Of tokens, routing and schedules.")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the first schedule for ui.perfetto.dev, as JSON.")
+    ] = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Execute the scheduled backward in random schedules: each read after its writes, nobody stuck, every gradient."""
+    output = start(verbose)
+    with usage():
+        from amoeba.bench.shapes import parse_shape
+
+        found = parse_shape(shape or (TIMING_SHAPE if timing else PROOF_SHAPE))
+        count = workers or (132 if timing else 4)
+        _check_size(found, ranks, count, passes, timing)
+        far = _ranks_named(remote, ranks)
+        if trace is not None and trace.is_dir():
+            raise bad_value(
+                "--trace", "the name of a file", f"{trace}, a folder", "give a name, such as tasks.json in it"
+            )
+    run = _estimate if timing else _prove
+    document, ok = run(found, ranks, count, passes, schedules, far, seed, trace, output)
+    finish(output, document, ok, json)
+
+
+def _check_size(shape: Shape, ranks: int, workers: int, passes: int, timing: bool) -> None:
+    for name, value, most in (("--ranks", ranks, MOST_RANKS), ("--workers", workers, MOST_WORKERS)):
+        if value > most:
+            raise bad_value(name, f"at most {most}", value, "a smaller number shows the same")
+    work = 18.0 * ranks * passes * shape.rows * shape.hidden * shape.intermediate
+    if not timing and work > MOST_WORK:
+        remedy = "lower T, H or I, or add --timing, which tries the order without tensors"
+        raise bad_value("--shape", f"at most {MOST_WORK:.0e} multiplications in all", f"{work:.0e}", remedy)
+    # row tiles, and tiles of weights; of those that a GPU has, not more than memory holds here
+    tiles = (shape.rows * ranks / 128 + shape.experts) * (shape.hidden + shape.intermediate) / 256
+    tiles += shape.experts * 3 * shape.hidden * shape.intermediate / (128 * 256)
+    if timing and passes * tiles > MOST_TASKS:
+        raise bad_value(
+            "--shape", f"at most {MOST_TASKS} tasks", f"about {passes * tiles:.0f}", "lower T, or --passes 1"
+        )
+
+
+def _ranks_named(text: str | None, ranks: int) -> frozenset[int]:
+    try:
+        found = frozenset(int(word) for word in text.split(",")) if text else frozenset()
+    except ValueError:
+        raise bad_value("--remote", "ranks such as 1,3", repr(text), "count them from 0") from None
+    if outside := [rank for rank in found if not 0 <= rank < ranks]:
+        raise bad_value("--remote", f"ranks from 0 to {ranks - 1}", outside[0], "raise --ranks, or leave it out")
+    return found
+
+
+def _prove(
+    shape: Shape,
+    ranks: int,
+    workers: int,
+    passes: int,
+    schedules: int,
+    remote: frozenset[int],
+    seed: int,
+    trace: Path | None,
+    output: Output,
+) -> tuple[dict[str, Any], bool]:
+    from amoeba.proof.schedules import TOLERANCE, make_case
+    from amoeba.tasks.simulate import Pace, ScheduleFault, simulate
+    from amoeba.tasks.sizes import Sizes, Tiling
+    from amoeba.tasks.summary import summarise
+    from amoeba.tasks.work import microseconds
+
+    sizes = Sizes(shape.hidden, shape.intermediate, shape.experts, shape.top_k)
+    draw = random.Random(seed)
+    tiling = Tiling(
+        rows=8,
+        down_columns=16,
+        up_columns=16,
+        weight_rows=32,
+        weight_columns=32,
+        router_columns=16,
+        tokens=8,
+        sent=8,
+        wave=2,
+        group=4,
+    )
+    owner = tuple(expert * ranks // shape.experts for expert in range(shape.experts))
+    counts = [[draw.choice((0, shape.tokens, shape.tokens)) for _ in range(ranks)] for _ in range(passes)]
+    counts[0] = [shape.tokens] * ranks
+    case = make_case(sizes, tiling, counts, owner, remote, seed=seed, skew=0.3)
+    job = case.job()
+    _say(shape, ranks, workers, passes, f"{schedules} random schedules, in fp64", output)
+    errors: dict[str, float] = {}
+    fault, ran = None, None
+    with output.working():
+        for number in range(schedules):
+            slowness = [draw.choice((1.0, 1.0, 5.0)) if number else 1.0 for _ in range(ranks)]
+            pace = Pace(seed + number, slowness, latency=draw.choice((0.1, 1.0)), work=microseconds)
+            try:
+                found = simulate(job, workers, pace)
+            except ScheduleFault as error:
+                fault = f"schedule {number}: {error}"
+                break
+            ran = ran or found
+            errors = {name: max(error, errors.get(name, 0.0)) for name, error in case.check(found).items()}
+    ok = fault is None and max(errors.values()) <= TOLERANCE
+    summary = None if ran is None else summarise(ran.records, workers)
+    if summary is not None:
+        _print(summary, output)
+    if fault is not None:
+        output.line(f"FAILED, {fault}", style="red")
+    else:
+        worst = max(errors, key=lambda name: errors[name])
+        output.line(
+            "each task ran once, each read came after its writes, counters ended at their totals, nobody got stuck"
+        )
+        output.line(f"{'ok' if ok else 'FAILED'}: gradients within {errors[worst]:.1e} of the reference ({worst})")
+    document = _document(shape, ranks, workers, passes, summary)
+    document |= {"schedules": schedules, "remote": sorted(remote), "errors": errors, "fault": fault, "ok": ok}
+    return _traced(document, ran, trace, output), ok
+
+
+def _estimate(
+    shape: Shape,
+    ranks: int,
+    workers: int,
+    passes: int,
+    schedules: int,
+    remote: frozenset[int],
+    seed: int,
+    trace: Path | None,
+    output: Output,
+) -> tuple[dict[str, Any], bool]:
+    from amoeba.tasks.simulate import Pace, simulate
+    from amoeba.tasks.sizes import Sizes
+    from amoeba.tasks.summary import summarise
+    from amoeba.tasks.work import microseconds, scripts_of
+
+    _say(shape, ranks, workers, passes, "one schedule at an H200's estimated pace, without tensors", output)
+    with output.working():
+        output.progress("making its tasks")
+        sizes = Sizes(shape.hidden, shape.intermediate, shape.experts, shape.top_k)
+        job = [
+            scripts_of(sizes, shape.tokens, ranks, skew=shape.skew, remote=remote, seed=seed + number, epoch=number + 1)
+            for number in range(passes)
+        ]
+        output.progress("running them")
+        ran = simulate(job, workers, Pace(seed, [1.0] * ranks, latency=2.0, even=True, work=microseconds))
+    summary = summarise(ran.records, workers)
+    _print(summary, output)
+    output.line(f"{summary.span / 1e3 / passes:.2f} ms a pass: an estimate of the order, not a measurement")
+    document = _document(shape, ranks, workers, passes, summary)
+    document |= {"remote": sorted(remote), "ok": True}
+    return _traced(document, ran, trace, output), True
+
+
+def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: Output) -> None:
+    output.line(
+        f"{shape.experts} experts over {ranks} rank{'s' if ranks > 1 else ''}, hidden {shape.hidden}, intermediate "
+        f"{shape.intermediate}; {shape.tokens} tokens a rank, {shape.top_k} experts per token"
+    )
+    output.line(f"{workers} workers a rank, {passes} pass{'es' if passes > 1 else ''}; {how}")
+
+
+def _print(summary: Summary, output: Output) -> None:
+    from amoeba.tasks.graph import SEED_KIND
+
+    all_time = sum(each.time for each in summary.kinds.values()) or 1.0
+    rows = [
+        [
+            kind.name.lower(),
+            SEED_KIND[kind],
+            str(each.tasks),
+            f"{100 * each.time / all_time:.1f}",
+            f"{each.waited / each.tasks:.2f}",
+        ]
+        for kind, each in summary.kinds.items()
+        if each.tasks
+    ]
+    columns = ["kind", "in the seeds", "tasks", "time %", "waited us each"]
+    output.table("tasks of the first schedule, all ranks and passes", columns, rows, text=("kind", "in the seeds"))
+    output.line(
+        f"workers were busy {100 * summary.busy:.0f} % of {summary.span:.1f} us "
+        f"({100 * summary.idlest:.0f} to {100 * summary.busiest:.0f}), and waited {100 * summary.waited:.0f} % at gates"
+    )
+
+
+def _document(shape: Shape, ranks: int, workers: int, passes: int, summary: Summary | None) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "document": "amoeba tasks simulate",
+        "shape": [shape.tokens, shape.hidden, shape.intermediate, shape.experts, shape.top_k],
+        "ranks": ranks,
+        "workers": workers,
+        "passes": passes,
+    }
+    if summary is not None:
+        document["kinds"] = {kind.name.lower(): each._asdict() for kind, each in summary.kinds.items()}
+        document |= {name: getattr(summary, name) for name in ("span", "busy", "waited", "busiest", "idlest")}
+    return document
+
+
+def _traced(document: dict[str, Any], ran: Ran | None, trace: Path | None, output: Output) -> dict[str, Any]:
+    if trace is None or ran is None:
+        return document
+    from amoeba.files import write_whole
+    from amoeba.tasks.trace import trace_text
+
+    write_whole(trace, trace_text(ran.records, ran.arrows))
+    output.line(f"{trace}: open it at ui.perfetto.dev")
+    return document | {"trace": str(trace)}

@@ -1,0 +1,255 @@
+"""Tickets on the device: the table of row tiles, and what `Graph.decode` does, for one rank without a router.
+
+N = T·K routed rows · E experts
+
+    heaviest_E, first_tile, place_E = make_table(offs_E, row_block=128)
+    kind, item, part = decode_ticket(ticket, heaviest_E, first_tile, ...)         # in a kernel
+    decode(tickets, offs_E, layout)                           # some of them, for a test
+
+`Graph` is the source; a test compares the two. The kinds' numbers are those of `Kind`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.tiles import grouped_order
+from amoeba.kernels.weight_gradient import rows_of
+from amoeba.tasks.graph import Kind
+
+DOWN = tl.constexpr(int(Kind.DOWN))
+ACTIVATE = tl.constexpr(int(Kind.ACTIVATE))
+UP = tl.constexpr(int(Kind.UP))
+DOWN_WEIGHTS = tl.constexpr(int(Kind.DOWN_WEIGHTS))
+UP_WEIGHTS = tl.constexpr(int(Kind.UP_WEIGHTS))
+COMBINE = tl.constexpr(int(Kind.COMBINE))
+
+
+class Layout(NamedTuple):
+    """All that decoding needs beside the table: tN, tNx, tiles of an expert's two gradients, blocks of tokens."""
+
+    experts: int
+    row_block: int
+    down_parts: int
+    up_parts: int
+    down_weight_parts: int
+    up_weight_parts: int
+    token_blocks: int
+    wave: int
+    group: int
+
+    def constants(self) -> dict[str, int]:
+        waves = cdiv(self.experts, self.wave)
+        return {
+            "EXPERTS": self.experts,
+            "TN": self.down_parts,
+            "TNX": self.up_parts,
+            "DOWN_PARTS": self.down_weight_parts,
+            "UP_PARTS": self.up_weight_parts,
+            "TOKEN_BLOCKS": self.token_blocks,
+            "WAVE": self.wave,
+            "WAVES": waves,
+            "BLOCK_G": next_power_of_2(waves),
+            "GROUP": self.group,
+        }
+
+
+class Table(NamedTuple):
+    """heaviest_E: experts by falling number of rows. first_tile: the first row tile of each of them, and the end.
+    place_E: where an expert is among them."""
+
+    heaviest_E: Tensor
+    first_tile: Tensor
+    place_E: Tensor
+
+
+def make_table(offs_E: Tensor, row_block: int) -> Table:
+    experts = offs_E.shape[0]
+    heaviest_E = torch.empty_like(offs_E, dtype=torch.int32)
+    place_E, first_tile = torch.empty_like(heaviest_E), heaviest_E.new_empty(experts + 1)
+    block = next_power_of_2(experts)
+    part = min(block, 32)
+    _make_table[(block // part,)](
+        offs_E, heaviest_E, first_tile, place_E, EXPERTS=experts, BLOCK_E=block, BLOCK_PART=part, BLOCK_M=row_block
+    )
+    return Table(heaviest_E, first_tile, place_E)
+
+
+@quick
+@triton.jit
+def _make_table(
+    offs_E,
+    heaviest_E,
+    first_tile,
+    place_E,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    expert_E = tl.arange(0, BLOCK_E)
+    expert_P = tl.program_id(0) * BLOCK_PART + tl.arange(0, BLOCK_PART)
+    rows_E, rows_P = rows_of(offs_E, expert_E, EXPERTS), rows_of(offs_E, expert_P, EXPERTS)
+    more = rows_E[None, :] > rows_P[:, None]
+    earlier = (rows_E[None, :] == rows_P[:, None]) & (expert_E[None, :] < expert_P[:, None])
+    before = (more | earlier).to(tl.int32)
+    tiles_E = tl.where(expert_E < EXPERTS, (rows_E + BLOCK_M - 1) // BLOCK_M, 0)
+    place_P, tile_P = tl.sum(before, 1), tl.sum(before * tiles_E[None, :], 1)
+    tl.store(heaviest_E + place_P, expert_P, mask=expert_P < EXPERTS)
+    tl.store(first_tile + place_P, tile_P, mask=expert_P < EXPERTS)
+    tl.store(place_E + expert_P, place_P, mask=expert_P < EXPERTS)
+    if tl.program_id(0) == 0:
+        tl.store(first_tile + EXPERTS, tl.sum(tiles_E, 0))
+
+
+@triton.jit
+def count_tickets(
+    first_tile,
+    EXPERTS: tl.constexpr,
+    TN: tl.constexpr,
+    TNX: tl.constexpr,
+    DOWN_PARTS: tl.constexpr,
+    UP_PARTS: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr,
+):
+    return tl.load(first_tile + EXPERTS) * (TN + 1 + TNX) + EXPERTS * (DOWN_PARTS + UP_PARTS) + TOKEN_BLOCKS
+
+
+@triton.jit
+def _merged(index, first, second):
+    """Whether the index-th ticket of two lanes belongs to the first, and its place there: `graph.merged`."""
+    both = tl.maximum(first + second, 1)
+    before = (index.to(tl.int64) * first // both).to(tl.int32)
+    after = ((index.to(tl.int64) + 1) * first // both).to(tl.int32)
+    return after > before, before, index - before
+
+
+@triton.jit
+def decode_ticket(
+    ticket,
+    heaviest_E,
+    first_tile,
+    EXPERTS: tl.constexpr,
+    TN: tl.constexpr,
+    TNX: tl.constexpr,
+    DOWN_PARTS: tl.constexpr,
+    UP_PARTS: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr,
+    WAVE: tl.constexpr,
+    WAVES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """(kind, item, part) of a ticket, as `Task` has them."""
+    # A wave's tickets begin with its row passes, among the next wave's products: behind all products up to that wave,
+    # the row passes and dx of those before it, and their weights.
+    wave_G = tl.arange(0, BLOCK_G)
+    begin_G, end_G = tl.minimum(wave_G * WAVE, EXPERTS), tl.minimum((wave_G + 1) * WAVE, EXPERTS)
+    start_G = tl.load(first_tile + end_G) * TN + tl.load(first_tile + begin_G) * (1 + TNX)
+    start_G += begin_G * (DOWN_PARTS + UP_PARTS)
+    wave = tl.sum(((start_G <= ticket) & (wave_G < WAVES)).to(tl.int32), 0) - 1  # -1: before the first
+    begin, end = tl.maximum(tl.minimum(wave * WAVE, EXPERTS), 0), tl.minimum((wave + 1) * WAVE, EXPERTS)
+    tile_begin, tile_end = tl.load(first_tile + begin), tl.load(first_tile + end)
+    next_end = tl.load(first_tile + tl.minimum((wave + 2) * WAVE, EXPERTS))
+    start = tl.where(wave < 0, 0, tile_end * TN + tile_begin * (1 + TNX) + begin * (DOWN_PARTS + UP_PARTS))
+    tiles, next_tiles, experts = tile_end - tile_begin, next_end - tile_end, end - begin
+
+    index = ticket - start
+    beside = tiles + next_tiles * TN
+    kind, item, part = 0 * index + ACTIVATE, index, 0 * index
+    if index < beside:
+        is_pass, pass_index, product_index = _merged(index, tiles, next_tiles * TN)
+        if is_pass:
+            item = tile_begin + pass_index
+        else:
+            tile, part = grouped_order(product_index, next_tiles, TN, GROUP)
+            kind, item = 0 * index + DOWN, tile_end + tile
+    elif index < beside + tiles * TNX:
+        tile, part = grouped_order(index - beside, tiles, TNX, GROUP)
+        kind, item = 0 * index + UP, tile_begin + tile
+    elif index < beside + tiles * TNX + experts * DOWN_PARTS:
+        index -= beside + tiles * TNX
+        kind, part = 0 * index + DOWN_WEIGHTS, index % DOWN_PARTS
+        item = tl.load(heaviest_E + begin + index // DOWN_PARTS)
+    else:
+        index -= beside + tiles * TNX + experts * DOWN_PARTS
+        blocks = 0 * index
+        if wave == WAVES - 1:
+            blocks += TOKEN_BLOCKS
+        is_weight, weight_index, block = _merged(index, experts * UP_PARTS, blocks)
+        if is_weight:
+            kind, part = 0 * index + UP_WEIGHTS, weight_index % UP_PARTS
+            item = tl.load(heaviest_E + begin + weight_index // UP_PARTS)
+        else:
+            kind, item = 0 * index + COMBINE, block
+    return kind, item, part
+
+
+@triton.jit
+def rows_of_row_tile(
+    tile, offs_E, heaviest_E, first_tile, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Expert, first sorted row, and end of the expert's rows."""
+    place_E = tl.arange(0, BLOCK_E)
+    first_E = tl.load(first_tile + place_E, mask=place_E < EXPERTS, other=2147483647)
+    place = tl.sum((first_E <= tile).to(tl.int32), 0) - 1
+    expert = tl.load(heaviest_E + place)
+    start = tl.load(offs_E + expert - 1, mask=expert > 0, other=0)
+    return expert, start + (tile - tl.load(first_tile + place)) * BLOCK_M, tl.load(offs_E + expert)
+
+
+def decode(tickets: Tensor, offs_E: Tensor, layout: Layout) -> Tensor:
+    """Kind, item and part of each, and how many tickets there are at the end: (n + 1, 3)."""
+    out = torch.empty((len(tickets) + 1, 3), dtype=torch.int32, device=offs_E.device)
+    _decode[(1,)](*make_table(offs_E, layout.row_block)[:2], tickets, out, len(tickets), **layout.constants())
+    return out
+
+
+@quick
+@triton.jit(do_not_specialize=["count"])
+def _decode(
+    heaviest_E,
+    first_tile,
+    tickets,
+    out,
+    count,
+    EXPERTS: tl.constexpr,
+    TN: tl.constexpr,
+    TNX: tl.constexpr,
+    DOWN_PARTS: tl.constexpr,
+    UP_PARTS: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr,
+    WAVE: tl.constexpr,
+    WAVES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    total = count_tickets(first_tile, EXPERTS, TN, TNX, DOWN_PARTS, UP_PARTS, TOKEN_BLOCKS)
+    column = tl.arange(0, 4)
+    tl.store(out + 3 * count + column, total, mask=column < 3)
+    for index in range(0, count):
+        kind, item, part = decode_ticket(
+            tl.load(tickets + index),
+            heaviest_E,
+            first_tile,
+            EXPERTS,
+            TN,
+            TNX,
+            DOWN_PARTS,
+            UP_PARTS,
+            TOKEN_BLOCKS,
+            WAVE,
+            WAVES,
+            BLOCK_G,
+            GROUP,
+        )
+        line = out + 3 * index
+        tl.store(line, kind)
+        tl.store(line + 1, item)
+        tl.store(line + 2, part)

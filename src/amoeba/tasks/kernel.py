@@ -1,0 +1,330 @@
+"""The scheduled backward as one persistent kernel: tickets, integer counters, and the tile functions of `triton`.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I
+
+    found = scheduled_backward(dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, activation, maps)
+
+Plain Triton, for one rank, without router, biases and LoRA. The tasks are those of `Graph`; here a tile of dA' takes
+its activation back in its epilogue, and ACTIVATE adds up what the tiles of a row left of ds, in their order. Tiles,
+block sizes and sums are those of the `triton` backend's own kernels, and so are the bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.kernels.activation import constants
+from amoeba.kernels.activation_backward_product import down_backward_tile, number_of_slices
+from amoeba.kernels.choice import configuration_on
+from amoeba.kernels.combine import combine_block, combine_tile, slot_gradient_tile
+from amoeba.kernels.configuration import Configuration
+from amoeba.kernels.grouped_product import multiply_tile
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.tiles import slots
+from amoeba.kernels.weight_gradient import weight_gradient_tile
+from amoeba.tasks.decoder import (
+    ACTIVATE,
+    COMBINE,
+    DOWN,
+    DOWN_WEIGHTS,
+    UP,
+    Layout,
+    count_tickets,
+    decode_ticket,
+    make_table,
+    rows_of_row_tile,
+)
+
+# Experts that go through the steps together, row tiles that sweep the columns together, tokens that are combined by one
+# task. Not measured yet.
+WAVE, GROUP, TOKENS = 8, 8, 16
+
+
+class Scheduled(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def scheduled_backward(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    h_NJ: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EJH: Tensor,
+    down_EHI: Tensor,
+    activation: Activation,
+    maps: tuple[Tensor, Tensor, Tensor],
+    *,
+    overwrite_h: bool = False,
+) -> Scheduled:
+    """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous."""
+    order_N, slot_row_N, offs_E = maps
+    (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
+    rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
+    problem: dict[str, Any] = {"rows": rows, "experts": experts, "dtype": x_TH.dtype}
+    down = configuration_on(device, "down_backward", reduction=hidden, columns=intermediate, **problem)
+    up = configuration_on(device, "product", reduction=width, columns=hidden, **problem)
+    of_down = configuration_on(device, "weight_gradient", reduction=hidden, columns=intermediate, **problem)
+    of_up = configuration_on(device, "weight_gradient", reduction=width, columns=hidden, **problem)
+    up, down_weights, up_weights = (_narrowed(each, down.num_warps) for each in (up, of_down, of_up))
+    layout = Layout(
+        experts,
+        down.block_m,
+        cdiv(intermediate, down.block_n),
+        cdiv(hidden, up.block_n),
+        cdiv(hidden, down_weights.block_m) * cdiv(intermediate, down_weights.block_n),
+        cdiv(width, up_weights.block_m) * cdiv(hidden, up_weights.block_n),
+        cdiv(tokens, TOKENS),
+        WAVE,
+        GROUP,
+    )
+    table = make_table(offs_E, layout.row_block)
+    counters = torch.zeros(1 + experts + slots(rows, experts, down.block_m), dtype=torch.int32, device=device)
+    at_once, block = combine_block(hidden, top_k)
+    dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
+    scaled_a_NI, dx_NH = h_NJ.new_empty((rows, intermediate)), h_NJ.new_empty((rows, hidden))
+    part_CN = torch.empty((layout.down_parts, rows), dtype=torch.float32, device=device)
+    ds_N = torch.empty(rows, dtype=torch.float32, device=device)
+    found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
+    _backward[(_programs(device),)](
+        dy_TH,
+        x_TH,
+        h_NJ,
+        expert_TK,
+        weight_TK,
+        gate_up_EJH,
+        down_EHI,
+        dh_NJ,
+        scaled_a_NI,
+        part_CN,
+        ds_N,
+        dx_NH,
+        *found,
+        order_N,
+        slot_row_N,
+        offs_E,
+        *table,
+        counters,
+        tokens,
+        rows,
+        H=hidden,
+        I=intermediate,
+        J=width,
+        TOP_K=top_k,
+        **layout.constants(),
+        BLOCK_E=next_power_of_2(experts),
+        INTERLEAVED=activation.interleaved,
+        SLICES=number_of_slices(down, activation),
+        **constants(activation),
+        BLOCK_M=down.block_m,
+        DOWN_N=down.block_n,
+        DOWN_K=down.block_k,
+        UP_N=up.block_n,
+        UP_K=up.block_k,
+        DOWN_WEIGHTS_M=down_weights.block_m,
+        DOWN_WEIGHTS_N=down_weights.block_n,
+        DOWN_WEIGHTS_K=down_weights.block_k,
+        UP_WEIGHTS_M=up_weights.block_m,
+        UP_WEIGHTS_N=up_weights.block_n,
+        UP_WEIGHTS_K=up_weights.block_k,
+        TOKENS=TOKENS,
+        SLOTS=next_power_of_2(TOKENS * top_k),
+        AT_ONCE=at_once,
+        COMBINE_BLOCK=block,
+        num_warps=down.num_warps,
+        num_stages=max(2, down.num_stages // 2),  # shared memory of two kinds of tasks is held at once
+        enable_fp_fusion=False,  # as in `down_backward`
+    )
+    return found
+
+
+def _narrowed(chosen: Configuration, warps: int) -> Configuration:
+    """For fewer warps than it was chosen for, with as many elements each: how wide a tile is does not change its bits.
+
+    How many warps add up ds does: their number is that of `down_backward`.
+    """
+    return chosen if chosen.num_warps <= warps else replace(chosen, block_n=chosen.block_n * warps // chosen.num_warps)
+
+
+def _programs(device: torch.device) -> int:
+    """The interpreter runs programs one after another: there one does all."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _wait(counter, at_least):
+    seen = tl.atomic_add(counter, 0, sem="acquire")
+    while seen < at_least:
+        seen = tl.atomic_add(counter, 0, sem="acquire")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _signal(counter):
+    tl.debug_barrier()  # what all threads of the program have written comes before
+    tl.atomic_add(counter, 1, sem="release")
+
+
+@quick
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def _backward(
+    dy_TH,
+    x_TH,
+    h_NJ,
+    expert_TK,
+    weight_TK,
+    gate_up_EJH,
+    down_EHI,
+    dh_NJ,
+    scaled_a_NI,
+    part_CN,
+    ds_N,
+    dx_NH,
+    d_x,
+    d_weight,
+    d_gate_up,
+    d_down,
+    order_N,
+    slot_row_N,
+    offs_E,
+    heaviest_E,
+    first_tile,
+    place_E,
+    counters,
+    tokens,
+    rows,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    J: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TN: tl.constexpr,
+    TNX: tl.constexpr,
+    DOWN_PARTS: tl.constexpr,
+    UP_PARTS: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr,
+    WAVE: tl.constexpr,
+    WAVES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SLICES: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    DOWN_N: tl.constexpr,
+    DOWN_K: tl.constexpr,
+    UP_N: tl.constexpr,
+    UP_K: tl.constexpr,
+    DOWN_WEIGHTS_M: tl.constexpr,
+    DOWN_WEIGHTS_N: tl.constexpr,
+    DOWN_WEIGHTS_K: tl.constexpr,
+    UP_WEIGHTS_M: tl.constexpr,
+    UP_WEIGHTS_N: tl.constexpr,
+    UP_WEIGHTS_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    COMBINE_BLOCK: tl.constexpr,
+):
+    expert_counters = counters + 1
+    row_counters = expert_counters + EXPERTS
+    total = count_tickets(first_tile, EXPERTS, TN, TNX, DOWN_PARTS, UP_PARTS, TOKEN_BLOCKS)
+    ticket = tl.atomic_add(counters, 1, sem="relaxed")
+    while ticket < total:
+        next_ticket = tl.atomic_add(counters, 1, sem="relaxed")  # on its way while this task is computed
+        kind, item, part = decode_ticket(
+            ticket,
+            heaviest_E,
+            first_tile,
+            EXPERTS,
+            TN,
+            TNX,
+            DOWN_PARTS,
+            UP_PARTS,
+            TOKEN_BLOCKS,
+            WAVE,
+            WAVES,
+            BLOCK_G,
+            GROUP,
+        )
+        if kind == COMBINE:
+            slot = item.to(tl.int64) * (TOKENS * TOP_K) + tl.arange(0, SLOTS)
+            inside = (tl.arange(0, SLOTS) < TOKENS * TOP_K) & (slot < tokens * TOP_K)
+            row = tl.load(slot_row_N + slot, mask=inside, other=rows)
+            owned = row < rows
+            expert = tl.load(expert_TK + slot, mask=owned, other=0)
+            start = tl.load(offs_E + expert - 1, mask=owned & (expert > 0), other=0)
+            place = tl.load(place_E + expert, mask=owned, other=0)
+            tile = tl.load(first_tile + place, mask=owned, other=0) + (row - start) // BLOCK_M
+            complete: tl.constexpr = TN + 1 + TNX
+            seen = tl.atomic_add(row_counters + tile, 0, mask=owned, sem="acquire")
+            while tl.min(tl.where(owned, seen, complete), 0) < complete:
+                seen = tl.atomic_add(row_counters + tile, 0, mask=owned, sem="acquire")
+            tl.debug_barrier()
+            slot_gradient_tile(slot, inside, ds_N, slot_row_N, None, d_weight, rows, False)
+            COLUMN_BLOCKS: tl.constexpr = (H + COMBINE_BLOCK - 1) // COMBINE_BLOCK
+            first_token = item.to(tl.int64) * TOKENS
+            for index in range(0, tl.minimum(tokens - item * TOKENS, TOKENS) * COLUMN_BLOCKS):
+                combine_tile(
+                    first_token + index // COLUMN_BLOCKS, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, d_x,
+                    rows, TOP_K, H, H, H, False, AT_ONCE, COMBINE_BLOCK,
+                )  # fmt: skip
+        elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
+            expert, row, row_end = rows_of_row_tile(item, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_E, BLOCK_M)
+            if kind == DOWN:
+                down_backward_tile(
+                    expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN,
+                    order_N, rows, H, 1, H * I, I, 1, J, J, I, H, I, TOP_K, INTERLEAVED, SLICES, KIND, GATED,
+                    ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_M, DOWN_N, DOWN_K,
+                )  # fmt: skip
+            elif kind == ACTIVATE:
+                _wait(row_counters + item, TN)
+                row_M = row + tl.arange(0, BLOCK_M)
+                valid_M = row_M < row_end
+                ds_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
+                for column in tl.static_range(TN):
+                    ds_M += tl.load(part_CN + column * rows.to(tl.int64) + row_M, mask=valid_M, other=0.0)
+                tl.store(ds_N + row_M, ds_M, mask=valid_M)
+            else:
+                _wait(row_counters + item, TN + 1)
+                multiply_tile(
+                    expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, J, 1,
+                    J * H, H, 1, H, 0, 0, 0, 0, 0, J, H, 0, False, TOP_K, BLOCK_M, UP_N, UP_K,
+                )  # fmt: skip
+            _signal(row_counters + item)
+            if kind == ACTIVATE:
+                _signal(expert_counters + expert)
+        else:
+            end = tl.load(offs_E + item)
+            start = tl.load(offs_E + item - 1, mask=item > 0, other=0)
+            _wait(expert_counters + item, (end - start + BLOCK_M - 1) // BLOCK_M)
+            if kind == DOWN_WEIGHTS:
+                DOWN_WIDTH: tl.constexpr = (I + DOWN_WEIGHTS_N - 1) // DOWN_WEIGHTS_N
+                weight_gradient_tile(
+                    item, part // DOWN_WIDTH, part % DOWN_WIDTH, dy_TH, scaled_a_NI, offs_E, d_down, None, order_N,
+                    None, H, 1, I, 1, H * I, I, 1, 0, 0, 0, H, H, I, TOP_K, DOWN_WEIGHTS_M, DOWN_WEIGHTS_N,
+                    DOWN_WEIGHTS_K,
+                )  # fmt: skip
+            else:
+                UP_WIDTH: tl.constexpr = (H + UP_WEIGHTS_N - 1) // UP_WEIGHTS_N
+                weight_gradient_tile(
+                    item, part // UP_WIDTH, part % UP_WIDTH, dh_NJ, x_TH, offs_E, d_gate_up, None, None, order_N,
+                    J, 1, H, 1, J * H, H, 1, 0, 0, 0, J, J, H, TOP_K, UP_WEIGHTS_M, UP_WEIGHTS_N, UP_WEIGHTS_K,
+                )  # fmt: skip
+        ticket = next_ticket

@@ -1,0 +1,47 @@
+"""Sizes of a layer and of the tiles that its backward is cut into.
+
+H hidden · I intermediate · J = 2I · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Sizes(NamedTuple):
+    hidden: int
+    intermediate: int
+    experts: int  # of all ranks
+    top_k: int
+
+    @property
+    def width(self) -> int:
+        return 2 * self.intermediate
+
+
+class Tiling(NamedTuple):
+    """
+    rows:         of a row tile.
+    down_columns, up_columns: of a tile of dA' and of dx.
+    weight_rows, weight_columns: of a tile of a weight's gradient.
+    router_columns: of a tile of the router's gradient, which sums over all tokens: narrow, or it is done last.
+    tokens:       of a block that is combined.
+    sent:         rows of a block that travels.
+    wave:         experts that go through the steps together.
+    group:        so many row tiles sweep the columns together, so that they meet in the L2 cache.
+    """
+
+    rows: int = 128
+    down_columns: int = 256
+    up_columns: int = 256
+    weight_rows: int = 128
+    weight_columns: int = 256
+    router_columns: int = 32
+    tokens: int = 16
+    sent: int = 128
+    wave: int = 8
+    group: int = 8
+
+
+def blocks(count: int, block: int) -> int:
+    return -(-count // block)

@@ -1,0 +1,91 @@
+"""`amoeba tasks simulate` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from amoeba.cli import app
+from amoeba.tasks.graph import Graph, Kind
+
+SMALL = ("--shape", "9,8,6,4,2", "--schedules", "3")
+
+
+def simulate(*words: object):
+    return CliRunner().invoke(app, ["tasks", "simulate", *map(str, words)])
+
+
+def document(result) -> dict:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_schedules_are_run_and_told():
+    result = simulate(*SMALL, "--ranks", 2, "--json")
+    found = document(result)
+    assert found["ok"] and found["fault"] is None and found["schedules"] == 3
+    assert set(found["errors"]) == {"x", "weight", "gate", "gate_up", "down"}
+    for words in ("nobody got stuck", "ok: gradients within", "workers were busy", "gradPostGEMM", "waited us each"):
+        assert words in result.stdout
+    for kind in Kind:
+        assert (found["kinds"][kind.name.lower()]["tasks"] > 0) == (kind != Kind.RETURN)
+    assert 0 < found["idlest"] <= found["busy"] <= found["busiest"] <= 1
+
+
+def test_remote_ranks_return_their_sums():
+    assert document(simulate(*SMALL, "--ranks", 3, "--remote", "0,2", "--json"))["kinds"]["return"]["tasks"] > 0
+
+
+def test_a_fault_is_shown_and_fails(monkeypatch):
+    monkeypatch.setattr(Graph, "activated", property(lambda self: self.tN))
+    result = simulate(*SMALL, "--json")
+    assert result.exit_code == 1
+    assert "FAILED, schedule 0: read too early" in result.stdout
+    assert not json.loads(result.stdout.splitlines()[-1])["ok"]
+
+
+def test_the_order_alone_serves_layers_of_real_size():
+    found = document(simulate("--timing", "--shape", "512,1024,512,16,4", "--ranks", 1, "--passes", 1, "--json"))
+    assert found["workers"] == 132 and found["kinds"]["down"]["tasks"] >= 2 * 512 * 4 / 128
+    assert "errors" not in found
+
+
+def test_a_trace_opens_in_perfetto(tmp_path):
+    path = tmp_path / "new" / "tasks.json"
+    found = document(simulate(*SMALL, "--ranks", 2, "--workers", 3, "--trace", path, "--json"))
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
+    assert {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"} == {
+        (rank, worker) for rank in range(2) for worker in range(3)
+    }
+    tasks = [event for event in events if event["ph"] == "X" and event["name"] != "waits"]
+    assert len(tasks) == sum(each["tasks"] for each in found["kinds"].values())
+    starts, ends = ({event["id"]: event for event in events if event["ph"] == ph} for ph in "sf")
+    assert starts and starts.keys() == ends.keys()
+    for number, start in starts.items():
+        around = [
+            task
+            for task in tasks
+            if (task["pid"], task["tid"]) == (start["pid"], start["tid"])
+            and task["ts"] <= start["ts"] <= task["ts"] + task["dur"]
+        ]
+        assert around and start["ts"] <= ends[number]["ts"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--shape", "4096,2048,768,128,8"), "add --timing"),
+        (("--shape", "10000000,2048,768,128,8", "--timing"), "tasks; got about"),
+        (("--remote", "2"), "ranks from 0 to 1; got 2"),
+        (("--remote", "one"), "Count them from 0"),
+        (("--trace", "."), "a folder"),
+        (("--ranks", 1000), "--ranks: expected at most 64; got 1000"),
+        (("--passes", 100000), "multiplications in all"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, said):
+    result = simulate(*words)
+    assert result.exit_code == 2 and said in result.output

@@ -1,0 +1,85 @@
+"""The backend `tasks`: proven like every other, asked for by name alone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from amoeba import Activation, ExpertWeights, Routing, experts
+from amoeba.backends import registry
+from amoeba.backends.backend import Request
+from amoeba.proof.cases import Case
+from amoeba.proof.conformance import verify_case
+from small_layer import Layer
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="on a CPU only the interpreter serves"
+)
+FEW = {"num_experts": 4}
+CASES = [
+    Case(17, 2, pattern="sentinels", **FEW),
+    Case(9, 2, Activation("gelu", gated=False), pattern="empty_experts", recompute=True),
+    Case(65, 1, pattern="all_on_one", **FEW),
+    Case(9, 2, Activation("silu", alpha=1.702, up_shift=-0.5, limit=2.0, interleaved=True), **FEW),
+    Case(0, 2),
+    Case(3, 4, hidden=128, intermediate=64, **FEW),
+    Case(9, 2, pattern="sentinels_alone", narrow=True, **FEW),
+]
+
+
+@pytest.fixture(autouse=True)
+def tasks(monkeypatch):
+    """Registered for one test: others count the backends that there are."""
+    monkeypatch.setattr(registry, "_backends", list(registry._backends))
+    from amoeba.backends.tasks import BACKEND
+
+    registry.register_backend(BACKEND)
+    yield BACKEND
+    monkeypatch.undo()
+    registry._sort_backends()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_agrees_with_the_reference(case):
+    result = verify_case(case, "tasks", DEVICE, torch.float32)
+    assert result.ok and result.refused is None, (result.failure, result.refused, result.errors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_agrees_in_half_precision(case, dtype):
+    assert verify_case(case, "tasks", DEVICE, dtype).ok
+
+
+def request_of(layer: Layer, weights: ExpertWeights | None = None) -> Request:
+    named = {name: tensor.detach().to(DEVICE) for name, tensor in layer.tensors.items()}
+    routing = Routing(layer.expert_TK.to(DEVICE), named["weight"])
+    return Request(named["x"], routing, layer.weights(named) if weights is None else weights)
+
+
+def test_auto_never_takes_it():
+    for device in ("cpu", "cuda"):
+        assert registry.backends_of(ExpertWeights, torch.device(device))[-1].name == "tasks"
+    assert registry.explain(request_of(Layer(bias=False))).backend.name != "tasks"
+
+
+def test_what_it_has_no_tasks_for_is_refused_with_the_reason(tasks):
+    plain = request_of(Layer(bias=False))
+    assert tasks.why_not(plain) is None
+    assert tasks.why_not(request_of(Layer(bias=True))) == "has no tasks for biases"
+    turned = ExpertWeights(plain.weights.gate_up_EJH.mT.contiguous().mT, plain.weights.down_EHI)
+    assert "in one piece" in tasks.why_not(request_of(Layer(bias=False), turned))
+    with pytest.raises(ValueError, match="tasks does not; got has no tasks for biases"):
+        registry.choose("tasks", request_of(Layer(bias=True)))
+
+
+def test_only_what_is_asked_for_gets_a_gradient():
+    request = request_of(Layer(bias=False))
+    x_TH = request.x_TH.clone().requires_grad_()
+    experts(x_TH, request.routing, request.weights, backend="tasks").sum().backward()
+    assert x_TH.grad is not None and request.weights.gate_up_EJH.grad is None
