@@ -42,6 +42,7 @@ logger = logging.getLogger("amoeba")
 _SHARD = "model-{number:05d}-of-{count:05d}.safetensors"
 _ONE_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..+)")
 _NO_LIMIT = 1 << 60  # bytes of a file
+_APART = "of-all-ranks"
 
 
 def shard_model(model: Any, ranks: Ranks, tokens: Tokens = "own") -> None:
@@ -163,8 +164,12 @@ def save_share(model: Any, folder: Path, ranks: Ranks, gathered: dict[str, Tenso
     count = 1 + len(owning)
     if ranks.rank == 0:
         shared = _shared_tensors(model) | (gathered or {})
-        model.save_pretrained(folder, state_dict=shared, max_shard_size=_NO_LIMIT)
-        os.replace(folder / ONE_FILE, folder / (_SHARD.format(number=1, count=count) if owning else ONE_FILE))
+        apart = folder / _APART  # save_pretrained removes what it takes for shards of an earlier model
+        model.save_pretrained(apart, state_dict=shared, max_shard_size=_NO_LIMIT)
+        for path in apart.iterdir():
+            renamed = _SHARD.format(number=1, count=count) if owning and path.name == ONE_FILE else path.name
+            os.replace(path, folder / renamed)
+        apart.rmdir()
     if ranks.rank not in owning:
         return
     tensors: dict[str, Tensor] = {}
@@ -184,9 +189,13 @@ def save_share(model: Any, folder: Path, ranks: Ranks, gathered: dict[str, Tenso
 def finish_folder(folder: Path) -> None:
     """The index over the files that all ranks have written; none where there is one file."""
     files = sorted(folder.glob("model-*-of-*.safetensors"))
-    entries = {name: (path.name, entry.size) for path in files for name, entry in tensors_of(path).items()}
     if not files:
         return
+    expected = [_SHARD.format(number=number + 1, count=len(files)) for number in range(len(files))]
+    if [path.name for path in files] != expected:
+        got = ", ".join(path.name for path in files)
+        raise bad_value(str(folder), "the part of every rank", got, "give all ranks the same folder, on one file system")
+    entries = {name: (path.name, entry.size) for path in files for name, entry in tensors_of(path).items()}
     index = {
         "metadata": {"total_size": sum(size for _, size in entries.values())},
         "weight_map": {name: file for name, (file, _) in sorted(entries.items())},

@@ -173,7 +173,8 @@ class WatchedTrainer(FastTrainer):
         """Before a checkpoint pushes an older one out. Its own step may have gone astray without a NaN yet: then the
         next one is refused, and the one before it is still there, since two are kept."""
         self.run_log.check_finite(self.state.global_step)
-        trained = [parameter.detach() for parameter in self.run_log.trained_parameters]
+        # a rank without experts has empty ones
+        trained = [parameter.detach() for parameter in self.run_log.trained_parameters if parameter.numel()]
         # the largest number is a NaN or an infinity if any is
         norm = torch.nn.utils.get_total_norm(trained, math.inf).double()
         largest = float(self.together.add_up(norm, "the largest parameters"))
