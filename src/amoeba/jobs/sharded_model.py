@@ -32,7 +32,7 @@ from amoeba.integrations.own_tensors import own_tensors, sharded_modules
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.ranks import Ranks
-from amoeba.parallel.sharded import ShardedExperts, Tokens, own_parameter, shard_experts
+from amoeba.parallel.sharded import ShardedExperts, Tokens, gather_share, own_parameter, shard_experts
 from amoeba.stream.store import Store, aligned_buffer, open_store
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, tensors_of
 from amoeba.weights import ExpertWeights
@@ -115,10 +115,11 @@ def _in_turns(part: Tensor | None) -> Tensor | None:
     return None if part is None else part.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
 
-def count_parameters(model: nn.Module, ranks: Ranks | None) -> int:
-    """Of the whole model."""
-    own = own_tensors(model)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+def count_parameters(model: nn.Module, ranks: Ranks | None, *, trained: bool = False) -> int:
+    """Of the whole model; trained: those that require a gradient."""
+    parameters = {name: each for name, each in model.named_parameters() if each.requires_grad or not trained}
+    own = [name for name in own_tensors(model) if name in parameters]
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     mine = torch.tensor(sum(sizes[name] for name in own), dtype=torch.int64, device="cpu")
     others = sum(size for name, size in sizes.items() if name not in own)
     return others + int(mine if ranks is None else ranks.add_up(mine, "numbers of parameters"))
@@ -194,7 +195,9 @@ def finish_folder(folder: Path) -> None:
     expected = [_SHARD.format(number=number + 1, count=len(files)) for number in range(len(files))]
     if [path.name for path in files] != expected:
         got = ", ".join(path.name for path in files)
-        raise bad_value(str(folder), "the part of every rank", got, "give all ranks the same folder, on one file system")
+        raise bad_value(
+            str(folder), "the part of every rank", got, "give all ranks the same folder, on one file system"
+        )
     entries = {name: (path.name, entry.size) for path in files for name, entry in tensors_of(path).items()}
     index = {
         "metadata": {"total_size": sum(size for _, size in entries.values())},
@@ -209,23 +212,11 @@ def gather_experts(model: Any, ranks: Ranks) -> dict[str, Tensor]:
     owners = {name: placed.owners for name, (_, placed) in sharded_modules(model).items()}
     found: dict[str, Tensor] = {}
     for here, own in own_tensors(model).items():
-        layer = next(name for name in owners if here.startswith(f"{name}."))
         share = own.turned(parameters[here].detach()).cpu()
-        whole = gather_share(share, owners[layer], ranks, own.name)
+        whole = gather_share(share, owners[here.rpartition(".")[0]], ranks, own.name)
         if whole is not None:
             found[own.name] = whole
     return found
-
-
-def gather_share(share: Tensor, owners: Owners, ranks: Ranks, name: str) -> Tensor | None:
-    """On the first rank the entries of all experts; None elsewhere."""
-    if ranks.count == 1:
-        return share
-    counts = [len(owners.experts_of(rank)) for rank in range(ranks.count)]
-    sent = [counts[ranks.rank]] + [0] * (ranks.count - 1)
-    received = counts if ranks.rank == 0 else [0] * ranks.count
-    rows = ranks.exchange(share.flatten(1).contiguous(), sent, received, f"{name} of all ranks")
-    return owners.join(list(rows.unflatten(1, share.shape[1:]).split(counts))) if ranks.rank == 0 else None
 
 
 def _shared_tensors(model: Any) -> dict[str, Tensor]:

@@ -365,6 +365,8 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     if log.stopped_by is not None:
         again = shell_command(trainer.command, "--resume", folder)
+        if trainer.together.count > 1:
+            again = f"torchrun --nproc-per-node {trainer.together.count} -m {again}, or with any other number of ranks"
         say(f"stopped at step {trainer.state.global_step}; go on with: {again}")
         final = log.last_evaluation[1] if log.last_evaluation else start_loss
         result = checkpoints(folder)[-1]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -127,7 +128,9 @@ class Ranks:
         else:
             whom = "the others, who wait for the same: the network between them is slow or broken"
         dead = not failed and "timed out" not in str(error).lower()
-        reason = f"; the connection says: {one_line(error)[:200]}" if dead else ""
+        # gloo begins with the place in its source, and goes on with what it is typically
+        said = re.sub(r"^\[.*?\] ", "", one_line(error)).partition(". ")[0]
+        reason = f"; the connection says: {said[:200]}" if dead else ""
         suspects = _spoken(list(failed) or missing or list(elsewhere) or self._names)
         return (
             f"rank {name} waited {seconds:.1f} s (deadline {self.deadline:g} s) for {what}, "
