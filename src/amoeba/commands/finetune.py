@@ -34,7 +34,8 @@ def finetune(
     start_from: Annotated[
         str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")
     ] = None,
-    r: Annotated[int | None, typer.Option("--r", help="Rank of the factors; default 16.")] = None,
+    # torchrun takes --r for one of its own
+    r: Annotated[int | None, typer.Option("--r", "--lora-rank", help="Rank of the factors; default 16.")] = None,
     alpha: Annotated[float | None, typer.Option("--alpha", help="Scaling is alpha / r; default 32.")] = None,
     targets: Annotated[
         str | None, typer.Option("--targets", help="experts (default), all-linear, or names: experts,q_proj,v_proj.")
