@@ -23,9 +23,3 @@ def test_twenty_steps_have_the_losses_and_norms_of_one_process_with_the_same_bat
     assert set(shared) == set(expected)
     assert alone[-1][0] < alone[0][0]
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=1e-5, atol=0)
-
-
-def test_what_is_not_there_yet_is_refused(processes: LocalRanks) -> None:
-    for saving, adapting in processes.run(rank_jobs.refusals, [(rank,) for rank in range(4)]):
-        assert "experts as ordinary tensors" in saving and "over the ranks of torch.distributed" in saving
-        assert "one whose experts this process has all of" in adapting and "of 6" in adapting

@@ -1,4 +1,4 @@
-"""The group that a launcher started this process for, from what torchrun puts into the environment.
+"""The group that a launcher started this process for: the one that it has made, or from torchrun's environment.
 
     with launched_ranks(deadline_seconds()) as ranks:       # None where there is no other process
         ...
@@ -34,7 +34,8 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 def is_launched() -> bool:
     """Whether a launcher started this process, maybe as the only one."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    in_words = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return in_words or (dist.is_available() and dist.is_initialized())
 
 
 def deadline_seconds() -> float:
@@ -51,10 +52,12 @@ def deadline_seconds() -> float:
 @contextmanager
 def launched_ranks(deadline: float) -> Iterator[Ranks | None]:
     """None where this process was not launched, or as the only one."""
-    if not is_launched() or os.environ["WORLD_SIZE"] == "1":
+    met = dist.is_available() and dist.is_initialized()  # the launcher's own doing
+    if not met and (not is_launched() or os.environ["WORLD_SIZE"] == "1"):
         yield None
         return
-    _meet(deadline)
+    if not met:
+        _meet(deadline)
     ranks = Ranks(deadline=deadline)
     hidden = {name: os.environ.pop(name) for name in _SIGNS if name in os.environ}
     try:
@@ -65,8 +68,8 @@ def launched_ranks(deadline: float) -> Iterator[Ranks | None]:
         raise
     finally:
         os.environ.update(hidden)
-    # not where something failed: another rank may be gone, and would be waited for
-    dist.destroy_process_group()
+    if not met:  # nor where something failed: another rank may be gone, and would be waited for
+        dist.destroy_process_group()
 
 
 def _meet(deadline: float) -> None:
