@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from amoeba import ExpertWeights, Routing, experts
-from amoeba.commands.head_start import load_trainer
-from amoeba.commands.quick_transformers import NOT_FOR_TEXT
 from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, shard_experts
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
 from amoeba.parallel.together import Together
 
 E, H, I = 5, 16, 24
+# what the jobs below need, and takes seconds in each process
+PRELOAD = ("transformers.trainer", "peft", "amoeba.jobs.train", "amoeba.jobs.finetune")
 
 
 def sharded_layer(count: int, deadline: float = 30.0, **options) -> ShardedExperts:
@@ -148,7 +148,6 @@ def run_job(
 
     stop: SIGTERM reaches this rank after this step.
     """
-    load_trainer(without=NOT_FOR_TEXT)
     import tiny_runs
     from amoeba.jobs.settings import load_settings
 
