@@ -23,7 +23,7 @@ SECONDS = 60.0
 
 
 class Launched:
-    """`torchrun --standalone --nproc-per-node 2 -m amoeba train ... --experts ranks`, of which the first steps are done."""
+    """`torchrun --standalone --nproc-per-node 2 -m amoeba train ... --experts ranks`."""
 
     def __init__(self, folder: Path) -> None:
         make_inputs(folder)

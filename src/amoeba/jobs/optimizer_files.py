@@ -54,7 +54,7 @@ def save_optimizer(optimizer: Any, model: Any, folder: Path, together: Together)
             if mine is None and not together.first:
                 continue
             for key, value in optimizer.state[parameter].items():
-                value = torch.as_tensor(value).detach().cpu()
+                value = _as_tensor(value).detach().cpu()
                 if mine is not None and value.dim():
                     experts[f"{name}/{key}"] = mine.experts
                     value = mine.turned(value)
@@ -144,10 +144,15 @@ class _Whole:
             self.groups.append({key: value for key, value in entry.items() if key != "params"} | {"parameters": names})
 
     def state_of(self, name: str, experts: list[int] | None) -> dict[str, Tensor]:
-        found = {key: torch.as_tensor(value) for key, value in self._state[self._numbers[name]].items()}
+        found = {key: _as_tensor(value) for key, value in self._state[self._numbers[name]].items()}
         if experts is None:
             return found
         return {key: value[experts] if value.dim() else value for key, value in found.items()}
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    """Of a state: a tensor, or a number of steps."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
 def _another_model(folder: Path, got: str) -> ValueError:

@@ -224,12 +224,9 @@ def _shared_tensors(model: Any) -> dict[str, Tensor]:
     own = own_tensors(model)
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        buffers = {
-            name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set
-        }
-        for leaf, tensor in {**module._parameters, **buffers}.items():
+        for leaf, tensor in (module._parameters | module._buffers).items():
             name = f"{prefix}.{leaf}" if prefix else leaf
-            if tensor is not None and name not in own:
+            if tensor is not None and name not in own and leaf not in module._non_persistent_buffers_set:
                 found[name] = tensor.detach()
     return found
 
@@ -237,10 +234,8 @@ def _shared_tensors(model: Any) -> dict[str, Tensor]:
 def _kept_one_by_one(model: Any) -> bool:
     """Whether on disk each expert has tensors of its own."""
     own, parameters = own_tensors(model), dict(model.named_parameters())
-    two = {
-        each.name: torch.empty((2, *each.turned(parameters[here]).shape[1:]), device="meta")
-        for here, each in own.items()
-    }
+    shares = {each.name: each.turned(parameters[here]) for here, each in own.items()}
+    two = {name: torch.empty((2, *t.shape[1:]), dtype=t.dtype, device="meta") for name, t in shares.items()}
     return all(_ONE_EXPERT.fullmatch(name) for name in _on_disk(model, two))
 
 
