@@ -20,5 +20,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
+TOLD = "told by the first rank"  # a note on an error that every rank has, and one tells
+
+
 class RankLost(RuntimeError):
     """Another rank of this process's group did not come, failed, or is gone."""

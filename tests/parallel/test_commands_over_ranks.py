@@ -174,6 +174,14 @@ def test_the_command_over_four_ranks_of_which_one_has_no_expert_and_one_no_row(
     assert found[0][1] == expected.stdout and found[1][1] == ""
 
 
+def test_what_is_wrong_on_all_ranks_is_told_once(processes: LocalRanks, inputs: Path, tmp_path: Path) -> None:
+    words = ["train", "--model", str(inputs / "base"), "--data", str(tmp_path / "nowhere.txt"), "--experts", "ranks"]
+    words += ["--out", str(tmp_path / "run"), "--sequence-length", "32"]
+    found = processes.run(rank_jobs.run_command, [(rank, 4, words) for rank in range(4)])
+    assert [code for code, *_ in found] == [2] * 4
+    assert "nowhere.txt" in found[0][2] and [err for _, _, err in found[1:]] == [""] * 3
+
+
 def test_a_disk_that_is_full_on_one_rank_stops_all_and_leaves_the_earlier_checkpoint(
     processes: LocalRanks, inputs: Path, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from amoeba.commands.front import typer
 from amoeba.commands.output import Output
-from amoeba.errors import RankLost, bad_value, is_out_of_memory, one_line
+from amoeba.errors import TOLD, RankLost, bad_value, is_out_of_memory, one_line
 from amoeba.loading import loading
 
 # A reader that went away (`| head -1`) is no failed check, but it is what click and rich exit with too.
@@ -49,7 +49,8 @@ def usage() -> Iterator[None]:
         said = _sentence(error)
         if said is None:
             raise
-        _tell(said)
+        if TOLD not in getattr(error, "__notes__", ()):
+            _tell(said)
         raise typer.Exit(RANK_LOST if isinstance(error, RankLost) else BAD_USAGE) from None
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from amoeba.errors import RankLost, bad_value, one_line
+from amoeba.errors import TOLD, RankLost, bad_value, one_line
 from amoeba.parallel.ranks import Ranks
 
 DEADLINE = "AMOEBA_DEADLINE"  # seconds
@@ -59,12 +59,15 @@ def launched_ranks(deadline: float) -> Iterator[Ranks | None]:
     if not met:
         _meet(deadline)
     ranks = Ranks(deadline=deadline)
+    ranks.leave_word("")  # of this job; a launcher's group may have had others
     hidden = {name: os.environ.pop(name) for name in _SIGNS if name in os.environ}
     try:
         yield ranks
     except BaseException as error:
         if not isinstance(error, RankLost):  # whose cause is another rank
             ranks.leave_word(one_line(error))
+            if ranks.said_by_first(one_line(error)):
+                error.add_note(TOLD)
         raise
     finally:
         os.environ.update(hidden)

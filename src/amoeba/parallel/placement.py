@@ -29,5 +29,6 @@ RANKS = Placement(
     backends=(RanksBackend(),),
     tolerances={dtype: Tolerance() for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)},
     why_not=_why_not,
+    offered=False,  # to one process, which is all that doctor and bench have; over ranks the commands take it
 )
 register_placement(RANKS)

@@ -99,6 +99,16 @@ class Ranks:
             with contextlib.suppress(RuntimeError, ValueError):
                 default_store().set(f"amoeba failed {self._names[self.rank]}", text)
 
+    def said_by_first(self, text: str) -> bool:
+        """Whether the first rank leaves the same word: then all failed alike, and it tells."""
+        key, ends = f"amoeba failed {self._names[0]}", time.monotonic() + _SECONDS_FOR_NOTES
+        with contextlib.suppress(RuntimeError, ValueError):
+            while self.rank > 0 and time.monotonic() < ends:
+                if default_store().check([key]) and (said := default_store().get(key).decode()):
+                    return said == text
+                time.sleep(0.05)
+        return False
+
     def _carrier(self, device: torch.device) -> torch.device:
         """Where a tensor has to be to travel."""
         backend = self._backends.get(device.type)
@@ -147,7 +157,7 @@ class Ranks:
             for name in self._names:
                 if name != self._names[self.rank] and store.check([f"amoeba failed {name}"]):
                     found[name] = store.get(f"amoeba failed {name}").decode()
-        return found
+        return {name: text for name, text in found.items() if text}
 
     def _others(self, what: str) -> tuple[list[int], dict[int, str]]:
         """Ranks that left no note, and those that wait for something else."""
