@@ -87,6 +87,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@quick(lambda alone: alone == "train")
 def test_a_run_goes_on_with_two_ranks_then_four_then_one_as_if_it_had_never_stopped(
     processes: LocalRanks, alone: tuple[str, Path], inputs: Path, tmp_path: Path
 ) -> None:
@@ -114,7 +115,7 @@ def resumed_job(*arguments: Any) -> Any:
     return rank_jobs.run_job(*arguments, resume=True)
 
 
-@quick(lambda alone: alone == "train")
+@quick(lambda alone: alone == "finetune")
 def test_a_run_of_one_process_goes_on_over_ranks(
     processes: LocalRanks, alone: tuple[str, Path], inputs: Path, tmp_path: Path
 ) -> None:
