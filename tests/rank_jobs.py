@@ -5,22 +5,27 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from amoeba import ExpertWeights, Routing, experts
-from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, shard_experts
+from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, own_parameter, shard_experts
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
+from amoeba.parallel.together import Together
 
 E, H, I = 5, 16, 24
+# what the jobs below need, and takes seconds in each process
+PRELOAD = ("transformers.trainer", "peft", "amoeba.jobs.train", "amoeba.jobs.finetune")
 
 
 def sharded_layer(count: int, deadline: float = 30.0, **options) -> ShardedExperts:
@@ -136,17 +141,173 @@ def train_a_model(rank: int, count: int, steps: int) -> tuple[list[tuple[float, 
     return history, shared
 
 
-def refusals(rank: int) -> list[str]:
-    """What cannot be done yet with a model whose experts are over ranks."""
-    import amoeba
-    from amoeba import lora
+def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
+    """Of two by two ranks: two groups, in each of which experts are over two ranks, whose shares FSDP2 shards over the
+    groups. Errors of gradients against one process with all tokens, and the norms of both."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from amoeba.parallel import clip_gradients
+
+    mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep")), init_device_mesh("cpu", (4,))
+    ep = Ranks(mesh["ep"].get_group(), 30.0)
+    whole, layer, owners = RoutedLayer(), RoutedLayer(), Owners.even(E, 2)
+    for name in ("gate_up", "down"):
+        share = owners.take(getattr(whole.experts, name).detach(), ep.rank).clone()
+        setattr(layer.experts, name, own_parameter(share))
+    layer.experts.place = lambda local: ShardedExperts(local, owners, ep)
+    fully_shard(layer.experts, mesh=mesh["efsdp"])
+    fully_shard(layer, mesh=every)
+    for module in (layer, layer.experts):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    x = torch.randn(4, 7, H, generator=torch.Generator().manual_seed(5))
+    results = []
+    for _ in range(2):  # the second time the parameters have been sharded again
+        for model, given in ((whole, x.reshape(-1, H)), (layer, x[rank])):
+            model.zero_grad()
+            (model(given).square().sum() / x.numel()).backward()
+        expected = {"router.weight": whole.router.weight.grad}
+        for name in ("gate_up", "down"):
+            expected[f"experts.{name}"] = owners.take(getattr(whole.experts, name).grad, ep.rank)
+        errors = []
+        for name, parameter in layer.named_parameters():
+            found = parameter.grad.full_tensor()
+            errors.append(((found - expected[name]).norm() / expected[name].norm()).item())
+        norm = clip_gradients(layer.parameters(), 1.0, Ranks(deadline=30.0)).item()
+        results.append((errors, norm, torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0).item()))
+    return results
+
+
+class RoutedLayer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.experts = torch.nn.Linear(H, E, bias=False), Weights()
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        weight_TK, expert_TK = self.router(x_TH).softmax(-1).topk(2)
+        return self.experts(x_TH, Routing(expert_TK, weight_TK))
+
+
+class Weights(torch.nn.Module):
+    """Makes its kind of weights of the parameters that it has in each pass: FSDP2 puts others in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = torch.nn.Parameter(torch.randn(E, 2 * I, H)), torch.nn.Parameter(torch.randn(E, H, I))
+        self.place: Any = lambda local: local
+
+    def forward(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return experts(x_TH, routing, self.place(ExpertWeights(self.gate_up, self.down)))
+
+
+def run_job(
+    rank: int, count: int, command: str, told: dict[str, Any], stop: tuple[int, int] | None = None, **options: Any
+) -> tuple[Any, list[str]]:
+    """A run over the first so many processes: its report, and what this rank's console was told.
+
+    stop: SIGTERM reaches this rank after this step.
+    """
+    import tiny_runs
+    from amoeba.jobs.settings import load_settings
+
+    class Console(tiny_runs.Quiet):
+        def step(self, line: dict[str, Any], total: int) -> None:
+            if stop == (rank, line["step"]):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    console = Console()
+    together = Together(Ranks(first_processes(count), deadline=60.0))
+    settings = load_settings(None, told, tiny_runs.KINDS[command])
+    return tiny_runs.tiny_run(settings, console, together=together, **options), console.said
+
+
+def fail_to_write(rank: int, told: dict[str, Any]) -> str:
+    """What each of two ranks says when the disk of rank 1 is full at the second checkpoint."""
+    import safetensors.torch
+
+    save_file = safetensors.torch.save_file
+
+    def fill_the_disk(tensors: Any, path: Any, **options: Any) -> None:
+        if rank == 1 and "checkpoint-8" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save_file(tensors, path, **options)
+
+    safetensors.torch.save_file = fill_the_disk
+    try:
+        run_job(rank, 2, "train", told)
+    except (ValueError, RankLost) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        safetensors.torch.save_file = save_file
+    return "nothing"
+
+
+def run_command(rank: int, count: int, words: list[str]) -> tuple[int, str, str]:
+    """The command line in a process that a launcher started and whose group it made: exit code, stdout, stderr."""
+    from typer.testing import CliRunner
+
+    from amoeba.cli import app
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+    try:
+        result = CliRunner().invoke(app, words)
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[name]
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def save_and_load(rank: int, family: str, folder: str) -> dict[str, torch.Tensor]:
+    """A model saved by two ranks. What each of them reads back as its own, and what all have."""
+    from pathlib import Path
+
+    from amoeba.jobs.sharded_model import ShardedModel, load_share, shard_model
     from tiny_models import build
 
-    model, said = build("qwen3_moe"), []
-    amoeba.place_experts(model, "ranks")
-    for attempt in (model.state_dict, lambda: lora.attach(model, r=2)):
+    ranks, model = Ranks(first_processes(2), deadline=60.0), build(family)
+    shard_model(model, ranks)
+    together, kept = Together(ranks), ShardedModel(ranks)
+    kept.gather(model)
+    with together.all_or_none("saving"):
+        kept.save(model, Path(folder))
+    with together.all_or_none("the index"):
+        if rank == 0:
+            kept.finish(Path(folder))
+    loaded = load_share(folder, None, ranks, trains=True)
+    assert {name for name, p in model.named_parameters()} == {name for name, p in loaded.named_parameters()}
+    return {
+        name: (tensor.detach() - found.detach()).abs().max() if tensor.numel() else torch.zeros(())
+        for (name, tensor), (_, found) in zip(model.named_parameters(), loaded.named_parameters(), strict=True)
+    }
+
+
+def do_together(rank: int) -> list[Any]:
+    """What three ranks find when one decides, one fails, and one has something else."""
+    together = Together(Ranks(first_processes(3), deadline=30.0))
+    found: list[Any] = [together.tell(lambda: {"rank": rank, "text": "é" * 3}), together.tell(lambda: None)]
+    found.append(together.highest(rank * 5, "numbers"))
+    found.append(together.add_up(torch.tensor([2**40 + rank]), "large integers").item())
+    found.append([together.part(4), together.part(2)])
+
+    def fail() -> None:
+        if rank == 1:
+            raise ValueError("it is wet")
+
+    def all_do() -> None:
+        with together.all_or_none("drying"):
+            fail()
+
+    for attempt in (all_do, lambda: together.check_same("weather", rank == 2), lambda: together.tell(decide_badly)):
         try:
             attempt()
-        except ValueError as error:
-            said.append(str(error))
-    return said
+        except (ValueError, RankLost) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def decide_badly() -> None:
+    raise ValueError("no idea")

@@ -2,7 +2,7 @@
 
 Without typer and rich it is the same command line over argparse, in plain text.
 Exit codes: 0 all is well, 1 a check failed or the reader of stdout went away, 2 the command was used wrongly,
-70 a bug, 130 interrupted, 143 stopped by SIGTERM.
+70 a bug, 75 another rank was lost (start it again), 130 interrupted, 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from amoeba.commands.options import (
     all_dtypes,
     parse_device,
     parse_dtypes,
+    speaks,
 )
 from amoeba.commands.pack import pack
 from amoeba.commands.quantise import quantise
@@ -187,7 +188,9 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps; default 400, or the preset's.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per step and device.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", help="Rows per pass and device; with --experts ranks of all together.")
+    ] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", help="Tokens of a row; default 256, or the preset's.")
@@ -198,6 +201,10 @@ def train(
     ] = None,
     vocab_size: Annotated[int | None, typer.Option("--vocab-size", help="Of a tokenizer trained on the data.")] = None,
     balance: Annotated[str | None, typer.Option("--balance", help="aux, bias or none.")] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option("--experts", help="Where they are: resident, or over the ranks that torchrun started: ranks."),
+    ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the faster), float32 or bfloat16.")] = None,
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,
@@ -220,7 +227,7 @@ def train(
     flags = {
         "model": model, "data": data, "out": out, "steps": steps, "minutes": minutes, "batch_size": batch_size,
         "accumulation": accumulation, "sequence_length": sequence_length, "learning_rate": learning_rate,
-        "vocab_size": vocab_size, "balance": balance, "dtype": dtype, "compile": compile_layers,
+        "vocab_size": vocab_size, "balance": balance, "experts": experts, "dtype": dtype, "compile": compile_layers,
         "optimizer_states": optimizer_states, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
         "gradient_checkpointing": gradient_checkpointing or None,
@@ -235,7 +242,7 @@ def train(
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(TrainSettings, resume, config, given)
         document = train_command.run(settings, resume is not None, start_from, output, trust_remote_code)
-    finish(output, document, True, json)
+    finish(output, document, True, json and speaks())
     if document["exit_code"]:
         raise typer.Exit(document["exit_code"])
 

@@ -18,3 +18,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+TOLD = "told by the first rank"  # a note on an error that every rank has, and one tells
+
+
+class RankLost(RuntimeError):
+    """Another rank of this process's group did not come, failed, or is gone."""

@@ -11,13 +11,16 @@ Both hand their first argument on. `attach_balance` has the gradient of two loss
 never made: Switch's load balancing, E · Σ_e f_e P_e with f_e = (rows sent to e) / T and P_e e's mean probability, of
 the choices counted last in that layer; and the z-loss, mean(logsumexp(logits)²). So nothing has to leave a compiled
 layer. A recompute in backward counts nothing twice.
+
+Where several processes share a batch, `ledger.add_up` sums over them: then the losses are those of the whole batch, and
+a process adds its own tokens' part. What is counted stays each process's own, for whoever reads it to add up.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +51,9 @@ class Ledger:
         self.together_LEE = torch.zeros(layers, most, most, dtype=torch.float32, device=device)
         self.pull = self.z_pull = 0.0
         self.pulled = False  # whether a gradient was asked for
+        self.add_up: Callable[[Tensor], Tensor] | None = None  # over the processes that share a batch
+        self.idle = False  # whether the tokens of this pass are nobody's, there for the others' sake
+        self.tokens_of = [0] * layers  # in the last pass, of all processes
         self.number = next(_numbers)
         _ledgers[self.number] = self
 
@@ -69,16 +75,25 @@ class Ledger:
             count_experts(expert_TK.reshape(-1).contiguous(), last_E1)
         else:
             last_E1 += torch.bincount(_inside(expert_TK, experts).reshape(-1), minlength=experts + 1)
-        if inside_backward():
+        if self.idle:
+            last_E1.zero_()
+        if not inside_backward():
+            self.load_LE[layer] += self.last_LE[layer]
+        self.tokens_of[layer] = len(expert_TK)
+        if self.add_up is not None and (self.pull or self.z_pull):
+            tokens = 0 if self.idle else len(expert_TK)
+            numbers = self.add_up(torch.cat((last_E1, last_E1.new_tensor([tokens]))))
+            last_E1.copy_(numbers[:-1])
+            self.tokens_of[layer] = int(numbers[-1])
+        if inside_backward() or self.idle:
             return
-        self.load_LE[layer] += self.last_LE[layer]
         some_TK = _inside(expert_TK[:PAIRS_OF], experts)
         chosen_TE = torch.zeros(len(some_TK), experts + 1, dtype=torch.float32, device=expert_TK.device)
         chosen_TE.scatter_(1, some_TK, 1.0)
         self.together_LEE[layer, :experts, :experts] += chosen_TE[:, :experts].T @ chosen_TE[:, :experts]
 
     def add_entropy(self, layer: int, logits_TE: Tensor) -> None:
-        if inside_backward():
+        if inside_backward() or self.idle:
             return
         totals = self.entropy_L2[layer]
         if logits_TE.is_cuda:
@@ -93,8 +108,10 @@ class Ledger:
     def gradient(self, layer: int, logits_TE: Tensor) -> Tensor:
         """Of the two losses of this layer."""
         self.pulled = True
-        tokens, experts = logits_TE.shape
-        tokens = max(tokens, 1)
+        experts = logits_TE.shape[1]
+        if self.idle:
+            return torch.zeros_like(logits_TE)
+        tokens = max(len(logits_TE) if self.add_up is None else self.tokens_of[layer], 1)
         last_E = self.last_LE[layer, :experts]
         pull, z_pull = self.pull * experts / tokens**2, self.z_pull / tokens
         if logits_TE.is_cuda:

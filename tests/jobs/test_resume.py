@@ -241,6 +241,8 @@ def test_each_setting_is_refused_where_it_cannot_change(
         other = "elsewhere.jsonl"
     if command == "finetune" and name == "model":
         pytest.skip("a name that is no folder is one of the hub's")
+    if command == "train" and name == "experts":
+        pytest.skip("over ranks the numbers are the same, see tests/parallel/test_commands_over_ranks.py")
     said = refusal(dataclasses.replace(told, **{name: other}))
     shown = list(other) if isinstance(other, tuple) else other
     assert said.startswith(f"--{name.replace('_', '-')}: expected ") and f"; got {shown!r}" in said

@@ -2,11 +2,12 @@ from collections.abc import Iterator
 
 import pytest
 
+import rank_jobs
 from amoeba.parallel.processes import LocalRanks
 
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[LocalRanks]:
     """Four processes, of which the first two and the first three are groups, too. Starting them takes seconds."""
-    with LocalRanks(4) as started:
+    with LocalRanks(4, preload=rank_jobs.PRELOAD) as started:
         yield started

@@ -10,7 +10,7 @@ from amoeba.parallel.processes import LocalRanks, RankFailed
 
 
 def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
-    with LocalRanks(3) as processes:
+    with LocalRanks(3, preload=rank_jobs.PRELOAD) as processes:
         vain, _ = processes.run(rank_jobs.wait_in_vain, [(0, 1.0), (1, 1.0)])
         assert vain.startswith("rank 0 waited 1.0 s (deadline 1 s) for the numbers of tokens to come, exchange 1, ")
         assert "from rank 1, who left no word. Look at the output of rank 1" in vain

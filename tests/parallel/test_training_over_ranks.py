@@ -25,7 +25,11 @@ def test_twenty_steps_have_the_losses_and_norms_of_one_process_with_the_same_bat
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=1e-5, atol=0)
 
 
-def test_what_is_not_there_yet_is_refused(processes: LocalRanks) -> None:
-    for saving, adapting in processes.run(rank_jobs.refusals, [(rank,) for rank in range(4)]):
-        assert "experts as ordinary tensors" in saving and "over the ranks of torch.distributed" in saving
-        assert "one whose experts this process has all of" in adapting and "of 6" in adapting
+def test_fsdp_over_two_groups_of_two_ranks_has_the_gradients_and_the_norm_of_one_process(processes: LocalRanks) -> None:
+    """Others divided experts by the size of the wrong mesh, or clipped each mesh by its own norm."""
+    found = processes.run(rank_jobs.fully_sharded, [(rank,) for rank in range(4)])
+    for results in found:
+        for errors, norm, alone in results:
+            assert max(errors) < 1e-5 and alone > 1
+            assert norm == pytest.approx(alone, rel=1e-5)
+    assert len({tuple(norm for _, norm, _ in results) for results in found}) == 1

@@ -21,11 +21,12 @@ from typing import Any
 
 from amoeba.commands.front import typer
 from amoeba.commands.output import Output
-from amoeba.errors import bad_value, is_out_of_memory, one_line
+from amoeba.errors import TOLD, RankLost, bad_value, is_out_of_memory, one_line
 from amoeba.loading import loading
 
 # A reader that went away (`| head -1`) is no failed check, but it is what click and rich exit with too.
-CHECK_FAILED, READER_GONE, BAD_USAGE, BUG, INTERRUPTED = 1, 1, 2, 70, 130
+# RANK_LOST is what sysexits.h calls a temporary failure: the same command, started again, may succeed.
+CHECK_FAILED, READER_GONE, BAD_USAGE, BUG, RANK_LOST, INTERRUPTED = 1, 1, 2, 70, 75, 130
 TRACEBACK = "AMOEBA_TRACEBACK"
 _REMEDIES = {
     errno.ENOSPC: "free some space, or write elsewhere",
@@ -48,8 +49,9 @@ def usage() -> Iterator[None]:
         said = _sentence(error)
         if said is None:
             raise
-        _tell(said)
-        raise typer.Exit(BAD_USAGE) from None
+        if TOLD not in getattr(error, "__notes__", ()):
+            _tell(said)
+        raise typer.Exit(RANK_LOST if isinstance(error, RankLost) else BAD_USAGE) from None
 
 
 def run(app: Callable[..., object]) -> None:
@@ -109,7 +111,7 @@ def _sentence(error: Exception) -> str | None:
         return None if (error.name or "").split(".")[0] == "amoeba" else str(_missing(error))
     if isinstance(error, EOFError):
         return str(bad_value("input", "a whole file", one_line(error), "it ends too early: write or copy it again"))
-    if isinstance(error, ValueError | OSError):
+    if isinstance(error, ValueError | OSError | RankLost):
         return str(error)
     if type(error).__module__.split(".")[0].startswith("safetensors"):
         return str(bad_value("safetensors", "a file that can be read or written", one_line(error), "check the disk"))
@@ -119,7 +121,9 @@ def _sentence(error: Exception) -> str | None:
 def _tell(said: str) -> None:
     if os.environ.get(TRACEBACK):
         traceback.print_exc()
-    typer.echo(f"amoeba: {' '.join(said.split())}", err=True)
+    rank = os.environ.get("RANK", "0")  # of those that a launcher started, the first needs no name
+    who = "amoeba" if rank == "0" else f"amoeba, rank {rank}"
+    typer.echo(f"{who}: {' '.join(said.split())}", err=True)
 
 
 def _missing(error: ImportError) -> object:

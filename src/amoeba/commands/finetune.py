@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
 from amoeba.commands.head_start import load_trainer
-from amoeba.commands.options import Compile, Json, OptimizerStates, Seed, TrustRemoteCode, Verbose
+from amoeba.commands.options import Compile, Json, OptimizerStates, Seed, TrustRemoteCode, Verbose, speaks
 from amoeba.commands.output import Output
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT
 from amoeba.commands.run_console import RunConsole
@@ -33,14 +34,15 @@ def finetune(
     start_from: Annotated[
         str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")
     ] = None,
-    r: Annotated[int | None, typer.Option("--r", help="Rank of the factors; default 16.")] = None,
+    # torchrun takes --r for one of its own
+    r: Annotated[int | None, typer.Option("--r", "--lora-rank", help="Rank of the factors; default 16.")] = None,
     alpha: Annotated[float | None, typer.Option("--alpha", help="Scaling is alpha / r; default 32.")] = None,
     targets: Annotated[
         str | None, typer.Option("--targets", help="experts (default), all-linear, or names: experts,q_proj,v_proj.")
     ] = None,
     train_router: Annotated[bool, typer.Option("--train-router", help="Train the routers too, whole.")] = False,
     experts: Annotated[
-        str | None, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
+        str | None, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8, ranks or auto.")
     ] = None,
     ram: Annotated[
         str | None,
@@ -53,7 +55,7 @@ def finetune(
     steps: Annotated[int | None, typer.Option("--steps", help="Steps in place of epochs.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Rows per pass and device; packed ones on a GPU.")
+        int | None, typer.Option("--batch-size", help="Rows per pass and device, or of all ranks; packed on a GPU.")
     ] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
     sequence_length: Annotated[
@@ -99,7 +101,7 @@ def finetune(
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(FinetuneSettings, resume, config, given)
         document = run(settings, resume is not None, start_from, output, trust_remote_code)
-    finish(output, document, True, json)
+    finish(output, document, True, json and speaks())
     if document["exit_code"]:
         raise typer.Exit(document["exit_code"])
 
@@ -109,15 +111,21 @@ def run(
 ) -> dict[str, Any]:
     load_trainer(without=() if trust_remote_code else NOT_FOR_TEXT)
     with loading():
+        from amoeba.commands.over_ranks import over_ranks
         from amoeba.jobs.finetune import finetune as finetune_model
+        from amoeba.jobs.run_folder import Silent
 
-    console = RunConsole(output)
-    try:
+    with over_ranks(settings.experts, output, resume=resume) as together, closing(RunConsole(output)) as console:
         report = finetune_model(
-            settings, console, resume=resume, start_from=start_from, trust_remote_code=trust_remote_code
+            settings,
+            console if together.first else Silent(),
+            resume=resume,
+            start_from=start_from,
+            trust_remote_code=trust_remote_code,
+            together=together,
         )
-    finally:
-        console.close()
+    if not together.first:
+        return asdict(report)
     output.heading("fine-tuned" if not report.interrupted else "stopped")
     more = [*(["--chat"] if report.chat else []), *([] if settings.ram is None else ["--ram", settings.ram])]
     output.facts(

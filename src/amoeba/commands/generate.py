@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from amoeba.commands.exits import INTERRUPTED, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, parse_device, parse_dtypes
+from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, parse_device, parse_dtypes, speaks
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT, quick_transformers
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.errors import bad_value
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from amoeba.jobs.generate import GenerationReport
     from amoeba.jobs.generate_prompts import PromptsReport
     from amoeba.jobs.generation_options import GenerationOptions
+    from amoeba.parallel.together import Together
 
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where it is not shown in place
 
@@ -63,7 +64,7 @@ def generate(
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the checkpoint's), {', '.join(DTYPES)}.")] = "auto",
     experts: Annotated[
-        str, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8 or auto.")
+        str, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8, ranks or auto.")
     ] = "auto",
     ram: Annotated[
         str | None,
@@ -111,19 +112,22 @@ def generate(
             compile=compile,
             trust_remote_code=trust_remote_code,
         )
-        if output.on_terminal:
+        if output.on_terminal and speaks():
             output.progress(f"amoeba: loading {model}")
+        from amoeba.commands.over_ranks import over_ranks
+
         try:
             report: GenerationReport | PromptsReport
-            if prompts is None:
-                assert prompt is not None
-                report = _one(model, read_prompt(prompt), options, adapter, output)
-            else:
-                report = _many(model, prompts, out, options, batching, batch_size, adapter, output)
+            with over_ranks(experts, output) as together:
+                if prompts is None:
+                    assert prompt is not None
+                    report = _one(model, prompt, options, adapter, output, together)
+                else:
+                    report = _many(model, prompts, out, options, batching, batch_size, adapter, output, together)
         except KeyboardInterrupt:
             typer.echo("amoeba: interrupted before the first token", err=True)
             raise typer.Exit(INTERRUPTED) from None
-    if json:
+    if json and speaks():
         output.document({"document": "amoeba generate", **dataclasses.asdict(report)})
     if report.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
@@ -140,11 +144,18 @@ def _check_prompts(
         raise bad_value(" and ".join(without), "--prompts FILE beside it", "one prompt", "leave it out")
 
 
-def _one(model: str, prompt: str, options: GenerationOptions, adapter: str | None, output: Output) -> GenerationReport:
+def _one(
+    model: str, prompt: str, options: GenerationOptions, adapter: str | None, output: Output, together: Together
+) -> GenerationReport:
     with loading():
         from amoeba.jobs.generate import generate as generate_text
 
-    report = generate_text(model, prompt, options, _write, adapter, say=lambda text: output.progress(f"amoeba: {text}"))
+    text = together.tell(lambda: read_prompt(prompt), "the prompt")
+    if not together.first:
+        return generate_text(model, text, options, _nowhere, adapter, together=together)
+    report = generate_text(
+        model, text, options, _write, adapter, say=lambda text: output.progress(f"amoeba: {text}"), together=together
+    )
     if not report.text.endswith("\n"):
         _write("\n")
     output.progress(summary(report))
@@ -161,6 +172,7 @@ def _many(
     batch_size: int | None,
     adapter: str | None,
     output: Output,
+    together: Together,
 ) -> PromptsReport:
     with loading():
         from amoeba.data.prompts import read_prompts
@@ -169,7 +181,15 @@ def _many(
 
     batches = BatchOptions(batching, batch_size)  # type: ignore[arg-type]  # it checks the word
     of = model if adapter is None else f"{model} with {adapter}"
-    results = Results(out, read_prompts(prompts, options.chat), of, lambda line: _write(line + "\n"))
+    asked = read_prompts(prompts, options.chat)
+    results = Results(None, asked, of, _nowhere)
+    with together.all_or_none("the prompts that are left"):
+        if together.first:
+            results = Results(out, asked, of, lambda line: _write(line + "\n"))
+    left = together.tell(lambda: [each.line for each in results.left])
+    results.left = [each for each in asked if each.line in left]
+    if not together.first:
+        return generate_prompts(model, results, options, batches, adapter, together=together)
     last = 0.0
 
     def progress(text: str) -> None:
@@ -183,7 +203,7 @@ def _many(
         output.progress(f"amoeba: {text}")
 
     with output.working():
-        report = generate_prompts(model, results, options, batches, adapter, say, progress)
+        report = generate_prompts(model, results, options, batches, adapter, say, progress, together)
     output.progress(summary_of_prompts(report))
     _say_streaming(report, output)
     return report
@@ -243,6 +263,10 @@ def _say_streaming(report: GenerationReport | PromptsReport, output: Output) -> 
 
 def _rate(tokens_per_second: float | None) -> str:
     return "" if tokens_per_second is None else f" ({tokens_per_second:.1f}/s)"
+
+
+def _nowhere(text: str) -> None:
+    """Where a rank other than the first writes."""
 
 
 def _write(text: str) -> None:

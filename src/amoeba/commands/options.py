@@ -6,6 +6,7 @@ at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,6 +40,11 @@ OptimizerStates = Annotated[
     str | None,
     typer.Option("--optimizer-states", help="AdamW's moments on a GPU: float32, or bfloat16 for less memory."),
 ]
+
+
+def speaks() -> bool:
+    """Whether results are this process's to tell: of those that a launcher started, the first tells them."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def parse_device(name: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,21 @@ def run(
 ) -> dict[str, Any]:
     load_trainer(without=_not_needed(settings.model, trust_remote_code))
     with loading():
+        from amoeba.commands.over_ranks import over_ranks
+        from amoeba.jobs.run_folder import Silent
         from amoeba.jobs.train import train
 
-    console = RunConsole(output)
-    try:
-        report = train(settings, console, resume=resume, start_from=start_from, trust_remote_code=trust_remote_code)
-    finally:
-        console.close()
+    with over_ranks(settings.experts, output, resume=resume) as together, closing(RunConsole(output)) as console:
+        report = train(
+            settings,
+            console if together.first else Silent(),
+            resume=resume,
+            start_from=start_from,
+            trust_remote_code=trust_remote_code,
+            together=together,
+        )
+    if not together.first:
+        return asdict(report)
     output.heading("trained" if not report.interrupted else "stopped")
     output.facts(
         [

@@ -13,6 +13,7 @@ each other. `document_arguments` says the same in the way of attention that take
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def largest_id(self) -> int:
         return int(self.tokens.max())
+
+    def digest(self) -> str:
+        """Of all tokens, to tell whether another process has the same."""
+        return hashlib.blake2b(self.tokens.numpy().tobytes(), digest_size=16).hexdigest()
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         if not 0 <= row < self.rows:

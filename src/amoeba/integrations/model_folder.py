@@ -113,8 +113,11 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
     return model.eval()
 
 
-def load_rest(kind: Any, config: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A model without its experts. kind: its class. tensors: all others of its checkpoint, which it takes over."""
+def load_rest(
+    kind: Any, config: Any, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> Any:
+    """A model without its experts. kind: its class. tensors: all others of its checkpoint, which it takes over.
+    dtype: None for the checkpoint's own."""
     from transformers import GenerationConfig
 
     from amoeba.integrations.transformers import register
@@ -127,7 +130,7 @@ def load_rest(kind: Any, config: Any, name: str, tensors: dict[str, torch.Tensor
             None,
             config=config,
             state_dict=tensors,
-            dtype="auto",
+            dtype=dtype or "auto",
             experts_implementation="amoeba",
             trust_remote_code=False,  # its class is there already
             output_loading_info=True,

@@ -16,11 +16,14 @@ from torch import Tensor
 from transformers import Trainer
 
 from amoeba.data.token_rows import NO_LABEL, document_arguments
+from amoeba.errors import bad_value
 from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.jobs.captured_step import CapturedStep
 from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
+from amoeba.parallel.gradients import add_up_gradients, clip_gradients
+from amoeba.parallel.together import ALONE, Together
 
 logger = logging.getLogger("amoeba")
 
@@ -34,8 +37,12 @@ class Rows(NamedTuple):
     longest: int  # tokens of a row at most
 
 
+IDLE = "amoeba_idle"  # in a batch: its row is there for the others' sake
+
+
 class FastTrainer(Trainer):
     optimizer: Any
+    together: Together = ALONE
     rows: Rows
     watch: RouterWatch
     optimizer_states: Literal["float32", "bfloat16"] = "float32"
@@ -75,10 +82,33 @@ class FastTrainer(Trainer):
         return self.rows.tokens_per_row * training_flops_per_token(self.model, self.rows.tokens_per_row)
 
     def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
-        batch = self.rows.collate(rows)
+        """This rank's part of a batch that is laid out as one process would have it."""
+        batch: dict[str, Any] = self.rows.collate(rows)
+        if self.together.count > 1:
+            mine = self.together.part(len(rows))
+            idle = mine.start == mine.stop
+            # a rank without rows has to pass the experts of others all the same, with one that nobody learns from
+            batch = {name: tensor[slice(0, 1) if idle else mine] for name, tensor in batch.items()}
+            if idle:
+                batch |= {"labels": torch.full_like(batch["labels"], NO_LABEL), IDLE: True}
         if not self.by_documents:
             return batch
         return batch | document_arguments(batch, self.rows.documents_per_row, self.rows.longest)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = dict(inputs)
+        self.watch.ledger.idle = inputs.pop(IDLE, False)
+        return super()._prepare_inputs(inputs)
+
+    def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
+        """The loss is divided by the number of tokens that all ranks predict."""
+        batches, predicted = super().get_batch_samples(*arguments, **options)
+        if self.together.count > 1:
+            if not isinstance(predicted, Tensor):
+                remedy = "train it in one process, without --experts ranks"
+                raise bad_value("experts", "a model whose loss takes the number of tokens", "one without", remedy)
+            predicted = self.together.add_up(predicted, "numbers of tokens to predict")
+        return batches, predicted
 
     def as_it_trains(self) -> Any:
         """Autocast where a step has it, for what runs the model before `train` has prepared it."""
@@ -131,6 +161,10 @@ class FastTrainer(Trainer):
         own = self.accelerator.clip_grad_norm_
 
         def clip(parameters: Any, most: float, *others: Any, **options: Any) -> Any:
+            if self.together.ranks is not None:
+                found = list(parameters)
+                add_up_gradients(found, self.together.ranks)
+                return clip_gradients(found, most, self.together.ranks)
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             if isinstance(optimizer, AdamW):  # clips in its step
                 return optimizer.note_clipping(most)

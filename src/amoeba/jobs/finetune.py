@@ -37,8 +37,12 @@ from amoeba.jobs.fast_trainer import Rows
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on, weights_of
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import FinetuneSettings
+from amoeba.jobs.sharded_model import count_parameters, load_share
 from amoeba.jobs.training_loop import make_trainer, run_to_end
+from amoeba.lora.adapter_folder import adapter_of
+from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.observe.router_watch import check_balance
+from amoeba.parallel.together import ALONE, Together
 from amoeba.placement import Load
 from amoeba.stream.attaching import Streamed, attach
 from amoeba.stream.store import is_store
@@ -66,9 +70,18 @@ class AdapterAlone:
     """A checkpoint's part of the model: the adapter."""
 
     name = ADAPTER_FOLDER
+    _adapter: Adapter | None = None
+
+    def gather(self, model: Any) -> None:
+        self._adapter = adapter_of(model)
 
     def save(self, model: Any, folder: Path) -> None:
-        lora.save(model, folder)
+        adapter, self._adapter = self._adapter, None
+        if adapter is not None:  # of several ranks the first has it
+            write_adapter(folder, adapter)
+
+    def finish(self, folder: Path) -> None:
+        """Nothing: the folder is whole."""
 
     def load(self, model: Any, folder: Path) -> None:
         lora.load(model, folder)
@@ -81,18 +94,31 @@ def finetune(
     resume: bool = False,
     start_from: str | None = None,
     trust_remote_code: bool = False,
+    together: Together = ALONE,
 ) -> FinetuneReport:
-    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`."""
+    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
+    together: the ranks over which the experts are; each calls this, and gets the same report."""
     if settings.data is None:
         raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
-    check_placement(settings.experts)
+    if together.ranks is None:
+        check_placement(settings.experts)
     name = check_model(settings.model)
     _check_streaming(name, settings)
     tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
     _check_tokenizer(tokenizer)
-    with run_folder(settings.out, resume, console.say) as folder, ExitStack() as at_end:
+    with run_folder(settings.out, resume, console.say, together) as folder, ExitStack() as at_end:
         return _finetune(
-            settings, console, folder, name, tokenizer, model_config, resume, start_from, trust_remote_code, at_end
+            settings,
+            console,
+            folder,
+            name,
+            tokenizer,
+            model_config,
+            resume,
+            start_from,
+            trust_remote_code,
+            at_end,
+            together,
         )
 
 
@@ -107,6 +133,7 @@ def _finetune(
     start_from: str | None,
     trust_remote_code: bool,
     at_end: ExitStack,
+    together: Together,
 ) -> FinetuneReport:
     from transformers.utils import logging as transformers_logging
 
@@ -118,7 +145,7 @@ def _finetune(
         if ended is not None:
             console.say(f"already finished after {ended.steps} steps; more steps are a new run, with another --out")
             return ended
-    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from)
+    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, together)
     if earlier and earlier.checkpoint:
         tokenizer, _ = load_tokenizer_and_config(name, earlier.checkpoint, trust_remote_code=trust_remote_code)
     torch.manual_seed(settings.seed)
@@ -129,6 +156,7 @@ def _finetune(
     corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed, check=check_answers(tokenizer))
     console.say(f"data: {corpus.description}")
     content = began_with(corpus, weights_of(name))
+    together.check_same("the data", content)
     if earlier:
         check_data(earlier, content)
     chat = any(isinstance(document, Conversation) for document in corpus.train)
@@ -143,14 +171,15 @@ def _finetune(
         ram = settings.ram or "auto"
         streamed = at_end.enter_context(attach(name, ram=ram, dtype=stored, trust_remote_code=trust_remote_code))
         model = streamed.model
+    elif together.ranks is not None:
+        dtype = _dtype(settings.dtype, model_config)
+        model = load_share(name, dtype, together.ranks, trust_remote_code=trust_remote_code)
     else:
         model = load_model(name, _dtype(settings.dtype, model_config), trust_remote_code=trust_remote_code)
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:
         console.say(f"experts by {covered}; only those of amoeba get factors")
-    tokens = settings.batch_size * settings.sequence_length
-    load = Load(tokens, settings.r, recompute=settings.gradient_checkpointing)
-    placed = place_experts(model, settings.experts, load) if streamed is None else _placed(streamed)
+    placed = _placed(model, settings, streamed, together)
     lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
     model.config.use_cache = False
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
@@ -160,7 +189,7 @@ def _finetune(
     steps = settings.steps or math.ceil(
         settings.epochs * math.ceil(len(rows.train) / (settings.batch_size * settings.accumulation))
     )
-    trainable = sum(parameter.numel() for parameter in trained)
+    trainable = count_parameters(model, together.ranks, trained=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.say(
         f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}; "
@@ -175,9 +204,14 @@ def _finetune(
     check_balance(model, settings.balance, settings.z_loss_coefficient)
     if earlier:
         check_model_config(earlier, model.config)
-    describe_run(folder, settings.as_dict(), model.config.to_dict(), earlier.began_with if earlier else content)
+    with together.all_or_none("the description of the run"):
+        if together.first:
+            began = earlier.began_with if earlier else content
+            describe_run(folder, settings.as_dict(), model.config.to_dict(), began)
 
-    trainer = make_trainer(model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND)
+    trainer = make_trainer(
+        model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND, together
+    )
     outcome, kept_in = run_to_end(trainer, folder, earlier)
     if streamed is not None:
         console.say(str(streamed.report()))
@@ -208,8 +242,15 @@ def _check_streaming(name: str, settings: FinetuneSettings) -> None:
         raise bad_value("ram", "a machine without a GPU", "one with a GPU, where the model would be", remedy)
 
 
-def _placed(streamed: Streamed) -> Placed:
-    return Placed("streamed", str(streamed.memory))
+def _placed(model: Any, settings: FinetuneSettings, streamed: Streamed | None, together: Together) -> Placed:
+    if streamed is not None:
+        return Placed("streamed", str(streamed.memory))
+    if together.ranks is not None:
+        return Placed(
+            "ranks", f"over {together.count}, which share each batch" if together.count > 1 else "one has all"
+        )
+    tokens = settings.batch_size * settings.sequence_length
+    return place_experts(model, settings.experts, Load(tokens, settings.r, recompute=settings.gradient_checkpointing))
 
 
 def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneSettings, console: Console) -> Rows:

@@ -11,7 +11,6 @@ and after what has to be compiled or captured.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -22,11 +21,19 @@ from typing import Any, Literal
 import torch
 
 from amoeba.data.token_stream import TokenStream
-from amoeba.jobs.generation_options import GenerationOptions, end_ids, in_words, sampling_of, set_generation_config
+from amoeba.jobs.generation_options import (
+    GenerationOptions,
+    end_ids,
+    in_words,
+    sampling_of,
+    seed_for,
+    set_generation_config,
+)
 from amoeba.jobs.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.token_steps import Kind, Steps, choose_steps
 from amoeba.machine import peak_memory
+from amoeba.parallel.together import ALONE, Together
 from amoeba.stream.report import StreamReport
 
 logger = logging.getLogger("amoeba")
@@ -67,25 +74,32 @@ def generate(
     write: Callable[[str], object],
     adapter: str | Path | None = None,
     say: Callable[[str], object] = lambda text: None,
+    together: Together = ALONE,
 ) -> GenerationReport:
     """Calls write(piece) for every piece of text; a KeyboardInterrupt while generating ends it with a report.
 
     model_folder: as save_pretrained writes it, or the name of a model on the hub.
     adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used.
     say: is told in one line, before the first token, what computes; the log has the reasons.
+    together: the ranks over which the experts are; each calls this with the same, and gets the same text.
     """
-    found = find_model(model_folder, adapter, options)
+    found = find_model(model_folder, adapter, options, together)
     prompt_ids = tokenise(found.tokenizer, prompt, options.chat)
     most = most_new_tokens(found.config, prompt_ids, options.max_new_tokens)
-    with closing(load(found, options, prompt_ids[0], say)) as loaded:
-        return _generate(loaded, prompt_ids, most, options, write)
+    with closing(load(found, options, prompt_ids[0], say, together)) as loaded:
+        return _generate(loaded, prompt_ids, most, options, write, together)
 
 
 def _generate(
-    loaded: LoadedModel, prompt_ids: list[int], most: int, options: GenerationOptions, write: Callable[[str], object]
+    loaded: LoadedModel,
+    prompt_ids: list[int],
+    most: int,
+    options: GenerationOptions,
+    write: Callable[[str], object],
+    together: Together,
 ) -> GenerationReport:
     model, device = loaded.model, loaded.device
-    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    seed = seed_for(options, together)
     sampling = sampling_of(options, model.generation_config)
     set_generation_config(model, loaded.tokenizer, sampling, most)
     logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), most, seed)

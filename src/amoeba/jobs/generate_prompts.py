@@ -10,7 +10,6 @@ Prompts that have a result already are left out.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -21,13 +20,21 @@ from typing import Any, Literal
 import torch
 
 from amoeba.errors import bad_value
-from amoeba.jobs.generation_options import GenerationOptions, end_ids, in_words, sampling_of, set_generation_config
+from amoeba.jobs.generation_options import (
+    GenerationOptions,
+    end_ids,
+    in_words,
+    sampling_of,
+    seed_for,
+    set_generation_config,
+)
 from amoeba.jobs.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.prompt_batches import Answer, Row, batches_of, continuous, padded, why_not_continuous
 from amoeba.jobs.prompt_results import Results
 from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.token_steps import Kind, choose_steps
 from amoeba.machine import peak_memory
+from amoeba.parallel.together import ALONE, Together
 from amoeba.stream.report import StreamReport
 
 logger = logging.getLogger("amoeba")
@@ -86,12 +93,14 @@ def generate_prompts(
     adapter: str | Path | None = None,
     say: Callable[[str], object] = lambda text: None,
     progress: Callable[[str], object] = lambda text: None,
+    together: Together = ALONE,
 ) -> PromptsReport:
     """A KeyboardInterrupt ends it with a report; what is answered by then is written.
 
     say: is told in one line what computes. progress: after each answer, how far it is.
+    together: the ranks over which the experts are; each calls this with the same prompts left.
     """
-    found = find_model(model_folder, adapter, options)
+    found = find_model(model_folder, adapter, options, together)
     rows = []
     for prompt in results.left:
         ids = tokenise(found.tokenizer, prompt.content, options.chat, prompt.place)
@@ -100,14 +109,19 @@ def generate_prompts(
     if not rows:
         say(f"all {results.skipped} prompts are answered already")
         return run.report(None, None, {})
-    with closing(load(found, options, rows[0].ids[0], say)) as loaded:
-        return _generate(run, loaded, rows, batches, options)
+    with closing(load(found, options, rows[0].ids[0], say, together)) as loaded:
+        return _generate(run, loaded, rows, batches, options, together)
 
 
 def _generate(
-    run: _Run, loaded: LoadedModel, rows: Sequence[Row], batches: BatchOptions, options: GenerationOptions
+    run: _Run,
+    loaded: LoadedModel,
+    rows: Sequence[Row],
+    batches: BatchOptions,
+    options: GenerationOptions,
+    together: Together,
 ) -> PromptsReport:
-    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    seed = seed_for(options, together)
     sampling = sampling_of(options, loaded.model.generation_config)
     set_generation_config(loaded.model, loaded.tokenizer, sampling, options.max_new_tokens)
     logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), options.max_new_tokens, seed)

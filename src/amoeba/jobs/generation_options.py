@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from amoeba.errors import bad_value
+from amoeba.parallel.together import Together
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ def sampling_of(options: GenerationOptions, own: Any) -> dict[str, Any]:
         "top_p": _first(options.top_p, own.top_p, 1.0),
         "repetition_penalty": penalty,
     }
+
+
+def seed_for(options: GenerationOptions, together: Together) -> int:
+    """The one asked for, or one that is drawn, for all ranks the same."""
+    return together.tell(lambda: secrets.randbelow(2**31)) if options.seed is None else options.seed
 
 
 def in_words(sampling: dict[str, Any]) -> str:

@@ -26,6 +26,8 @@ from amoeba.integrations.model_folder import check_model, find_adapter, load_mod
 from amoeba.integrations.placement import Placed, check_placement, place_experts
 from amoeba.jobs.generation_options import GenerationOptions
 from amoeba.jobs.merged_adapters import check_not_merged
+from amoeba.jobs.sharded_model import load_share
+from amoeba.parallel.together import ALONE, Together
 from amoeba.routing import Routing
 from amoeba.stream.attaching import Streamed, attach, home_of
 from amoeba.stream.report import StreamReport
@@ -73,10 +75,14 @@ class LoadedModel:
         return str(self.model.dtype).removeprefix("torch.")
 
 
-def find_model(model_folder: str | Path, adapter: str | Path | None, options: GenerationOptions) -> FoundModel:
+def find_model(
+    model_folder: str | Path, adapter: str | Path | None, options: GenerationOptions, together: Together = ALONE
+) -> FoundModel:
     """model_folder: as save_pretrained writes it, or the name of a model on the hub.
-    adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used."""
-    check_placement(options.experts)
+    adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used.
+    together: the ranks over which the experts will be."""
+    if together.ranks is None:
+        check_placement(options.experts)
     name = check_model(str(model_folder))
     _check_streaming(name, options)
     adapter = None if adapter is None else find_adapter(adapter)
@@ -86,8 +92,15 @@ def find_model(model_folder: str | Path, adapter: str | Path | None, options: Ge
     return FoundModel(name, adapter, tokenizer, config)
 
 
-def load(found: FoundModel, options: GenerationOptions, token: int, say: Callable[[str], object]) -> LoadedModel:
-    """token: one of the prompt's, to warm up with. say: is told in one line what computes; the log has the reasons."""
+def load(
+    found: FoundModel,
+    options: GenerationOptions,
+    token: int,
+    say: Callable[[str], object],
+    together: Together = ALONE,
+) -> LoadedModel:
+    """token: one of the prompt's, to warm up with. say: is told in one line what computes; the log has the reasons.
+    together: the ranks over which the experts are. All of them have the same tokens."""
     streams = _streams(found.name, options)
     device = _choose_device(home_of(options.vram) if streams else options.device)
     started = time.perf_counter()
@@ -99,6 +112,15 @@ def load(found: FoundModel, options: GenerationOptions, token: int, say: Callabl
                 streamed = _stream(found, options)
                 model = streamed.model
                 placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
+            elif together.ranks is not None:
+                model = load_share(
+                    found.name,
+                    options.dtype,
+                    together.ranks,
+                    tokens="same",
+                    trust_remote_code=options.trust_remote_code,
+                )
+                placed = Placed("ranks", f"over {together.count}")
             else:
                 model = load_model(found.name, options.dtype, trust_remote_code=options.trust_remote_code)
                 placed = place_experts(model, options.experts, trains=False, device=device)
@@ -125,7 +147,8 @@ def load(found: FoundModel, options: GenerationOptions, token: int, say: Callabl
         warm_up_seconds=time.perf_counter() - loaded,
         streamed=streamed,
     )
-    experts = f"experts {placed.placement}, backend {backend}" if backend else reason
+    over = f" ({placed.reason})" if together.ranks is not None else ""
+    experts = f"experts {placed.placement}{over}, backend {backend}" if backend else reason
     within = "" if streamed is None else f", {streamed.memory}"
     say(f"{model.config.model_type} on {device} in {done.dtype}; {experts}{within}")
     return done

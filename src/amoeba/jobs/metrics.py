@@ -21,6 +21,7 @@ from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
 from amoeba.jobs.settings import RunSettings
 from amoeba.machine import peak_memory
 from amoeba.observe.router_watch import RouterWatch
+from amoeba.parallel.together import Together
 from amoeba.routing import update_selection_bias_
 
 
@@ -31,11 +32,22 @@ class NotFinite(ArithmeticError):
 class RunLog(TrainerCallback):
     """Writes metrics.jsonl and TensorBoard events, tells the console, shifts selection biases, stops when asked, and
     stops with NotFinite when numbers are not: on a GPU they are looked at where they are read anyway, at a line, an
-    evaluation and a checkpoint."""
+    evaluation and a checkpoint. Of several ranks the first writes, with the numbers of all."""
 
-    def __init__(self, folder: Path, settings: RunSettings, console: Any, model: Any, tokens_per_row: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: RunSettings,
+        console: Any,
+        model: Any,
+        tokens_per_row: float,
+        together: Together,
+    ) -> None:
         self.settings, self.console, self.path = settings, console, folder / "metrics.jsonl"
+        self.together = together
         self.watch = RouterWatch(model)
+        if together.count > 1:
+            self.watch.share(lambda counts: together.add_up(counts, "statistics of the routers"))
         self.watch.balance(
             settings.aux_loss_coefficient / settings.accumulation if settings.balance == "aux" else 0.0,
             settings.z_loss_coefficient / settings.accumulation,
@@ -57,14 +69,18 @@ class RunLog(TrainerCallback):
         self._device = next(model.parameters()).device
         self._flops_per_token = training_flops_per_token(model, tokens_per_row)
         self._ceiling = measured_ceiling(self._device)
-        self._writer = _tensorboard(folder)
+        self._writer = _tensorboard(folder) if together.first else None
 
     def write(self, line: dict[str, Any]) -> None:
+        if not self.together.first:
+            return
         with self.path.open("a") as file:
             file.write(json.dumps(finite(line, lambda _: None)) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drops what an interrupted run logged after the checkpoint that it goes on from."""
+        if not self.together.first:
+            return
         kept, torn = [], 0
         if not self.path.exists():
             self.console.say(f"{self.path} is not there: what was logged before is lost, the training is not")
@@ -87,6 +103,9 @@ class RunLog(TrainerCallback):
 
     def first_evaluation(self) -> float | None:
         """The held-out loss that is in the log before all others."""
+        return self.together.tell(self._first_evaluation)
+
+    def _first_evaluation(self) -> float | None:
         for text in self.path.read_text().splitlines() if self.path.exists() else []:
             line = json.loads(text)
             if line["kind"] == "eval" and line["step"] == 0:
@@ -111,6 +130,8 @@ class RunLog(TrainerCallback):
             self._log(state)
         if state.global_step == state.max_steps:
             control.should_evaluate = True  # before the last checkpoint, which is not written where it is not finite
+        # whichever rank was asked first, all stop after the same step
+        self.stopped_by = self.together.highest(self.stopped_by or 0, "whether to stop") or None
         if self.stopped_by is not None:
             control.should_save = control.should_training_stop = True
 
@@ -122,9 +143,12 @@ class RunLog(TrainerCallback):
         """Of the steps since the last line; one read for all, which waits for the device."""
         if not self._step_losses:
             return [], []
-        numbers = [number.to(self._device).float() for number in (*self._step_losses, *self._step_norms)]
-        read = torch.stack(numbers).tolist()
-        return read[: len(self._step_losses)], read[len(self._step_losses) :]
+        losses, norms = (
+            torch.stack([number.to(self._device).float() for number in numbers])
+            for numbers in (self._step_losses, self._step_norms)
+        )
+        losses = self.together.add_up(losses, "losses")  # a rank's is its tokens' part; a norm is of all already
+        return losses.tolist(), norms.tolist()
 
     def _check_finite(self, step: int, losses: list[float], norms: list[float]) -> None:
         for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step - len(losses) + 1):
@@ -134,7 +158,7 @@ class RunLog(TrainerCallback):
 
     def _log(self, state: Any) -> None:
         losses, norms = self._losses_and_norms()
-        tokens = int(torch.stack(self.tokens).sum())
+        tokens = int(self.together.add_up(torch.stack(self.tokens).sum(), "numbers of tokens"))
         self._step_losses.clear()
         self._step_norms.clear()
         self.tokens.clear()
@@ -151,6 +175,7 @@ class RunLog(TrainerCallback):
             "time": now - self._began,
             "loss": sum(losses) / len(losses),
             "step_losses": losses,
+            "step_norms": norms,
             "lr": self.learning_rate,
             "tokens_per_second": self.tokens_per_second,
             "tokens": self._tokens_before,
@@ -197,7 +222,7 @@ class RunLog(TrainerCallback):
             self._writer.close()
 
     def _shift_biases(self) -> None:
-        loads = self.watch.ledger.load_LE.clone()
+        loads = self.watch.loads()
         since = loads if self._loads is None else loads - self._loads
         for bias_E, load_E in zip(self.watch.selection_biases, since, strict=True):
             if bias_E is not None:

@@ -30,6 +30,7 @@ from amoeba.jobs.manifest import DIGEST, MANIFEST, damages, digest_fits
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
 from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_file
+from amoeba.parallel.together import ALONE, Together
 from amoeba.shell import shell_command, shell_words
 from amoeba.stream.store.index import INDEX, is_store
 
@@ -39,6 +40,7 @@ _RECORDS = ("model_config", "began_with", DIGEST)  # in config.json beside the s
 _OF_EVERY_CHECKPOINT = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "tokenizer_config.json")
 # of a configuration: names and versions, not what the model computes
 _NOT_COMPARED = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
+_SAME_NUMBERS = {"resident", "ranks"}  # of placements: the same numbers, in other memory
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
@@ -69,6 +71,7 @@ def go_on(
     command: str,
     resume: bool,
     start_from: str | None,
+    together: Together = ALONE,
 ) -> Earlier | None:
     """None for a run that begins. start_from: a checkpoint's name or step, in place of the last."""
     if not resume:
@@ -77,14 +80,18 @@ def go_on(
         return None
     record = _read_record(folder)
     _check_settings(settings, record, folder, kept, command)
-    remove_unfinished(folder, kept)
+    with together.all_or_none("what was left half-written"):
+        if together.first:
+            remove_unfinished(folder, kept)
     sealed = "began_with" in record
     found = checkpoints(folder)
     chosen = _chosen(found, start_from, folder) if start_from else (found[-1] if found else None)
     if chosen is not None:
         if not sealed:
             console.say(f"{folder} is of an older version, without hashes: looking only whether its files can be read")
-        _check_whole(chosen, found, sealed, folder, command)
+        with together.all_or_none("looking whether the checkpoint is whole"):
+            if together.first:
+                _check_whole(chosen, found, sealed, folder, command)
     return Earlier(folder, command, chosen, record.get("model_config", {}), record.get("began_with"))
 
 
@@ -130,6 +137,8 @@ def _read_record(folder: Path) -> dict[str, Any]:
 def _check_settings(settings: RunSettings, record: dict[str, Any], folder: Path, kept: str, command: str) -> None:
     for name, now in json.loads(json.dumps(settings.as_dict())).items():
         if name not in record or now == record[name] or AT_RESUME[name] in ("changeable", "place"):
+            continue
+        if name == "experts" and {now, record[name]} <= _SAME_NUMBERS:
             continue
         moved = isinstance(now, str) and isinstance(record[name], str) and Path(now).expanduser().exists()
         if AT_RESUME[name] == "by content" and moved and "began_with" in record and record[name] not in PRESETS:

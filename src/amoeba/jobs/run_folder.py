@@ -15,7 +15,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from amoeba.errors import bad_value
 from amoeba.files import put_back, write_whole
 from amoeba.jobs.manifest import with_digest
+from amoeba.parallel.together import ALONE, Together
 from amoeba.shell import shell_words
 
 _UNFINISHED = "writing"  # the checkpoint that is being written
@@ -53,10 +54,27 @@ class RunReport:
     exit_code: int  # of the command: 0, or 128 and the number of the signal that interrupted it
 
 
+class Silent:
+    """The console of a rank other than the first."""
+
+    def say(self, text: str) -> None: ...
+
+    def step(self, line: dict[str, Any], total: int) -> None: ...
+
+
 @contextmanager
-def run_folder(out: str, resume: bool, say: Callable[[str], None]) -> Iterator[Path]:
-    """The folder, which can be written, holds a run if and only if it is to go on, and is this process's alone."""
-    folder = Path(out)
+def run_folder(out: str, resume: bool, say: Callable[[str], None], together: Together = ALONE) -> Iterator[Path]:
+    """The folder, which can be written, holds a run if and only if it is to go on, and is this job's alone. Of several
+    ranks the first sees to that, before the others go on."""
+    with ExitStack() as held:
+        with together.all_or_none("the run's folder"):
+            if together.first:
+                held.enter_context(_checked(Path(out), resume, say))
+        yield Path(out)
+
+
+@contextmanager
+def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator[None]:
     if resume and not (folder / "config.json").is_file():
         raise bad_value("--resume", "a folder of an earlier run", str(folder), "check the path, or train anew")
     try:
@@ -74,7 +92,7 @@ def run_folder(out: str, resume: bool, say: Callable[[str], None]) -> Iterator[P
                 str(folder),
                 f"use {shell_words('--resume', folder)}, or another --out",
             )
-        yield folder
+        yield
 
 
 @contextmanager

@@ -124,13 +124,17 @@ class TrainSettings(RunSettings):
 
     model:    a preset's name, or a folder with config.json (trained from scratch) and perhaps weights (trained on).
     data:     a file, a folder or a dataset's name; None for the Python reference that comes with Python.
+    experts:  "resident", or "ranks": over the processes that torchrun started, which share each batch.
     """
 
     model: str = "demo"
     steps: int = 400
     vocab_size: int = 4096
+    experts: str = "resident"
 
     def __post_init__(self) -> None:
+        if self.experts not in ("resident", "ranks"):
+            raise bad_value("experts", "resident or ranks", repr(self.experts), "leave it out for resident")
         _check_count("steps", self.steps)
         if self.vocab_size < 300:
             raise bad_value("vocab_size", "at least 300", self.vocab_size, "256 bytes and some merges have to fit")

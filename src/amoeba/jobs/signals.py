@@ -20,11 +20,17 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_at_signals(run_log: RunLog) -> Iterator[None]:
+    came = False  # to this process: another rank may have asked for the end already
+
     def ask(number: int, frame: Any) -> None:
-        if run_log.stopped_by is not None:
+        nonlocal came
+        if came:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             sys.exit(128 + number)
+        came = True
+        if run_log.stopped_by is not None:
+            return
         run_log.stopped_by = number
         with suppress(RuntimeError):  # the signal may have come in the middle of another line
             run_log.console.say("stopping after this step; once more to stop at once")

@@ -48,16 +48,21 @@ class TimeBudget(TrainerCallback):
             self._decide(state)
 
     def _decide(self, state: Any) -> None:
+        fitting = self._trainer.together.tell(lambda: self._fitting(state), "the number of steps")
+        if fitting >= state.max_steps:
+            self._say(f"all {state.max_steps} steps fit into {self._minutes:g} minutes")
+            return
+        state.max_steps = self._trainer.args.max_steps = fitting
+        _fall_towards(fitting, self._trainer)
+
+    def _fitting(self, state: Any) -> int:
         now, done = monotonic(), state.global_step
         one_step = (now - self._timed_since) / (done - _UNTIMED)
         left = self._seconds - (now - self._began) - self._evaluation_seconds  # the last evaluation
         fitting = done + max(int(left / (one_step + self._evaluation_seconds / self._eval_every)), 1)
-        if fitting >= state.max_steps:
-            self._say(f"all {state.max_steps} steps fit into {self._minutes:g} minutes")
-            return
-        self._say(f"{fitting} of {state.max_steps} steps fit into {self._minutes:g} minutes, {one_step:.2f} s each")
-        state.max_steps = self._trainer.args.max_steps = fitting
-        _fall_towards(fitting, self._trainer)
+        if fitting < state.max_steps:
+            self._say(f"{fitting} of {state.max_steps} steps fit into {self._minutes:g} minutes, {one_step:.2f} s each")
+        return fitting
 
 
 def _fall_towards(steps: int, trainer: Any) -> None:

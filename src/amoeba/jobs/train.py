@@ -22,12 +22,14 @@ from amoeba.data.token_rows import PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.integrations.model_limits import check_ids, check_sequence_length
+from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import check_balance
+from amoeba.parallel.together import ALONE, Together
 from amoeba.shell import shell_words
 
 COMMAND = "amoeba train"
@@ -45,8 +47,10 @@ def train(
     resume: bool = False,
     start_from: str | None = None,
     trust_remote_code: bool = False,
+    together: Together = ALONE,
 ) -> TrainReport:
-    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`."""
+    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
+    together: the ranks over which the experts are; each calls this, and gets the same report."""
     if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
         find_preset(settings.model)  # says which there are
     config = None
@@ -54,8 +58,8 @@ def train(
         check_json(Path(settings.model) / "config.json")
         config = load_config(settings.model, trust_remote_code=trust_remote_code)
         check_sequence_length(config, settings.sequence_length)
-    with run_folder(settings.out, resume, console.say) as folder:
-        return _train(settings, console, folder, config, resume, start_from, trust_remote_code)
+    with run_folder(settings.out, resume, console.say, together) as folder:
+        return _train(settings, console, folder, config, resume, start_from, trust_remote_code, together)
 
 
 def _train(
@@ -66,6 +70,7 @@ def _train(
     resume: bool,
     start_from: str | None,
     trust_remote_code: bool,
+    together: Together,
 ) -> TrainReport:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -73,18 +78,20 @@ def _train(
     from amoeba.integrations.coverage import check_coverage
     from amoeba.integrations.transformers import register
     from amoeba.jobs.fast_trainer import Rows
-    from amoeba.jobs.training_loop import WholeModel, make_trainer, run_to_end
+    from amoeba.jobs.kept_model import Artifact, WholeModel
+    from amoeba.jobs.sharded_model import ShardedModel, count_parameters, shard_model
+    from amoeba.jobs.training_loop import make_trainer, run_to_end
 
     register()
     transformers_logging.disable_progress_bar()  # the run has one of its own
-    kept = WholeModel()
+    kept: Artifact = WholeModel() if together.ranks is None else ShardedModel(together.ranks)
     if resume and not start_from:
         names = {"model": str(folder / kept.name)}
         ended = finished_run(folder, settings, kept.name, COMMAND, TrainReport, names)
         if ended is not None:
             console.say(f"already finished after {ended.steps} steps; to train on: {COMMAND} {_on(ended.model)}")
             return ended
-    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from)
+    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, together)
     torch.manual_seed(settings.seed)
 
     corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed)
@@ -101,31 +108,39 @@ def _train(
     held_out_rows = PackedDataset(corpus.held_out, tokenizer, settings.sequence_length, keep_last=True)
     if config is not None:
         check_ids(config, max(train_rows.largest_id(), held_out_rows.largest_id()))
+    together.check_same("the data", [content, train_rows.digest(), held_out_rows.digest()])
     console.say(
         f"{len(train_rows)} rows of {settings.sequence_length} tokens, {len(held_out_rows)} held out; "
         f"a tokenizer of {len(tokenizer)} tokens"
     )
 
-    model = _build_model(settings, tokenizer, config, AutoModelForCausalLM, trust_remote_code)
+    model = _build_model(settings, tokenizer, config, AutoModelForCausalLM, trust_remote_code, together)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = _compute_dtype(settings, earlier, model, train_rows, console)
+    dtype = _compute_dtype(settings, earlier, model, train_rows, console, together)
     if device == "cuda":
         model.to(dtype)  # the optimizer keeps what bf16 has no room for
     else:
         content["dtype"] = str(dtype).removeprefix("torch.")
-    parameters = sum(p.numel() for p in model.parameters())
     covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
+    if together.ranks is not None and not sharded_modules(model):
+        shard_model(model, together.ranks)
+    parameters = count_parameters(model, together.ranks)
     console.say(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "
-        f"{str(dtype).removeprefix('torch.')}, experts by {covered}"
+        f"{str(dtype).removeprefix('torch.')}, experts by {covered}{_shared_out(together)}"
     )
     check_balance(model, settings.balance, settings.z_loss_coefficient)
     if earlier:
         check_model_config(earlier, model.config)
-    describe_run(folder, settings.as_dict(), model.config.to_dict(), earlier.began_with if earlier else content)
+    with together.all_or_none("the description of the run"):
+        if together.first:
+            began = earlier.began_with if earlier else content
+            describe_run(folder, settings.as_dict(), model.config.to_dict(), began)
     documents = max(train_rows.documents_per_row(), held_out_rows.documents_per_row())
     rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents, settings.sequence_length)
-    trainer = make_trainer(model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND)
+    trainer = make_trainer(
+        model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND, together
+    )
     outcome, kept_in = run_to_end(trainer, folder, earlier)
     report = TrainReport(**asdict(outcome), model=kept_in)
     trainer.run_log.finish(report)
@@ -136,12 +151,27 @@ def _on(model: str) -> str:
     return f"{shell_words('--model', model)} --data ... --out ANOTHER"
 
 
-def _build_model(settings: TrainSettings, tokenizer: Any, config: Any, auto: Any, trust_remote_code: bool) -> Any:
-    """config: of the folder that settings.model is; None for a preset."""
+def _shared_out(together: Together) -> str:
+    if together.ranks is None:
+        return ""
+    return f" over {together.count} ranks, which share each batch" if together.count > 1 else " on one rank"
+
+
+def _build_model(
+    settings: TrainSettings, tokenizer: Any, config: Any, auto: Any, trust_remote_code: bool, together: Together
+) -> Any:
+    """config: of the folder that settings.model is; None for a preset. Weights that are read are this rank's; new ones
+    are drawn as one process draws them, and shared out afterwards."""
+    from amoeba.jobs.sharded_model import load_share
+
     if config is None:
         config = find_preset(settings.model).build(len(tokenizer), settings.sequence_length)
     elif has_weights(Path(settings.model)):
-        return load_model(settings.model, torch.float32, trust_remote_code=trust_remote_code)
+        if together.ranks is None:
+            return load_model(settings.model, torch.float32, trust_remote_code=trust_remote_code)
+        return load_share(
+            settings.model, torch.float32, together.ranks, trains=True, trust_remote_code=trust_remote_code
+        )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     if hasattr(config, "output_router_logits"):
@@ -153,14 +183,22 @@ def _build_model(settings: TrainSettings, tokenizer: Any, config: Any, auto: Any
 
 
 def _compute_dtype(
-    settings: TrainSettings, earlier: Earlier | None, model: Any, rows: PackedDataset, console: Console
+    settings: TrainSettings,
+    earlier: Earlier | None,
+    model: Any,
+    rows: PackedDataset,
+    console: Console,
+    together: Together,
 ) -> torch.dtype:
-    """As it is asked for; else bf16 on a GPU that has it, and on a CPU what the run began with, or what is faster."""
+    """As it is asked for; else bf16 on a GPU that has it, and on a CPU what the run began with, or what is faster, for
+    one process. Ranks would have to measure in step."""
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
     if torch.cuda.is_available():
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if earlier is not None:
         return getattr(torch, (earlier.began_with or {}).get("dtype", "float32"))
+    if together.ranks is not None:
+        return torch.float32
     passes = settings.steps * settings.accumulation
     return faster_dtype(model, rows, batch_size=settings.batch_size, passes=passes, say=console.say)

@@ -3,7 +3,7 @@
     trainer = make_trainer(model, tokenizer, rows, settings, steps, ...)
     report, kept_in = run_to_end(trainer, folder, earlier=None)
 
-What a checkpoint holds of the model is passed in: all of it (`WholeModel`), or an adapter.
+What a checkpoint holds of the model is passed in (`jobs.kept_model`): all of it, this rank's share, or an adapter.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +31,10 @@ from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.randomness import draws_random_numbers
 from amoeba.jobs.fast_paths import fast_paths
 from amoeba.jobs.fast_trainer import FastTrainer, Rows
+from amoeba.jobs.kept_model import Artifact
 from amoeba.jobs.manifest import seal
 from amoeba.jobs.metrics import NotFinite, RunLog
+from amoeba.jobs.optimizer_files import SCHEDULER, has_optimizer, load_optimizer, save_optimizer
 from amoeba.jobs.resume import Earlier
 from amoeba.jobs.run_folder import (
     RunReport,
@@ -43,35 +47,11 @@ from amoeba.jobs.run_folder import (
 from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.signals import stop_at_signals
 from amoeba.jobs.time_budget import TimeBudget
+from amoeba.parallel.together import ALONE, Together
 from amoeba.shell import shell_command, shell_words
 
 CHECKPOINTS_KEPT = 2
 logger = logging.getLogger("amoeba")
-
-
-class Artifact(Protocol):
-    """What of a model a run keeps: in each checkpoint, and at the end in the folder `name` of the run."""
-
-    name: str
-
-    def save(self, model: Any, folder: Path) -> None: ...
-
-    def load(self, model: Any, folder: Path) -> None: ...
-
-
-class WholeModel:
-    name = "model"
-
-    def save(self, model: Any, folder: Path) -> None:
-        model.save_pretrained(folder)
-
-    def load(self, model: Any, folder: Path) -> None:
-        """Through from_pretrained: on disk experts lie one by one, and only it puts them together again.
-
-        (Trainer's own way reads the file as it is, finds no stacked experts and leaves them as initialised.)
-        """
-        stored = type(model).from_pretrained(folder, dtype=model.dtype, trust_remote_code=False)
-        model.load_state_dict(stored.state_dict())
 
 
 class WatchedTrainer(FastTrainer):
@@ -100,10 +80,10 @@ class WatchedTrainer(FastTrainer):
     def note_pass(self, inputs: Any, loss: Tensor) -> None:
         log = self.run_log
         log.losses.append(loss)
-        ids = inputs["input_ids"]
+        ids = inputs["input_ids"][:0] if self.watch.ledger.idle else inputs["input_ids"]
         log.tokens.append(
             inputs["attention_mask"].sum()
-            if "attention_mask" in inputs
+            if "attention_mask" in inputs and not self.watch.ledger.idle
             else torch.tensor(ids.numel(), dtype=torch.int64, device="cpu")
         )
         log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
@@ -115,7 +95,9 @@ class WatchedTrainer(FastTrainer):
         output = super().evaluation_loop(*args, **options)
         counts = torch.stack([count for count, _ in self._evaluated]).double()
         losses = torch.stack([loss for _, loss in self._evaluated]).double()
-        sums = torch.stack(((counts * losses).sum(), counts.sum()))
+        # of a batch in which this rank has no row the mean is NaN
+        sums = torch.stack((torch.where(counts > 0, counts * losses, 0.0).sum(), counts.sum()))
+        sums = self.together.add_up(sums, "held-out losses")
         total, predicted = self.accelerator.reduce(sums, "sum").tolist()
         assert output.metrics is not None
         output.metrics["eval_loss"] = total / predicted
@@ -127,34 +109,75 @@ class WatchedTrainer(FastTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
         self.kept.save(self.model, folder)
-        self.processing_class.save_pretrained(folder)
+        if self.together.first:
+            self.processing_class.save_pretrained(folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._check_finite()
         staging = unfinished_checkpoint(self.folder)
         output_dir = self.args.output_dir
-        shutil.rmtree(staging, ignore_errors=True)
         self.args.output_dir = str(staging)
         name = f"checkpoint-{self.state.global_step}"
+        what = f"the checkpoint of step {self.state.global_step}"
         try:
-            super()._save_checkpoint(model, trial)
-            seal(staging / name)
-            replace_folder(staging / name, self.folder / "checkpoints" / name)
-        except Exception as error:
-            raise self._not_written(f"the checkpoint of step {self.state.global_step}", error) from error
+            with self._staged(staging / name, self.folder / "checkpoints" / name, what):
+                if self.together.first:
+                    super()._save_checkpoint(model, trial)
+                else:
+                    self._save(str(staging / name))
+                    self._save_optimizer_and_scheduler(str(staging / name))
         finally:
             self.args.output_dir = output_dir
-            shutil.rmtree(staging, ignore_errors=True)
-        for old in checkpoints(self.folder)[:-CHECKPOINTS_KEPT]:
+            if self.together.first:
+                shutil.rmtree(staging, ignore_errors=True)
+        for old in checkpoints(self.folder)[:-CHECKPOINTS_KEPT] if self.together.first else []:
             shutil.rmtree(old)
+
+    @contextmanager
+    def _staged(self, staging: Path, target: Path, what: str) -> Iterator[None]:
+        """Inside, each rank writes its part of what is kept into a folder beside its place; it gets its name when it is
+        whole and on the disk, or not at all."""
+        together, first = self.together, self.together.first
+        self.kept.gather(self.model)
+        try:
+            with together.all_or_none(what):
+                if first:
+                    shutil.rmtree(staging, ignore_errors=True)
+                    staging.mkdir(parents=True)
+            with together.all_or_none(what):
+                yield
+            with together.all_or_none(what):
+                if first:
+                    self.kept.finish(staging)
+                    seal(staging)
+                    replace_folder(staging, target)
+        except Exception as error:
+            raise self._not_written(what, error) from error
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.together.ranks is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_optimizer(self.optimizer, self.model, Path(output_dir), self.together)
+        if self.together.first:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or (self.together.ranks is None and not has_optimizer(Path(checkpoint))):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_optimizer(self.optimizer, self.model, Path(checkpoint))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
     def _check_finite(self) -> None:
         """Before a checkpoint pushes an older one out. Its own step may have gone astray without a NaN yet: then the
         next one is refused, and the one before it is still there, since two are kept."""
         self.run_log.check_finite(self.state.global_step)
-        trained = [parameter.detach() for parameter in self.run_log.trained_parameters]
+        # a rank without experts has empty ones
+        trained = [parameter.detach() for parameter in self.run_log.trained_parameters if parameter.numel()]
         # the largest number is a NaN or an infinity if any is
-        largest = float(torch.nn.utils.get_total_norm(trained, math.inf))
+        norm = torch.nn.utils.get_total_norm(trained, math.inf).double()
+        largest = float(self.together.add_up(norm, "the largest parameters"))
         if not math.isfinite(largest):
             raise NotFinite(f"a parameter is {largest} after step {self.state.global_step}")
 
@@ -197,15 +220,12 @@ class WatchedTrainer(FastTrainer):
         """What is kept, and the tokenizer, in a folder that is renamed into place."""
         target = self.folder / self.kept.name
         staging = staged_result(target)
-        shutil.rmtree(staging, ignore_errors=True)
         try:
-            self._save(str(staging))
-            seal(staging)
-            replace_folder(staging, target)
-        except Exception as error:
-            raise self._not_written(str(target), error) from error
+            with self._staged(staging, target, str(target)):
+                self._save(str(staging))
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            if self.together.first:
+                shutil.rmtree(staging, ignore_errors=True)
         return target
 
     def take_up(self, checkpoint: Path) -> None:
@@ -225,7 +245,9 @@ def make_trainer(
     autocast: torch.dtype,
     kept: Artifact,
     command: str,
+    together: Together = ALONE,
 ) -> WatchedTrainer:
+    """together: the ranks that share each batch of settings.batch_size rows."""
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         max_steps=steps,
@@ -260,6 +282,8 @@ def make_trainer(
         remove_unused_columns=False,
         prediction_loss_only=True,
     )
+    if together.ranks is not None and arguments.device.type == "cuda":
+        arguments._n_gpu = 1  # a rank has one, however many it sees
     trainer = WatchedTrainer(
         model=model,
         args=arguments,
@@ -273,7 +297,8 @@ def make_trainer(
         logger.info("%d routers by our kernels", found)
     trainer.data_collator = trainer.collate
     trainer.kept, trainer.command, trainer.folder, trainer.rows = kept, command, folder, rows
-    trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row)
+    trainer.together = together
+    trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row, together)
     trainer.watch, trainer.optimizer_states = log.watch, settings.optimizer_states
     clip = trainer.clipping()
 
@@ -313,14 +338,21 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -
         raise trainer._not_written(f"the log of step {trainer.state.global_step}", error) from error
 
 
+def _set_later_aside(trainer: WatchedTrainer, folder: Path, last: Path | None) -> None:
+    if last is None or not trainer.together.first:
+        return
+    for later in [path for path in checkpoints(folder) if step_of(path) > step_of(last)]:
+        set_aside(later)
+        trainer.run_log.console.say(f"{later.name} was set aside in {later.parent}")
+
+
 def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -> tuple[RunReport, str]:
     log, say = trainer.run_log, trainer.run_log.console.say
     began = time.monotonic()
     last = earlier.checkpoint if earlier else None
     if earlier is not None:
-        for later in [path for path in checkpoints(folder) if last is not None and step_of(path) > step_of(last)]:
-            set_aside(later)
-            say(f"{later.name} was set aside in {later.parent}")
+        with trainer.together.all_or_none("setting later checkpoints aside"):
+            _set_later_aside(trainer, folder, last)
         log.forget_after(step_of(last) if last else -1)
         say(f"resuming from {last.name}" if last else "no checkpoint was finished: starting anew")
     if trainer.budget is not None and last is not None:
@@ -333,6 +365,8 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     if log.stopped_by is not None:
         again = shell_command(trainer.command, "--resume", folder)
+        if trainer.together.count > 1:
+            again = f"torchrun --nproc-per-node {trainer.together.count} -m {again}, or with any other number of ranks"
         say(f"stopped at step {trainer.state.global_step}; go on with: {again}")
         final = log.last_evaluation[1] if log.last_evaluation else start_loss
         result = checkpoints(folder)[-1]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
-from amoeba.integrations.experts_module import layouts_of
+from amoeba.integrations.experts_module import layouts_of, placed_in
 from amoeba.lora import linears
 from amoeba.lora.adapter_config import scalings_of_others
 from amoeba.lora.attaching import (
@@ -27,29 +27,61 @@ from amoeba.lora.attaching import (
     add_whole_modules,
     attached_to,
     prepare,
+    share_of,
     start,
     whole_tensors,
 )
 from amoeba.lora.base_model import base_of, check_base
-from amoeba.lora.experts_lora import stored_tensors
+from amoeba.lora.experts_lora import SHARED_A, ExpertsLora, stored_tensors
 from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
 from amoeba.lora.targets import routers_of
+from amoeba.parallel.sharded import ShardedExperts, gather_share
+from amoeba.weights import LoraFactors
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Writes the adapter as a PEFT folder: adapter_config.json and adapter_model.safetensors; other files stay."""
+    """Writes the adapter as a PEFT folder: adapter_config.json and adapter_model.safetensors; other files stay.
+
+    Where the experts are over ranks, every rank calls this, and the first writes the factors of all.
+    """
+    adapter = adapter_of(model)
+    if adapter is not None:
+        write_adapter(folder, adapter)
+
+
+def adapter_of(model: nn.Module) -> Adapter | None:
+    """What `save` writes. Over ranks each sends its factors to the first; None elsewhere."""
     state = attached_to(model)
+    experts = {name: _whole_factors(model.get_submodule(name), layer) for name, layer in state.experts.items()}
+    if None in experts.values():
+        return None
     layouts = [state.layouts[name] for name in state.experts] or list(state.layouts.values())
     whole = {f"{linears.PREFIX}{name}": tensor for name, tensor in whole_tensors(model, state).items()}
-    adapter = Adapter(
-        experts={name: layer.factors() for name, layer in state.experts.items()},
+    return Adapter(
+        experts={name: factors for name, factors in experts.items() if factors is not None},
         others=linears.tensors_of(state.linears) | whole,
         config=state.config,
         gated=all(layout.gated for layout in layouts),
         interleaved=any(layout.interleaved for layout in layouts),
         base=base_of(model),
     )
-    write_adapter(folder, adapter)
+
+
+@torch.no_grad()
+def _whole_factors(module: Any, layer: ExpertsLora) -> LoraFactors | None:
+    """Of all experts; None on a rank other than the first."""
+    placed, factors = placed_in(module), layer.factors()
+    if not isinstance(placed, ShardedExperts):
+        return factors
+    found: dict[str, Tensor] = {}
+    for name, share in stored_tensors(factors).items():
+        whole = gather_share(share.detach().cpu(), placed.owners, placed.ranks, f"factors {name}")
+        if whole is not None:
+            found[name] = whole
+    shared = found.pop(SHARED_A, None)
+    if shared is not None:
+        found |= {"gate_lora_a": shared, "up_lora_a": shared}
+    return LoraFactors(**found, scaling=factors.scaling) if placed.ranks.rank == 0 else None
 
 
 def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> Attached:
@@ -96,7 +128,7 @@ def _fill(model: nn.Module, state: Attached, adapter: Adapter, folder: str | Pat
     theirs: dict[str, Tensor] = {
         f"{name}.{key}": tensor
         for name, factors in adapter.experts.items()
-        for key, tensor in stored_tensors(factors).items()
+        for key, tensor in stored_tensors(share_of(model.get_submodule(name), factors)).items()
     }
     ours |= {key.removeprefix(linears.PREFIX): tensor for key, tensor in linears.tensors_of(state.linears).items()}
     ours |= whole_tensors(model, state)

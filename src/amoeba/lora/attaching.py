@@ -24,7 +24,6 @@ from amoeba.integrations.coverage import coverage
 from amoeba.integrations.experts_module import (
     LORA,
     ExpertsLayout,
-    experts_modules,
     home_of_factors,
     layouts_of,
     placed_in,
@@ -32,6 +31,7 @@ from amoeba.integrations.experts_module import (
 from amoeba.lora import linears
 from amoeba.lora.experts_lora import ExpertsLora, fresh_factors
 from amoeba.lora.targets import EXPERTS, choose, routers_of
+from amoeba.parallel.sharded import ShardedExperts, shard_lora
 from amoeba.weights import LoraFactors
 
 STATE = "_amoeba_lora"
@@ -141,15 +141,6 @@ def prepare(model: nn.Module) -> None:
             f"{type(model).__name__}, " + (f"whose {others} compute for themselves" if others else "which has none"),
             "use PEFT itself for such models",
         )
-    for name, module in experts_modules(model).items():
-        placed = placed_in(module)
-        if placed is not None and placed.own_experts != placed.num_experts:
-            raise bad_value(
-                "model",
-                "one whose experts this process has all of",
-                f"{name} with {placed.own_experts} of {placed.num_experts}",
-                "shard factors with amoeba.parallel.shard_lora and pass them to amoeba.experts yourself",
-            )
     from amoeba.integrations.transformers import register
 
     register()
@@ -168,11 +159,23 @@ def start(model: nn.Module, config: dict[str, Any]) -> Attached:
 
 
 def add_experts(model: nn.Module, state: Attached, name: str, factors: LoraFactors) -> None:
+    """factors: of all experts, of which a rank keeps those of its own."""
     experts: Any = model.get_submodule(name)
-    elsewhere = placed_in(experts) is not None
-    layer = ExpertsLora(factors, *home_of_factors(experts), stays=elsewhere).train(experts.training)
+    placed = placed_in(experts)
+    layer = ExpertsLora(
+        share_of(experts, factors),
+        *home_of_factors(experts),
+        stays=placed is not None,
+        own=isinstance(placed, ShardedExperts),
+    ).train(experts.training)
     state.experts[name] = layer
     experts.register_module(LORA, layer)
+
+
+def share_of(experts: Any, factors: LoraFactors) -> LoraFactors:
+    """Of the factors of all experts those of the experts that this process has."""
+    placed = placed_in(experts)
+    return shard_lora(factors, placed) if isinstance(placed, ShardedExperts) else factors
 
 
 def add_linears(model: nn.Module, state: Attached, ranks: dict[str, tuple[int, float]]) -> None:

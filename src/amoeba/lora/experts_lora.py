@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.integrations.experts_module import ExpertsLayout
+from amoeba.parallel.sharded import own_parameter
 from amoeba.weights import LoraFactors
 
 PROJECTIONS = ("gate", "up", "down")
@@ -25,13 +26,18 @@ SHARED_A = "gate_up_lora_a"
 
 
 class ExpertsLora(nn.Module):
-    """stays: the factors remain where they are when the model is moved, since the experts they belong to do too."""
+    """stays: the factors remain where they are when the model is moved, since the experts they belong to do too.
+    own: they are those of one rank's experts, and of no other rank's."""
 
-    def __init__(self, factors: LoraFactors, dtype: torch.dtype, device: torch.device, stays: bool = False) -> None:
+    def __init__(
+        self, factors: LoraFactors, dtype: torch.dtype, device: torch.device, stays: bool = False, own: bool = False
+    ) -> None:
         super().__init__()
         self.scaling, self.stays = factors.scaling, stays
         for name, tensor in stored_tensors(factors).items():
-            self.register_parameter(name, nn.Parameter(tensor.to(device, dtype)))
+            placed = tensor.to(device, dtype)
+            # a share is a view, with which all factors would stay in memory
+            self.register_parameter(name, own_parameter(placed.clone()) if own else nn.Parameter(placed))
 
     def factors(self, device: torch.device | None = None) -> LoraFactors:
         """What the seam takes. device: where to, differentiably, if they are not there."""

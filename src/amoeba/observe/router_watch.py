@@ -15,6 +15,7 @@ for a subclass of it: one for all layers of a kind, so that what torch.compile m
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,17 @@ class RouterWatch:
         routers = [p.device for routers in self.routers for router in routers for p in router.parameters()]
         return next(iter([*routers, *(module.down_proj.device for module in self.experts)]), None)
 
+    def share(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Several processes have a part of each batch: what is taken from now on is of them all, and so is balance."""
+        self.ledger.add_up = add_up
+
+    def loads(self) -> Tensor:
+        """Of the layers' experts since the last `take`, and behind the last one what none of them served."""
+        return self._of_all(self.ledger.load_LE)
+
+    def _of_all(self, counts: Tensor) -> Tensor:
+        return counts.clone() if self.ledger.add_up is None else self.ledger.add_up(counts)
+
     @property
     def has_routers(self) -> bool:
         return any(self.routers)
@@ -81,7 +93,7 @@ class RouterWatch:
         ledger = self.ledger
         layers = []
         for layer, (counts, entropy) in enumerate(
-            zip(ledger.load_LE.tolist(), ledger.entropy_L2.tolist(), strict=True)
+            zip(self.loads().tolist(), self._of_all(ledger.entropy_L2).tolist(), strict=True)
         ):
             load, dropped, (tokens, units) = counts[: ledger.experts[layer]], counts[ledger.experts[layer]], entropy
             layers.append(
@@ -104,7 +116,7 @@ class RouterWatch:
 
     def take_coactivation(self) -> list[dict[str, Any]]:
         """How often two experts served one token, among the first tokens of each pass."""
-        counts = zip(self.ledger.together_LEE.tolist(), self.ledger.experts, strict=True)
+        counts = zip(self._of_all(self.ledger.together_LEE).tolist(), self.ledger.experts, strict=True)
         return [
             {"layer": layer, "counts": [row[:experts] for row in rows[:experts]]}
             for layer, (rows, experts) in enumerate(counts)

@@ -8,11 +8,17 @@
 An expert's gradient comes from the tokens of all ranks already. All other parameters are the same on every rank, and
 each rank has the gradient of its own tokens: these are added up, and nothing is divided. So a rank divides its loss
 beforehand, by the number of ranks, or by the number of all tokens where ranks have different numbers of them.
+
+Parameters that FSDP2 has sharded are added up by it. It has to be told not to divide (set_gradient_divide_factor(1.0)):
+experts are in fewer shards than all else, and would be divided by another number. `clip_gradients` takes the ranks of
+all meshes together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +29,7 @@ from amoeba.parallel.sharded import is_own
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """In place, of all parameters that are not this rank's own. One without a gradient here counts as zeros."""
-    shared = [each for each in parameters if each.requires_grad and not is_own(each)]
+    shared = [each for each in parameters if each.requires_grad and not _is_apart(each)]
     if ranks.count == 1 or not shared:
         return
     for dtype in dict.fromkeys(each.dtype for each in shared):
@@ -41,14 +47,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float, ranks: Ranks
     The same on every rank, so that the parameters that all have stay the same. Called after `add_up_gradients`.
     """
     found = [each for each in parameters if each.grad is not None]
-    own = _square([each for each in found if is_own(each)])
+    own = _square([each for each in found if _is_apart(each)])
     if ranks.count > 1:
         own = ranks.add_up(own, "norms of gradients")
-    norm = (own + _square([each for each in found if not is_own(each)])).sqrt()
+    norm = (own + _square([each for each in found if not _is_apart(each)])).sqrt()
     scale = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     for parameter in found:
-        assert parameter.grad is not None
-        parameter.grad.mul_(scale.to(parameter.grad.device))
+        gradient, _ = _here(parameter)
+        gradient.mul_(scale.to(gradient.device))
     return norm
 
 
@@ -56,6 +62,22 @@ def _square(parameters: list[nn.Parameter]) -> Tensor:
     device = parameters[0].device if parameters else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
-        assert parameter.grad is not None
-        total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).double().square().to(device)
+        gradient, copies = _here(parameter)
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square().to(device) / copies
     return total
+
+
+def _is_apart(parameter: Tensor) -> bool:
+    """Whether ranks have different parts of it: experts of their own, or shards, which FSDP adds up itself."""
+    return is_own(parameter) or hasattr(parameter, "to_local")
+
+
+def _here(parameter: Tensor) -> tuple[Tensor, int]:
+    """What of the gradient is in this rank's memory, and how many ranks have that same part."""
+    gradient: Any = parameter.grad
+    assert gradient is not None
+    if not hasattr(gradient, "to_local"):  # a DTensor has it
+        return gradient, 1
+    mesh = gradient.device_mesh
+    copies = math.prod(mesh.size(place) for place, each in enumerate(gradient.placements) if each.is_replicate())
+    return gradient.to_local(), copies

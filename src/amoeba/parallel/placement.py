@@ -22,7 +22,6 @@ def _why_not() -> str | None:
     return None
 
 
-# The commands do not know of several processes yet, so it is not offered to them; `amoeba verify --ranks` proves it.
 RANKS = Placement(
     "ranks",
     "over the ranks of torch.distributed",
@@ -30,6 +29,6 @@ RANKS = Placement(
     backends=(RanksBackend(),),
     tolerances={dtype: Tolerance() for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)},
     why_not=_why_not,
-    offered=False,
+    offered=False,  # to one process, which is all that doctor and bench have; over ranks the commands take it
 )
 register_placement(RANKS)

@@ -38,14 +38,15 @@ class RankFailed(RuntimeError):
 
 
 class LocalRanks:
-    """threads: of torch in each process; several ranks on one machine share its cores."""
+    """threads: of torch in each process; several ranks on one machine share its cores.
+    preload: modules that they will need, imported once where that can be (by the first LocalRanks of a process)."""
 
-    def __init__(self, count: int, threads: int = 1) -> None:
+    def __init__(self, count: int, threads: int = 1, preload: Sequence[str] = ()) -> None:
         if not dist.is_available():
             raise bad_value("ranks", "a torch that was built with torch.distributed", "one without", "use one process")
         self.count = count
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+        context = _context(preload)
         self.processes, self._connections = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
@@ -103,6 +104,16 @@ class LocalRanks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _context(preload: Sequence[str]) -> Any:
+    """torch's threads do not survive a fork. A server that imports and never computes has none: that one is forked, and
+    what takes seconds is imported once for all ranks. macOS has libraries that no fork survives."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *preload])
+    return context
 
 
 _groups: dict[int, Any] = {}  # in a process that was started here: the first so many as a group

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,15 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amoeba.errors import bad_value, one_line
+from amoeba.errors import RankLost, bad_value, one_line
 from amoeba.torch_internals import default_store
 
 # The others reach their deadlines a little later, and their notes are worth waiting for.
 _SECONDS_FOR_NOTES = 3.0
 
 
-class RankLost(RuntimeError):
-    """Another rank did not come, or is gone."""
+__all__ = ["RankLost", "Ranks", "as_bytes"]
 
 
 class Ranks:
@@ -56,11 +56,23 @@ class Ranks:
 
     def gather(self, numbers: Sequence[int], device: torch.device, what: str) -> list[list[int]]:
         """As many numbers from each rank, on the host."""
+        if self.count == 1:
+            return [list(numbers)]
         carrier = self._carrier(device)
         mine = torch.tensor(numbers, dtype=torch.int64, device=carrier)
         everyones = [torch.empty_like(mine) for _ in range(self.count)]
         self._wait(dist.all_gather(everyones, mine, group=self.group, async_op=True), carrier, what)
         return torch.stack(everyones).tolist()
+
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        """A text from each rank."""
+        cpu, written = torch.device("cpu"), text.encode()
+        lengths = [length for (length,) in self.gather([len(written)], cpu, what)]
+        if self.count == 1 or not any(lengths):
+            return [text] * self.count
+        mine = torch.tensor(list(written), dtype=torch.uint8, device=cpu).reshape(-1, 1)
+        received = self.exchange(mine.repeat(self.count, 1), [len(mine)] * self.count, lengths, what)
+        return [bytes(part.flatten().tolist()).decode() for part in received.split(lengths)]
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int], what: str) -> Tensor:
         """rows: those for rank 0, then those for rank 1, ...; the result the same by where they come from."""
@@ -72,12 +84,30 @@ class Ranks:
         return bytes_received.to(device).view(rows.dtype)
 
     def add_up(self, tensor: Tensor, what: str) -> Tensor:
-        """The sum over the ranks, in fp32 or wider, in the tensor's dtype; the same bits on every rank."""
-        wide = torch.promote_types(tensor.dtype, torch.float32)
+        """The sum over the ranks, of integers exactly, else in fp32 or wider; the same bits on every rank."""
+        if self.count == 1:
+            return tensor.clone()
+        wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
         carrier = self._carrier(tensor.device)
         total = tensor.to(carrier, wide, copy=True)
         self._wait(dist.all_reduce(total, group=self.group, async_op=True), carrier, what)
         return total.to(tensor.device, tensor.dtype)
+
+    def leave_word(self, text: str) -> None:
+        """For the others, who will wait for this rank in vain."""
+        if self.count > 1:
+            with contextlib.suppress(RuntimeError, ValueError):
+                default_store().set(f"amoeba failed {self._names[self.rank]}", text)
+
+    def said_by_first(self, text: str) -> bool:
+        """Whether the first rank leaves the same word: then all failed alike, and it tells."""
+        key, ends = f"amoeba failed {self._names[0]}", time.monotonic() + _SECONDS_FOR_NOTES
+        with contextlib.suppress(RuntimeError, ValueError):
+            while self.rank > 0 and time.monotonic() < ends:
+                if default_store().check([key]) and (said := default_store().get(key).decode()):
+                    return said == text
+                time.sleep(0.05)
+        return False
 
     def _carrier(self, device: torch.device) -> torch.device:
         """Where a tensor has to be to travel."""
@@ -98,20 +128,36 @@ class Ranks:
     def _told(self, what: str, seconds: float, error: RuntimeError) -> str:
         name = self._names[self.rank]
         missing, elsewhere = self._others(what)
-        if missing:
+        failed = self._failed()
+        if failed:
+            whom = "; ".join(f"rank {other}, who failed: {text}" for other, text in failed.items())
+        elif missing:
             whom = f"{_spoken(missing)}, who left no word"
         elif elsewhere:
             whom = "; ".join(f"rank {other}, who waits for {note}" for other, note in elsewhere.items())
         else:
             whom = "the others, who wait for the same: the network between them is slow or broken"
-        dead = "timed out" not in str(error).lower()
-        reason = f"; the connection says: {one_line(error)[:200]}" if dead else ""
-        suspects = _spoken(missing or list(elsewhere) or self._names)
+        dead = not failed and "timed out" not in str(error).lower()
+        # gloo begins with the place in its source, and goes on with what it is typically
+        said = re.sub(r"^\[.*?\] ", "", one_line(error)).partition(". ")[0]
+        reason = f"; the connection says: {said[:200]}" if dead else ""
+        suspects = _spoken(list(failed) or missing or list(elsewhere) or self._names)
         return (
             f"rank {name} waited {seconds:.1f} s (deadline {self.deadline:g} s) for {what}, "
-            f"exchange {self._exchanges}, from {whom}{reason}. Look at the output of {suspects}: a rank that "
-            "failed, was killed, took another way through the model, or needs a longer deadline."
+            f"exchange {self._exchanges}, from {whom.rstrip('.')}{reason}. "
+            f"Look at the output of {suspects}: a rank that failed, was killed, took another way through the model, "
+            "or needs a longer deadline."
         )
+
+    def _failed(self) -> dict[int, str]:
+        """Ranks that left word of what went wrong with them."""
+        found: dict[int, str] = {}
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = default_store()
+            for name in self._names:
+                if name != self._names[self.rank] and store.check([f"amoeba failed {name}"]):
+                    found[name] = store.get(f"amoeba failed {name}").decode()
+        return {name: text for name, text in found.items() if text}
 
     def _others(self, what: str) -> tuple[list[int], dict[int, str]]:
         """Ranks that left no note, and those that wait for something else."""

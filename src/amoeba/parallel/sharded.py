@@ -164,3 +164,14 @@ def shard_lora(lora: LoraFactors, sharded: ShardedExperts) -> LoraFactors:
     if lora.shares_a:
         up_a = gate_a
     return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)
+
+
+def gather_share(share: Tensor, owners: Owners, ranks: Ranks, name: str) -> Tensor | None:
+    """On the first rank the entries of all experts, of which each comes with its own; None elsewhere."""
+    if ranks.count == 1:
+        return share
+    counts = [len(owners.experts_of(rank)) for rank in range(ranks.count)]
+    sent = [counts[ranks.rank]] + [0] * (ranks.count - 1)
+    received = counts if ranks.rank == 0 else [0] * ranks.count
+    rows = ranks.exchange(share.flatten(1).contiguous(), sent, received, f"{name} of all ranks")
+    return owners.join(list(rows.unflatten(1, share.shape[1:]).split(counts))) if ranks.rank == 0 else None

@@ -98,7 +98,8 @@ def _step(
 ) -> Step:
     from amoeba.jobs.fast_paths import fast_paths
     from amoeba.jobs.fast_trainer import Rows
-    from amoeba.jobs.training_loop import WholeModel, make_trainer
+    from amoeba.jobs.kept_model import WholeModel
+    from amoeba.jobs.training_loop import make_trainer
 
     length = problem.batch.length
     folder = Path(stage.enter_context(tempfile.TemporaryDirectory()))

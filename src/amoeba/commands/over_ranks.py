@@ -1,0 +1,41 @@
+"""--experts ranks: the processes that torchrun started, of which the first speaks.
+
+with over_ranks(settings.experts, resume, output) as together:
+    console = RunConsole(output) if together.first else Silent()
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from amoeba.commands.output import Output
+from amoeba.errors import bad_value
+from amoeba.parallel.launched import deadline_seconds, is_launched, launched_ranks
+from amoeba.parallel.ranks import Ranks
+from amoeba.parallel.together import ALONE, Together
+
+
+@contextmanager
+def over_ranks(experts: str, output: Output, *, resume: bool = False) -> Iterator[Together]:
+    """resume: whether what is asked for is in a run's record, and one process may do what several began."""
+    if experts != "ranks":
+        yield ALONE
+        return
+    if not is_launched() and not resume:
+        words = " ".join(["torchrun", "--nproc-per-node", "2", "-m", "amoeba", *sys.argv[1:2], "..."])
+        raise bad_value(
+            "--experts ranks",
+            "several processes, as torchrun starts them",
+            "this one alone",
+            f"start it as `{words}`, or leave --experts out",
+        )
+    with launched_ranks(deadline_seconds()) as ranks:
+        if ranks is None:
+            output.progress("experts ranks: there is one process, which has all experts; torchrun starts several")
+            ranks = Ranks()
+        if ranks.rank > 0:
+            logging.getLogger("amoeba").setLevel(logging.ERROR)  # what is to be said the first says
+        yield Together(ranks)

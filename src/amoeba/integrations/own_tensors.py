@@ -1,0 +1,76 @@
+"""What of a model's parameters one rank has alone, and by which names and in which order others know it.
+
+E experts
+
+    own = own_tensors(model)["model.layers.0.mlp.experts.placed_0"]
+    own.name            # model.layers.0.mlp.experts.gate_up_proj, as a process with all experts has it
+    own.experts, own.of # [4, 5, 6, 7], 8
+    plain_names(model)  # all parameters, named and ordered as in that process
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from amoeba.integrations.experts_module import LORA, described, experts_modules, placed_in
+from amoeba.parallel.sharded import ShardedExperts
+
+
+class OwnTensor(NamedTuple):
+    """
+    name:       of the tensor of all experts, in a process that has them.
+    experts:    whose entries this rank has, in order; of: so many in all.
+    transposed: whether that process stores it as (E, in, out), and this one as (E, out, in).
+    """
+
+    name: str
+    experts: list[int]
+    of: int
+    transposed: bool
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        """From one way to store it to the other."""
+        return tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
+
+
+def sharded_modules(model: nn.Module) -> dict[str, tuple[Any, ShardedExperts]]:
+    found = {name: (module, placed_in(module)) for name, module in experts_modules(model).items()}
+    return {name: (module, placed) for name, (module, placed) in found.items() if isinstance(placed, ShardedExperts)}
+
+
+def own_tensors(model: nn.Module) -> dict[str, OwnTensor]:
+    """By the names that the parameters have here."""
+    found: dict[str, OwnTensor] = {}
+    for name, (module, placed) in sharded_modules(model).items():
+        about = placed.owners.experts_of(placed.ranks.rank), placed.owners.num_experts
+        for place, leaf in enumerate(_leaves(module)):
+            if f"placed_{place}" in module._parameters:
+                found[f"{name}.placed_{place}"] = OwnTensor(f"{name}.{leaf}", *about, described(module).transposed)
+        factors = module._modules.get(LORA)
+        for leaf, _ in [] if factors is None else factors.named_parameters():
+            found[f"{name}.{LORA}.{leaf}"] = OwnTensor(f"{name}.{LORA}.{leaf}", *about, False)
+    return found
+
+
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """The name here by the name in a process with all experts, in the order that the parameters have there."""
+    own = {mine: tensor.name for mine, tensor in own_tensors(model).items()}
+    here = {theirs: mine for mine, theirs in own.items()}
+    ordered: dict[str, str] = {}
+    for name, _ in model.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        if name in own and leaf.startswith("placed_"):
+            # the shapes that were left of a module's parameters are in their order
+            kept = model.get_submodule(module).__dict__
+            ordered |= {f"{module}.{each}": here[f"{module}.{each}"] for each in kept if f"{module}.{each}" in here}
+        else:
+            ordered[name] = name
+    return ordered
+
+
+def _leaves(module: Any) -> list[str]:
+    """The module's names for what `ExpertWeights.tensors` has, in that order."""
+    up = described(module).up_name
+    return [up, "down_proj", f"{up}_bias", "down_proj_bias"]

@@ -1,0 +1,45 @@
+"""What of a model a run keeps: in each checkpoint, and at the end in a folder of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Artifact(Protocol):
+    """In the folder `name` of the run at its end.
+
+    Over ranks each calls all of these: `gather` first, which may send, then `save`, in which nothing is sent and each
+    writes its part, then the first rank `finish`.
+    """
+
+    name: str
+
+    def gather(self, model: Any) -> None: ...
+
+    def save(self, model: Any, folder: Path) -> None: ...
+
+    def finish(self, folder: Path) -> None: ...
+
+    def load(self, model: Any, folder: Path) -> None: ...
+
+
+class WholeModel:
+    name = "model"
+
+    def gather(self, model: Any) -> None:
+        """Nothing: the model is all here."""
+
+    def save(self, model: Any, folder: Path) -> None:
+        model.save_pretrained(folder)
+
+    def finish(self, folder: Path) -> None:
+        """Nothing: the folder is whole."""
+
+    def load(self, model: Any, folder: Path) -> None:
+        """Through from_pretrained: on disk experts lie one by one, and only it puts them together again.
+
+        (Trainer's own way reads the file as it is, finds no stacked experts and leaves them as initialised.)
+        """
+        stored = type(model).from_pretrained(folder, dtype=model.dtype, trust_remote_code=False)
+        model.load_state_dict(stored.state_dict())

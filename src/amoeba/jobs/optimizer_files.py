@@ -1,0 +1,159 @@
+"""The optimizer's state in a checkpoint, written by each rank for its own experts and read by any number of ranks.
+
+E experts
+
+    save_optimizer(optimizer, model, folder, together)      # on every rank
+    load_optimizer(optimizer, model, folder)                # as many ranks, more, fewer, or a process alone
+
+    optimizer.json                          {"groups": [{"lr": ..., "parameters": [names]}]}
+    optimizer-00000-of-00002.safetensors    NAME/exp_avg and so on; of experts' tensors the rank's entries, and in the
+                                            header under "experts" which these are
+
+Names are those of a process with all experts. What all ranks have alike is in the first file. The optimizer.pt that
+such a process writes is read, too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.errors import bad_value
+from amoeba.files import write_whole
+from amoeba.integrations.own_tensors import own_tensors, plain_names
+from amoeba.parallel.together import Together
+
+GROUPS, SCHEDULER, WHOLE = "optimizer.json", "scheduler.pt", "optimizer.pt"
+_PARTS = "optimizer-{rank:05d}-of-{count:05d}.safetensors"
+_EXPERTS = "experts"  # in a file's header
+
+
+def has_optimizer(folder: Path) -> bool:
+    return (folder / GROUPS).is_file()
+
+
+def save_optimizer(optimizer: Any, model: Any, folder: Path, together: Together) -> None:
+    from safetensors.torch import save_file
+
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's is around ours
+    own = own_tensors(model)
+    named = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    experts: dict[str, list[int]] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        names = []
+        for parameter in group["params"]:
+            mine = own.get(named[parameter])
+            name = named[parameter] if mine is None else mine.name
+            names.append(name)
+            if mine is None and not together.first:
+                continue
+            for key, value in optimizer.state[parameter].items():
+                value = _as_tensor(value).detach().cpu()
+                if mine is not None and value.dim():
+                    experts[f"{name}/{key}"] = mine.experts
+                    value = mine.turned(value)
+                tensors[f"{name}/{key}"] = value.contiguous()
+        groups.append({key: value for key, value in group.items() if key != "params"} | {"parameters": names})
+    path = folder / _PARTS.format(rank=together.rank, count=together.count)
+    save_file(tensors, path, metadata={"format": "pt", _EXPERTS: json.dumps(experts)})
+    if together.first:
+        write_whole(folder / GROUPS, json.dumps({"groups": groups}, default=float, indent=1) + "\n")
+
+
+def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
+    """Reads of experts' states those of the experts that are here."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    stored = _Parts(folder) if has_optimizer(folder) else _Whole(folder, optimizer, model)
+    own = own_tensors(model)
+    named = {parameter: name for name, parameter in model.named_parameters()}
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    place = 0
+    if len(stored.groups) != len(optimizer.param_groups):
+        raise _another_model(folder, f"{len(stored.groups)} groups of parameters")
+    for group, saved in zip(optimizer.param_groups, stored.groups, strict=True):
+        places = []
+        for parameter in group["params"]:
+            mine = own.get(named[parameter])
+            name = named[parameter] if mine is None else mine.name
+            if name not in saved["parameters"]:
+                raise _another_model(folder, f"none for {name}")
+            found = stored.state_of(name, None if mine is None else mine.experts)
+            if mine is not None:
+                found = {key: mine.turned(value) if value.dim() else value for key, value in found.items()}
+            state[place] = found
+            places.append(place)
+            place += 1
+        told = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key != "parameters"}
+        groups.append(told | {"params": places})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class _Parts:
+    """What `save_optimizer` wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self.groups: list[dict[str, Any]] = json.loads((folder / GROUPS).read_bytes())["groups"]
+        self._files = [safe_open(path, "pt") for path in sorted(folder.glob("optimizer-*.safetensors"))]
+        self._experts = [json.loads(file.metadata()[_EXPERTS]) for file in self._files]
+        self._holders: dict[str, list[int]] = {}  # of a tensor, which files have it or some of it
+        for place, file in enumerate(self._files):
+            for key in file.keys():  # noqa: SIM118  it is no mapping
+                self._holders.setdefault(key, []).append(place)
+
+    def state_of(self, name: str, experts: list[int] | None) -> dict[str, Tensor]:
+        """experts: those whose entries are wanted; None for all that there are."""
+        keys = [key for key in self._holders if key.rpartition("/")[0] == name]
+        return {key.rpartition("/")[2]: self._tensor(key, experts) for key in keys}
+
+    def _tensor(self, key: str, wanted: list[int] | None) -> Tensor:
+        holders = self._holders[key]
+        lists = {place: self._experts[place].get(key) for place in holders}
+        if None in lists.values():  # no expert's, or one number for all of them
+            return self._files[holders[0]].get_tensor(key)
+        where = {expert: (place, at) for place, ids in lists.items() for at, expert in enumerate(ids)}
+        slices = {place: self._files[place].get_slice(key) for place in holders}
+        ids = sorted(where) if wanted is None else wanted
+        entries = [slices[place][at : at + 1] for place, at in (where[expert] for expert in ids)]
+        return torch.cat(entries) if entries else slices[holders[0]][:0]
+
+
+class _Whole:
+    """optimizer.pt of a process with all experts: numbers in place of names."""
+
+    def __init__(self, folder: Path, optimizer: Any, model: Any) -> None:
+        saved = torch.load(folder / WHOLE, map_location="cpu", weights_only=True)
+        self._state, self.groups = saved["state"], []
+        theirs = {mine: name for name, mine in plain_names(model).items()}
+        order = {name: place for place, name in enumerate(plain_names(model))}
+        named = {parameter: theirs[name] for name, parameter in model.named_parameters()}
+        self._numbers: dict[str, int] = {}
+        for group, entry in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+            names = sorted((named[parameter] for parameter in group["params"]), key=order.__getitem__)
+            if len(names) != len(entry["params"]):
+                raise _another_model(folder, f"{len(entry['params'])} parameters for {len(names)}")
+            self._numbers |= dict(zip(names, entry["params"], strict=True))
+            self.groups.append({key: value for key, value in entry.items() if key != "params"} | {"parameters": names})
+
+    def state_of(self, name: str, experts: list[int] | None) -> dict[str, Tensor]:
+        found = {key: _as_tensor(value) for key, value in self._state[self._numbers[name]].items()}
+        if experts is None:
+            return found
+        return {key: value[experts] if value.dim() else value for key, value in found.items()}
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    """Of a state: a tensor, or a number of steps."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64, device="cpu")
+
+
+def _another_model(folder: Path, got: str) -> ValueError:
+    return bad_value(str(folder), "the optimizer's state for this model", got, "resume with the settings of the run")
