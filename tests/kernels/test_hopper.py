@@ -20,7 +20,7 @@ from torch import Tensor
 from amoeba import Routing, experts
 from amoeba.config import Activation
 from amoeba.kernels.activate import activate_backward
-from amoeba.kernels.addend import Addend
+from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper import activation as hopper_activation
 from amoeba.kernels.hopper import gradient as hopper_gradient
 from amoeba.kernels.hopper import product as hopper_product
@@ -236,7 +236,19 @@ def test_rows_times_their_experts_matrix(
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("gathered", "rows_first", "padded", "rank"),
-    [(True, True, 64, 16), (True, True, 64, 64), (True, False, 128, 70), (False, False, 64, 5), (False, True, 64, 32)],
+    [
+        (True, True, 64, 16),  # padded further than needed
+        (True, True, 64, 64),
+        (True, True, 16, 16),
+        (True, True, 32, 24),
+        (True, False, 128, 70),
+        (True, False, 16, 8),
+        (False, False, 16, 5),
+        (False, False, 32, 24),
+        (False, True, 64, 32),
+        (False, True, 32, 32),
+        (False, True, 16, 16),
+    ],
 )
 @pytest.mark.parametrize("activated", [False, True])
 def test_an_addend_is_more_of_the_depth(
@@ -336,6 +348,7 @@ def test_the_table_holds_every_tile_once(routing: str, device: torch.device) -> 
         ("gpt-oss", torch.bfloat16, (5, 0, 3), 64, False),
         ("gelu", torch.bfloat16, (0, 40, 64), 320, True),
         ("silu", torch.float16, (20, 12, 8), 128, False),
+        ("silu", torch.bfloat16, (8, 16, 24), 192, True),
     ],
 )
 def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_place, routing, device, monkeypatch):
@@ -344,10 +357,11 @@ def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_pl
     gate_rank, up_rank, down_rank = ranks
     count, scaling = rows.tokens * K, 1.5
     da_NI, h_NJ = rows.sorted(inner, dtype, 1), rows.sorted(2 * inner, dtype, 2)
-    low_NP, dlow_down_NP = rows.sorted(64, dtype, 3), rows.sorted(64, dtype, 4)
+    padded, down_padded = padded_rank(gate_rank + up_rank), padded_rank(down_rank)
+    low_NP, dlow_down_NP = rows.sorted(padded, dtype, 3), rows.sorted(down_padded, dtype, 4)
     low_NP[: rows.owned, gate_rank + up_rank :] = 0
     dlow_down_NP[: rows.owned, down_rank:] = 0
-    b_EOP = normal(E, 2 * inner, 64, dtype=dtype, seed=5, device=device)
+    b_EOP = normal(E, 2 * inner, padded, dtype=dtype, seed=5, device=device)
     b_EOP[:, :inner, gate_rank:] = 0
     b_EOP[:, inner:, :gate_rank] = 0
     b_EOP[:, inner:, gate_rank + up_rank :] = 0
@@ -390,7 +404,7 @@ def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_pl
     torch.testing.assert_close(ds_N, expected_ds, rtol=1e-4, atol=1e-3)
     ranks_of = [(rank, of) for rank, of in ((gate_rank, 0), (up_rank, gate_rank)) if rank]
     columns = [slice(0, inner)] * bool(gate_rank) + [slice(inner, 2 * inner)] * bool(up_rank)
-    expected_dlow = torch.zeros(rows.owned, 64, dtype=torch.float64, device=device)
+    expected_dlow = torch.zeros(rows.owned, padded, dtype=torch.float64, device=device)
     expected_sums = [torch.zeros(one.shape, dtype=torch.float64, device=device) for one in sums]
     expected_da = torch.zeros(da_down.shape, dtype=torch.float64, device=device)
     for e, own in rows.experts():

@@ -83,13 +83,14 @@ def launches() -> dict[str, Callable[[], None]]:
     gate_up, down, bias = empty(E, 2 * I, H), empty(E, H, I), empty(E, I)
     order, offs, table = (empty(n, dtype=torch.int32) for n in (N, E, 64))
     of_up, of_rows = (
-        Addend(empty(N, 64), empty(E, 2 * I, 64), 32),
-        Addend(empty(N, 64), empty(E, 64, H).transpose(1, 2), 16),
+        Addend(empty(N, 32), empty(E, 2 * I, 32), 32),
+        Addend(empty(N, 16), empty(E, 16, H).transpose(1, 2), 16),
     )
-    weight, low = empty(N // K, K), empty(N, 64)
+    weight = empty(N // K, K)
 
     def activation_backward(gate_rank: int, up_rank: int, down_rank: int) -> None:
-        factors = Up(empty(E, 2 * I, 64), low, gate_rank, up_rank, 2.0), Down(low, down_rank)
+        rank = gate_rank + up_rank
+        factors = Up(empty(E, 2 * I, rank), empty(N, rank), gate_rank, up_rank, 2.0), Down(empty(N, down_rank), down_rank)
         activate_backward(a, h, weight, order, Activation(), h, offs, table, up=factors[0], down=factors[1])
 
     return {

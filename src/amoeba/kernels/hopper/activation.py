@@ -29,12 +29,12 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants
+from amoeba.kernels.addend import padded_rank
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.hopper.activation_kernel import activation_kernel
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
 from amoeba.kernels.hopper.product import BLOCK_M, Constants, multiprocessors
-from amoeba.kernels.launch import next_power_of_2
 from amoeba.kernels.thin_pair import Sums
 from amoeba.kernels.tiles import slots
 
@@ -80,7 +80,6 @@ class Plan:
     UP_RANK: int
     R: int  # ranks of gate and up that are multiplied
     D: int  # ... and of down
-    PADDED: int
     STAGES: int
     THINS: int  # tiles whose thin rows are there at a time
     KIND: str
@@ -132,13 +131,13 @@ def activate_backward(
     fit = have_lines(da_NI, h_NJ, dh_NJ, up.low_NP, down.dlow_NP) and order_N.is_contiguous()
     fit = fit and h_NJ.shape[1] == dh_NJ.shape[1] == width == 2 * intermediate and up.b_EOP.is_contiguous()
     check_arguments(fit, "rows that are contiguous inside", da_NI=da_NI, h_NJ=h_NJ, dh_NJ=dh_NJ, b_EOP=up.b_EOP)
-    block_r, block_d = (max(16, next_power_of_2(rank)) for rank in (up.gate_rank + up.up_rank, down.rank))
+    block_r, block_d = padded_rank(up.gate_rank + up.up_rank), padded_rank(down.rank)
     tiles = slots(rows, experts, BLOCK_M)
     ds_N = torch.zeros(rows, dtype=torch.float32, device=da_NI.device)
-    dlow_NP = torch.empty((rows, padded), dtype=da_NI.dtype, device=da_NI.device)
+    dlow_NP = torch.empty((rows, block_r), dtype=da_NI.dtype, device=da_NI.device)
     parts = torch.empty((tiles, width, block_r), dtype=torch.float32, device=da_NI.device)
     down_parts = torch.empty((tiles, intermediate, block_d), dtype=torch.float32, device=da_NI.device)
-    bound = _bound(activation, up.gate_rank, up.up_rank, block_r, block_d, padded, da_NI.dtype)
+    bound = _bound(activation, up.gate_rank, up.up_rank, block_r, block_d, da_NI.dtype)
     bound[(multiprocessors(da_NI.device),)](
         descriptor(da_NI, (BLOCK_M, BLOCK)),
         descriptor(h_NJ, (BLOCK_M, BLOCK)),
@@ -165,11 +164,11 @@ def activate_backward(
 
 @cache
 def _bound(
-    activation: Activation, gate_rank: int, up_rank: int, block_r: int, block_d: int, padded: int, dtype: torch.dtype
+    activation: Activation, gate_rank: int, up_rank: int, block_r: int, block_d: int, dtype: torch.dtype
 ) -> Any:
     named: Any = constants(activation)
     del named["GATED"]
-    plans = (Plan(gate_rank, up_rank, block_r, block_d, padded, *ring, **named) for ring in RINGS)
+    plans = (Plan(gate_rank, up_rank, block_r, block_d, *ring, **named) for ring in RINGS)
     plan = next(plan for plan in plans if plan.fits)
     return activation_kernel.bound(
         PLAN=Constants(plan),

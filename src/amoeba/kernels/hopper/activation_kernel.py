@@ -253,10 +253,8 @@ def _consume(
             n = gl.arange(0, BLOCK_M, gl.SliceLayout(1, of_ranks))
             r = gl.arange(0, PLAN.R, gl.SliceLayout(0, of_ranks))
             own = (n < rows)[:, None]
-            dlow_at = dlow + row.to(gl.int64) * PLAN.PADDED + (n[:, None] * PLAN.PADDED + r[None, :])
+            dlow_at = dlow + row.to(gl.int64) * PLAN.R + (n[:, None] * PLAN.R + r[None, :])
             gl.store(dlow_at, (total * scaling).to(dtype), mask=own)
-            for padding in gl.static_range(PLAN.R, PLAN.PADDED, PLAN.R):
-                gl.store(dlow_at + padding, gl.zeros((BLOCK_M, PLAN.R), dtype, of_ranks), mask=own)
         mbarrier.arrive(thin_empty.index(thin_slot), count=1)
 
 
