@@ -32,6 +32,7 @@ OTHERS = (
     "up_with_factors",
     "rows_gradient_with_factors",
     "activation_backward",
+    "activation_backward_of_a_shared_factor",
     "activation_backward_of_wide_factors",
 )
 LOTS = [HOT[:2], pytest.param((*HOT[2:], *OTHERS), marks=pytest.mark.thorough)]
@@ -88,14 +89,16 @@ def launches() -> dict[str, Callable[[], None]]:
     )
     weight = empty(N // K, K)
 
-    def activation_backward(gate_rank: int, up_rank: int, down_rank: int) -> None:
-        rank = gate_rank + up_rank
-        factors = Up(empty(E, 2 * I, rank), empty(N, rank), gate_rank, up_rank, 2.0), Down(empty(N, down_rank), down_rank)
+    def activation_backward(gate_rank: int, up_first: int, up_rank: int, down_rank: int) -> None:
+        rank = up_first + up_rank
+        ranks = slice(0, gate_rank), slice(up_first, rank)
+        factors = Up(empty(E, 2 * I, rank), empty(N, rank), *ranks, 2.0), Down(empty(N, down_rank), down_rank)
         activate_backward(a, h, weight, order, Activation(), h, offs, table, up=factors[0], down=factors[1])
 
     return {
-        "activation_backward": lambda: activation_backward(16, 16, 16),
-        "activation_backward_of_wide_factors": lambda: activation_backward(32, 32, 64),
+        "activation_backward": lambda: activation_backward(16, 16, 16, 16),
+        "activation_backward_of_a_shared_factor": lambda: activation_backward(16, 0, 16, 16),
+        "activation_backward_of_wide_factors": lambda: activation_backward(32, 32, 32, 64),
         "up": lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h),
         "plain_up_with_bias": lambda: up(
             x, order, K, gate_up[:, :I].contiguous(), table, Activation("gelu", gated=False), a, h_NJ=y, bias_EJ=bias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,18 @@ def factors(device: torch.device, gate: int, up: int, down: int) -> LoraFactors:
             named[f"{name}_lora_a"] = random(device, E, rank, fan_in, seed=seed)
             named[f"{name}_lora_b"] = random(device, E, rank, fan_out, seed=seed).mT  # not contiguous
     return LoraFactors(**named, scaling=1.5)
+
+
+@pytest.mark.parametrize("activation", [GATED, INTERLEAVED], ids=["gated", "interleaved"])
+def test_an_a_that_gate_and_up_share_is_there_once(device, activation):
+    apart = factors(device, 5, 5, 0)
+    lora = replace(apart, up_lora_a=apart.gate_lora_a)
+    (a_EPH, b_EJP), _ = join_factors(lora, activation, torch.float32)
+    assert a_EPH.shape == (E, 16, H) and b_EJP.shape == (E, 2 * I, 16)
+    assert torch.equal(a_EPH[:, :5], lora.gate_lora_a) and not a_EPH[:, 5:].any()
+    gate, up = (b_EJP[:, 0::2], b_EJP[:, 1::2]) if activation.interleaved else b_EJP.chunk(2, 1)
+    assert torch.equal(gate[:, :, :5], lora.gate_lora_b) and torch.equal(up[:, :, :5], lora.up_lora_b)
+    assert not b_EJP[:, :, 5:].any()
 
 
 @ACTIVATIONS

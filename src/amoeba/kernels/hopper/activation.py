@@ -49,12 +49,12 @@ SHARED_BYTES = 231_000
 
 
 class Up(NamedTuple):
-    """Of gate and up: b as `join_factors` makes it, c · x Aᵀ, how many ranks are gate's and how many up's."""
+    """Of gate and up: b as `join_factors` makes it, c · x Aᵀ, which ranks are gate's and which up's."""
 
     b_EOP: Tensor
     low_NP: Tensor
-    gate_rank: int
-    up_rank: int
+    gate_ranks: slice
+    up_ranks: slice
     scaling: float
 
 
@@ -76,7 +76,8 @@ class Found(NamedTuple):
 class Plan:
     """What is known when the kernel is compiled."""
 
-    GATE_RANK: int
+    GATE_RANK: int  # the first ones
+    UP_FIRST: int
     UP_RANK: int
     R: int  # ranks of gate and up that are multiplied
     D: int  # ... and of down
@@ -131,13 +132,15 @@ def activate_backward(
     fit = have_lines(da_NI, h_NJ, dh_NJ, up.low_NP, down.dlow_NP) and order_N.is_contiguous()
     fit = fit and h_NJ.shape[1] == dh_NJ.shape[1] == width == 2 * intermediate and up.b_EOP.is_contiguous()
     check_arguments(fit, "rows that are contiguous inside", da_NI=da_NI, h_NJ=h_NJ, dh_NJ=dh_NJ, b_EOP=up.b_EOP)
-    block_r, block_d = padded_rank(up.gate_rank + up.up_rank), padded_rank(down.rank)
+    gate, of_up = up.gate_ranks, up.up_ranks
+    block_r, block_d = padded_rank(max(gate.stop, of_up.stop)), padded_rank(down.rank)
     tiles = slots(rows, experts, BLOCK_M)
     ds_N = torch.zeros(rows, dtype=torch.float32, device=da_NI.device)
     dlow_NP = torch.empty((rows, block_r), dtype=da_NI.dtype, device=da_NI.device)
     parts = torch.empty((tiles, width, block_r), dtype=torch.float32, device=da_NI.device)
     down_parts = torch.empty((tiles, intermediate, block_d), dtype=torch.float32, device=da_NI.device)
-    bound = _bound(activation, up.gate_rank, up.up_rank, block_r, block_d, da_NI.dtype)
+    ranks = (gate.stop, of_up.start, of_up.stop - of_up.start, block_r, block_d)
+    bound = _bound(activation, ranks, da_NI.dtype)
     bound[(multiprocessors(da_NI.device),)](
         descriptor(da_NI, (BLOCK_M, BLOCK)),
         descriptor(h_NJ, (BLOCK_M, BLOCK)),
@@ -163,12 +166,11 @@ def activate_backward(
 
 
 @cache
-def _bound(
-    activation: Activation, gate_rank: int, up_rank: int, block_r: int, block_d: int, dtype: torch.dtype
-) -> Any:
+def _bound(activation: Activation, ranks: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """ranks: the first fields of `Plan`."""
     named: Any = constants(activation)
     del named["GATED"]
-    plans = (Plan(gate_rank, up_rank, block_r, block_d, *ring, **named) for ring in RINGS)
+    plans = (Plan(*ranks, *ring, **named) for ring in RINGS)
     plan = next(plan for plan in plans if plan.fits)
     return activation_kernel.bound(
         PLAN=Constants(plan),

@@ -231,7 +231,7 @@ def _consume(
             total, of_gate, of_up, of_a = warpgroup_mma_wait(0, deps=(total, of_gate, of_up, of_a))
             own_parts = parts + place * 2 * intermediate * PLAN.R
             _store_part(of_gate, own_parts, column, 0, PLAN.GATE_RANK)
-            _store_part(of_up, own_parts, column + intermediate, PLAN.GATE_RANK, PLAN.UP_RANK)
+            _store_part(of_up, own_parts, column + intermediate, PLAN.UP_FIRST, PLAN.UP_RANK)
             _store_part(of_a, down_parts + place * intermediate * PLAN.D, column, 0, PLAN.D)
             tma.store_wait(0)
             barrier()
