@@ -32,7 +32,8 @@ _LARGE, _LARGE_RANK = Configuration(256, 64, 0, 1, 8, 4), 64
 _MODEST = Configuration(128, 32, 0, 1, 8, 3)
 _SMALL = Configuration(64, 32, 0, 1, 4, 2)  # for fp32, and where an expert has few rows
 _FEW_ROWS = 128
-_SUM_BLOCK = 1024
+# Of a sum of parts: numbers of a program, and how many of its parts are on their way from memory at a time, and one.
+_SUM_BLOCK, _SUM_STAGES = 1024, 4
 
 
 def widest_rank(dtype: torch.dtype) -> int:
@@ -80,6 +81,7 @@ class Sums:
             BLOCK_M=self.chosen.block_m,
             BLOCK_O=block_o,
             BLOCK_R=block_r,
+            STAGES=_SUM_STAGES,
             num_warps=4,
         )
         return out_EOR
@@ -219,6 +221,7 @@ def _add_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One expert's parts, of some columns; its slots are those that `find_tile` gives it."""
     expert = tl.program_id(0)
@@ -231,7 +234,7 @@ def _add_parts(
     inside = (column < COLUMNS) & (rank < RANKS)
     at = parts + first_slot.to(tl.int64) * (WIDTH * RANK) + (FIRST + column * STEP) * RANK + FIRST_RANK + rank
     total = tl.zeros((BLOCK_O, BLOCK_R), tl.float32)
-    for _ in range(count):
+    for _ in tl.range(count, num_stages=STAGES):
         total += tl.load(at, mask=inside, other=0.0)
         at += WIDTH * RANK
     place = out + expert.to(tl.int64) * STRIDE_EXPERT + column.to(tl.int64) * STRIDE_COLUMN + rank * STRIDE_RANK
