@@ -342,7 +342,7 @@ def test_the_table_holds_every_tile_once(routing: str, device: torch.device) -> 
 
 @pytest.mark.parametrize("routing", ["rests", "skewed", "everywhere", "nobody"])
 @pytest.mark.parametrize(
-    # ranks: of gate, up and down, and whether gate and up have the same; inner: two warpgroups share steps of 64 columns
+    # ranks: of gate, up and down, and whether gate and up have the same; inner: warpgroups share steps of 64 columns
     ("name", "dtype", "ranks", "inner", "in_place"),
     [
         ("silu", torch.bfloat16, (16, 16, 16), 192, True),

@@ -158,11 +158,11 @@ def _differentiate(da_buf, gate_buf, up_buf, scale, PLAN: gl.constexpr, layout: 
 
 @gluon.jit
 def _consume(
-    given_rows, ring, thin, exchange, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr,
+    tensors, ring, thin, exchange, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's share of the stages."""
-    dh_desc, weight, order, offs_E, table, dh, ds, dlow, parts, down_parts, scaling, intermediate, dh_stride = given_rows
+    dh_desc, weight, order, offs_E, table, dh, ds, dlow, parts, down_parts, scaling, intermediate, dh_stride = tensors
     da_bufs, gate_bufs, up_bufs, gate_factors, up_factors, full, empty = ring
     low_bufs, down_bufs, thin_full, thin_empty = thin
     total_bufs, ds_bufs, given, taken = exchange
@@ -315,15 +315,15 @@ def activation_kernel(
     ring = (da_bufs, gate_bufs, up_bufs, gate_factors, up_factors, full, empty)
     thin = (low_bufs, down_bufs, thin_full, thin_empty)
     exchange = (total_bufs, ds_bufs, given, taken)
-    rows = (
+    tensors = (
         dh_desc, weight, order, offs_E, table, dh, ds, dlow, parts, down_parts, scaling, intermediate, dh_stride,
     )  # fmt: skip
     sources = (da_desc, h_desc, factor_desc, low_desc, down_desc, table)
     if PLAN.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (rows, ring, thin, exchange, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, CHUNK)),
-                (_consume, (rows, ring, thin, exchange, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, CHUNK)),
+                (_consume, (tensors, ring, thin, exchange, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, CHUNK)),
+                (_consume, (tensors, ring, thin, exchange, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, CHUNK)),
                 (_produce, (sources, ring, thin, intermediate, PLAN, BLOCK)),
             ],
             [4, 1],
@@ -332,9 +332,9 @@ def activation_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (rows, ring, thin, exchange, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, CHUNK)),
-                (_consume, (rows, ring, thin, exchange, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, CHUNK)),
-                (_consume, (rows, ring, thin, exchange, gl.constexpr(2), PLAN, BLOCK_M, BLOCK, CHUNK)),
+                (_consume, (tensors, ring, thin, exchange, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, CHUNK)),
+                (_consume, (tensors, ring, thin, exchange, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, CHUNK)),
+                (_consume, (tensors, ring, thin, exchange, gl.constexpr(2), PLAN, BLOCK_M, BLOCK, CHUNK)),
                 (_produce, (sources, ring, thin, intermediate, PLAN, BLOCK)),
             ],
             [4, 4, 1],
