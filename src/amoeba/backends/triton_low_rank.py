@@ -12,7 +12,8 @@ The mathematics is that of `amoeba.backends.low_rank`. A thin product gives each
 after it takes them as more of its depth (`Addend`), so that nothing of the size of the rows is written or read for
 them. c (x Aᵀ) and c (a A_dᵀ) are saved by forward, N x P each. So backward reads dy once for dy B_d and the gradient of
 B_d, and dh once for dh B and the gradients of B (`thin_pair`); on Hopper the pass that makes dh gives these, and the
-gradient of A_d, which needs a (`activation_backward`).
+gradient of A_d, which needs a (`activation_backward`). Where gate and up share their A, its ranks are there once: one
+x Aᵀ for both, one dh B that is the sum of theirs, and one gradient of A.
 """
 
 from __future__ import annotations
