@@ -36,8 +36,11 @@ class Problem(NamedTuple):
         return self.expert_TK.shape[0] * self.expert_TK.shape[1]
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of an operator's arguments: x, ids and weights of the routing, the kind's own, the factors."""
+        """In the order of an operator's arguments: x, ids and weights of the routing, the kind's own, the factors; an A
+        that gate and up share once, as gate's."""
         factors = _NO_FACTORS if self.lora is None else self.lora.six()
+        if self.lora is not None and self.lora.shares_a:
+            factors = tuple(None if name == "up_lora_a" else f for name, f in zip(LORA_NAMES, factors, strict=True))
         return (*self[:3], *self.weights.tensors(), *factors)
 
     def with_factors_as_weights(self) -> Problem:

@@ -130,16 +130,22 @@ class TestLowRank:
     """What LoRA's passes save and launch."""
 
     @pytest.mark.parametrize("tokens", [5, 0])
-    def test_thin_rows_are_saved_padded_and_the_fake_says_so_too(self, tokens: int) -> None:
-        layer = layer_here(tokens=tokens, rank=5)
-        factors = [layer.tensors[name].detach() for name in LORA_NAMES]
+    @pytest.mark.parametrize(("shared", "width"), [(False, 32), (True, 16)])
+    def test_thin_rows_are_saved_padded_and_the_fake_says_so_too(self, tokens: int, shared: bool, width: int) -> None:
+        """Ranks of gate and up are 9 + 9, or 9 where they share their A, which is an argument once then."""
+        layer = layer_here(tokens=tokens, rank=9)
+        named = {name: layer.tensors[name].detach() for name in LORA_NAMES}
+        named |= {"up_lora_a": named["gate_lora_a"]} if shared else {}
+        problem = problem_of(layer)._replace(lora=LoraFactors(**named))
+        factors = problem.tensors()[-len(LORA_NAMES) :]
+        assert (factors[2] is None) == shared
         given = (*arguments(layer)[:-1], 2.0)
         given = tuple(given[:7]) + tuple(factors) + given[13:]
         real = torch.ops.amoeba.triton(*given, True)
         with FakeTensorMode() as mode:
             given = tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in given)
             fake = torch.ops.amoeba.triton(*given, True)
-        assert real[-1].shape == real[-2].shape == (tokens * K, 64)
+        assert (real[-2].shape, real[-1].shape) == ((tokens * K, width), (tokens * K, 16))
         assert [(t.dtype, t.shape, t.stride()) for t in real] == [(t.dtype, t.shape, t.stride()) for t in fake]
 
     def test_backward_multiplies_nothing_of_forward_a_second_time(self, monkeypatch) -> None:

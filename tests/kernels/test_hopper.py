@@ -20,7 +20,7 @@ from torch import Tensor
 from amoeba import Routing, experts
 from amoeba.config import Activation
 from amoeba.kernels.activate import activate_backward
-from amoeba.kernels.addend import Addend
+from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper import activation as hopper_activation
 from amoeba.kernels.hopper import gradient as hopper_gradient
 from amoeba.kernels.hopper import product as hopper_product
@@ -236,7 +236,19 @@ def test_rows_times_their_experts_matrix(
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("gathered", "rows_first", "padded", "rank"),
-    [(True, True, 64, 16), (True, True, 64, 64), (True, False, 128, 70), (False, False, 64, 5), (False, True, 64, 32)],
+    [
+        (True, True, 64, 16),  # padded further than needed
+        (True, True, 64, 64),
+        (True, True, 16, 16),
+        (True, True, 32, 24),
+        (True, False, 128, 70),
+        (True, False, 16, 8),
+        (False, False, 16, 5),
+        (False, False, 32, 24),
+        (False, True, 64, 32),
+        (False, True, 32, 32),
+        (False, True, 16, 16),
+    ],
 )
 @pytest.mark.parametrize("activated", [False, True])
 def test_an_addend_is_more_of_the_depth(
@@ -330,27 +342,42 @@ def test_the_table_holds_every_tile_once(routing: str, device: torch.device) -> 
 
 @pytest.mark.parametrize("routing", ["rests", "skewed", "everywhere", "nobody"])
 @pytest.mark.parametrize(
-    ("name", "dtype", "ranks", "inner", "in_place"),  # inner: steps of 64 columns, which two warpgroups share
+    # ranks: of gate, up and down, and whether gate and up have the same; inner: warpgroups share steps of 64 columns
+    ("name", "dtype", "ranks", "inner", "warpgroups"),
     [
-        ("silu", torch.bfloat16, (16, 16, 16), 192, True),
-        ("gpt-oss", torch.bfloat16, (5, 0, 3), 64, False),
-        ("gelu", torch.bfloat16, (0, 40, 64), 320, True),
-        ("silu", torch.float16, (20, 12, 8), 128, False),
+        ("silu", torch.bfloat16, (16, 16, 16), 192, 2),
+        ("gpt-oss", torch.bfloat16, (5, 0, 3), 64, 2),
+        ("gelu", torch.bfloat16, (0, 40, 64), 320, 2),
+        ("silu", torch.float16, (20, 12, 8), 128, 2),
+        ("silu", torch.bfloat16, (8, 16, 24), 192, 2),
+        ("silu", torch.bfloat16, (16, 16, 16, True), 192, 2),
+        ("silu", torch.bfloat16, (24, 24, 8, True), 128, 2),
+        ("silu", torch.bfloat16, (16, 16, 16, True), 320, 3),
+        ("gpt-oss", torch.bfloat16, (5, 0, 3), 64, 3),
     ],
 )
-def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_place, routing, device, monkeypatch):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_activation_backward_with_thin_products(
+    name, dtype, ranks, inner, warpgroups, in_place, routing, device, monkeypatch
+):
     """dh has the bits of the pass without LoRA; thin products and sums are those of dh and s·a as they are rounded."""
+    if warpgroups == 3:
+        monkeypatch.setattr(hopper_activation, "RINGS", ((3, 2, 3),))
+        monkeypatch.setattr(hopper_activation, "CHUNK", 16)
+        monkeypatch.setattr(hopper_activation, "_bound", hopper_activation._bound.__wrapped__)
     activation, rows = UPS[name][0], routed(routing, device)
-    gate_rank, up_rank, down_rank = ranks
+    gate_rank, up_rank, down_rank, *shared = ranks
+    of_gate, of_up = slice(0, gate_rank), slice(0 if shared else gate_rank, up_rank if shared else gate_rank + up_rank)
     count, scaling = rows.tokens * K, 1.5
     da_NI, h_NJ = rows.sorted(inner, dtype, 1), rows.sorted(2 * inner, dtype, 2)
-    low_NP, dlow_down_NP = rows.sorted(64, dtype, 3), rows.sorted(64, dtype, 4)
-    low_NP[: rows.owned, gate_rank + up_rank :] = 0
+    padded, down_padded = padded_rank(max(of_gate.stop, of_up.stop)), padded_rank(down_rank)
+    low_NP, dlow_down_NP = rows.sorted(padded, dtype, 3), rows.sorted(down_padded, dtype, 4)
+    low_NP[: rows.owned, max(of_gate.stop, of_up.stop) :] = 0
     dlow_down_NP[: rows.owned, down_rank:] = 0
-    b_EOP = normal(E, 2 * inner, 64, dtype=dtype, seed=5, device=device)
+    b_EOP = normal(E, 2 * inner, padded, dtype=dtype, seed=5, device=device)
     b_EOP[:, :inner, gate_rank:] = 0
-    b_EOP[:, inner:, :gate_rank] = 0
-    b_EOP[:, inner:, gate_rank + up_rank :] = 0
+    b_EOP[:, inner:, : of_up.start] = 0
+    b_EOP[:, inner:, of_up.stop :] = 0
     weight_TK = normal(rows.tokens, K, dtype=dtype, seed=6, device=device).abs()
     expected_dh, scaled_a_NI = torch.empty_like(h_NJ), torch.empty_like(da_NI)
     expected_ds = activate_backward(
@@ -371,12 +398,12 @@ def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_pl
             dh_NJ,
             rows.offs_E,
             table,
-            up=hopper_activation.Up(b_EOP, low_NP, gate_rank, up_rank, scaling),
+            up=hopper_activation.Up(b_EOP, low_NP, of_gate, of_up, scaling),
             down=hopper_activation.Down(dlow_down_NP, down_rank),
         )
         sums = [
             found.db.write(torch.full((E, inner, rank), math.nan, dtype=dtype, device=device), first=first, rank=of)
-            for rank, first, of in ((gate_rank, 0, 0), (up_rank, inner, gate_rank))
+            for rank, first, of in ((gate_rank, 0, 0), (up_rank, inner, of_up.start))
             if rank
         ]
         da_down = torch.full((E, down_rank, inner), math.nan, dtype=dtype, device=device)
@@ -388,9 +415,9 @@ def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_pl
     assert not behind.isfinite().any()
     assert (ds_N[rows.owned :] == 0).all()
     torch.testing.assert_close(ds_N, expected_ds, rtol=1e-4, atol=1e-3)
-    ranks_of = [(rank, of) for rank, of in ((gate_rank, 0), (up_rank, gate_rank)) if rank]
+    ranks_of = [(rank, of) for rank, of in ((gate_rank, 0), (up_rank, of_up.start)) if rank]
     columns = [slice(0, inner)] * bool(gate_rank) + [slice(inner, 2 * inner)] * bool(up_rank)
-    expected_dlow = torch.zeros(rows.owned, 64, dtype=torch.float64, device=device)
+    expected_dlow = torch.zeros(rows.owned, padded, dtype=torch.float64, device=device)
     expected_sums = [torch.zeros(one.shape, dtype=torch.float64, device=device) for one in sums]
     expected_da = torch.zeros(da_down.shape, dtype=torch.float64, device=device)
     for e, own in rows.experts():
@@ -405,13 +432,19 @@ def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_pl
         assert_close("db", one, expected)
 
 
-def test_a_layer_with_lora_takes_that_pass_and_its_gradients_are_right(device, monkeypatch):
+@pytest.mark.parametrize(
+    ("ranks", "shared"),
+    [((8, 8, 8), False), ((16, 16, 16), False), ((16, 16, 16), True), ((24, 24, 8), True), ((8, 16, 32), False)],
+)
+def test_a_layer_with_lora_takes_that_pass_and_its_gradients_are_right(ranks, shared, device, monkeypatch):
+    """Of ranks that are one short step, whole or padded, and of those that are two."""
     taken: list[int] = []
     real = hopper_activation.activate_backward
     monkeypatch.setattr(
         hopper_activation, "activate_backward", lambda *given, **named: taken.append(1) or real(*given, **named)
     )
-    hidden, inner, rank, tokens = 256, 128, 16, 1024
+    hidden, inner, tokens = 256, 128, 1024
+    gate, up, down = ranks
     draw = {"dtype": torch.bfloat16, "device": device}
     x_TH = normal(tokens, hidden, seed=1, **draw)
     weights = ExpertWeights(
@@ -421,23 +454,25 @@ def test_a_layer_with_lora_takes_that_pass_and_its_gradients_are_right(device, m
     logits_TE = normal(tokens, E, seed=4, dtype=torch.float32, device=device)
     weight_TK, expert_TK = logits_TE.softmax(-1).topk(K)
     shapes = {
-        "gate_lora_a": (E, rank, hidden),
-        "gate_lora_b": (E, inner, rank),
-        "up_lora_a": (E, rank, hidden),
-        "up_lora_b": (E, inner, rank),
-        "down_lora_a": (E, rank, inner),
-        "down_lora_b": (E, hidden, rank),
+        "gate_lora_a": (E, gate, hidden),
+        "gate_lora_b": (E, inner, gate),
+        "up_lora_a": (E, up, hidden),
+        "up_lora_b": (E, inner, up),
+        "down_lora_a": (E, down, inner),
+        "down_lora_b": (E, hidden, down),
     }
     factors = {name: normal(*shape, seed=5 + at, scale=0.2, **draw) for at, (name, shape) in enumerate(shapes.items())}
 
     def gradients(backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
         named = {name: factor.detach().to(dtype).requires_grad_() for name, factor in factors.items()}
+        if shared:
+            named["up_lora_a"] = named["gate_lora_a"]
         x = x_TH.detach().to(dtype).requires_grad_()
         given = weight_TK.detach().to(dtype).requires_grad_()
         of = ExpertWeights(weights.gate_up_EJH.to(dtype), weights.down_EHI.to(dtype))
         y = experts(x, Routing(expert_TK, given), of, lora=LoraFactors(**named, scaling=2.0), backend=backend)
         y.backward(normal(tokens, hidden, seed=20, dtype=torch.float32, device=device).to(dtype))
-        return {"x": x.grad, "weight": given.grad, **{name: one.grad for name, one in named.items()}}
+        return {"y": y.detach(), "x": x.grad, "weight": given.grad, **{name: one.grad for name, one in named.items()}}
 
     found, expected = gradients("triton", torch.bfloat16), gradients("eager", torch.float64)
     assert taken

@@ -32,6 +32,7 @@ OTHERS = (
     "up_with_factors",
     "rows_gradient_with_factors",
     "activation_backward",
+    "activation_backward_of_a_shared_factor",
     "activation_backward_of_wide_factors",
 )
 LOTS = [HOT[:2], pytest.param((*HOT[2:], *OTHERS), marks=pytest.mark.thorough)]
@@ -83,18 +84,21 @@ def launches() -> dict[str, Callable[[], None]]:
     gate_up, down, bias = empty(E, 2 * I, H), empty(E, H, I), empty(E, I)
     order, offs, table = (empty(n, dtype=torch.int32) for n in (N, E, 64))
     of_up, of_rows = (
-        Addend(empty(N, 64), empty(E, 2 * I, 64), 32),
-        Addend(empty(N, 64), empty(E, 64, H).transpose(1, 2), 16),
+        Addend(empty(N, 32), empty(E, 2 * I, 32), 32),
+        Addend(empty(N, 16), empty(E, 16, H).transpose(1, 2), 16),
     )
-    weight, low = empty(N // K, K), empty(N, 64)
+    weight = empty(N // K, K)
 
-    def activation_backward(gate_rank: int, up_rank: int, down_rank: int) -> None:
-        factors = Up(empty(E, 2 * I, 64), low, gate_rank, up_rank, 2.0), Down(low, down_rank)
+    def activation_backward(gate_rank: int, up_first: int, up_rank: int, down_rank: int) -> None:
+        rank = up_first + up_rank
+        ranks = slice(0, gate_rank), slice(up_first, rank)
+        factors = Up(empty(E, 2 * I, rank), empty(N, rank), *ranks, 2.0), Down(empty(N, down_rank), down_rank)
         activate_backward(a, h, weight, order, Activation(), h, offs, table, up=factors[0], down=factors[1])
 
     return {
-        "activation_backward": lambda: activation_backward(16, 16, 16),
-        "activation_backward_of_wide_factors": lambda: activation_backward(32, 32, 64),
+        "activation_backward": lambda: activation_backward(16, 16, 16, 16),
+        "activation_backward_of_a_shared_factor": lambda: activation_backward(16, 0, 16, 16),
+        "activation_backward_of_wide_factors": lambda: activation_backward(32, 32, 32, 64),
         "up": lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h),
         "plain_up_with_bias": lambda: up(
             x, order, K, gate_up[:, :I].contiguous(), table, Activation("gelu", gated=False), a, h_NJ=y, bias_EJ=bias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from row_checks import error
 from torch import Tensor
 
 from amoeba.config import Activation
+from amoeba.kernels.addend import padded_rank
 from amoeba.kernels.join_factors import join_factors
 from amoeba.kernels.thin_pair import thin_pair
 from amoeba.proof.reference import experts as truth
@@ -37,6 +39,18 @@ def factors(device: torch.device, gate: int, up: int, down: int) -> LoraFactors:
     return LoraFactors(**named, scaling=1.5)
 
 
+@pytest.mark.parametrize("activation", [GATED, INTERLEAVED], ids=["gated", "interleaved"])
+def test_an_a_that_gate_and_up_share_is_there_once(device, activation):
+    apart = factors(device, 5, 5, 0)
+    lora = replace(apart, up_lora_a=apart.gate_lora_a)
+    (a_EPH, b_EJP), _ = join_factors(lora, activation, torch.float32)
+    assert a_EPH.shape == (E, 16, H) and b_EJP.shape == (E, 2 * I, 16)
+    assert torch.equal(a_EPH[:, :5], lora.gate_lora_a) and not a_EPH[:, 5:].any()
+    gate, up = (b_EJP[:, 0::2], b_EJP[:, 1::2]) if activation.interleaved else b_EJP.chunk(2, 1)
+    assert torch.equal(gate[:, :, :5], lora.gate_lora_b) and torch.equal(up[:, :, :5], lora.up_lora_b)
+    assert not b_EJP[:, :, 5:].any()
+
+
 @ACTIVATIONS
 @pytest.mark.parametrize("ranks", [(5, 5, 5), (3, 70, 64), (0, 4, 0), (0, 0, 7)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -46,7 +60,7 @@ def test_joined_factors_are_the_factors_and_zeros(device, activation, ranks, dty
     joined_up, joined_down = join_factors(lora, activation, dtype)
     assert (joined_up is None, joined_down is None) == (up == 0, down == 0)
     if joined_down is not None:
-        assert joined_down.a_EPI.shape[1] == joined_down.b_EOP.shape[2] == 64
+        assert joined_down.a_EPI.shape[1] == joined_down.b_EOP.shape[2] == padded_rank(down)
         assert torch.equal(joined_down.a_EPI[:, :down], lora.down_lora_a.to(dtype))
         assert torch.equal(joined_down.b_EOP[:, :, :down], lora.down_lora_b.to(dtype))
         assert not joined_down.a_EPI[:, down:].any() and not joined_down.b_EOP[:, :, down:].any()
@@ -67,7 +81,13 @@ def test_joined_factors_are_the_factors_and_zeros(device, activation, ranks, dty
             a, b = (matrix[e].double() for matrix in joined_up)
             assert error(x @ a.T @ b.T, expected) < 1e-12
             own = sum(t.shape[1] for t in (lora.gate_lora_a, lora.up_lora_a) if t is not None)
-            assert a.shape[0] % 64 == 0 and not a[own:].any() and not b[:, own:].any()
+            assert a.shape[0] == padded_rank(own) and not a[own:].any() and not b[:, own:].any()
+
+
+def test_ranks_are_padded_to_one_short_step_or_to_whole_ones():
+    assert [padded_rank(rank) for rank in (0, 1, 16, 17, 24, 32, 33, 64, 65, 128, 129)] == [
+        0, 16, 16, 32, 32, 32, 64, 64, 128, 128, 192,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("gathered", [True, False])
@@ -75,7 +95,7 @@ def test_joined_factors_are_the_factors_and_zeros(device, activation, ranks, dty
 @pytest.mark.parametrize("rows", [(70, 0, 9), (1, 2, 0), (0, 0, 0), (300, 400, 10)], ids=str)
 def test_a_pair_of_thin_products_from_one_read(device, rows, width, rank, gathered):
     """70 rows on one expert are two tiles, 300 with few others larger ones; rows of nobody are not read (NaN)."""
-    owned, count, padded = sum(rows), sum(rows) + 3, 64 * -(-rank // 64)
+    owned, count, padded = sum(rows), sum(rows) + 3, padded_rank(rank)
     generator = torch.Generator().manual_seed(count)
     order = torch.randperm(count, generator=generator).to(device, torch.int32)
     offs = torch.tensor(rows, device=device).cumsum(0).to(torch.int32)

@@ -59,9 +59,9 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
         types = (of_rows, of_rows, of_rows, *order, "*i32", of_rows, "*fp32", "fp32")
         constants = {
             "STRIDE_ROW": 1024,
-            "STRIDE_LOW": max(64, rank),
+            "STRIDE_LOW": rank,
             "WIDTH": 1024,
-            "PADDED": max(64, rank),
+            "PADDED": rank,
             "TOP_K": 8,
             "EXPERTS": 64,
             "BLOCK_E": 64,

@@ -119,6 +119,16 @@ def test_gate_and_up_may_share_their_a(backend, rank):
     torch.testing.assert_close(layer.tensors["up_lora_b"].grad, apart["up_lora_b"])
 
 
+def test_two_tensors_of_the_same_memory_have_their_own_gradients(backend):
+    layer = Layer(rank=3)
+    first = layer.tensors["gate_lora_a"]
+    apart, alias = (
+        layer.gradients(backend, up_lora_a=other.requires_grad_()) for other in (first.detach().clone(), first.detach())
+    )
+    for name in ("gate_lora_a", "up_lora_a"):
+        torch.testing.assert_close(alias[name], apart[name])
+
+
 def test_ranks_may_differ(backend):
     layer = Layer(rank=5)
     other = {"down_lora_a": normal(E, 3, I, seed=1), "down_lora_b": normal(E, H, 3, seed=2)}

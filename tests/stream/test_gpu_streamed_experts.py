@@ -51,10 +51,13 @@ def routed(tokens: int, dtype: torch.dtype = torch.float32, sentinels: bool = Fa
     return x_TH, Routing(expert_TK.to(DEVICE), weight_TK.to(DEVICE), trusted=True)
 
 
-def factors(dtype: torch.dtype) -> LoraFactors:
+def factors(dtype: torch.dtype, shared: bool = False) -> LoraFactors:
+    """shared: gate and up have one A."""
     generator = torch.Generator().manual_seed(2)
     shapes = [(E, R, H), (E, I, R), (E, R, H), (E, I, R), (E, R, I), (E, H, R)]
     drawn = [(torch.randn(s, generator=generator) * 0.2).to(DEVICE, dtype).requires_grad_() for s in shapes]
+    if shared:
+        drawn[2] = drawn[0]
     return LoraFactors(*drawn, scaling=0.5)
 
 
@@ -97,13 +100,13 @@ def test_outputs_are_those_of_resident_experts(slots: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 4, E])
 def test_lora_gradients_are_those_beside_resident_experts(slots: int, dtype: torch.dtype) -> None:
-    resident = weights_of(dtype, bias=True)
+    resident, shared = weights_of(dtype, bias=True), slots == 4
     with closing(memory_of(resident, slots, 3)) as memory:
         for tokens, recompute in ((1, False), (7, True)) if slots < E else ((23, False),):
             x_TH, routing = routed(tokens, dtype, sentinels=tokens == 7)
             dy_TH = torch.randn(tokens, H, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
-            expected = gradients(resident, x_TH, routing, dy_TH, backend="triton", recompute=recompute)
-            found = gradients(memory.layers[0], x_TH, routing, dy_TH, recompute=recompute)
+            expected = gradients(resident, x_TH, routing, dy_TH, shared, backend="triton", recompute=recompute)
+            found = gradients(memory.layers[0], x_TH, routing, dy_TH, shared, recompute=recompute)
             assert found.keys() == expected.keys() >= {"x", "weight", *LORA_NAMES}
             for name, tensor in expected.items():
                 if name == "output" and recompute and slots < K:
@@ -111,8 +114,9 @@ def test_lora_gradients_are_those_beside_resident_experts(slots: int, dtype: tor
                 assert torch.equal(found[name], tensor), (name, tokens)
 
 
-def gradients(weights, x_TH: Tensor, routing: Routing, dy_TH: Tensor, **options) -> dict[str, Tensor]:
-    lora, x, weight = factors(dy_TH.dtype), x_TH.clone().requires_grad_(), routing.weight_TK.clone().requires_grad_()
+def gradients(weights, x_TH: Tensor, routing: Routing, dy_TH: Tensor, shared: bool, **options) -> dict[str, Tensor]:
+    x, weight = (each.clone().requires_grad_() for each in (x_TH, routing.weight_TK))
+    lora = factors(dy_TH.dtype, shared)
     y_TH = experts(x, Routing(routing.expert_TK, weight, trusted=True), weights, lora=lora, **options)
     named = {"x": x, "weight": weight, **lora.tensors()}
     found = torch.autograd.grad(y_TH, list(named.values()), dy_TH)

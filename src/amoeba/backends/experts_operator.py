@@ -12,7 +12,8 @@ Without a tracer, a mode or a tensor subclass an autograd function calls the two
 any structure of tuples and dataclasses with tensors in it. Elsewhere `torch.ops.amoeba.<name>` is called, an opaque
 operator to torch.compile, autocast and activation checkpointing. A traced graph holds tensors of known shapes only:
 `traced` tells them; without it backward calls forward again. Saved between the passes are x and what forward saves;
-x alone with save="inputs". LoRA factors are inputs like the weights.
+x alone with save="inputs". LoRA factors are inputs like the weights; an A that gate and up share is one input, gate's,
+whose gradient a backend gives as one, or as gate's and up's parts.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ExpertsOperator:
         self, name: str, kind: type, forward: Forward, backward: Backward, *, traced: SavedRows | None = None
     ) -> None:
         self.name, self.kind, self.traced = name, kind, traced
-        self.forward, self.backward = _without_autocast(forward), _without_autocast(backward)
+        self.forward, self.backward = _without_autocast(forward), _without_autocast(_with_shared_a(backward))
         operands: Sequence[Operand] = kind.operands()  # type: ignore[attr-defined]
         tensors = [operand for operand in operands if operand.type.startswith("Tensor")]
         constants = [operand for operand in operands if not operand.type.startswith("Tensor")]
@@ -111,6 +112,8 @@ class ExpertsOperator:
         own, lora = tensors[3 : -len(LORA_NAMES)], None
         if scaling is not None:
             gate_a, gate_b, up_a, up_b, down_a, down_b = tensors[-len(LORA_NAMES) :]
+            if up_b is not None and up_a is None:
+                up_a = gate_a
             lora = LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, scaling)
         if weights is None:
             weights = self.kind.of(own, constants)  # type: ignore[attr-defined]
@@ -241,6 +244,22 @@ class _Direct(torch.autograd.Function):
         else:
             found = operator.backward(problem, saved, dy_TH.contiguous(), needs)
         return (None,) * others + tuple(operator.gradients(found, needs))
+
+
+def _with_shared_a(backward: Backward) -> Backward:
+    """Of an A that gate and up share, the whole gradient is that of gate's."""
+
+    @functools.wraps(backward)
+    def run(problem: Problem, saved: Any, dy_TH: Tensor, needs: Needs) -> Gradients:
+        if problem.lora is None or not problem.lora.shares_a or not needs.gate_lora_a:
+            return backward(problem, saved, dy_TH, needs)
+        found = backward(problem, saved, dy_TH, needs._replace(up_lora_a=True))
+        if found.up_lora_a is None:
+            return found
+        assert found.gate_lora_a is not None
+        return found._replace(gate_lora_a=found.gate_lora_a + found.up_lora_a, up_lora_a=None)
+
+    return run
 
 
 def _without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:

@@ -35,7 +35,7 @@ def low_ranks(problem: Problem) -> tuple[int, int]:
     lora = problem.lora
     if lora is None:
         return 0, 0
-    up, down = (lora.gate_lora_a, lora.up_lora_a), (lora.down_lora_a,)
+    up, down = (lora.gate_lora_a, None if lora.shares_a else lora.up_lora_a), (lora.down_lora_a,)
     of_up, of_down = (sum(factor.shape[1] for factor in each if factor is not None) for each in (up, down))
     return padded_rank(of_up), padded_rank(of_down)
 

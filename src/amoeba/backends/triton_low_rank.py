@@ -12,7 +12,8 @@ The mathematics is that of `amoeba.backends.low_rank`. A thin product gives each
 after it takes them as more of its depth (`Addend`), so that nothing of the size of the rows is written or read for
 them. c (x Aᵀ) and c (a A_dᵀ) are saved by forward, N x P each. So backward reads dy once for dy B_d and the gradient of
 B_d, and dh once for dh B and the gradients of B (`thin_pair`); on Hopper the pass that makes dh gives these, and the
-gradient of A_d, which needs a (`activation_backward`).
+gradient of A_d, which needs a (`activation_backward`). Where gate and up share their A, its ranks are there once: one
+x Aᵀ for both, one dh B that is the sum of theirs, and one gradient of A.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class LowRank:
         if not serves(activation, da_NI.shape[0], experts, da_NI.shape[1], rank):
             return None
         assert self._low_NP is not None and self._dlow_down_NP is not None
-        ranks = {part.name: part.rank for part in self._parts}
+        gate, of_up = (next((p for p in self._parts if p.name == name), None) for name in ("gate", "up"))
         found = activate_backward(
             da_NI,
             h_NJ,
@@ -122,7 +123,7 @@ class LowRank:
             dh_NJ,
             rows.offs_E,
             table,
-            up=Up(up.b_EOP, self._low_NP, ranks.get("gate", 0), ranks.get("up", 0), self.lora.scaling),
+            up=Up(up.b_EOP, self._low_NP, _ranks(gate), _ranks(of_up), self.lora.scaling),
             down=Down(self._dlow_down_NP, self._down_rank),
         )
         self._dlow_NP, self._db, self._da_down = found.dlow_NP, found.db, found.da_down
@@ -168,18 +169,19 @@ class LowRank:
         return Addend(self._dlow_NP, up.a_EPI.mT, rank)
 
     def up_gradients(self, dh_NJ: Tensor, needs: Needs) -> dict[str, Tensor]:
-        """Of gate's and up's factors by name, those that are needed."""
+        """Of gate's and up's factors by name, those that are needed; of an A that they share all of it, as gate's."""
         found: dict[str, Tensor] = {}
         parts, dlow_NP, low_NP = self._parts, self._dlow_NP, self._low_NP
         if not parts:
             return found
         assert dlow_NP is not None and low_NP is not None
         if needs.gate_lora_a or needs.up_lora_a:
-            gradients = [torch.empty_like(part.a) for part in parts]
+            own_a = parts[:1] if self.lora.shares_a else parts
+            gradients = [torch.empty_like(part.a) for part in own_a]
             self.rows.factor_gradient(dlow_NP[:, : self._up_rank], self.rows.x, *gradients)
-            found |= {f"{part.name}_lora_a": each for part, each in zip(parts, gradients, strict=True)}
+            found |= {f"{part.name}_lora_a": each for part, each in zip(own_a, gradients, strict=True)}
         for part in parts:
-            gradient, ranks = torch.empty_like(part.b), slice(part.first_rank, part.first_rank + part.rank)
+            gradient, ranks = torch.empty_like(part.b), _ranks(part)
             if not getattr(needs, f"{part.name}_lora_b"):
                 continue
             if self._db is not None:
@@ -201,6 +203,7 @@ class LowRank:
             if a is None or b is None:
                 continue
             rank, intermediate = a.shape[1], b.shape[1]
+            ranks = 0 if lora.shares_a else ranks
             first, step = 0, 1
             if activation.gated:
                 first, step = (place, 2) if activation.interleaved else (place * intermediate, 1)
@@ -210,7 +213,7 @@ class LowRank:
 
     @property
     def _up_rank(self) -> int:
-        return sum(part.rank for part in self._parts)
+        return max((part.first_rank + part.rank for part in self._parts), default=0)
 
     @property
     def _down_rank(self) -> int:
@@ -238,3 +241,8 @@ class _Part(NamedTuple):
     step: int
     first_rank: int  # of the joined ones
     rank: int
+
+
+def _ranks(part: _Part | None) -> slice:
+    """Of the joined ones."""
+    return slice(0, 0) if part is None else slice(part.first_rank, part.first_rank + part.rank)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from amoeba.kernels.launch import cdiv
+from amoeba.kernels.launch import cdiv, next_power_of_2
 
 
 class Addend(NamedTuple):
@@ -20,10 +20,12 @@ class Addend(NamedTuple):
     rank: int  # before it was padded: behind it there is nothing but zeros
 
 
-# The depth of a step in the kernels for Hopper. Elsewhere less would do, but a traced graph has to know how wide the
-# saved rows are before it knows the GPU.
-WHOLE_STEP = 64
+# The depth of a step in the kernels for Hopper, and the least that a matrix unit multiplies.
+WHOLE_STEP, SHORTEST_STEP = 64, 16
 
 
 def padded_rank(rank: int) -> int:
-    return cdiv(rank, WHOLE_STEP) * WHOLE_STEP
+    """Whole steps, or one that is shorter: a power of two, as the kernels' blocks are. 0 stays 0."""
+    if rank > WHOLE_STEP:
+        return cdiv(rank, WHOLE_STEP) * WHOLE_STEP
+    return max(SHORTEST_STEP, next_power_of_2(rank)) if rank else 0

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.addend import padded_rank
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.choice import as_many
 from amoeba.kernels.configuration import Configuration
@@ -31,7 +32,8 @@ _LARGE, _LARGE_RANK = Configuration(256, 64, 0, 1, 8, 4), 64
 _MODEST = Configuration(128, 32, 0, 1, 8, 3)
 _SMALL = Configuration(64, 32, 0, 1, 4, 2)  # for fp32, and where an expert has few rows
 _FEW_ROWS = 128
-_SUM_BLOCK = 1024
+# Of a sum of parts: numbers of a program, and how many of its parts are on their way from memory at a time, and one.
+_SUM_BLOCK, _SUM_STAGES = 1024, 4
 
 
 def widest_rank(dtype: torch.dtype) -> int:
@@ -79,6 +81,7 @@ class Sums:
             BLOCK_M=self.chosen.block_m,
             BLOCK_O=block_o,
             BLOCK_R=block_r,
+            STAGES=_SUM_STAGES,
             num_warps=4,
         )
         return out_EOR
@@ -97,16 +100,17 @@ def thin_pair(
     top_k: int = 1,
 ) -> tuple[Tensor, Sums]:
     """rows: sorted, or, with order_N, found by order // top_k. weight_TK: what each sorted row of low is multiplied by
-    in the sums, at order_N. rank: so many columns of factor and low are no padding."""
+    in the sums, at order_N. rank: so many columns of factor and low are no padding (`padded_rank`)."""
     count, (experts, width, padded) = low_NP.shape[0], factor_EWP.shape
     fit = rows.shape[1] == width and offs_E.shape[0] == experts and have_lines(rows, low_NP)
-    fit = fit and factor_EWP.is_contiguous() and rank <= min(padded, low_NP.shape[1], widest_rank(rows.dtype))
+    block_r = padded_rank(rank)
+    fit = fit and factor_EWP.is_contiguous() and rank <= widest_rank(rows.dtype)
+    fit = fit and block_r <= min(padded, low_NP.shape[1])
     fit = fit and (weight_TK is None or order_N is not None)
     check_arguments(fit, "rows (., W), factors (E, W, P) and thin rows (N, P)", rows=rows, factor_EWP=factor_EWP)
     capability = torch.cuda.get_device_capability(rows.device) if rows.device.type == "cuda" else None
     chosen = configuration(count, as_many(experts), rank, rows.dtype, capability)
-    block_r = max(16, next_power_of_2(rank))
-    thin_NP = torch.empty((count, padded), dtype=rows.dtype, device=rows.device)
+    thin_NP = torch.empty((count, block_r), dtype=rows.dtype, device=rows.device)
     tiles = slots(count, experts, chosen.block_m)
     parts = torch.empty((tiles, width, block_r), dtype=torch.float32, device=rows.device)
     if count:
@@ -194,10 +198,7 @@ def _thin_pair(
         row_pointers += BLOCK_W
         factor_pointers += BLOCK_W * PADDED
         part_pointers += BLOCK_W * BLOCK_R
-    thin_row = thin + row_64 * PADDED + rank
-    tl.store(thin_row, (total * scaling).to(dtype), mask=inside)
-    for padding in tl.static_range(1, PADDED // BLOCK_R):
-        tl.store(thin_row + padding * BLOCK_R, tl.zeros((BLOCK_M, BLOCK_R), dtype), mask=inside)
+    tl.store(thin + row_64 * BLOCK_R + rank, (total * scaling).to(dtype), mask=inside)
 
 
 @quick
@@ -220,6 +221,7 @@ def _add_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One expert's parts, of some columns; its slots are those that `find_tile` gives it."""
     expert = tl.program_id(0)
@@ -232,7 +234,7 @@ def _add_parts(
     inside = (column < COLUMNS) & (rank < RANKS)
     at = parts + first_slot.to(tl.int64) * (WIDTH * RANK) + (FIRST + column * STEP) * RANK + FIRST_RANK + rank
     total = tl.zeros((BLOCK_O, BLOCK_R), tl.float32)
-    for _ in range(count):
+    for _ in tl.range(count, num_stages=STAGES):
         total += tl.load(at, mask=inside, other=0.0)
         at += WIDTH * RANK
     place = out + expert.to(tl.int64) * STRIDE_EXPERT + column.to(tl.int64) * STRIDE_COLUMN + rank * STRIDE_RANK

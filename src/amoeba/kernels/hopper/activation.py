@@ -29,12 +29,12 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants
+from amoeba.kernels.addend import padded_rank
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.hopper.activation_kernel import activation_kernel
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
 from amoeba.kernels.hopper.product import BLOCK_M, Constants, multiprocessors
-from amoeba.kernels.launch import next_power_of_2
 from amoeba.kernels.thin_pair import Sums
 from amoeba.kernels.tiles import slots
 
@@ -43,18 +43,19 @@ BLOCK = 64
 # Rows that a warpgroup has in registers at a time.
 CHUNK = 32
 WIDEST_RANK = 64
-# Stages, and tiles whose thin rows are there, in order of preference; what they may take beside the barriers.
-RINGS = ((3, 2), (2, 2))
+# Stages, tiles whose thin rows are there, and warpgroups that compute, in order of preference; what they may take
+# beside the barriers.
+RINGS = ((3, 2, 2), (2, 2, 2))
 SHARED_BYTES = 231_000
 
 
 class Up(NamedTuple):
-    """Of gate and up: b as `join_factors` makes it, c · x Aᵀ, how many ranks are gate's and how many up's."""
+    """Of gate and up: b as `join_factors` makes it, c · x Aᵀ, which ranks are gate's and which up's."""
 
     b_EOP: Tensor
     low_NP: Tensor
-    gate_rank: int
-    up_rank: int
+    gate_ranks: slice
+    up_ranks: slice
     scaling: float
 
 
@@ -76,13 +77,14 @@ class Found(NamedTuple):
 class Plan:
     """What is known when the kernel is compiled."""
 
-    GATE_RANK: int
+    GATE_RANK: int  # the first ones
+    UP_FIRST: int
     UP_RANK: int
     R: int  # ranks of gate and up that are multiplied
     D: int  # ... and of down
-    PADDED: int
     STAGES: int
     THINS: int  # tiles whose thin rows are there at a time
+    WARPGROUPS: int  # 2 or 3
     KIND: str
     ALPHA: float
     CLAMP: bool
@@ -99,13 +101,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        exchange = 4 * BLOCK_M * (self.R + 1)
+        exchange = (self.WARPGROUPS - 1) * 4 * BLOCK_M * (self.R + 1)
         return self.STAGES * self.STAGE_BYTES + self.THINS * self.THIN_BYTES + exchange <= SHARED_BYTES
 
     @property
     def TURNS(self) -> int:
         """After so many fillings, the same warpgroup takes the same stage."""
-        return 2 * self.STAGES
+        return self.WARPGROUPS * self.STAGES
 
 
 def serves(activation: Activation, rows: int, experts: int, intermediate: int, rank: int) -> bool:
@@ -132,13 +134,15 @@ def activate_backward(
     fit = have_lines(da_NI, h_NJ, dh_NJ, up.low_NP, down.dlow_NP) and order_N.is_contiguous()
     fit = fit and h_NJ.shape[1] == dh_NJ.shape[1] == width == 2 * intermediate and up.b_EOP.is_contiguous()
     check_arguments(fit, "rows that are contiguous inside", da_NI=da_NI, h_NJ=h_NJ, dh_NJ=dh_NJ, b_EOP=up.b_EOP)
-    block_r, block_d = (max(16, next_power_of_2(rank)) for rank in (up.gate_rank + up.up_rank, down.rank))
+    gate, of_up = up.gate_ranks, up.up_ranks
+    block_r, block_d = padded_rank(max(gate.stop, of_up.stop)), padded_rank(down.rank)
     tiles = slots(rows, experts, BLOCK_M)
     ds_N = torch.zeros(rows, dtype=torch.float32, device=da_NI.device)
-    dlow_NP = torch.empty((rows, padded), dtype=da_NI.dtype, device=da_NI.device)
+    dlow_NP = torch.empty((rows, block_r), dtype=da_NI.dtype, device=da_NI.device)
     parts = torch.empty((tiles, width, block_r), dtype=torch.float32, device=da_NI.device)
     down_parts = torch.empty((tiles, intermediate, block_d), dtype=torch.float32, device=da_NI.device)
-    bound = _bound(activation, up.gate_rank, up.up_rank, block_r, block_d, padded, da_NI.dtype)
+    ranks = (gate.stop, of_up.start, of_up.stop - of_up.start, block_r, block_d)
+    bound = _bound(activation, ranks, da_NI.dtype)
     bound[(multiprocessors(da_NI.device),)](
         descriptor(da_NI, (BLOCK_M, BLOCK)),
         descriptor(h_NJ, (BLOCK_M, BLOCK)),
@@ -164,12 +168,11 @@ def activate_backward(
 
 
 @cache
-def _bound(
-    activation: Activation, gate_rank: int, up_rank: int, block_r: int, block_d: int, padded: int, dtype: torch.dtype
-) -> Any:
+def _bound(activation: Activation, ranks: tuple[int, int, int, int, int], dtype: torch.dtype) -> Any:
+    """ranks: the first fields of `Plan`."""
     named: Any = constants(activation)
     del named["GATED"]
-    plans = (Plan(gate_rank, up_rank, block_r, block_d, padded, *ring, **named) for ring in RINGS)
+    plans = (Plan(*ranks, *ring, **named) for ring in RINGS)
     plan = next(plan for plan in plans if plan.fits)
     return activation_kernel.bound(
         PLAN=Constants(plan),

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
-from amoeba.kernels.addend import Addend
+from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
@@ -153,11 +153,12 @@ def _place(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
 @gluon.jit
 def _fill(
     row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width, columns,
-    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GATHER: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The stages of one tile, as they come free. pointers: to the rows, where they are gathered."""
+    """The stages of one tile, as they come free. pointers: to the rows, where these are gathered."""
     MATRIX_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
-    BYTES: gl.constexpr = MATRIX_BYTES if PLAN.GATHER else MATRIX_BYTES + BLOCK_M * BLOCK_K * 2
+    BYTES: gl.constexpr = MATRIX_BYTES if GATHER else MATRIX_BYTES + BLOCK_M * BLOCK_K * 2
     for k in range(0, depth, BLOCK_K):
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -174,20 +175,21 @@ def _fill(
             bulk_load(matrix_desc, [expert * width + n * BLOCK_N, k], bar, matrix_buf)
         else:
             bulk_load(matrix_desc, [expert * depth + k, n * BLOCK_N], bar, matrix_buf)
-        if PLAN.GATHER:
+        if GATHER:
             gather(row_bufs.index(stage), pointers)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
             pointers += BLOCK_K
         else:
             bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
+        if PLAN.GATHER:
+            async_copy.mbarrier_arrive(bar, increment_count=False)
         count += 1
     return count
 
 
 @gluon.jit
 def _produce(
-    row_desc, matrix_desc, low_desc, factor_desc, x, order, table, low, row_bufs, matrix_bufs, full, empty, depth,
-    rank, width, columns, x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    row_desc, matrix_desc, low_desc, factor_desc, x, order, table, row_bufs, matrix_bufs, full, empty, depth, rank,
+    width, columns, x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
@@ -206,14 +208,12 @@ def _produce(
             pointers = x
         count = _fill(
             row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width,
-            columns, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            columns, PLAN.GATHER, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
-        if PLAN.LOW > 0:
-            if PLAN.GATHER:
-                pointers = low + (sorted_row.to(gl.int64) * rank)[:, None] + k[None, :]
+        if PLAN.LOW > 0:  # these rows are sorted
             count = _fill(
-                low_desc, factor_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank,
-                width, columns, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                low_desc, factor_desc, x, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank, width,
+                columns, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def _multiply_tile(
             acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, HEIGHT, STAGES
         )
         count += 1
-    if PLAN.SHORT:  # the rest of that stage is zeros
+    if PLAN.SHORT:  # the rest of that stage is zeros, or another expert's
         acc = _multiply_stage(
             acc, row_bufs, matrix_bufs, full, empty, count, True, PLAN.LOW, WARPGROUP, PLAN, HEIGHT, STAGES
         )
@@ -334,7 +334,7 @@ def _store(value, out, desc, buffer, stride, row, end, column, width, shift):
 @quick
 @gluon.jit
 def product_kernel(
-    row_desc, matrix_desc, low_desc, factor_desc, h_desc, out_desc, x, order, table, low, bias, h, out, depth, rank,
+    row_desc, matrix_desc, low_desc, factor_desc, h_desc, out_desc, x, order, table, bias, h, out, depth, rank,
     width, columns, x_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr,
     MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -363,7 +363,7 @@ def product_kernel(
                 columns, h_stride, out_stride, gl.constexpr(1), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_produce, (
-                row_desc, matrix_desc, low_desc, factor_desc, x, order, table, low, row_bufs, matrix_bufs, full, empty,
+                row_desc, matrix_desc, low_desc, factor_desc, x, order, table, row_bufs, matrix_bufs, full, empty,
                 depth, rank, width, columns, x_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
         ],
@@ -421,7 +421,6 @@ def _launch(
         rows,
         table if order_N is None else order_N,  # the table stands for what this plan does not read
         table,
-        low,
         table if bias_EO is None else bias_EO,
         h,
         out,
@@ -438,9 +437,7 @@ def _launch(
 
 def _step(addend: Addend | None) -> int:
     """Of the addend's depth, which the matrix unit takes in 16s: no more than there is, if one step takes it all."""
-    if addend is None:
-        return 0
-    return BLOCK_K if addend.rank > BLOCK_K else max(16, next_power_of_2(addend.rank))
+    return 0 if addend is None else min(BLOCK_K, padded_rank(addend.rank))
 
 
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:
@@ -462,7 +459,7 @@ def multiply(
 ) -> None:
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e] + addend; with order_N the rows are gathered, rows[order[n] // top_k].
 
-    The addend's rank is a multiple of BLOCK_K.
+    The addend's rank is padded as `padded_rank` says.
     """
     plan = Plan(
         ACTIVATE=False,

@@ -83,8 +83,8 @@ class GpuStreamedBackend(PassesBackend):
                 if d_weight is not None:
                     d_weight.view(-1).add_(_there(of_group.weight).flatten())
                 for name in LORA_NAMES:
-                    if found[name] is not None:
-                        found[name] = _put(problem, _there(getattr(of_group, name)), found[name])
+                    if (of_factor := getattr(of_group, name)) is not None:  # of a shared A, gate's is all of it
+                        found[name] = _put(problem, of_factor, found[name])
         _expect(problem, layer - 1)
         d_x = None if dx_NH is None else _combined(dx_NH, problem, None)
         return Gradients(**found | {"x": d_x, "weight": d_weight})
