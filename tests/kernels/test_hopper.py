@@ -343,28 +343,21 @@ def test_the_table_holds_every_tile_once(routing: str, device: torch.device) -> 
 @pytest.mark.parametrize("routing", ["rests", "skewed", "everywhere", "nobody"])
 @pytest.mark.parametrize(
     # ranks: of gate, up and down, and whether gate and up have the same; inner: warpgroups share steps of 64 columns
-    ("name", "dtype", "ranks", "inner", "warpgroups"),
+    ("name", "dtype", "ranks", "inner"),
     [
-        ("silu", torch.bfloat16, (16, 16, 16), 192, 2),
-        ("gpt-oss", torch.bfloat16, (5, 0, 3), 64, 2),
-        ("gelu", torch.bfloat16, (0, 40, 64), 320, 2),
-        ("silu", torch.float16, (20, 12, 8), 128, 2),
-        ("silu", torch.bfloat16, (8, 16, 24), 192, 2),
-        ("silu", torch.bfloat16, (16, 16, 16, True), 192, 2),
-        ("silu", torch.bfloat16, (24, 24, 8, True), 128, 2),
-        ("silu", torch.bfloat16, (16, 16, 16, True), 320, 3),
-        ("gpt-oss", torch.bfloat16, (5, 0, 3), 64, 3),
+        ("silu", torch.bfloat16, (16, 16, 16), 192),
+        ("gpt-oss", torch.bfloat16, (5, 0, 3), 64),
+        ("gelu", torch.bfloat16, (0, 40, 64), 320),
+        ("silu", torch.float16, (20, 12, 8), 128),
+        ("silu", torch.bfloat16, (8, 16, 24), 192),
+        ("silu", torch.bfloat16, (16, 16, 16, True), 192),
+        ("silu", torch.bfloat16, (24, 24, 8, True), 128),
+        ("silu", torch.bfloat16, (16, 16, 16, True), 320),
     ],
 )
 @pytest.mark.parametrize("in_place", [False, True])
-def test_activation_backward_with_thin_products(
-    name, dtype, ranks, inner, warpgroups, in_place, routing, device, monkeypatch
-):
+def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_place, routing, device, monkeypatch):
     """dh has the bits of the pass without LoRA; thin products and sums are those of dh and s·a as they are rounded."""
-    if warpgroups == 3:
-        monkeypatch.setattr(hopper_activation, "RINGS", ((3, 2, 3),))
-        monkeypatch.setattr(hopper_activation, "CHUNK", 16)
-        monkeypatch.setattr(hopper_activation, "_bound", hopper_activation._bound.__wrapped__)
     activation, rows = UPS[name][0], routed(routing, device)
     gate_rank, up_rank, down_rank, *shared = ranks
     of_gate, of_up = slice(0, gate_rank), slice(0 if shared else gate_rank, up_rank if shared else gate_rank + up_rank)

@@ -43,9 +43,8 @@ BLOCK = 64
 # Rows that a warpgroup has in registers at a time.
 CHUNK = 32
 WIDEST_RANK = 64
-# Stages, tiles whose thin rows are there, and warpgroups that compute, in order of preference; what they may take
-# beside the barriers.
-RINGS = ((3, 2, 2), (2, 2, 2))
+# Stages, and tiles whose thin rows are there, in order of preference; what they may take beside the barriers.
+RINGS = ((3, 2), (2, 2))
 SHARED_BYTES = 231_000
 
 
@@ -84,7 +83,6 @@ class Plan:
     D: int  # ... and of down
     STAGES: int
     THINS: int  # tiles whose thin rows are there at a time
-    WARPGROUPS: int  # 2 or 3
     KIND: str
     ALPHA: float
     CLAMP: bool
@@ -101,13 +99,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        exchange = (self.WARPGROUPS - 1) * 4 * BLOCK_M * (self.R + 1)
+        exchange = 4 * BLOCK_M * (self.R + 1)
         return self.STAGES * self.STAGE_BYTES + self.THINS * self.THIN_BYTES + exchange <= SHARED_BYTES
 
     @property
     def TURNS(self) -> int:
         """After so many fillings, the same warpgroup takes the same stage."""
-        return self.WARPGROUPS * self.STAGES
+        return 2 * self.STAGES
 
 
 def serves(activation: Activation, rows: int, experts: int, intermediate: int, rank: int) -> bool:
@@ -168,7 +166,7 @@ def activate_backward(
 
 
 @cache
-def _bound(activation: Activation, ranks: tuple[int, int, int, int, int], dtype: torch.dtype) -> Any:
+def _bound(activation: Activation, ranks: tuple[int, ...], dtype: torch.dtype) -> Any:
     """ranks: the first fields of `Plan`."""
     named: Any = constants(activation)
     del named["GATED"]

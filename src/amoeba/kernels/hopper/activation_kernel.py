@@ -1,15 +1,15 @@
-"""The kernel of `amoeba.kernels.hopper.activation`: one warp feeds a ring of stages, warpgroups take turns.
+"""The kernel of `amoeba.kernels.hopper.activation`: one warp feeds a ring of stages, two warpgroups take turns.
 
 Stages, by their number n = 0, 1, ... over all tiles of a program, and what says that they may be used:
 
-    full[n % TURNS]     the copy engine has filled stage n % STAGES. Warpgroup n % WARPGROUPS waits for it, and since
-                        TURNS is a multiple of these it has waited for this barrier's last phase too: a parity is enough
-                        to tell them apart. (By n % STAGES, a warpgroup might wait for some phases only. Ahead of one
-                        between, it would take the one before that for its own, and begin too early.)
-    empty[n % STAGES]   the warpgroup has done with it: the matrix unit has multiplied, the copy engine has read what it
-                        stores, no thread reads. The feeding warp waits for every phase, before it fills n + STAGES.
-    thin_full, thin_empty[t % THINS]        the same for the thin rows of tile t, which all warpgroups take
-    given, taken        the others' sums of tile t are there; warpgroup 0 has them
+    full[n % TURNS]     the copy engine has filled stage n % STAGES. Warpgroup n % 2 waits for it, and since TURNS is
+                        even it has waited for this barrier's last phase too: a parity is enough to tell them apart.
+                        (By n % STAGES, with three stages, each warpgroup would wait for every second phase only. Ahead
+                        of the phase between, it would take the one before that for its own, and begin too early.)
+    empty[n % STAGES]   warpgroup n % 2 has done with it: the matrix unit has multiplied, the copy engine has read what
+                        it stores, no thread reads. The feeding warp waits for every phase, before it fills n + STAGES.
+    thin_full, thin_empty[t % THINS]        the same for the thin rows of tile t, which both warpgroups take
+    given, taken        warpgroup 1's sums of tile t are there; warpgroup 0 has them
 
 dh may lie where h lies. A stage's columns are stored after they were read, other stages read other columns; rows behind
 an expert's end may be read while another program writes them, and are made zeros before anything is computed.
@@ -40,9 +40,11 @@ def _place(table, turn):
 
 
 @gluon.jit
-def _produce(sources, ring, thin, intermediate, PLAN: gl.constexpr, BLOCK: gl.constexpr):
+def _produce(
+    da_desc, h_desc, factor_desc, low_desc, down_desc, table, ring, thin, intermediate, PLAN: gl.constexpr,
+    BLOCK: gl.constexpr,
+):  # fmt: skip
     """Fills the stages, tile after tile, as they come free, and ahead of a tile's stages its thin rows."""
-    da_desc, h_desc, factor_desc, low_desc, down_desc, table = sources
     da_bufs, gate_bufs, up_bufs, gate_factors, up_factors, full, empty = ring
     low_bufs, down_bufs, thin_full, thin_empty = thin
     tiles = gl.load(table)
@@ -123,23 +125,10 @@ def _in_threads(tile):
 
 
 @gluon.jit
-def _store_sums(sums, ds, row, end):
-    n = row + gl.arange(0, sums.shape[0], sums.type.layout)
-    gl.store(ds + n, sums, mask=n < end)
-
-
-@gluon.jit
-def _add_in_order(own, buffers, at, next, own_first, PLAN: gl.constexpr):
-    """Warpgroup 0's sum and the others', whichever steps each had: first the sum from step 0 on, then from 1, ..."""
-    one = buffers.index(at).load(own.type.layout)
-    if PLAN.WARPGROUPS == 2:
-        return own + one
-    other = buffers.index(at + next).load(own.type.layout)
-    # own, one and other have the steps from own_first on, from own_first + 1 and own_first + 2, modulo 3
-    first = gl.where(own_first == 2, other, own)
-    second = gl.where(own_first == 1, other, one)
-    third = gl.where(own_first == 0, other, gl.where(own_first == 1, one, own))
-    return first + second + third
+def _store_sums(sums, others, ds, row, end):
+    layout: gl.constexpr = sums.type.layout
+    n = row + gl.arange(0, sums.shape[0], layout)
+    gl.store(ds + n, sums + others.load(layout), mask=n < end)
 
 
 @gluon.jit
@@ -158,14 +147,14 @@ def _differentiate(da_buf, gate_buf, up_buf, scale, PLAN: gl.constexpr, layout: 
 
 @gluon.jit
 def _consume(
-    tensors, ring, thin, exchange, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK: gl.constexpr, CHUNK: gl.constexpr,
+    dh_desc, weight, order, offs_E, table, dh, ds, dlow, parts, down_parts, scaling, intermediate, dh_stride, ring,
+    thin, exchange, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's share of the stages."""
-    dh_desc, weight, order, offs_E, table, dh, ds, dlow, parts, down_parts, scaling, intermediate, dh_stride = tensors
+    """One warpgroup's half of the stages."""
     da_bufs, gate_bufs, up_bufs, gate_factors, up_factors, full, empty = ring
     low_bufs, down_bufs, thin_full, thin_empty = thin
-    total_bufs, ds_bufs, given, taken = exchange
+    total_buf, ds_bufs, given, taken = exchange
     dtype: gl.constexpr = dh.dtype.element_ty
     CHUNKS: gl.constexpr = BLOCK_M // CHUNK
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [4, 1], [1, 0])
@@ -193,14 +182,12 @@ def _consume(
             ds_rows += (_in_threads(gl.zeros((CHUNK, BLOCK), gl.float32, layout)),)
         thin_slot = turn % PLAN.THINS
         mbarrier.wait(thin_full.index(thin_slot), (turn // PLAN.THINS) & 1)
-        if rows < BLOCK_M:  # all warpgroups do, and write the same
+        if rows < BLOCK_M:  # both warpgroups do, and write the same
             _clear(low_bufs, thin_slot, rows, CHUNK)
             _clear(down_bufs, thin_slot, rows, CHUNK)
             fence_async_shared()
         total = gl.zeros((BLOCK_M, PLAN.R), gl.float32, of_ranks)
-        # which steps a warpgroup takes: its first, and as many ahead as there are warpgroups
-        own_first = (WARPGROUP + turn * steps * (PLAN.WARPGROUPS - 1)) % PLAN.WARPGROUPS
-        for step in range(own_first, steps, PLAN.WARPGROUPS):
+        for step in range((turn * steps + WARPGROUP) & 1, steps, 2):
             count = turn * steps + step
             column = step * BLOCK
             stage = count % PLAN.STAGES
@@ -249,21 +236,18 @@ def _consume(
             tma.store_wait(0)
             barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-        if WARPGROUP > 0:
+        if WARPGROUP == 1:
             mbarrier.wait(taken, (turn & 1) ^ 1)
-            total_bufs.index(WARPGROUP - 1).store(total)
+            total_buf.store(total)
             for i in gl.static_range(CHUNKS):
-                ds_bufs.index((WARPGROUP - 1) * CHUNKS + i).store(gl.sum(ds_rows[i], axis=1))
+                ds_bufs.index(i).store(gl.sum(ds_rows[i], axis=1))
             barrier()
-            mbarrier.arrive(given.index(WARPGROUP - 1), count=1)
+            mbarrier.arrive(given, count=1)
         else:
-            mbarrier.wait(given.index(0), turn & 1)
-            if PLAN.WARPGROUPS == 3:
-                mbarrier.wait(given.index(1), turn & 1)
-            total = _add_in_order(total, total_bufs, 0, 1, own_first, PLAN)
+            mbarrier.wait(given, turn & 1)
+            total += total_buf.load(of_ranks)
             for i in gl.static_range(CHUNKS):
-                sums = _add_in_order(gl.sum(ds_rows[i], axis=1), ds_bufs, i, CHUNKS, own_first, PLAN)
-                _store_sums(sums, ds, row + i * CHUNK, end)
+                _store_sums(gl.sum(ds_rows[i], axis=1), ds_bufs.index(i), ds, row + i * CHUNK, end)
             barrier()
             mbarrier.arrive(taken, count=1)
             n = gl.arange(0, BLOCK_M, gl.SliceLayout(1, of_ranks))
@@ -297,10 +281,9 @@ def activation_kernel(
     down_bufs = gl.allocate_shared_memory(dtype, [PLAN.THINS, BLOCK_M, PLAN.D], DOWN_LAYOUT)
     thin_full = gl.allocate_shared_memory(gl.int64, [PLAN.THINS, 1], barriers)
     thin_empty = gl.allocate_shared_memory(gl.int64, [PLAN.THINS, 1], barriers)
-    total_bufs = gl.allocate_shared_memory(gl.float32, [PLAN.WARPGROUPS - 1, BLOCK_M, PLAN.R], of_total)
-    of_ds: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ds_bufs = gl.allocate_shared_memory(gl.float32, [(PLAN.WARPGROUPS - 1) * (BLOCK_M // CHUNK), CHUNK], of_ds)
-    given = gl.allocate_shared_memory(gl.int64, [PLAN.WARPGROUPS - 1, 1], barriers)
+    total_buf = gl.allocate_shared_memory(gl.float32, [BLOCK_M, PLAN.R], of_total)
+    ds_bufs = gl.allocate_shared_memory(gl.float32, [BLOCK_M // CHUNK, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    given = gl.allocate_shared_memory(gl.int64, [1], barriers)
     taken = gl.allocate_shared_memory(gl.int64, [1], barriers)
     for i in gl.static_range(PLAN.TURNS):
         mbarrier.init(full.index(i), count=1)
@@ -308,35 +291,26 @@ def activation_kernel(
         mbarrier.init(empty.index(i), count=1)  # the warpgroup whose turn it was
     for i in gl.static_range(PLAN.THINS):
         mbarrier.init(thin_full.index(i), count=1)
-        mbarrier.init(thin_empty.index(i), count=PLAN.WARPGROUPS)
-    for i in gl.static_range(PLAN.WARPGROUPS - 1):
-        mbarrier.init(given.index(i), count=1)
+        mbarrier.init(thin_empty.index(i), count=2)
+    mbarrier.init(given, count=1)
     mbarrier.init(taken, count=1)
     ring = (da_bufs, gate_bufs, up_bufs, gate_factors, up_factors, full, empty)
     thin = (low_bufs, down_bufs, thin_full, thin_empty)
-    exchange = (total_bufs, ds_bufs, given, taken)
-    tensors = (
-        dh_desc, weight, order, offs_E, table, dh, ds, dlow, parts, down_parts, scaling, intermediate, dh_stride,
+    exchange = (total_buf, ds_bufs, given, taken)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                dh_desc, weight, order, offs_E, table, dh, ds, dlow, parts, down_parts, scaling, intermediate,
+                dh_stride, ring, thin, exchange, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, CHUNK,
+            )),
+            (_consume, (
+                dh_desc, weight, order, offs_E, table, dh, ds, dlow, parts, down_parts, scaling, intermediate,
+                dh_stride, ring, thin, exchange, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, CHUNK,
+            )),
+            (_produce, (
+                da_desc, h_desc, factor_desc, low_desc, down_desc, table, ring, thin, intermediate, PLAN, BLOCK,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
     )  # fmt: skip
-    sources = (da_desc, h_desc, factor_desc, low_desc, down_desc, table)
-    if PLAN.WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (tensors, ring, thin, exchange, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, CHUNK)),
-                (_consume, (tensors, ring, thin, exchange, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, CHUNK)),
-                (_produce, (sources, ring, thin, intermediate, PLAN, BLOCK)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (tensors, ring, thin, exchange, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, CHUNK)),
-                (_consume, (tensors, ring, thin, exchange, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, CHUNK)),
-                (_consume, (tensors, ring, thin, exchange, gl.constexpr(2), PLAN, BLOCK_M, BLOCK, CHUNK)),
-                (_produce, (sources, ring, thin, intermediate, PLAN, BLOCK)),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )
