@@ -16,7 +16,7 @@ from amoeba.kernels.activate import activate
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.block_scaled_product import multiply_rows
 from amoeba.kernels.sort import sort_rows
-from amoeba.problem import Problem, Saved
+from amoeba.problem import Needs, Problem, Saved
 
 
 class BlockScaledRows(TritonRows):
@@ -55,7 +55,5 @@ class BlockScaledRows(TritonRows):
             addend=addend,
         )
 
-    def _activation_backward(
-        self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, want_scaled_a: bool
-    ) -> ActivationGradients:
-        return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, want_scaled_a)
+    def _activation_backward(self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
+        return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, needs)

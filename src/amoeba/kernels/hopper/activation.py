@@ -166,7 +166,7 @@ def activate_backward(
 
 
 @cache
-def _bound(activation: Activation, ranks: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _bound(activation: Activation, ranks: tuple[int, int, int, int, int], dtype: torch.dtype) -> Any:
     """ranks: the first fields of `Plan`."""
     named: Any = constants(activation)
     del named["GATED"]
