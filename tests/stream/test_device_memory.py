@@ -194,7 +194,7 @@ class Cudart:
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said_once(code: int, monkeypatch, caplog) -> None:
     runtime = Cudart(code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     device = CudaDevice(torch.device("cuda", 0))
     device.device = torch.device("cpu")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from amoeba.decoding.attention import decoding_attention
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.regions import compiled_layers
 from amoeba.decoding.sampling import Sampler
+from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
+from amoeba.replays import Replays, replays_of
 
 
 class Rows:
@@ -47,6 +50,8 @@ class Step:
             self.position_BC = torch.zeros_like(self.ids_BC)
             self.last = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._replays = replays_in(model)
+        self._passes: list[tuple[Replays, Any]] = []
         self._takes_cache_position = "cache_position" in inspect.signature(type(model).forward).parameters
 
     def prepare(self, capture: bool) -> None:
@@ -62,24 +67,35 @@ class Step:
             self._enter(stack, self.compiled)
             ready = torch.cuda.Stream()
             ready.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(ready):
+            with torch.cuda.stream(ready), ExitStack() as rehearsal:
+                for replays in self._replays:
+                    rehearsal.enter_context(replays.rehearsing())
                 self._run()
             torch.cuda.current_stream().wait_stream(ready)
             self.rows.cache.slot.zero_()
             graph = torch.cuda.CUDAGraph()
             if self.sampler.generator is not None:
                 graph.register_generator_state(self.sampler.generator)
+            passes = [(replays, stack.enter_context(replays.capturing())) for replays in self._replays]
             with torch.cuda.graph(graph, stream=ready, capture_error_mode="thread_local"):
                 self._run()
-        self._graph = graph
+        self._graph, self._passes = graph, passes
 
     def __call__(self) -> None:
         if self._graph is not None:
-            self._graph.replay()
+            launch = self._graph.replay
+            for replays, passes in self._passes:
+                launch = partial(replays.replay, passes, launch)
+            launch()
             return
         with ExitStack() as stack:
             self._enter(stack, self.compiled)
             self._run()
+
+    def check(self) -> None:
+        """Behind a wait for a call of it, before what it made is used."""
+        for replays, _ in self._passes:
+            replays.check()
 
     def _enter(self, stack: ExitStack, compiled: bool) -> None:
         self.rows.cache.filled = None
@@ -116,3 +132,8 @@ class Step:
             **more,
         )
         return out.logits[:, -1]
+
+
+def replays_in(model: Any) -> list[Replays]:
+    """Of experts that come while a step is replayed."""
+    return replays_of(placed_in(module) for module in experts_modules(model).values())

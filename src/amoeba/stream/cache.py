@@ -206,6 +206,12 @@ class ExpertCache:
     def count_tokens(self, tokens: int) -> None:
         self.counters.tokens += tokens
 
+    def count_hits(self, layer: int, ids: int) -> None:
+        """Of a pass over a layer that has all of its experts, which asked for so many and did not tell which."""
+        most = min(ids, self._layers[layer].top.experts)
+        self.counters.requested += most
+        self.counters.hits += most
+
     def restart_counters(self) -> Counters:
         """Those until now; the next are counted from 0, as after a prefill or a warm-up."""
         until_now, self.counters = self.counters, Counters(misses_of_layer=[0] * len(self._layers))
