@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.gpu.replays import GpuReplays
 from amoeba.stream.store.buffers import aligned_buffer
 
 
@@ -141,13 +142,16 @@ class LiveDevice(SimulatedDevice):
         with graph: device.launch(kernel)       # is not run
         graph.replay()                          # is
 
+    inline: nothing that the host launches runs beside it, as Triton's interpreter wants it.
     errors: of work that failed, raised by close(). Nobody waits longer than `patience` seconds.
     """
 
     patience = 30.0
 
-    def __init__(self, seed: int = 0, *, fails_at: int | None = None, latest: float = 1e-3) -> None:
-        super().__init__(seed, fails_at=fails_at)
+    def __init__(
+        self, seed: int = 0, *, inline: bool = False, fails_at: int | None = None, latest: float = 1e-3
+    ) -> None:
+        super().__init__(seed, inline=inline, fails_at=fails_at)
         self.latest, self.graph, self.errors = latest, None, []
         self._moved, self._ends = threading.Condition(self.lock), False
         self._threads = [threading.Thread(target=self._work, args=(stream,), daemon=True) for stream in self.streams]
@@ -155,10 +159,17 @@ class LiveDevice(SimulatedDevice):
             thread.start()
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        if self.graph is not None:
+        if threading.current_thread() is self._threads[self.streams.index(self._compute)]:
+            kernel()  # of a RepeatedFunction
+        elif self.graph is not None:
             self.graph.kernels.append(kernel)
         else:
             super().launch(kernel)
+            if self.inline:
+                self.record(self._compute).wait()
+
+    def enqueue_call(self, function: Callable[[], None]) -> None:
+        self._enqueue(self._compute, function)
 
     def close(self) -> None:
         super().close()
@@ -217,3 +228,21 @@ class LiveGraph:
     def replay(self) -> None:
         for kernel in self.kernels:
             self.device.launch(kernel)
+
+
+class RepeatedFunction:
+    """Stands for the graph of a function that computes by torch: at a replay it is called again, by the device."""
+
+    def __init__(self, device: LiveDevice, replays: GpuReplays, function: Callable[[], object]) -> None:
+        self.device, self._replays, self._function = device, replays, function
+        with replays.rehearsing():
+            function()
+        with replays.capturing() as self.passes, LiveGraph(device):  # nothing waits, and the numbers mean nothing
+            function()
+
+    def replay(self) -> None:
+        self._replays.replay(self.passes, lambda: self.device.enqueue_call(self._call))
+
+    def _call(self) -> None:
+        with self._replays.capturing():
+            self._function()

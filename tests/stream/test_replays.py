@@ -2,8 +2,8 @@
 
 E experts · K experts per token
 
-The device is simulated by threads (simulated_device.LiveDevice), a graph by a list of launches, and Triton's interpreter
-runs the kernel that waits. What reads the slots compares their bytes with the store's.
+The device is simulated by threads (simulated_device.LiveDevice), a graph by a list of launches, and Triton's
+interpreter runs the kernel that waits. What reads the slots compares their bytes with the store's.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def test_serials_wrap_as_32_bits_do() -> None:
 def test_who_has_too_few_slots_is_told_so() -> None:
     with (
         closing(Served(0, 1, 0)) as served,
-        pytest.raises(CannotCapture, match="1 token may ask for 2 experts.*1 slots"),
+        pytest.raises(CannotCapture, match=r"1 token may ask for 2 experts.*1 slots"),
     ):
         served.capture()
 
