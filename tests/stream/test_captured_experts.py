@@ -123,12 +123,13 @@ def routed_as(seed: int, dtype: torch.dtype) -> tuple[Tensor, Routing]:
     return x_TH, Routing(expert_TK.to(DEVICE), torch.rand(1, K, generator=generator).to(DEVICE), trusted=True)
 
 
-def test_a_batch_and_an_adapter() -> None:
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 4), (2, E)])
+def test_an_adapter_beside_them_goes_with_its_experts(tokens: int, slots: int) -> None:
     resident, lora = weights_of(), factors(torch.float32)
-    with torch.no_grad(), closing(Captured(resident, E - 1 if K * 2 < E else E, 0, routed(2), 1, lora)) as captured:
-        x_TH, routing = routed(2, sentinels=True)
-        (y_TH,) = captured(x_TH, routing)
-        assert torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=lora))
+    with torch.no_grad(), closing(Captured(resident, slots, 0, routed(tokens), 1, lora)) as captured:
+        for given in (routed(tokens, sentinels=True), routed(tokens)):
+            (y_TH,) = captured(*given)
+            assert torch.equal(y_TH, by_triton(*given, resident, lora=lora))
 
 
 def test_after_a_failed_read_the_next_try_is_right() -> None:

@@ -129,6 +129,33 @@ def test_copies_and_reads_that_fail_leave_nothing_wrong(prefetches: bool) -> Non
             passes(watched, seed, 4)
 
 
+def test_after_a_failed_read_nothing_is_shown_whose_copy_is_still_under_way() -> None:
+    with closing(Watched(0, 3, E, layers=1)) as watched:
+        for ids in ([0, 1, 2], [3, 4, 5]):
+            watched.run(0, ids)
+        watched.device.random.choice = lambda options: 0  # nothing runs by itself
+        watched.store.failing = {(0, 7)}
+        with pytest.raises(OSError, match="expert 7"):
+            watched.run(0, [0, 1, 7])
+        watched.look_at_all_shown(0)
+        watched.device.random.choice = lambda options: watched.device.compute if len(options) == 3 else 20
+        watched.device.launch(lambda: None)  # passes as early as they may, copies as late
+
+
+def test_what_leaves_is_copied_down_beside_what_comes_up_and_neither_overtakes_the_other() -> None:
+    """Copies down as late as they may: what is loaded into their slots, and from their blobs, waits for them."""
+    for seed in range(6):
+        with closing(Watched(seed, 3, 3)) as watched:
+            late = random.Random(seed)
+            watched.device.random.choice = lambda options, late=late: (
+                options[late.choice((0, 0, 1, 1, 2)) if late.random() < 0.2 else late.choice((0, 1))]
+                if len(options) == 3
+                else late.choice((0, 3, 20))
+            )
+            passes(watched, seed, 16)
+            assert watched.memory.cache.counters.written_bytes > 0
+
+
 def test_a_copy_into_a_slot_waits_for_the_pass_that_reads_it() -> None:
     """Copies run at once, the pass as late as it may: the fence alone keeps them off."""
     with closing(Watched(0, 2, 0, layers=2)) as watched:

@@ -234,6 +234,8 @@ class ExpertCache:
 
     def _write_back(self, host: SlotTable, here: _Layer, plan: Plan) -> list[tuple[int, int, int]]:
         left = {expert: slot for expert, (_, slot) in zip(plan.evicted, plan.loads, strict=False) if expert not in host}
+        if not left:
+            return []
         down = host.request_some(left)
         host.release(expert for expert, _ in down.loads)
         here.falling.update(expert for expert, _ in down.loads)

@@ -147,13 +147,15 @@ class SlotTable:
                 raise bad_value("expert", f"0 to {self.experts - 1}", expert, "leave out ids that belong to nobody")
         evicted: list[int] = []
         if len(missing) > len(free):
+            evicted = self._first_ranked(len(missing) - len(free), spared)
+        if len(missing) > len(free) + len(evicted):
             candidates = [each for each in self._expert_in if each != _EMPTY and not holds[each] and each not in spared]
             room = len(free) + len(candidates)
             if len(missing) > room:
                 if all_or_none:
                     raise SlotsInUse(f"{len(missing)} slots are needed, {room} of {self.slots} are not in use")
                 missing = missing[:room]
-            evicted = self._coldest(candidates, len(missing) - len(free))
+            evicted = self._policy.coldest(candidates, len(missing) - len(free))
         if missing:
             self._ranked = None
         for expert in evicted:
@@ -170,11 +172,10 @@ class SlotTable:
         # the last slot that became free is the first that is taken
         return self._split(present, loads, evicted[::-1])
 
-    def _coldest(self, candidates: list[int], count: int) -> list[int]:
-        if self._ranked is None:
-            return self._policy.coldest(candidates, count)
-        allowed = set(candidates)
-        return list(islice((expert for expert in self._ranked if expert in allowed), count))
+    def _first_ranked(self, count: int, spared: Collection[int]) -> list[int]:
+        """So many that may leave, if that was found out ahead; else fewer."""
+        holds, ranked = self._holds, self._ranked or ()
+        return list(islice((each for each in ranked if not holds[each] and each not in spared), count))
 
     def _free_slot(self, expert: int) -> int:
         if self.slots < self.experts:

@@ -219,8 +219,7 @@ class DeviceMemory:
         try:
             self._write_back(layer, fetch)
             for expert, host_slot, slot in fetch.from_host:
-                assert tiers.blobs is not None
-                group.copied[expert] = tiers.up(tiers.blobs[host_slot], slot, host_slot)
+                group.copied[expert] = tiers.up(slot, host_slot)
                 self._loaded(layer, expert)
             for expert, staged, slot in fetch.from_disk:
                 group.jobs[expert] = self._submit(layer, expert, staged, slot, False)
@@ -274,7 +273,8 @@ class DeviceMemory:
         """Those that are there."""
         for job in group.jobs.values():
             job.cancel()
-        wait(group.jobs.values())
+        if group.jobs:
+            wait(group.jobs.values())
         failed = {e for e, job in group.jobs.items() if job.cancelled() or job.exception() is not None}
         with self._counting:
             # a job that failed has said so itself; one that was cancelled never ran
@@ -330,14 +330,14 @@ class DeviceMemory:
                     before.wait()
                 blob = memory[: self.store.expert_bytes(layer)]
                 self.store.read(layer, expert, blob)
-                return tiers.up(blob, slot, None)
+                return tiers.up(slot, None, blob)
             finally:
                 self._passing.put((memory, self.device.record(self.device.copies)))
-        assert tiers.blobs is not None
         if not is_there:
+            assert tiers.blobs is not None
             tiers.blob_is_free(host_slot)
             self.store.read(layer, expert, tiers.blobs[host_slot])
-        return tiers.up(tiers.blobs[host_slot], slot, host_slot)
+        return tiers.up(slot, host_slot)
 
     def _show(self, layer: int, slot_of: dict[int, int]) -> None:
         if slot_of != self._shown[layer]:

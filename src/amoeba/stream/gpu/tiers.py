@@ -31,6 +31,7 @@ class LayerTiers:
     def __init__(self, device: Device, entry: LayerEntry, slots: int, host_slots: int) -> None:
         self._device, self._entry = device, entry
         self.blobs = device.host_memory(host_slots * entry.expert_bytes).view(host_slots, -1) if host_slots else None
+        self._host_bytes = None if self.blobs is None else self.blobs.view(-1)
         self._stacks = {
             part.name: torch.empty((slots, *part.shape), dtype=entry.dtype, device=device.device)
             for part in entry.parts
@@ -65,8 +66,14 @@ class LayerTiers:
         for slot in slots:
             self._readers[slot] = event
 
-    def up(self, blob: Tensor, slot: int, host_slot: int | None) -> Event:
-        """Into a slot, once its last reader is done. blob: flat. host_slot: where it is, unless it is in passing."""
+    def up(self, slot: int, host_slot: int | None, passing: Tensor | None = None) -> Event:
+        """Into a slot, once its last reader is done, from a host slot or from a blob that is in passing."""
+        if host_slot is None:
+            assert passing is not None
+            source, start = passing, 0
+        else:
+            assert self._host_bytes is not None
+            source, start = self._host_bytes, host_slot * self._entry.expert_bytes
         self._wait_once(self._device.copies, self._readers, slot)
         self._wait_once(self._device.copies, self._leaving, slot)
         if host_slot is not None:
@@ -74,7 +81,7 @@ class LayerTiers:
         device, copies = self._device, self._device.copies
         try:
             for stack, size, offset in self._parts:
-                device.copy_bytes(copies, stack, slot * size, blob, offset, size)
+                device.copy_bytes(copies, stack, slot * size, source, start + offset, size)
         finally:  # where one fails, those before it are still under way
             event = device.record(copies)
             if host_slot is not None:
