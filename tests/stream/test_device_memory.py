@@ -21,6 +21,7 @@ from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.export import IndexExport
 from amoeba.stream.gpu.loader import Loader
 from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.placement import MemoryStore
 
 E, H, I = 8, 4, 4
@@ -131,15 +132,32 @@ def test_copies_and_reads_that_fail_leave_nothing_wrong(prefetches: bool) -> Non
 
 def test_after_a_failed_read_nothing_is_shown_whose_copy_is_still_under_way() -> None:
     with closing(Watched(0, 3, E, layers=1)) as watched:
+        device = watched.device
         for ids in ([0, 1, 2], [3, 4, 5]):
             watched.run(0, ids)
-        watched.device.random.choice = lambda options: 0  # nothing runs by itself
+        device.run_until(device.record(device.compute))
+        device.random.choice = lambda options: 0  # nothing runs by itself
         watched.store.failing = {(0, 7)}
         with pytest.raises(OSError, match="expert 7"):
             watched.run(0, [0, 1, 7])
         watched.look_at_all_shown(0)
-        watched.device.random.choice = lambda options: watched.device.compute if len(options) == 3 else 20
-        watched.device.launch(lambda: None)  # passes as early as they may, copies as late
+        device.run_until(device.record(device.compute))  # with no copy that it does not wait for
+
+
+def test_what_comes_back_from_the_host_waits_until_it_is_there() -> None:
+    device, store = SimulatedDevice(), Layers(1)
+    device.random.choice = lambda options: 0
+    tiers = LayerTiers(device, store.layers[0], 2, 1)
+    tiers.weights.gate_up_EJH[0] = 7
+    tiers.down(slot=0, host_slot=0)
+    came = tiers.up(slot=1, host_slot=0)
+    device.run_until(came)
+    assert bool((tiers.weights.gate_up_EJH[1] == 7).all())
+    tiers.weights.gate_up_EJH[1] = 8
+    tiers.up(slot=0, host_slot=0)
+    tiers.down(slot=1, host_slot=0)
+    tiers.blob_is_free(0)
+    assert bool((tiers.weights.gate_up_EJH[0] == 7).all()), "its blob was overwritten ahead of the copy from it"
 
 
 def test_what_leaves_is_copied_down_beside_what_comes_up_and_neither_overtakes_the_other() -> None:
