@@ -1,6 +1,6 @@
 """Experts that are not all there, inside a CUDA graph: what whoever captures and replays asks of where they are.
 
-    replays = replays_of(model_experts)                     # of all kinds of weights in a model, each once
+    (replays,) = replays_of(model_experts)                  # of all weights in a model, each once; two cannot be served
     with replays.rehearsing(): step()                       # as it is; all that will be captured is loaded
     with replays.capturing() as passes, torch.cuda.graph(graph): step()
     replays.replay(passes, graph.replay)                    # and serves it; returns when nothing is left to serve

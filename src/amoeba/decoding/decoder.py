@@ -58,7 +58,7 @@ class Decoder:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(sampling or Sampling(), batch, vocabulary, self.device)
         self._step = Step(model, self._rows, self._sampler, compiled=compiled)
-        self._waits_for_experts = bool(replays_in(model))  # many tokens ask for more than there is room for
+        self._waits_for_experts = replays_in(model) is not None  # many tokens ask for more than there is room for
         self._prompt_steps: dict[int, Step] = {}
         self._prepared = False
 

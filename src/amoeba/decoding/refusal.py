@@ -33,6 +33,8 @@ def why_not(model: Any) -> str | None:
     waiting = {found.placement for found in placed if not replays_of([found])}
     if waiting:
         return f"its experts are {' and '.join(sorted(waiting))}, and a step waits for them on the host"
+    if len(replays_of(placed)) > 1:
+        return "its experts are in several memories, each of which would wait for the others"
     text = model.config.get_text_config(decoder=True)
     if (reason := why_not_fixed(model.config)) is not None:
         return reason
