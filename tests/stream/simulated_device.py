@@ -66,7 +66,7 @@ class SimulatedDevice(Device):
         self.lock, self.inline, self.fails_at = threading.RLock(), inline, fails_at
         self.random = random.Random(seed)
         self.waits: list[str] = []
-        self.copied = 0
+        self.copied = self.words = 0
         self.closed = False
 
     @property
@@ -85,6 +85,10 @@ class SimulatedDevice(Device):
             if self.copied == self.fails_at:
                 raise CopyFailed("a copy failed")
         self._enqueue(stream, lambda: target.copy_(source))
+
+    def write_word(self, stream: SimulatedStream, word: Tensor, value: int) -> None:
+        self.words += 1
+        self._enqueue(stream, lambda: word.fill_(value))
 
     def launch(self, kernel: Callable[[], None]) -> None:
         self._enqueue(self._compute, kernel)

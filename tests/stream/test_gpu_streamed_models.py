@@ -213,14 +213,13 @@ def test_captured_steps_give_the_resident_tokens(stores, monkeypatch) -> None:
 
     def generated(model: Any, kind: str) -> list[list[int]]:
         model.generation_config.update(eos_token_id=None, do_sample=False)
-        steps = token_steps.choose_steps(model, {"do_sample": False}, batch=1, prompt_tokens=3, new_tokens=6)
+        steps = token_steps.choose_steps(model, {"do_sample": False}, batch=1, prompt_tokens=3, new_tokens=NEW_TOKENS)
         assert steps.kind == kind, steps.reason
         if steps.decoder is not None:
-            return list(steps.decoder.generate([[5, 6, 7]], 6))
+            return list(steps.decoder.generate([[5, 6, 7]], NEW_TOKENS))
         ids = torch.tensor([[5, 6, 7]], device=model.device)
-        return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)[
-            0, 3:, None
-        ].tolist()
+        found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS)
+        return found[0, 3:, None].tolist()
 
     with monkeypatch.context() as plain:
         plain.setattr(token_steps, "why_plain", lambda model: "plain")
@@ -229,7 +228,7 @@ def test_captured_steps_give_the_resident_tokens(stores, monkeypatch) -> None:
         assert generated(streamed.model, "captured") == expected
         counters = streamed.memory.cache.counters
         assert counters.requested > counters.hits
-    assert repeated is None or repeated.replays == 5
+    assert repeated is None or repeated.replays == NEW_TOKENS - 1
     with amoeba.stream.attach(packed, vram=vram(packed, TOP_K - 1), ram="1MiB") as streamed:
         assert generated(streamed.model, "plain") == expected
 

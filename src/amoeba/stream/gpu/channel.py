@@ -23,7 +23,6 @@ from torch import Tensor
 from amoeba.stream.gpu.device import Device
 from amoeba.stream.gpu.export import Asked
 
-_WORD = 4  # bytes
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
 LONGEST_WAIT = 10.0
 
@@ -43,11 +42,8 @@ class Channel:
         questions, answers = device.mapped(self.ring, self._row), device.mapped(self.ring, 2 * self._most + 2)
         trouble = device.mapped(1)
         self._talk = Talk(self._state, questions, answers, trouble)
-        self._arrived = device.mapped(self.ring)  # what the stream of copies writes to the device
-        self._state_bytes, self._arrived_bytes = self._state.view(torch.uint8), self._arrived.view(torch.uint8)
-        self._questions, self._answers, self._trouble, self._words = (
-            _ints(each) for each in (questions, answers, trouble, self._arrived)
-        )
+        self._arrived = self._state[1:]
+        self._questions, self._answers, self._trouble = (_ints(each) for each in (questions, answers, trouble))
         self.serial = 0  # of the latest question that was expected
 
     def ask(self, shown: Tensor, experts: int, expert_TK: Tensor) -> Tensor:
@@ -85,11 +81,7 @@ class Channel:
 
     def go_on(self, serial: int) -> None:
         """The GPU need not wait for this question, nor for those before it, when copies until now have come to pass."""
-        place = serial % self.ring
-        self._words[place] = _wrapped(serial)
-        self._device.copy_bytes(
-            self._device.copies, self._state_bytes, _WORD, self._arrived_bytes, place * _WORD, _WORD
-        )
+        self._device.write_word(self._device.copies, self._arrived, _wrapped(serial))
 
     @property
     def in_trouble(self) -> bool:
@@ -99,8 +91,9 @@ class Channel:
         """No question waits from now on."""
         self._trouble[0] = 1
 
-    def forget_trouble(self) -> None:
-        """Once nothing is under way."""
+    def begin_anew(self) -> None:
+        """Once nothing is under way: serials go on from what the device has counted."""
+        self.serial = int(self._state[0])
         self._trouble[0] = 0
 
 

@@ -49,6 +49,10 @@ class Device(ABC):
     copies: Stream
     downs: Stream
 
+    def why_not_captured(self) -> str | None:
+        """Why passes that wait for copies cannot be captured here, or None."""
+        return None
+
     @property
     @abstractmethod
     def compute(self) -> Stream:
@@ -68,6 +72,10 @@ class Device(ABC):
     def copy_bytes(self, stream: Stream, target: Tensor, at: int, source: Tensor, source_at: int, size: int) -> None:
         """Of flat tensors of bytes, one on the host, one on the device."""
         self.copy(stream, target[at : at + size], source[source_at : source_at + size])
+
+    @abstractmethod
+    def write_word(self, stream: Stream, word: Tensor, value: int) -> None:
+        """One int32 on the device, behind all copies ahead of it, also for a kernel that looks at it meanwhile."""
 
     @abstractmethod
     def launch(self, kernel: Callable[[], None]) -> None:
@@ -110,6 +118,9 @@ class CudaDevice(Device):
     def compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
+    def why_not_captured(self) -> str | None:
+        return "it takes the driver of an NVIDIA GPU" if self._driver is None else None
+
     def host_memory(self, size: int) -> Tensor:
         """Registered rather than allocated as pinned: torch's own pinned memory is rounded up to a power of two."""
         memory = aligned_buffer(size)
@@ -144,6 +155,11 @@ class CudaDevice(Device):
         else:
             copy = self._driver.to_device if target.is_cuda else self._driver.to_host
             copy(target.data_ptr() + at, source.data_ptr() + source_at, size, stream.cuda_stream)
+
+    def write_word(self, stream: torch.cuda.Stream, word: Tensor, value: int) -> None:
+        if self._driver is None:
+            raise RuntimeError("words are written by CUDA's driver, which this machine does not have")
+        self._driver.write_word(word.data_ptr(), value, stream.cuda_stream)
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()

@@ -78,6 +78,8 @@ class GpuReplays:
         memory = self._memory
         if memory.recorder is not None:
             raise CannotCapture("the routing of every pass is recorded, which the host has to see")
+        if (reason := memory.device.why_not_captured()) is not None:
+            raise CannotCapture(reason)
         for layer, entry in enumerate(memory.store.layers):
             if memory.slots[layer] == entry.experts and not memory.is_complete(layer):
                 with memory.turn(layer):
@@ -146,11 +148,11 @@ class GpuReplays:
         with self._all_turns():
             for last in {id(event): event for event in memory._last if event is not None}.values():
                 device.wait(device.compute, last)
-            launch()
             first = self.channel.expect(len(passes.layers)) if passes.layers else 0
-            memory._replayed = device.record(device.compute)
-            memory._last = [memory._replayed] * len(memory._last)
             try:
+                launch()
+                memory._replayed = device.record(device.compute)
+                memory._last = [memory._replayed] * len(memory._last)
                 self._serve(passes, first)
             except BaseException:
                 self._give_up()
@@ -239,17 +241,18 @@ class GpuReplays:
                 self._count(*self._later.popleft())
 
     def _give_up(self) -> None:
-        """Lets the GPU go on to the end of what was launched, and shows all layers what is there."""
-        memory, channel = self._memory, self._channel
+        """Lets the GPU go on to the end of what was launched, counts on from there, and shows all layers what is there.
+        Here the host waits for the device: nothing is served any more."""
+        memory, device, channel = self._memory, self._memory.device, self._channel
         self._later.clear()
-        if channel is None or memory._replayed is None:
+        if channel is None:
             return
         channel.give_up()
-        memory._replayed.wait()
-        memory.device.wait(memory.device.compute, memory.device.record(memory.device.copies))  # of what is shown now
+        device.wait(device.compute, device.record(device.copies))  # of what is shown now
+        device.record(device.compute).wait()
         for layer in range(len(memory.slots)):
             with memory.turn(layer):
                 memory._shown[layer] = {-1: -1}  # nobody knows
                 memory._changed[layer] = True
-        memory.device.record(memory.device.compute).wait()
-        channel.forget_trouble()
+        device.record(device.compute).wait()
+        channel.begin_anew()
