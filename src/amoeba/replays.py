@@ -6,7 +6,7 @@
     replays.replay(passes, graph.replay)                    # and serves it; returns when nothing is left to serve
     replays.check()                                         # behind a wait for the step, before its results are used
 
-A kind of weights that can do this has an attribute `replays`; see `amoeba.weights.AnyExperts`.
+A kind of weights that can do this has an attribute `replays`. Whoever captures does not ask where the experts are.
 """
 
 from __future__ import annotations

@@ -224,6 +224,11 @@ def test_what_is_recorded_is_not_captured() -> None:
         with pytest.raises(CannotCapture, match="recorded"):
             served.capture()
         served.memory.recorder = None
+        served.capture()
+        served.memory.recorder = object()
+        with pytest.raises(RuntimeError, match="begin to record before"):
+            served.replay([[0, 1], [0, 1]])
+        served.memory.recorder = None
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

@@ -142,9 +142,8 @@ class GpuReplays:
         memory, device = self._memory, self._memory.device
         memory.check_open()
         if memory.recorder is not None:
-            raise RuntimeError(
-                "the routing of captured steps cannot be recorded: begin to record before they are captured"
-            )
+            raise RuntimeError("captured steps cannot be recorded: begin to record before they are captured")
+        self.check()
         with self._all_turns():
             for last in {id(event): event for event in memory._last if event is not None}.values():
                 device.wait(device.compute, last)
@@ -215,6 +214,8 @@ class GpuReplays:
             shown, now = memory._shown[layer], memory.cache.top(layer)
             answer = {expert: -1 for expert in shown if expert not in now}
             answer |= {expert: group.slot_of[expert] for expert in missing}
+            if len(answer) > 2 * len(missing):  # for more the kernel does not look
+                raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
             channel.answer(serial, answer)
             memory._wait_for_reads(layer, group)  # their copies are called when this returns
             channel.go_on(serial)
