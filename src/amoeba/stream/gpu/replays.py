@@ -103,8 +103,9 @@ class GpuReplays:
             raise CannotCapture(f"{asked}, which has {memory.slots[layer]} slots")
         if not memory.is_complete(layer):
             channel = self.channel
-            channel.expect(1)
+            serial = channel.expect(1)
             self._ask(layer, torch.full_like(expert_TK, -1))
+            channel.go_on(serial)  # nobody waits: if a device cannot do it, it is to be known now
 
     @contextmanager
     def capturing(self) -> Iterator[Passes]:
