@@ -157,6 +157,8 @@ class AnyExperts(Protocol):
     device:    where LoRA factors belong; `takes` tells where x may come from.
     own_experts: how many of num_experts this process has; LoRA factors are for these.
     tensors:   what autograd sees of the weights.
+
+    A kind whose experts may come while a CUDA graph is replayed has `replays` too, see `amoeba.replays`.
     """
 
     placement: str

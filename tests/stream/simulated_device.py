@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.gpu.replays import GpuReplays
 from amoeba.stream.store.buffers import aligned_buffer
 
 
@@ -59,10 +61,12 @@ class SimulatedDevice(Device):
     def __init__(self, seed: int = 0, *, inline: bool = False, fails_at: int | None = None) -> None:
         self.device = torch.device("cpu")
         self.copies, self._compute = SimulatedStream("copies"), SimulatedStream("compute")
+        self.downs = SimulatedStream("downs")
+        self.streams = self.copies, self._compute, self.downs
         self.lock, self.inline, self.fails_at = threading.RLock(), inline, fails_at
         self.random = random.Random(seed)
         self.waits: list[str] = []
-        self.copied = 0
+        self.copied = self.words = 0
         self.closed = False
 
     @property
@@ -76,11 +80,15 @@ class SimulatedDevice(Device):
         return torch.zeros(shape, dtype=torch.int32)
 
     def copy(self, stream: SimulatedStream, target: Tensor, source: Tensor) -> None:
-        if stream is self.copies:
+        if stream is not self._compute:
             self.copied += 1
             if self.copied == self.fails_at:
                 raise CopyFailed("a copy failed")
         self._enqueue(stream, lambda: target.copy_(source))
+
+    def write_word(self, stream: SimulatedStream, word: Tensor, value: int) -> None:
+        self.words += 1
+        self._enqueue(stream, lambda: word.fill_(value))
 
     def launch(self, kernel: Callable[[], None]) -> None:
         self._enqueue(self._compute, kernel)
@@ -94,7 +102,7 @@ class SimulatedDevice(Device):
 
     def close(self) -> None:
         with self.lock:
-            for stream in (self.copies, self._compute):
+            for stream in self.streams:
                 self.run_until(self.record(stream))
             self.closed = True
 
@@ -108,7 +116,7 @@ class SimulatedDevice(Device):
                     self.run_until(self.record(stream))
             else:
                 for _ in range(self.random.choice((0, 0, 1, 2, 20))):
-                    self._step(self.random.choice((self.copies, self._compute)))
+                    self._step(self.random.choice(self.streams))
 
     def _step(self, stream: SimulatedStream) -> bool:
         if not stream.work:
@@ -125,6 +133,120 @@ class SimulatedDevice(Device):
 
     def run_until(self, event: SimulatedEvent) -> None:
         """With as little else as it takes: what the event's stream waits for."""
-        other = self.copies if event.stream is self._compute else self._compute
+        others = [stream for stream in self.streams if stream is not event.stream]
         while not event.done():
-            assert self._step(event.stream) or self._step(other), "the streams wait for each other"
+            moved = any(self._step(stream) for stream in (event.stream, *others))
+            assert moved, "the streams wait for each other"
+
+
+class LiveDevice(SimulatedDevice):
+    """Each stream runs in a thread of its own, so that a kernel may wait for what the host does meanwhile.
+
+        graph = LiveGraph(device)
+        with graph: device.launch(kernel)       # is not run
+        graph.replay()                          # is
+
+    inline: nothing that the host launches runs beside it, as Triton's interpreter wants it.
+    errors: of work that failed, raised by close(). Nobody waits longer than `patience` seconds.
+    """
+
+    patience = 30.0
+
+    def __init__(
+        self, seed: int = 0, *, inline: bool = False, fails_at: int | None = None, latest: float = 1e-3
+    ) -> None:
+        super().__init__(seed, inline=inline, fails_at=fails_at)
+        self.latest, self.graph, self.errors = latest, None, []
+        self._moved, self._ends = threading.Condition(self.lock), False
+        self._threads = [threading.Thread(target=self._work, args=(stream,), daemon=True) for stream in self.streams]
+        for thread in self._threads:
+            thread.start()
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        if threading.current_thread() is self._threads[self.streams.index(self._compute)]:
+            kernel()  # of a RepeatedFunction
+        elif self.graph is not None:
+            self.graph.kernels.append(kernel)
+        else:
+            super().launch(kernel)
+            if self.inline:
+                self.record(self._compute).wait()
+
+    def enqueue_call(self, function: Callable[[], None]) -> None:
+        self._enqueue(self._compute, function)
+
+    def close(self) -> None:
+        super().close()
+        with self.lock:
+            self._ends = True
+            self._moved.notify_all()
+        for thread in self._threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def run_until(self, event: SimulatedEvent) -> None:
+        assert self._moved.wait_for(event.done, self.patience), f"the stream of {event.stream.name} hangs"
+
+    def _enqueue(self, stream: SimulatedStream, work: Callable[[], object] | Event) -> None:
+        with self.lock:
+            assert not self.closed, "enqueued on a device that was closed"
+            stream.work.append(work)
+            stream.enqueued += 1
+            self._moved.notify_all()
+
+    def _work(self, stream: SimulatedStream) -> None:
+        while True:
+            with self.lock:
+                self._moved.wait_for(lambda: stream.work or self._ends)
+                if not stream.work:
+                    return
+                work = stream.work[0]
+                delay = self.random.choice((0, 0, self.latest * self.random.random()))
+                if isinstance(work, SimulatedEvent):
+                    self._moved.wait_for(work.done)
+            if not isinstance(work, SimulatedEvent):
+                time.sleep(delay)
+                try:
+                    work()
+                except BaseException as error:
+                    self.errors.append(error)
+            with self.lock:
+                stream.work.popleft()
+                stream.done += 1
+                self._moved.notify_all()
+
+
+class LiveGraph:
+    """Stands for a CUDA graph: launches in order, with the tensors that they had."""
+
+    def __init__(self, device: LiveDevice) -> None:
+        self.device, self.kernels = device, list[Callable[[], None]]()
+
+    def __enter__(self) -> None:
+        self.device.graph = self
+
+    def __exit__(self, *_: object) -> None:
+        self.device.graph = None
+
+    def replay(self) -> None:
+        for kernel in self.kernels:
+            self.device.launch(kernel)
+
+
+class RepeatedFunction:
+    """Stands for the graph of a function that computes by torch: at a replay it is called again, by the device."""
+
+    def __init__(self, device: LiveDevice, replays: GpuReplays, function: Callable[[], object]) -> None:
+        self.device, self._replays, self._function = device, replays, function
+        with replays.rehearsing():
+            function()
+        with replays.capturing() as self.passes, LiveGraph(device):  # nothing waits, and the numbers mean nothing
+            function()
+
+    def replay(self) -> None:
+        self._replays.replay(self.passes, lambda: self.device.enqueue_call(self._call))
+
+    def _call(self) -> None:
+        with self._replays.capturing():
+            self._function()

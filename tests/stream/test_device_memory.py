@@ -21,6 +21,7 @@ from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.export import IndexExport
 from amoeba.stream.gpu.loader import Loader
 from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.placement import MemoryStore
 
 E, H, I = 8, 4, 4
@@ -129,6 +130,50 @@ def test_copies_and_reads_that_fail_leave_nothing_wrong(prefetches: bool) -> Non
             passes(watched, seed, 4)
 
 
+def test_after_a_failed_read_nothing_is_shown_whose_copy_is_still_under_way() -> None:
+    with closing(Watched(0, 3, E, layers=1)) as watched:
+        device = watched.device
+        for ids in ([0, 1, 2], [3, 4, 5]):
+            watched.run(0, ids)
+        device.run_until(device.record(device.compute))
+        device.random.choice = lambda options: 0  # nothing runs by itself
+        watched.store.failing = {(0, 7)}
+        with pytest.raises(OSError, match="expert 7"):
+            watched.run(0, [0, 1, 7])
+        watched.look_at_all_shown(0)
+        device.run_until(device.record(device.compute))  # with no copy that it does not wait for
+
+
+def test_what_comes_back_from_the_host_waits_until_it_is_there() -> None:
+    device, store = SimulatedDevice(), Layers(1)
+    device.random.choice = lambda options: 0
+    tiers = LayerTiers(device, store.layers[0], 2, 1)
+    tiers.weights.gate_up_EJH[0] = 7
+    tiers.down(slot=0, host_slot=0)
+    came = tiers.up(slot=1, host_slot=0)
+    device.run_until(came)
+    assert bool((tiers.weights.gate_up_EJH[1] == 7).all())
+    tiers.weights.gate_up_EJH[1] = 8
+    tiers.up(slot=0, host_slot=0)
+    tiers.down(slot=1, host_slot=0)
+    tiers.blob_is_free(0)
+    assert bool((tiers.weights.gate_up_EJH[0] == 7).all()), "its blob was overwritten ahead of the copy from it"
+
+
+def test_what_leaves_is_copied_down_beside_what_comes_up_and_neither_overtakes_the_other() -> None:
+    """Copies down as late as they may: what is loaded into their slots, and from their blobs, waits for them."""
+    for seed in range(6):
+        with closing(Watched(seed, 3, 3)) as watched:
+            late = random.Random(seed)
+            watched.device.random.choice = lambda options, late=late: (
+                options[late.choice((0, 0, 1, 1, 2)) if late.random() < 0.2 else late.choice((0, 1))]
+                if len(options) == 3
+                else late.choice((0, 3, 20))
+            )
+            passes(watched, seed, 16)
+            assert watched.memory.cache.counters.written_bytes > 0
+
+
 def test_a_copy_into_a_slot_waits_for_the_pass_that_reads_it() -> None:
     """Copies run at once, the pass as late as it may: the fence alone keeps them off."""
     with closing(Watched(0, 2, 0, layers=2)) as watched:
@@ -194,7 +239,7 @@ class Cudart:
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said_once(code: int, monkeypatch, caplog) -> None:
     runtime = Cudart(code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     device = CudaDevice(torch.device("cuda", 0))
     device.device = torch.device("cpu")

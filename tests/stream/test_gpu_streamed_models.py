@@ -7,7 +7,9 @@ the experts; the rest of the model is then on the CPU.
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
 import torch
-from simulated_device import SimulatedDevice
+from simulated_device import LiveDevice, LiveGraph, SimulatedDevice
 from stored_models import save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,6 +26,9 @@ from typer.testing import CliRunner
 import amoeba
 from amoeba import lora
 from amoeba.cli import app
+from amoeba.decoding.refusal import why_not
+from amoeba.decoding.step import Step
+from amoeba.jobs import token_steps
 from amoeba.stream import attaching
 from amoeba.stream.gpu import budgets
 from amoeba.stream.gpu.tiers import LayerTiers
@@ -163,6 +168,69 @@ def test_generate_says_what_it_chose_and_gives_the_resident_tokens(stores, tmp_p
     recorded = read_trace(trace)
     assert recorded.tokens == streaming["tokens"] and [layer.top_k for layer in recorded.layers] == [TOP_K] * LAYERS
     assert sum(streaming["host_slots"]) > 0 and streaming["host_bytes_per_token"] > 0
+
+
+class RepeatedSteps:
+    """Stands for CUDA's graphs where there is no GPU: a captured step is called again at each replay, by the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.replays = LiveDevice(inline=True), 0
+        monkeypatch.setattr(attaching, "gpu", self.gpu)
+        monkeypatch.setattr(token_steps, "why_plain", why_not)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
+        monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
+        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace())
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: LiveGraph(self.device))
+        prepare, call = Step.prepare, Step.__call__
+
+        def prepared(step: Step, capture: bool) -> None:
+            prepare(step, capture=True)
+            step._graph.replay = lambda: self.device.enqueue_call(lambda: self.run(step))
+
+        def called(step: Step) -> None:
+            call(step)
+            self.device.record(self.device.compute).wait()
+
+        monkeypatch.setattr(Step, "prepare", prepared)
+        monkeypatch.setattr(Step, "__call__", called)
+
+    def gpu(self) -> LiveDevice:
+        if self.device.closed:
+            self.device = LiveDevice(inline=True)
+        return self.device
+
+    def run(self, step: Step) -> None:
+        self.replays += 1
+        with step._replays.capturing(), ExitStack() as stack:
+            step._enter(stack, compiled=False)
+            step._run()
+
+
+def test_captured_steps_give_the_resident_tokens(stores, monkeypatch) -> None:
+    folder, packed = stores[torch.float32]
+    repeated = None if ON_GPU else RepeatedSteps(monkeypatch)
+
+    def generated(model: Any, kind: str) -> list[list[int]]:
+        model.generation_config.update(eos_token_id=None, do_sample=False)
+        steps = token_steps.choose_steps(model, {"do_sample": False}, batch=1, prompt_tokens=3, new_tokens=NEW_TOKENS)
+        assert steps.kind == kind, steps.reason
+        if steps.decoder is not None:
+            return list(steps.decoder.generate([[5, 6, 7]], NEW_TOKENS))
+        ids = torch.tensor([[5, 6, 7]], device=model.device)
+        found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS)
+        return found[0, 3:, None].tolist()
+
+    with monkeypatch.context() as plain:
+        plain.setattr(token_steps, "why_plain", lambda model: "plain")
+        expected = generated(resident(folder), "plain")
+    with amoeba.stream.attach(packed, vram=vram(packed, TOP_K), ram="1MiB") as streamed:
+        assert generated(streamed.model, "captured") == expected
+        counters = streamed.memory.cache.counters
+        assert counters.requested > counters.hits
+    assert repeated is None or repeated.replays == NEW_TOKENS - 1
+    with amoeba.stream.attach(packed, vram=vram(packed, TOP_K - 1), ram="1MiB") as streamed:
+        assert generated(streamed.model, "plain") == expected
 
 
 def test_budgets_that_are_too_small_are_refused_with_what_is_enough(stores, monkeypatch) -> None:

@@ -237,6 +237,45 @@ def test_the_same_requests_end_in_the_same_slots():
     assert run() == run()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_leaves_is_the_same_whether_it_was_found_out_ahead_or_not(policy):
+    dice = random.Random(policy)
+    plain, ahead = (SlotTable(5, 16, make_policy(policy)) for _ in range(2))
+    for _ in range(300):
+        ids, how = dice.sample(range(16), dice.randint(1, 5)), dice.choice(["request", "request_some", "prefetch"])
+        if dice.random() < 0.8:
+            ahead.rank()
+        plans = [getattr(table, how)(ids) for table in (plain, ahead)]
+        assert plans[0] == plans[1]
+        for expert, _ in plans[0].loads:
+            end = dice.choice(["loaded", "loaded", "failed"])
+            for table in (plain, ahead):
+                getattr(table, end)(expert)
+        if how != "prefetch":
+            for table in (plain, ahead):
+                table.release([e for e in dict.fromkeys(ids) if e in table and table._holds[e]])
+
+
+def test_what_is_held_does_not_leave_though_it_was_ranked_first():
+    table = SlotTable(2, 4, LRU())
+    table.request([0])
+    table.loaded(0)
+    table.request([1])
+    table.loaded(1)
+    table.release([1])
+    table.rank()
+    assert table.request([2]).evicted == [1]
+    with pytest.raises(SlotsInUse):
+        table.request([3])
+
+
+def test_where_all_experts_have_slots_ids_are_slots():
+    table = SlotTable(6, 6, LRU())
+    assert dict(table.request([4, 2]).loads) == {4: 4, 2: 2}
+    table.failed(2)
+    assert table.prefetch([5, 2, 0]).loads == [(5, 5), (2, 2), (0, 0)]
+
+
 @pytest.mark.parametrize("slots", [-1, 11])
 def test_slots_nobody_could_fill_are_refused(slots):
     with pytest.raises(ValueError, match="slots: expected 0 to 10, the number of experts"):

@@ -22,6 +22,7 @@ from stored_models import check_experts, expected_experts, save
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from amoeba.stream.store import StoreError, aligned_buffer, is_store, mapping, open_store, reading
+from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import pack
 from hostile_folders import bring_code, change_json, cut_short
 from selection import quick
@@ -171,6 +172,25 @@ def test_an_expert_is_read_in_parts_of_a_megabyte(packed, monkeypatch):
         store.read(0, 0, aligned_buffer(size))
     assert sorted(sizes) == [size % PART, PART]
     assert size % 4096 == 0
+
+
+def test_all_parts_of_an_expert_of_nine_megabytes_are_read_at_the_same_time(tmp_path, monkeypatch):
+    """As one of Qwen3-30B is: with a thread less than parts, the last part would be read alone."""
+    parts = 9
+    (tmp_path / "expert").write_bytes(bytes(parts * PART))
+    together, read_once = threading.Barrier(parts, timeout=10), reading._read_once
+
+    def waiting(*arguments):
+        together.wait()
+        return read_once(*arguments)
+
+    monkeypatch.setattr(reading, "_read_once", waiting)
+    reader, size = reading.Reader(), parts * PART
+    try:
+        memory = Memory(aligned_buffer(size), size)
+        reader.read([reading.Range(reader.file(tmp_path / "expert"), 0, size, memory, 0, size)])
+    finally:
+        reader.close()
 
 
 @pytest.mark.parametrize("which", ["folder", "packed"])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.sampling import Sampler, Sampling
-from amoeba.decoding.step import Rows, Step
+from amoeba.decoding.step import Rows, Step, replays_in
 from amoeba.errors import bad_value
 
 AHEAD = 4  # steps on their way to the GPU before one is waited for
@@ -58,6 +58,7 @@ class Decoder:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(sampling or Sampling(), batch, vocabulary, self.device)
         self._step = Step(model, self._rows, self._sampler, compiled=compiled)
+        self._waits_for_experts = replays_in(model) is not None  # many tokens ask for more than there is room for
         self._prompt_steps: dict[int, Step] = {}
         self._prepared = False
 
@@ -88,11 +89,16 @@ class Decoder:
         out.send()
         for _ in range(count - 1):
             if len(out) > ahead:
-                yield out.receive()
+                yield self._received(out)
             self._step()
             out.send()
         while len(out):
-            yield out.receive()
+            yield self._received(out)
+
+    def _received(self, out: _Outlet) -> list[int]:
+        tokens = out.receive()
+        self._step.check()
+        return tokens
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         if len(prompts) != self.batch or not all(prompts):
@@ -148,7 +154,7 @@ class Decoder:
         return out.logits[:, -1]
 
     def _captures_prompt(self, tokens: int) -> bool:
-        return self.capture and tokens * self.batch <= CAPTURED_PROMPT
+        return self.capture and not self._waits_for_experts and tokens * self.batch <= CAPTURED_PROMPT
 
     def _prepare_steps(self) -> None:
         if not self._prepared:

@@ -10,6 +10,7 @@ from amoeba.decoding.cache import why_not_fixed
 from amoeba.errors import one_line
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.replays import replays_of
 
 # Their tables of angles are computed anew, by a decision of the host, when a text gets longer
 _ROTATIONS_BY_LENGTH = ("dynamic", "longrope")
@@ -28,9 +29,12 @@ def why_not(model: Any) -> str | None:
         return "its parameters are on several devices"
     if not getattr(model, "_can_compile_fullgraph", False):
         return f"transformers does not promise that a step of {kind.__name__} has no decisions by the host"
-    placed = {found.placement for module in experts_modules(model).values() if (found := placed_in(module)) is not None}
-    if placed:
-        return f"its experts are {' and '.join(sorted(placed))}, and a step waits for them on the host"
+    placed = [found for module in experts_modules(model).values() if (found := placed_in(module)) is not None]
+    waiting = {found.placement for found in placed if not replays_of([found])}
+    if waiting:
+        return f"its experts are {' and '.join(sorted(waiting))}, and a step waits for them on the host"
+    if len(replays_of(placed)) > 1:
+        return "its experts are in several memories, each of which would wait for the others"
     text = model.config.get_text_config(decoder=True)
     if (reason := why_not_fixed(model.config)) is not None:
         return reason

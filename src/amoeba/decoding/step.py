@@ -14,7 +14,7 @@ what comes after that is computed too, and overwritten by the next tokens before
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from amoeba.decoding.attention import decoding_attention
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.regions import compiled_layers
 from amoeba.decoding.sampling import Sampler
+from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
+from amoeba.replays import Replays, replays_of
 
 
 class Rows:
@@ -47,6 +49,7 @@ class Step:
             self.position_BC = torch.zeros_like(self.ids_BC)
             self.last = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._replays, self._passes = replays_in(model), None
         self._takes_cache_position = "cache_position" in inspect.signature(type(model).forward).parameters
 
     def prepare(self, capture: bool) -> None:
@@ -62,24 +65,34 @@ class Step:
             self._enter(stack, self.compiled)
             ready = torch.cuda.Stream()
             ready.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(ready):
+            with torch.cuda.stream(ready), nullcontext() if self._replays is None else self._replays.rehearsing():
                 self._run()
             torch.cuda.current_stream().wait_stream(ready)
             self.rows.cache.slot.zero_()
             graph = torch.cuda.CUDAGraph()
             if self.sampler.generator is not None:
                 graph.register_generator_state(self.sampler.generator)
+            if self._replays is not None:
+                self._passes = stack.enter_context(self._replays.capturing())
             with torch.cuda.graph(graph, stream=ready, capture_error_mode="thread_local"):
                 self._run()
         self._graph = graph
 
     def __call__(self) -> None:
         if self._graph is not None:
-            self._graph.replay()
+            if self._replays is None:
+                self._graph.replay()
+            else:
+                self._replays.replay(self._passes, self._graph.replay)
             return
         with ExitStack() as stack:
             self._enter(stack, self.compiled)
             self._run()
+
+    def check(self) -> None:
+        """Behind a wait for a call of it, before what it made is used."""
+        if self._replays is not None:
+            self._replays.check()
 
     def _enter(self, stack: ExitStack, compiled: bool) -> None:
         self.rows.cache.filled = None
@@ -116,3 +129,9 @@ class Step:
             **more,
         )
         return out.logits[:, -1]
+
+
+def replays_in(model: Any) -> Replays | None:
+    """Of experts that come while a step is replayed; of two kinds `refusal` has refused the model."""
+    found = replays_of(placed_in(module) for module in experts_modules(model).values())
+    return found[0] if found else None

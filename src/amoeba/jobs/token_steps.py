@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from amoeba.errors import is_out_of_memory, one_line
+from amoeba.replays import CannotCapture
 
 logger = logging.getLogger("amoeba")
 
@@ -57,6 +58,10 @@ def choose_steps(
         for compiled, why in _ways(model, batch, length, steps or new_tokens, compile):
             try:
                 decoder = _prepared(model, sampling, batch, length, prompt_tokens, compiled)
+            except CannotCapture as refused:
+                reason = str(refused)
+                _free_memory()
+                break
             except Exception as error:  # of the compiler, of Triton, of CUDA, of the model's own code
                 reason = _failed("compiling" if compiled else "capturing", error)
             else:

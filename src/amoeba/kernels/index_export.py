@@ -40,9 +40,13 @@ def export_indices(expert_TK: Tensor, slot_E: Tensor, slot_TK: Tensor, row: Tens
     fit = fit and slot_TK.shape == expert_TK.shape and slot_TK.is_contiguous() and slot_E.is_contiguous()
     expected = f"at most {MOST_IDS} contiguous ids, and a row of {row_length(experts, ids)}"
     check_arguments(fit, expected, expert_TK=expert_TK, slot_TK=slot_TK, slot_E=slot_E, row=row)
+    _export[(1,)](expert_TK, slot_E, slot_TK, row, serial, ids, EXPERTS=experts, **sizes(experts, ids), num_warps=4)
+
+
+def sizes(experts: int, ids: int) -> dict[str, int]:
+    """Experts and ids that are compared with each other at once."""
     bins = max(2, next_power_of_2(experts))
-    piece = min(next_power_of_2(max(ids, 2)), max(2, PAIRS // bins))
-    _export[(1,)](expert_TK, slot_E, slot_TK, row, serial, ids, EXPERTS=experts, BINS=bins, PIECE=piece, num_warps=4)
+    return {"BINS": bins, "PIECE": min(next_power_of_2(max(ids, 2)), max(2, PAIRS // bins))}
 
 
 def to_slots(expert_TK: Tensor, slot_E: Tensor, slot_TK: Tensor) -> None:
@@ -54,24 +58,31 @@ def to_slots(expert_TK: Tensor, slot_E: Tensor, slot_TK: Tensor) -> None:
 
 
 @triton.jit
-def _translate(expert_N, slot_E, slot_N, index, N, EXPERTS: tl.constexpr):
-    """The ids, and which of them are experts; their slots are stored."""
+def translate(expert_N, slot_E, slot_N, index, N, EXPERTS: tl.constexpr):
+    """The ids, which of them are experts, and their slots, which are stored."""
     inside = index < N
     expert = tl.load(expert_N + index, mask=inside, other=-1)
     owned = (expert >= 0) & (expert < EXPERTS)  # before narrowing: an int64 id may be anything
     expert = tl.where(owned, expert, 0).to(tl.int32)
     slot = tl.load(slot_E + expert, mask=owned, other=-1)
     tl.store(slot_N + index, slot.to(slot_N.dtype.element_ty), mask=inside)
-    return expert, owned
+    return expert, owned, slot
 
 
 @quick
 @triton.jit(do_not_specialize=["serial", "N"])
 def _export(expert_N, slot_E, slot_N, row, serial, N, EXPERTS: tl.constexpr, BINS: tl.constexpr, PIECE: tl.constexpr):
+    write_row(expert_N, slot_E, slot_N, row, N, EXPERTS, BINS, PIECE)
+    tl.store(row + 2, serial)
+
+
+@triton.jit
+def write_row(expert_N, slot_E, slot_N, row, N, EXPERTS: tl.constexpr, BINS: tl.constexpr, PIECE: tl.constexpr):
+    """All but the serial. How many are missing."""
     e = tl.arange(0, BINS)
     asked = tl.zeros((BINS,), tl.int32)
     for first in range(0, N, PIECE):
-        expert, owned = _translate(expert_N, slot_E, slot_N, first + tl.arange(0, PIECE), N, EXPERTS)
+        expert, owned, _ = translate(expert_N, slot_E, slot_N, first + tl.arange(0, PIECE), N, EXPERTS)
         same = (expert[None, :] == e[:, None]) & owned[None, :]
         asked = tl.maximum(asked, tl.max(same.to(tl.int32), axis=1))
     slot = tl.load(slot_E + e, mask=e < EXPERTS, other=-1)
@@ -82,10 +93,10 @@ def _export(expert_N, slot_E, slot_N, row, serial, N, EXPERTS: tl.constexpr, BIN
     tl.store(row + 3 + place, e, mask=asked == 1)
     tl.store(row, misses)
     tl.store(row + 1, tl.sum(asked, axis=0))
-    tl.store(row + 2, serial)
+    return misses
 
 
 @quick
 @triton.jit(do_not_specialize=["N"])
 def _to_slots(expert_N, slot_E, slot_N, N, EXPERTS: tl.constexpr, TILE: tl.constexpr):
-    _translate(expert_N, slot_E, slot_N, tl.program_id(0) * TILE + tl.arange(0, TILE), N, EXPERTS)
+    translate(expert_N, slot_E, slot_N, tl.program_id(0) * TILE + tl.arange(0, TILE), N, EXPERTS)

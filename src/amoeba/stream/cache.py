@@ -206,6 +206,12 @@ class ExpertCache:
     def count_tokens(self, tokens: int) -> None:
         self.counters.tokens += tokens
 
+    def count_hits(self, layer: int, ids: int) -> None:
+        """Of a pass over a layer that has all of its experts, which asked for so many and did not tell which."""
+        most = min(ids, self._layers[layer].top.experts)
+        self.counters.requested += most
+        self.counters.hits += most
+
     def restart_counters(self) -> Counters:
         """Those until now; the next are counted from 0, as after a prefill or a warm-up."""
         until_now, self.counters = self.counters, Counters(misses_of_layer=[0] * len(self._layers))
@@ -228,6 +234,8 @@ class ExpertCache:
 
     def _write_back(self, host: SlotTable, here: _Layer, plan: Plan) -> list[tuple[int, int, int]]:
         left = {expert: slot for expert, (_, slot) in zip(plan.evicted, plan.loads, strict=False) if expert not in host}
+        if not left:
+            return []
         down = host.request_some(left)
         host.release(expert for expert, _ in down.loads)
         here.falling.update(expert for expert, _ in down.loads)

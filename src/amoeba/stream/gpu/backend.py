@@ -11,6 +11,8 @@ layer are in its slots, the host does not look at all. Else the missing ones are
 slots: one computes while the next is copied. The host never learns an id. Each group computes its rows, and these are
 combined once, at the end. Backward does the same, and computes h again: the link is slower than that product.
 
+**Captured in a CUDA graph**, a few tokens wait for their experts on the GPU (`replays`), and the same kernels compute.
+
 Either way the numbers are those of the same experts resident, because tiles are chosen by the number of experts and not
 of slots. Except: one to four tokens whose experts do not fit into the layer's slots, token by token, are summed up in
 another order.
@@ -27,6 +29,7 @@ from torch import Tensor
 from amoeba.backends import triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.problem import Gradients, Needs, Problem, Save
+from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.weights import LORA_NAMES, LoraFactors
 
@@ -45,6 +48,8 @@ class GpuStreamedBackend(PassesBackend):
         memory, layer, tokens = problem.weights.memory, problem.weights.layer, problem.x_TH.shape[0]
         if problem.rows == 0:
             return torch.zeros_like(problem.x_TH), None
+        if memory.replays.is_capturing:
+            return _captured(problem, save), None
         memory.count(layer, tokens)
         if memory.recorder is not None:
             memory.recorder.add(layer, problem.expert_TK.reshape(-1).tolist(), tokens)
@@ -104,6 +109,7 @@ class _Few:
         from amoeba.kernels.index_export import MOST_IDS
 
         problem, memory, layer, export = self.problem, self.memory, self.layer, self.memory.export
+        memory.replays.rehearse(layer, problem.expert_TK)
         if problem.rows > MOST_IDS:
             return self._with(problem, list(range(problem.weights.num_experts)))
         is_complete = memory.is_complete(layer)
@@ -161,6 +167,17 @@ class _Few:
         memory.wait_for_ids(layer)
         missing, there = memory.export.read(layer)
         return self._with(one, [*there, *missing])
+
+
+def _captured(problem: Problem, save: Save) -> Tensor:
+    """The kernels of a pass whose experts come while it is replayed."""
+    from amoeba.kernels.decode import Like, decode
+
+    memory, layer, tokens = problem.weights.memory, problem.weights.layer, problem.x_TH.shape[0]
+    if save == "h" or tokens > triton.DECODE_TOKENS:
+        raise CannotCapture(f"{tokens} tokens of a step, or its gradients, are streamed by the host")
+    slot_TK = memory.replays.slots_of(layer, problem.expert_TK)
+    return decode(_in_slots(problem, slot_TK), like=Like(tokens, problem.weights.num_experts))
 
 
 @contextmanager

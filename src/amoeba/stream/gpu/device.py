@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu.pointers import address
+from amoeba.stream.gpu.driver import open_driver
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.buffers import aligned_buffer
 
@@ -40,11 +41,17 @@ class Event(Protocol):
 class Device(ABC):
     """
     device: where the slots are.
-    copies: the stream of all copies of experts, both ways: they come to pass in the order of their calls.
+    copies: the stream of all copies of experts to the device: they come to pass in the order of their calls.
+    downs:  that of copies back to the host, for which nothing that is needed now should wait.
     """
 
     device: torch.device
     copies: Stream
+    downs: Stream
+
+    def why_not_captured(self) -> str | None:
+        """Why passes that wait for copies cannot be captured here, or None."""
+        return None
 
     @property
     @abstractmethod
@@ -61,6 +68,14 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None: ...
+
+    def copy_bytes(self, stream: Stream, target: Tensor, at: int, source: Tensor, source_at: int, size: int) -> None:
+        """Of flat tensors of bytes, one on the host, one on the device."""
+        self.copy(stream, target[at : at + size], source[source_at : source_at + size])
+
+    @abstractmethod
+    def write_word(self, stream: Stream, word: Tensor, value: int) -> None:
+        """One int32 on the device, behind all copies ahead of it, also for a kernel that looks at it meanwhile."""
 
     @abstractmethod
     def launch(self, kernel: Callable[[], None]) -> None:
@@ -93,13 +108,18 @@ class _CudaEvent:
 class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self.copies = torch.cuda.Stream(self.device)
+        # torch hands the same 32 streams out again and again: those of another priority are not where passes run
+        self.copies, self.downs = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))
+        self._driver = open_driver(self.device)
         self._registered: list[tuple[int, Tensor]] = []
         self._said_pageable = False
 
     @property
     def compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
+
+    def why_not_captured(self) -> str | None:
+        return "it takes the driver of an NVIDIA GPU" if self._driver is None else None
 
     def host_memory(self, size: int) -> Tensor:
         """Registered rather than allocated as pinned: torch's own pinned memory is rounded up to a power of two."""
@@ -126,6 +146,20 @@ class CudaDevice(Device):
     def copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
+
+    def copy_bytes(
+        self, stream: torch.cuda.Stream, target: Tensor, at: int, source: Tensor, source_at: int, size: int
+    ) -> None:
+        if self._driver is None:
+            super().copy_bytes(stream, target, at, source, source_at, size)
+        else:
+            copy = self._driver.to_device if target.is_cuda else self._driver.to_host
+            copy(target.data_ptr() + at, source.data_ptr() + source_at, size, stream.cuda_stream)
+
+    def write_word(self, stream: torch.cuda.Stream, word: Tensor, value: int) -> None:
+        if self._driver is None:
+            raise RuntimeError("words are written by CUDA's driver, which this machine does not have")
+        self._driver.write_word(word.data_ptr(), value, stream.cuda_stream)
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()

@@ -9,6 +9,7 @@ from amoeba.stream.experts import ExpertsInSlots
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
+    from amoeba.stream.gpu.replays import GpuReplays
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,3 +19,8 @@ class GpuStreamedExperts(ExpertsInSlots):
     memory: DeviceMemory = field(repr=False)
 
     placement = "streamed-gpu"
+
+    @property
+    def replays(self) -> GpuReplays:
+        """Passes of a few tokens may be captured (`amoeba.replays`)."""
+        return self.memory.replays

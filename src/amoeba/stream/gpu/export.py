@@ -53,6 +53,10 @@ class IndexExport:
         for layer in range(len(self._layers)):
             self.show(layer, {})
 
+    def shown(self, layer: int) -> Tensor:
+        """The two below, one after the other: always at this place, for kernels that are captured."""
+        return self._layers[layer].shown
+
     def slot_E(self, layer: int) -> Tensor:
         return self._layers[layer].shown[: self._layers[layer].experts]
 

@@ -30,6 +30,7 @@ from amoeba.stream.gpu.device import Device, Event
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.export import IndexExport
 from amoeba.stream.gpu.loader import Job, Loader
+from amoeba.stream.gpu.replays import GpuReplays
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.memory import READS, of_all, show_range
 from amoeba.stream.policies import DEFAULT_POLICY
@@ -91,9 +92,11 @@ class DeviceMemory:
         self._changed = [False] * len(shapes)  # since all that is there was shown
         self.hits_lately = [False] * len(shapes)  # whether the latest pass found all of its experts
         self._last: list[Event | None] = [None] * len(shapes)  # pass over each layer
+        self._replayed: Event | None = None  # the latest replay, which passes over all layers
         self._turns = [threading.RLock() for _ in shapes]
         self._counting = threading.Lock()
         self.waited_seconds, self._closed = 0.0, False
+        self.replays = GpuReplays(self, ids)
         self.recorder: Recorder | None = None
 
     @property
@@ -113,15 +116,20 @@ class DeviceMemory:
         """Hands every pass that begins from now on to the recorder; each then waits for its ids."""
         self.recorder = recorder
 
+    def check_open(self) -> None:
+        if self._closed:
+            raise bad_value("experts", "a store that is open", "a closed one", "attach the model again")
+
     @contextmanager
     def turn(self, layer: int) -> Iterator[None]:
         """A pass over a layer: passes come one after the other, in whatever streams they run."""
-        if self._closed:
-            raise bad_value("experts", "a store that is open", "a closed one", "attach the model again")
+        self.check_open()
         with self._turns[layer]:
             device, last = self.device, self._last[layer]
             if last is not None:
                 device.wait(device.compute, last)
+                if last is self._replayed:
+                    self._tiers[layer].read_by(range(self.slots[layer]), last)
             try:
                 yield
             finally:
@@ -176,7 +184,9 @@ class DeviceMemory:
                 yield groups[0].slot_of
                 self._end(layer, groups.pop(0))
         finally:
-            for group in groups:
+            for group in groups:  # nobody waited for their copies, and they are shown from now on
+                for event in group.copied.values():
+                    self.device.wait(self.device.compute, event)
                 self._end(layer, group)
 
     def prefetch(self, layer: int, ids: Iterable[int]) -> None:
@@ -209,13 +219,12 @@ class DeviceMemory:
         try:
             self._write_back(layer, fetch)
             for expert, host_slot, slot in fetch.from_host:
-                assert tiers.blobs is not None
-                group.copied[expert] = tiers.up(tiers.blobs[host_slot], slot, host_slot)
+                group.copied[expert] = tiers.up(slot, host_slot)
                 self._loaded(layer, expert)
             for expert, staged, slot in fetch.from_disk:
                 group.jobs[expert] = self._submit(layer, expert, staged, slot, False)
         except BaseException:
-            self._end(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
+            self._let_go(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
             raise
         for expert in part:
             job = self._expected.pop((layer, expert), None)
@@ -238,6 +247,11 @@ class DeviceMemory:
 
     def _finish(self, layer: int, group: _Group) -> None:
         """The host waits for reads, the stream that computes for copies."""
+        for event in (*group.copied.values(), *self._wait_for_reads(layer, group)):
+            self.device.wait(self.device.compute, event)
+
+    def _wait_for_reads(self, layer: int, group: _Group) -> list[Event]:
+        """The copies behind them, and behind what was expected and is there."""
         if group.jobs:
             began = time.perf_counter()
             try:
@@ -246,17 +260,21 @@ class DeviceMemory:
             finally:
                 with self._counting:
                     self.waited_seconds += time.perf_counter() - began
-        device = self.device
         with self._counting:
-            arrived = {e: event for e in group.slot_of if (event := self._arrived.pop((layer, e), None)) is not None}
-        for event in (*group.copied.values(), *arrived.values()):
-            device.wait(device.compute, event)
+            return [event for e in group.slot_of if (event := self._arrived.pop((layer, e), None)) is not None]
 
-    def _end(self, layer: int, group: _Group, never_begun: Iterable[int] = ()) -> None:
+    def _end(self, layer: int, group: _Group) -> None:
         """Nothing of it is read or loaded after this, but by what is in the streams already."""
+        held = self._let_go(layer, group)
+        done = self.device.record(self.device.compute)
+        self._tiers[layer].read_by((group.slot_of[e] for e in held), done)
+
+    def _let_go(self, layer: int, group: _Group, never_begun: Iterable[int] = ()) -> list[int]:
+        """Those that are there."""
         for job in group.jobs.values():
             job.cancel()
-        wait(group.jobs.values())
+        if group.jobs:
+            wait(group.jobs.values())
         failed = {e for e, job in group.jobs.items() if job.cancelled() or job.exception() is not None}
         with self._counting:
             # a job that failed has said so itself; one that was cancelled never ran
@@ -264,8 +282,7 @@ class DeviceMemory:
                 self.cache.failed(layer, expert)
             held = [e for e in group.slot_of if e not in failed and e not in never_begun]
             self.cache.release(layer, held)
-        done = self.device.record(self.device.compute)
-        self._tiers[layer].read_by((group.slot_of[e] for e in held), done)
+        return held
 
     def _write_back(self, layer: int, fetch: Fetch) -> None:
         left = list(fetch.writes)
@@ -313,14 +330,14 @@ class DeviceMemory:
                     before.wait()
                 blob = memory[: self.store.expert_bytes(layer)]
                 self.store.read(layer, expert, blob)
-                return tiers.up(blob, slot, None)
+                return tiers.up(slot, None, blob)
             finally:
                 self._passing.put((memory, self.device.record(self.device.copies)))
-        assert tiers.blobs is not None
         if not is_there:
+            assert tiers.blobs is not None
             tiers.blob_is_free(host_slot)
             self.store.read(layer, expert, tiers.blobs[host_slot])
-        return tiers.up(tiers.blobs[host_slot], slot, host_slot)
+        return tiers.up(slot, host_slot)
 
     def _show(self, layer: int, slot_of: dict[int, int]) -> None:
         if slot_of != self._shown[layer]:

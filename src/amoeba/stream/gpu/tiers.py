@@ -3,10 +3,14 @@
 S slots on the device · P slots of pinned memory
 
 A slot on the device is gate_up, down and biases, each in a stack of its own, so that the kernels for resident experts
-read them as they are. A slot of pinned memory is a blob as the store has it. All copies are in one stream, so they
-come to pass in the order of their calls; what has to wait beside that:
+read them as they are (those for many tokens on Hopper would copy what lies between other things). A slot of pinned
+memory is a blob as the store has it. All copies to the device are in one stream, so they come to pass in the order of
+their calls; what has to wait beside that:
 
     a copy into a slot      for the last pass that reads it         `read_by`
+                            for the copy of what leaves it          `down`, in a stream of its own
+    a copy from a blob      for the copy into it                    `down`
+    a copy into a blob      for all copies to the device that were called before
     a pass                  for the copies that fill its slots      what `up` returns
     a read from the disk    for the copies from and into its blob   `blob_is_free`
 """
@@ -18,7 +22,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.gpu.device import Device, Event, Stream
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.weights import ExpertWeights
 
@@ -27,12 +31,20 @@ class LayerTiers:
     def __init__(self, device: Device, entry: LayerEntry, slots: int, host_slots: int) -> None:
         self._device, self._entry = device, entry
         self.blobs = device.host_memory(host_slots * entry.expert_bytes).view(host_slots, -1) if host_slots else None
+        self._host_bytes = None if self.blobs is None else self.blobs.view(-1)
         self._stacks = {
             part.name: torch.empty((slots, *part.shape), dtype=entry.dtype, device=device.device)
             for part in entry.parts
         }
+        # of each part: its stack as bytes, how many there are, where they are in a blob
+        self._parts = [
+            (stack.view(-1).view(torch.uint8), stack.nbytes // slots, part.offset)
+            for stack, part in zip(self._stacks.values(), entry.parts, strict=True)
+        ]
         # torch may have given memory that is still used by kernels ahead, of which the stream of copies knows nothing
         self._readers: list[Event | None] = [device.record(device.compute)] * slots
+        self._leaving: list[Event | None] = [None] * slots
+        self._falling: list[Event | None] = [None] * host_slots
         self._blob_users: list[Event | None] = [None] * host_slots
 
     @property
@@ -54,18 +66,39 @@ class LayerTiers:
         for slot in slots:
             self._readers[slot] = event
 
-    def up(self, blob: Tensor, slot: int, host_slot: int | None) -> Event:
-        """Into a slot, once its last reader is done. host_slot: where the blob is, unless it is in passing."""
-        reader = self._readers[slot]
-        if reader is not None:
-            self._device.wait(self._device.copies, reader)
-            self._readers[slot] = None
-        return self._copy(self._parts(slot, blob), host_slot)
+    def up(self, slot: int, host_slot: int | None, passing: Tensor | None = None) -> Event:
+        """Into a slot, once its last reader is done, from a host slot or from a blob that is in passing."""
+        if host_slot is None:
+            assert passing is not None
+            source, start = passing, 0
+        else:
+            assert self._host_bytes is not None
+            source, start = self._host_bytes, host_slot * self._entry.expert_bytes
+        self._wait_once(self._device.copies, self._readers, slot)
+        self._wait_once(self._device.copies, self._leaving, slot)
+        if host_slot is not None:
+            self._wait_once(self._device.copies, self._falling, host_slot)
+        device, copies = self._device, self._device.copies
+        try:
+            for stack, size, offset in self._parts:
+                device.copy_bytes(copies, stack, slot * size, source, start + offset, size)
+        finally:  # where one fails, those before it are still under way
+            event = device.record(copies)
+            if host_slot is not None:
+                self._blob_users[host_slot] = event
+        return event
 
-    def down(self, slot: int, host_slot: int) -> Event:
-        """A copy for the host, ahead of whatever is loaded into that slot next."""
+    def down(self, slot: int, host_slot: int) -> None:
+        """A copy for the host; whatever is loaded into that slot next waits for it."""
         assert self.blobs is not None
-        return self._copy([(part, source) for source, part in self._parts(slot, self.blobs[host_slot])], host_slot)
+        device, downs, blob = self._device, self._device.downs, self.blobs[host_slot]
+        device.wait(downs, device.record(device.copies))
+        try:
+            for stack, size, offset in self._parts:
+                device.copy_bytes(downs, blob, offset, stack, slot * size, size)
+        finally:
+            event = device.record(downs)
+            self._leaving[slot] = self._falling[host_slot] = self._blob_users[host_slot] = event
 
     def blob_is_free(self, host_slot: int) -> None:
         """Waits on the host, in the thread that is about to read into that blob."""
@@ -73,17 +106,9 @@ class LayerTiers:
         if event is not None:
             event.wait()
 
-    def _copy(self, pairs: list[tuple[Tensor, Tensor]], host_slot: int | None) -> Event:
-        device, copies = self._device, self._device.copies
-        try:
-            for target, source in pairs:
-                device.copy(copies, target, source)
-        finally:  # where one fails, those before it are still under way
-            event = device.record(copies)
-            if host_slot is not None:
-                self._blob_users[host_slot] = event
-        return event
-
-    def _parts(self, slot: int, blob: Tensor) -> list[tuple[Tensor, Tensor]]:
-        views = self._entry.views(blob)._asdict()
-        return [(stack[slot], views[name]) for name, stack in self._stacks.items()]
+    def _wait_once(self, stream: Stream, events: list[Event | None], at: int) -> None:
+        """What comes later in the stream has waited too."""
+        event = events[at]
+        if event is not None:
+            self._device.wait(stream, event)
+            events[at] = None

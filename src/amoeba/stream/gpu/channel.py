@@ -1,0 +1,107 @@
+"""Questions of passes inside a CUDA graph, and the host's answers: memory that both sides look at, and no other call.
+
+    channel = Channel(device, experts=128, ids=512, layers=48)
+    slot_TK = channel.ask(shown, experts, expert_TK)            # enqueues the kernel `ask`, captured or not
+    first = channel.expect(48)                                  # serials of the next questions
+    while not channel.has(first): ...
+    missing, there = channel.read(first)
+    channel.answer(first, {expert: slot, left: -1})             # ahead of
+    channel.go_on(first)                                        # behind all copies that were called before
+
+Every question has a serial, which both sides count. Rows are in a ring that holds the questions of two replays: the
+device is never further ahead than the replay that is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.stream.gpu.device import Device
+from amoeba.stream.gpu.export import Asked
+
+# Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
+LONGEST_WAIT = 10.0
+
+
+class Channel:
+    """experts: the most of a layer. ids: the most of one question. layers: questions of one replay, at most."""
+
+    def __init__(self, device: Device, experts: int, ids: int, layers: int, limit: float = LONGEST_WAIT) -> None:
+        from amoeba.kernels.ask import ANSWER_HEADER, Talk, answer_length
+        from amoeba.kernels.index_export import HEADER, row_length
+
+        self._device, self.limit = device, limit
+        self.ring = 1 << (2 * layers - 1).bit_length()
+        self._row, self._most = row_length(experts, ids), answer_length(experts, ids)
+        self._header, self._answer_header = HEADER, ANSWER_HEADER
+        self._state = torch.zeros(2, dtype=torch.int32, device=device.device)
+        questions, answers = device.mapped(self.ring, self._row), device.mapped(self.ring, 2 * self._most + 2)
+        trouble = device.mapped(1)
+        self._talk = Talk(self._state, questions, answers, trouble)
+        self._arrived = self._state[1:]
+        self._questions, self._answers, self._trouble = (_ints(each) for each in (questions, answers, trouble))
+        self.serial = 0  # of the latest question that was expected
+
+    def ask(self, shown: Tensor, experts: int, expert_TK: Tensor) -> Tensor:
+        """slot_TK, once they are there."""
+        from amoeba.kernels.ask import ask
+
+        expert_TK, slot_TK = expert_TK.contiguous(), torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
+        self._device.launch(lambda: ask(expert_TK, slot_TK, shown, experts, self._talk, self.limit))
+        return slot_TK
+
+    def expect(self, questions: int) -> int:
+        """The serial of the first of so many."""
+        first = self.serial + 1
+        self.serial += questions
+        return first
+
+    def has(self, serial: int) -> bool:
+        return self._questions[serial % self.ring * self._row + 2] == _wrapped(serial)
+
+    def read(self, serial: int) -> Asked:
+        """Once it is there. The processor may not have read the row ahead of its serial: on ARM that takes a barrier,
+        which the lock is that callers take in between."""
+        start = serial % self.ring * self._row
+        missing, asked = self._questions[start], self._questions[start + 1]
+        ids = self._questions[start + self._header : start + self._header + asked].tolist()
+        return Asked(ids[:missing], ids[missing:])
+
+    def answer(self, serial: int, slot_of: Mapping[int, int]) -> None:
+        """Which experts are in which slots from now on, -1: in none."""
+        words, start = self._answers, serial % self.ring * (2 * self._most + self._answer_header)
+        for at, (expert, slot) in enumerate(slot_of.items(), start + self._answer_header):
+            words[at], words[at + self._most] = expert, slot
+        words[start + 1] = len(slot_of)
+        words[start] = _wrapped(serial)
+
+    def go_on(self, serial: int) -> None:
+        """The GPU need not wait for this question, nor for those before it, when copies until now have come to pass."""
+        self._device.write_word(self._device.copies, self._arrived, _wrapped(serial))
+
+    @property
+    def in_trouble(self) -> bool:
+        return self._trouble[0] != 0
+
+    def give_up(self) -> None:
+        """No question waits from now on."""
+        self._trouble[0] = 1
+
+    def begin_anew(self) -> None:
+        """Once nothing is under way: serials go on from what the device has counted."""
+        self.serial = int(self._state[0])
+        self._trouble[0] = 0
+
+
+def _ints(mapped: Tensor) -> Any:
+    """Looked at without torch, which takes a microsecond for a number."""
+    return mapped.view(-1).numpy().data
+
+
+def _wrapped(serial: int) -> int:
+    """As 32 bits have it."""
+    return (serial + 2**31) % 2**32 - 2**31

@@ -1,0 +1,260 @@
+"""Passes of a few tokens inside a CUDA graph, served by the thread that replays it.
+
+    passes over all layers, captured:  router ─> ask ─> experts ─> ... ─> router ─> ask ─> experts ─> ...
+                                                │ ▲                               │
+    host, only where something misses:          └─┼─> who leaves ─> copies ─> ... └─> (all there: nothing to do)
+    stream of copies:                             └───────────────────┘ "arrived", behind the copies
+
+`ask` (kernels/ask.py) is one kernel: it turns ids into slots, tells the host what is missing, and waits for it on the
+GPU. Here is the host's side: it looks at memory that the GPU writes, question by question, and where one misses experts
+it has them copied, and behind the copies the word for which the GPU waits.
+
+**No event keeps copies off slots that are read.** A copy into a slot of layer l is called after the question of layer l
+of this replay has been read. All that reads slots of that layer and was enqueued before, the previous replay's experts
+among it, comes ahead of that question in the stream, and a kernel begins when those ahead of it have ended; what comes
+behind it in this replay reads the slots of experts that this question asks for, and these are held until the answer is
+given: none of them is chosen to leave. Passes outside of graphs have events, which are waited for when a replay begins.
+
+**While a replay waits, nothing may synchronise the device** or wait for what is behind the replay: no allocation of
+device or pinned memory, no kernel that was never launched (its module would be loaded), no event that was recorded
+behind the replay. Copies that were called in their own streams are all that this thread and the loader's do. So first
+passes, prompts and training run as ever, and `rehearsing` launches what will be captured before it is captured.
+
+**If something fails** (a read, a copy, an interrupt), the GPU is told to go on without experts, up to the end of the
+replay; the map of slots is shown anew, and the error is raised. If the host does not answer in time the GPU goes on by
+itself and says so: `check` raises. Either way the results are not to be used, and the next try begins anew.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from amoeba.replays import CannotCapture
+from amoeba.stream.gpu.channel import Channel
+
+if TYPE_CHECKING:
+    from amoeba.stream.gpu.memory import DeviceMemory
+
+# Looks at a word between two moments at which other threads may run.
+_LOOKS = 64
+
+
+@dataclass(eq=False)
+class Passes:
+    """Over which layers, in order; of how many tokens."""
+
+    layers: list[int] = field(default_factory=list)  # that ask
+    complete: dict[int, int] = field(default_factory=dict)  # layers that have all of their experts, and ids of a pass
+    tokens: int = 0
+
+
+class GpuReplays:
+    def __init__(self, memory: DeviceMemory, ids: int) -> None:
+        self._memory, self._ids = memory, ids
+        self._channel: Channel | None = None
+        self._mode = threading.local()  # of the thread that rehearses or captures
+        self._later: deque[tuple[int, list[int]]] = deque()  # layers, and what they found: to be counted
+
+    @property
+    def channel(self) -> Channel:
+        if self._channel is None:
+            memory, experts = self._memory, max(entry.experts for entry in self._memory.store.layers)
+            self._channel = Channel(memory.device, experts, self._ids, len(memory.slots))
+        return self._channel
+
+    # --- before -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        memory = self._memory
+        if memory.recorder is not None:
+            raise CannotCapture("the routing of every pass is recorded, which the host has to see")
+        if (reason := memory.device.why_not_captured()) is not None:
+            raise CannotCapture(reason)
+        for layer, entry in enumerate(memory.store.layers):
+            if memory.slots[layer] == entry.experts and not memory.is_complete(layer):
+                with memory.turn(layer):
+                    for _ in memory.lend(layer, range(entry.experts)):
+                        pass
+        self._mode.rehearses = True
+        try:
+            yield
+        finally:
+            self._mode.rehearses = False
+
+    def rehearse(self, layer: int, expert_TK: Tensor) -> None:
+        """Called by every pass of a few tokens: where it is a rehearsal, `ask` is launched once, asking for nothing."""
+        if not getattr(self._mode, "rehearses", False):
+            return
+        memory, ids = self._memory, expert_TK.numel()
+        most = min(ids, memory.store.layers[layer].experts)
+        if most > memory.slots[layer]:
+            tokens = expert_TK.shape[0]
+            asked = f"{tokens} {'token' if tokens == 1 else 'tokens'} may ask for {most} experts of a layer"
+            raise CannotCapture(f"{asked}, which has {memory.slots[layer]} slots")
+        if not memory.is_complete(layer):
+            channel = self.channel
+            serial = channel.expect(1)
+            self._ask(layer, torch.full_like(expert_TK, -1))
+            channel.go_on(serial)  # nobody waits: if a device cannot do it, it is to be known now
+
+    @contextmanager
+    def capturing(self) -> Iterator[Passes]:
+        self._mode.passes = passes = Passes()
+        try:
+            yield passes
+        finally:
+            self._mode.passes = None
+
+    @property
+    def is_capturing(self) -> bool:
+        return getattr(self._mode, "passes", None) is not None
+
+    def slots_of(self, layer: int, expert_TK: Tensor) -> Tensor:
+        """Of a pass that is captured, when its experts are there."""
+        passes, memory = self._mode.passes, self._memory
+        passes.tokens = expert_TK.shape[0]
+        if expert_TK.data_ptr() % 16:  # of kernels for such ids nothing was rehearsed
+            expert_TK = expert_TK.clone()
+        if memory.is_complete(layer):  # for ever; and each is in the slot of its number
+            passes.complete[layer] = expert_TK.numel()
+            return expert_TK
+        if len(passes.layers) >= len(memory.slots):
+            raise CannotCapture(f"a step passes over some of its {len(memory.slots)} layers more than once")
+        passes.layers.append(layer)
+        return self._ask(layer, expert_TK)
+
+    def _ask(self, layer: int, expert_TK: Tensor) -> Tensor:
+        shown, entry = self._memory.export.shown(layer), self._memory.store.layers[layer]
+        return self.channel.ask(shown, entry.experts, expert_TK)
+
+    # --- replays ------------------------------------------------------------------------------------------------------
+
+    def replay(self, passes: Passes, launch: Callable[[], None]) -> None:
+        memory, device = self._memory, self._memory.device
+        memory.check_open()
+        if memory.recorder is not None:
+            raise RuntimeError("captured steps cannot be recorded: begin to record before they are captured")
+        self.check()
+        with self._all_turns():
+            for last in {id(event): event for event in memory._last if event is not None}.values():
+                device.wait(device.compute, last)
+            first = self.channel.expect(len(passes.layers)) if passes.layers else 0
+            try:
+                launch()
+                memory._replayed = device.record(device.compute)
+                memory._last = [memory._replayed] * len(memory._last)
+                self._serve(passes, first)
+            except BaseException:
+                self._give_up()
+                raise
+
+    @contextmanager
+    def _all_turns(self) -> Iterator[None]:
+        taken = []
+        try:
+            for turn in self._memory._turns:
+                turn.acquire()
+                taken.append(turn)
+            yield
+        finally:
+            for turn in taken:
+                turn.release()
+
+    def check(self) -> None:
+        if self._channel is not None and self._channel.in_trouble:
+            self._give_up()
+            waited = f"waited {self._channel.limit:g} s for experts"
+            raise RuntimeError(f"the GPU {waited} and went on without them: its tokens mean nothing. Try again.")
+
+    def _serve(self, passes: Passes, first: int) -> None:
+        memory, channel = self._memory, self._channel
+        with memory._counting:
+            memory.cache.count_tokens(passes.tokens)
+            for layer, ids in passes.complete.items():
+                memory.cache.count_hits(layer, ids)
+        for serial, layer in enumerate(passes.layers, first):
+            assert channel is not None
+            self._wait_for(serial)
+            with memory._counting:
+                missing, there = channel.read(serial)
+            if missing:
+                self._count_all(layer)  # of an earlier pass over the same layer
+                self._load(layer, serial, missing, there)
+            else:
+                self._later.append((layer, there))
+        self._count_all()
+
+    def _wait_for(self, serial: int) -> None:
+        """Looks until the question is there, and does in between what can be done later."""
+        channel, replayed, looks = self._channel, self._memory._replayed, 0
+        assert channel is not None and replayed is not None
+        while not channel.has(serial):
+            looks += 1
+            if self._later:
+                self._count(*self._later.popleft())
+            elif not looks % _LOOKS:
+                time.sleep(0)  # threads that load need Python too
+                if not looks % (64 * _LOOKS) and replayed.done() and not channel.has(serial):
+                    raise RuntimeError("a replay ended without asking: was it captured by another memory?")
+
+    def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
+        memory, channel = self._memory, self._channel
+        assert channel is not None
+        group = memory._begin(layer, [*there, *missing])
+        try:
+            shown, now = memory._shown[layer], memory.cache.top(layer)
+            answer = {expert: -1 for expert in shown if expert not in now}
+            answer |= {expert: group.slot_of[expert] for expert in missing}
+            if len(answer) > 2 * len(missing):  # for more the kernel does not look
+                raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
+            channel.answer(serial, answer)
+            memory._wait_for_reads(layer, group)  # their copies are called when this returns
+            channel.go_on(serial)
+            for expert, slot in answer.items():
+                if slot < 0:
+                    del shown[expert]
+                else:
+                    shown[expert] = slot
+        finally:
+            memory._let_go(layer, group)
+        self._later.append((layer, []))
+
+    def _count(self, layer: int, found: list[int]) -> None:
+        """That a pass found these; and who would leave next, so that it is known when a pass misses something."""
+        memory = self._memory
+        if found:
+            memory.used(layer, found)
+        with memory._counting:
+            memory.cache.top(layer).rank()
+
+    def _count_all(self, layer: int | None = None) -> None:
+        if layer is None or any(other == layer for other, _ in self._later):
+            while self._later:
+                self._count(*self._later.popleft())
+
+    def _give_up(self) -> None:
+        """Lets the GPU go on to the end of what was launched, counts on from there, and shows all layers what is there.
+        Here the host waits for the device: nothing is served any more."""
+        memory, device, channel = self._memory, self._memory.device, self._channel
+        self._later.clear()
+        if channel is None:
+            return
+        channel.give_up()
+        device.wait(device.compute, device.record(device.copies))  # of what is shown now
+        device.record(device.compute).wait()
+        for layer in range(len(memory.slots)):
+            with memory.turn(layer):
+                memory._shown[layer] = {-1: -1}  # nobody knows
+                memory._changed[layer] = True
+        device.record(device.compute).wait()
+        channel.begin_anew()

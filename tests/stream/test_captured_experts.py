@@ -1,0 +1,203 @@
+"""Streamed experts captured in a CUDA graph give the numbers of the same experts resident.
+
+On a machine without a GPU threads stand for it, a function that is called again for a graph (simulated_device.py), and
+Triton's interpreter computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+from simulated_device import LiveDevice, RepeatedFunction
+from test_gpu_streamed_experts import (
+    DEVICE,
+    DTYPES,
+    E,
+    FailingStore,
+    H,
+    K,
+    by_triton,
+    factors,
+    routed,
+    routed_wide,
+    weights_of,
+    wide,
+)
+from torch import Tensor
+
+from amoeba import ExpertWeights, LoraFactors, Routing, experts
+from amoeba.stream.gpu.device import CudaDevice
+from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.gpu.placement import MOST_IDS
+from amoeba.stream.placement import MemoryStore
+
+# With a GPU all of this runs on it: `pytest -m gpu` has it too.
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+
+class SameLayers(FailingStore):
+    def __init__(self, weights: ExpertWeights, layers: int) -> None:
+        MemoryStore.__init__(self, weights)
+        self.layers = self.layers * layers
+
+
+class Captured:
+    """A pass over each layer of a memory, in one graph."""
+
+    def __init__(
+        self,
+        resident: ExpertWeights,
+        slots: int,
+        host_slots: int,
+        given: tuple[Tensor, Routing],
+        layers: int = 2,
+        lora: LoraFactors | None = None,
+    ) -> None:
+        self.device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else LiveDevice(inline=True)
+        self.store = SameLayers(resident, layers)
+        self.memory = DeviceMemory(self.store, self.device, [slots] * layers, [host_slots] * layers, MOST_IDS)
+        self.x_TH, self.lora = given[0].clone(), lora
+        self.expert_TK, self.weight_TK = given[1].expert_TK.clone(), given[1].weight_TK.clone()
+        self.found: list[Tensor] = []
+        try:
+            self._replay = self._graph() if DEVICE.type == "cuda" else self._function()
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def _run(self) -> None:
+        routing = Routing(self.expert_TK, self.weight_TK, trusted=True)
+        with torch.no_grad():
+            self.found = [experts(self.x_TH, routing, layer, lora=self.lora) for layer in self.memory.layers]
+
+    def _function(self) -> Callable[[], None]:
+        return RepeatedFunction(self.device, self.memory.replays, self._run).replay
+
+    def _graph(self) -> Callable[[], None]:
+        replays, graph, stream = self.memory.replays, torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), replays.rehearsing():
+            self._run()
+        torch.cuda.current_stream().wait_stream(stream)
+        with replays.capturing() as passes, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._run()
+        return lambda: replays.replay(passes, graph.replay)
+
+    def __call__(self, x_TH: Tensor, routing: Routing) -> list[Tensor]:
+        """The outputs of all layers."""
+        self._wait()
+        self.x_TH.copy_(x_TH)
+        self.expert_TK.copy_(routing.expert_TK)
+        self.weight_TK.copy_(routing.weight_TK)
+        self._replay()
+        self._wait()
+        self.memory.replays.check()
+        return [each.clone() for each in self.found]
+
+    def _wait(self) -> None:
+        self.device.record(self.device.compute).wait()
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("slots", "host_slots"), [(K, 0), (4, 2), (E, 0)])
+def test_outputs_are_those_of_resident_experts(slots: int, host_slots: int, dtype: torch.dtype) -> None:
+    resident = weights_of(dtype, bias=True)
+    with closing(Captured(resident, slots, host_slots, routed(1, dtype))) as captured:
+        for seed in range(2):
+            x_TH, routing = routed_as(seed, dtype)
+            expected = by_triton(x_TH, routing, resident)
+            for y_TH in captured(x_TH, routing):
+                assert torch.equal(y_TH, expected), seed
+
+
+def routed_as(seed: int, dtype: torch.dtype) -> tuple[Tensor, Routing]:
+    generator = torch.Generator().manual_seed(seed)
+    x_TH = torch.randn(1, H, generator=generator).to(DEVICE, dtype)
+    expert_TK = torch.rand(1, E, generator=generator).topk(K, dim=1).indices
+    return x_TH, Routing(expert_TK.to(DEVICE), torch.rand(1, K, generator=generator).to(DEVICE), trusted=True)
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 4), (2, E)])
+def test_an_adapter_beside_them_goes_with_its_experts(tokens: int, slots: int) -> None:
+    resident, lora = weights_of(), factors(torch.float32)
+    with torch.no_grad(), closing(Captured(resident, slots, 0, routed(tokens), 1, lora)) as captured:
+        for given in (routed(tokens, sentinels=True),) if tokens == 2 else (routed(1), routed_as(3, torch.float32)):
+            (y_TH,) = captured(*given)
+            assert torch.equal(y_TH, by_triton(*given, resident, lora=lora))
+
+
+def test_after_a_failed_read_the_next_try_is_right() -> None:
+    resident = weights_of()
+    with closing(Captured(resident, K, 0, routed(1))) as captured:
+        given = next(each for seed in range(99) if not asks_alike(each := routed_as(seed, torch.float32), routed(1)))
+        captured.store.failing = frozenset(range(E))
+        with pytest.raises(OSError, match="cannot be read"):
+            captured(*given)
+        captured.store.failing = frozenset()
+        for y_TH in captured(*given):
+            assert torch.equal(y_TH, by_triton(*given, resident))
+
+
+def asks_alike(one: tuple[Tensor, Routing], other: tuple[Tensor, Routing]) -> bool:
+    return set(one[1].expert_TK.flatten().tolist()) == set(other[1].expert_TK.flatten().tolist())
+
+
+# --- on a GPU alone ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "slots", "host_slots"), [(1, 8, 0), (1, 9, 32), (2, 20, 6), (3, 24, 32), (4, 32, 0)]
+)
+def test_many_replays_give_the_resident_bits(tokens: int, slots: int, host_slots: int) -> None:
+    resident = wide(32)
+    with torch.no_grad(), closing(Captured(resident, slots, host_slots, routed_wide(tokens, 32, 8, 0), 3)) as captured:
+        for seed in range(60):
+            given = routed_wide(tokens, 32, 8, seed)
+            expected = by_triton(*given, resident)
+            for y_TH in captured(*given):
+                assert torch.equal(y_TH, expected), seed
+            if seed % 10 == 9:  # a prompt in between
+                many = routed_wide(200, 32, 8, seed)
+                assert torch.equal(experts(*many, captured.memory.layers[1]), by_triton(*many, resident))
+
+
+@pytest.mark.gpu
+def test_nothing_synchronises_the_device_while_it_is_replayed() -> None:
+    resident = wide(32)
+    with torch.no_grad(), closing(Captured(resident, 8, 32, routed_wide(1, 32, 8, 0), 3)) as captured:
+        given = [routed_wide(1, 32, 8, seed) for seed in range(20)]
+        for each in given:
+            captured(*each)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for x_TH, routing in given:
+                captured.x_TH.copy_(x_TH)
+                captured.expert_TK.copy_(routing.expert_TK)
+                captured._replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        captured.memory.replays.check()
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_nobody_serves_goes_on_by_itself() -> None:
+    resident = wide(32)
+    with torch.no_grad(), closing(Captured(resident, 8, 32, routed_wide(1, 32, 8, 0), 2)) as captured:
+        captured.memory.replays.channel.limit = 0.05
+        captured._replay = captured._graph()  # with that limit
+        serve = captured.memory.replays._serve
+        captured.memory.replays._serve = lambda passes, first: None
+        with pytest.raises(RuntimeError, match="went on without them"):
+            captured(*routed_wide(1, 32, 8, 1))
+        captured.memory.replays._serve = serve
+        given = routed_wide(1, 32, 8, 2)
+        for y_TH in captured(*given):
+            assert torch.equal(y_TH, by_triton(*given, resident))
