@@ -548,7 +548,7 @@ def test_what_streaming_cannot_train_with_is_refused_before_anything_is_loaded(
     with pytest.raises(ValueError, match="ram: expected at least"):
         finetune(settings(tmp_path / "run", base, data, ram="1KiB"), Quiet())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="ram: expected a machine without a GPU"):
+    with pytest.raises(ValueError, match="vram: expected a budget on the GPU"):
         finetune(settings(tmp_path / "other", base, data, ram="1GiB"), Quiet())
 
 

@@ -48,6 +48,9 @@ def finetune(
         str | None,
         typer.Option("--ram", help="Stream the experts through a budget of memory for the model: 8GiB, or auto."),
     ] = None,
+    vram: Annotated[
+        str | None, typer.Option("--vram", help="The same on a GPU; --ram is then for experts below it.")
+    ] = None,
     held_out: Annotated[
         str | None, typer.Option("--held-out", help="Share of the data, or a file, for the held-out loss: 0.05.")
     ] = None,
@@ -83,7 +86,7 @@ def finetune(
     """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
     flags: dict[str, Any] = {
         "model": model, "data": data, "out": out, "r": r, "alpha": alpha, "train_router": train_router or None,
-        "experts": experts, "ram": ram, "epochs": epochs, "steps": steps, "minutes": minutes,
+        "experts": experts, "ram": ram, "vram": vram, "epochs": epochs, "steps": steps, "minutes": minutes,
         "batch_size": batch_size, "accumulation": accumulation,
         "sequence_length": sequence_length, "learning_rate": learning_rate,
         "gradient_checkpointing": gradient_checkpointing or None, "dtype": dtype, "compile": compile_layers,
@@ -127,7 +130,9 @@ def run(
     if not together.first:
         return asdict(report)
     output.heading("fine-tuned" if not report.interrupted else "stopped")
-    more = [*(["--chat"] if report.chat else []), *([] if settings.ram is None else ["--ram", settings.ram])]
+    budgets = {"--vram": settings.vram, "--ram": settings.ram}
+    more = [*(["--chat"] if report.chat else [])]
+    more += [word for option, size in budgets.items() if size is not None for word in (option, size)]
     output.facts(
         [
             ("held-out loss", f"{report.start_loss:.3f} -> {report.final_loss:.3f}, of the answers"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.together import ALONE, Together
 from amoeba.placement import Load
-from amoeba.stream.attaching import Streamed, attach
+from amoeba.stream.attaching import Streamed, attach, home_of
 from amoeba.stream.store import is_store
 
 COMMAND = "amoeba finetune"
@@ -168,8 +169,15 @@ def _finetune(
     streamed: Streamed | None = None
     if _streams(name, settings):
         stored = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-        ram = settings.ram or "auto"
-        streamed = at_end.enter_context(attach(name, ram=ram, dtype=stored, trust_remote_code=trust_remote_code))
+        streamed = at_end.enter_context(
+            attach(
+                name,
+                ram=settings.ram or "auto",
+                vram=settings.vram,
+                dtype=stored,
+                trust_remote_code=trust_remote_code,
+            )
+        )
         model = streamed.model
     elif together.ranks is not None:
         dtype = _dtype(settings.dtype, model_config)
@@ -229,7 +237,7 @@ def _finetune(
 
 def _streams(name: str, settings: FinetuneSettings) -> bool:
     """A store has no experts that could be resident."""
-    return settings.ram is not None or is_store(name)
+    return settings.ram is not None or settings.vram is not None or is_store(name)
 
 
 def _check_streaming(name: str, settings: FinetuneSettings) -> None:
@@ -237,14 +245,18 @@ def _check_streaming(name: str, settings: FinetuneSettings) -> None:
         return
     if settings.experts != "auto":
         raise bad_value("experts", "none for streamed experts", repr(settings.experts), "leave it out")
-    if torch.cuda.is_available():
-        remedy = "hide the GPU (CUDA_VISIBLE_DEVICES= amoeba finetune ...); fine-tuning does not stream to one yet"
-        raise bad_value("ram", "a machine without a GPU", "one with a GPU, where the model would be", remedy)
+    home_of(settings.vram)
+    if settings.vram is None and torch.cuda.is_available():
+        remedy = "add it, for example --vram auto, or hide the GPU: CUDA_VISIBLE_DEVICES= amoeba finetune ..."
+        raise bad_value("vram", "a budget on the GPU, where the model trains", "none", remedy)
+    if settings.vram is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        remedy = "start it without torchrun, or leave --vram out and share the experts: --experts ranks"
+        raise bad_value("vram", "one process, whose GPU the experts are streamed to", "several", remedy)
 
 
 def _placed(model: Any, settings: FinetuneSettings, streamed: Streamed | None, together: Together) -> Placed:
     if streamed is not None:
-        return Placed("streamed", str(streamed.memory))
+        return Placed(streamed.memory.layers[0].placement, str(streamed.memory))
     if together.ranks is not None:
         return Placed(
             "ranks", f"over {together.count}, which share each batch" if together.count > 1 else "one has all"

@@ -34,6 +34,7 @@ AT_RESUME: dict[str, AtResume] = {
     "save_every": "changeable",
     "gradient_checkpointing": "changeable",
     "ram": "changeable",
+    "vram": "changeable",  # the numbers are those of resident experts
     "batch_size": "fixed",
     "accumulation": "fixed",
     "sequence_length": "fixed",
@@ -151,6 +152,7 @@ class FinetuneSettings(RunSettings):
     experts:  where the frozen experts are kept, see `amoeba.integrations.placement`.
     ram:      a budget of memory through which they are streamed, see `amoeba.stream.attach`; None: they are not,
               unless the model is a store.
+    vram:     the same on a GPU; ram is then for experts in pinned memory below it.
     """
 
     sequence_length: int = 1024
@@ -167,6 +169,7 @@ class FinetuneSettings(RunSettings):
     epochs: float = 3.0
     experts: str = "auto"
     ram: str | None = None
+    vram: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))  # a list, where it comes from JSON or YAML

@@ -29,7 +29,7 @@ from amoeba.files import replace_folder
 from amoeba.integrations.experts_module import LORA
 from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.randomness import draws_random_numbers
-from amoeba.jobs.fast_paths import fast_paths
+from amoeba.jobs.fast_paths import fast_paths, has_placed_experts
 from amoeba.jobs.fast_trainer import FastTrainer, Rows
 from amoeba.jobs.kept_model import Artifact
 from amoeba.jobs.manifest import seal
@@ -282,8 +282,8 @@ def make_trainer(
         remove_unused_columns=False,
         prediction_loss_only=True,
     )
-    if together.ranks is not None and arguments.device.type == "cuda":
-        arguments._n_gpu = 1  # a rank has one, however many it sees
+    if arguments.device.type == "cuda" and (together.ranks is not None or has_placed_experts(model)):
+        arguments._n_gpu = 1  # a rank has one, however many it sees; and placed experts serve one
     trainer = WatchedTrainer(
         model=model,
         args=arguments,

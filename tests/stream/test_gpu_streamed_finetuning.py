@@ -1,0 +1,177 @@
+"""`amoeba finetune --vram`: LoRA beside experts that are streamed to a GPU gives the run of resident ones.
+
+Without a GPU a simulated device stands for it, and Triton's interpreter computes the experts, as in
+test_gpu_streamed_models.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
+
+import torch
+from safetensors.torch import load_file
+from simulated_device import SimulatedDevice
+from torch import Tensor
+from typer.testing import CliRunner
+
+from amoeba.cli import app
+from amoeba.jobs import finetune as finetune_job
+from amoeba.jobs.finetune import FinetuneReport, finetune
+from amoeba.jobs.settings import FinetuneSettings, load_settings
+from amoeba.stream import attaching
+from amoeba.stream.gpu.tiers import LayerTiers
+from amoeba.stream.store import open_store
+from amoeba.stream.store.packing import pack
+from tiny_models import EXPERTS
+from tiny_runs import Quiet, make_inputs
+
+ON_GPU = torch.cuda.is_available()
+TOLD: dict[str, Any] = {
+    "steps": 2,
+    "batch_size": 1,
+    "r": 3,
+    "alpha": 6,
+    "targets": ("experts", "q_proj"),
+    "train_router": True,
+    "log_every": 1,
+    "eval_every": 2,
+    "save_every": 1,
+    "learning_rate": 1e-2,
+    "warmup_steps": 1,
+    "held_out": 0.02,
+    "sequence_length": 8,
+}
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), *([pytest.mark.gpu] if ON_GPU else [])]
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(attaching, "gpu", lambda: SimulatedDevice(inline=True))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
+    pack(folder / "base", folder / "store")
+    return folder
+
+
+def vram(inputs: Path, slots: int) -> str:
+    """So much that every layer gets this many slots."""
+    with open_store(inputs / "store") as store:
+        rest = sum(entry.size for entry in store.rest.values())
+        return str(rest + slots * sum(LayerTiers.slot_bytes(entry) for entry in store.layers))
+
+
+def settings(inputs: Path, out: Path, model: str = "store", **changes: Any) -> FinetuneSettings:
+    told = TOLD | {"model": str(inputs / model), "data": str(inputs / "finetune.jsonl"), "out": str(out)} | changes
+    return load_settings(None, told, FinetuneSettings)
+
+
+def losses(folder: Path) -> Tensor:
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return torch.tensor([loss for line in lines if line["kind"] == "train" for loss in line["step_losses"]])
+
+
+def adapter(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+class Run:
+    def __init__(self, folder: Path, report: FinetuneReport, said: list[str]) -> None:
+        self.folder, self.report, self.said = folder, report, said
+
+
+@pytest.fixture(scope="module")
+def streamed(inputs, tmp_path_factory) -> Run:
+    """Four slots of six per layer, a few below them, the rest on disk."""
+    folder, console = tmp_path_factory.mktemp("streamed") / "run", Quiet()
+    with pytest.MonkeyPatch.context() as patched:
+        if not ON_GPU:
+            patched.setattr(attaching, "gpu", lambda: SimulatedDevice(inline=True))
+        patched.setattr(finetune_job, "load_model", lambda *_, **__: pytest.fail("experts were loaded"))
+        report = finetune(settings(inputs, folder, vram=vram(inputs, 4), ram="64KiB"), console)
+    return Run(folder, report, console.said)
+
+
+def test_losses_and_adapter_are_those_of_resident_experts(streamed, inputs, tmp_path) -> None:
+    resident = finetune(settings(inputs, tmp_path / "run", "base", experts="resident"), Quiet())
+    report = streamed.report
+    assert report.experts == "streamed-gpu"
+    assert any(f"4 of {EXPERTS} experts per layer" in line for line in streamed.said)
+    assert any("on the GPU" in line and "read per token" in line for line in streamed.said)
+    held_out = torch.tensor([[each.start_loss, each.final_loss] for each in (report, resident)])
+    found, expected = adapter(Path(report.adapter)), adapter(Path(resident.adapter))
+    assert found.keys() == expected.keys() and len(found) > 5
+    pairs = [(losses(streamed.folder), losses(tmp_path / "run")), tuple(held_out)]
+    pairs += [(found[name], tensor) for name, tensor in expected.items()]
+    for ours, theirs in pairs:
+        if ON_GPU:
+            assert torch.equal(ours, theirs)
+        else:  # the CPU's own backend computed the resident ones; Adam's first steps enlarge a difference
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_that_goes_on_with_another_budget_ends_as_it_would_have(streamed, inputs, tmp_path) -> None:
+    run, budgets = tmp_path / "run", ["--vram", vram(inputs, EXPERTS), "--ram", "1MiB"]
+    shutil.copytree(streamed.folder, run)
+    done = CliRunner().invoke(app, ["finetune", "--resume", str(run), "--from", "checkpoint-1", *budgets])
+    assert done.exit_code == 0, done.output
+    assert " ".join(budgets) in " ".join(done.output.split())  # where it says how to try the adapter
+    assert json.loads((run / "config.json").read_text())["vram"] == vram(inputs, EXPERTS)
+    assert losses(run).tolist() == losses(streamed.folder).tolist()
+    expected = adapter(Path(streamed.report.adapter))
+    for name, tensor in adapter(run / "adapter").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_adapter_serves_streamed_and_resident_experts(streamed, inputs) -> None:
+    def generated(model: str, *more: str) -> list[int]:
+        asked = ["generate", str(inputs / model), "In one words", "--adapter", streamed.report.adapter]
+        asked += ["--max-new-tokens", "3", "--temperature", "0", "--json", *more]
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout.strip().splitlines()[-1])["generated_ids"]
+
+    assert generated("store", "--vram", vram(inputs, 3), "--ram", "64KiB") == generated("base")
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "said"),
+    [
+        ({"vram": "1GiB", "experts": "resident"}, {}, "experts: expected none for streamed experts; got 'resident'"),
+        ({"vram": "1GiB"}, {"WORLD_SIZE": "2"}, "vram: expected one process.*start it without torchrun"),
+        ({"vram": "1KiB"}, {}, "vram: expected at least .* for one expert per layer"),
+        ({"vram": "much"}, {}, "vram: expected a size in bytes"),
+        ({"vram": "1GiB", "dtype": "bfloat16"}, {}, "as the checkpoint has its experts"),
+    ],
+)
+def test_what_does_not_go_together_is_said_in_a_sentence(
+    changes, environment, said: str, inputs, tmp_path, monkeypatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"(?i){said}"):
+        finetune(settings(inputs, tmp_path / "run", **changes), Quiet())
+
+
+def test_a_gpu_without_a_budget_for_it_and_a_budget_without_a_gpu_are_refused(inputs, tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        for changes in ({"ram": "1GiB"}, {}):  # a store is streamed without being told to
+            with pytest.raises(ValueError, match="vram: expected a budget on the GPU.*--vram auto"):
+                finetune(settings(inputs, tmp_path / "run", **changes), Quiet())
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="vram: expected a machine with a GPU"):
+        finetune(settings(inputs, tmp_path / "run", vram="1GiB"), Quiet())
