@@ -110,6 +110,8 @@ def test_losses_and_adapter_are_those_of_resident_experts(streamed, inputs, tmp_
     assert report.experts == "streamed-gpu"
     assert any(f"4 of {EXPERTS} experts per layer" in line for line in streamed.said)
     assert any("on the GPU" in line and "read per token" in line for line in streamed.said)
+    (part,) = report.streaming["parts"]
+    assert part["name"] == "training" and 0 < part["floor_seconds"] <= part["seconds"]
     held_out = torch.tensor([[each.start_loss, each.final_loss] for each in (report, resident)])
     found, expected = adapter(Path(report.adapter)), adapter(Path(resident.adapter))
     assert found.keys() == expected.keys() and len(found) > 5
@@ -169,7 +171,7 @@ def test_a_gpu_without_a_budget_for_it_and_a_budget_without_a_gpu_are_refused(in
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: True)
         for changes in ({"ram": "1GiB"}, {}):  # a store is streamed without being told to
-            with pytest.raises(ValueError, match="vram: expected a budget on the GPU.*--vram auto"):
+            with pytest.raises(ValueError, match=r"vram: expected a budget on the GPU.*--vram auto"):
                 finetune(settings(inputs, tmp_path / "run", **changes), Quiet())
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

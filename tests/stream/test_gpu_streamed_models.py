@@ -168,6 +168,9 @@ def test_generate_says_what_it_chose_and_gives_the_resident_tokens(stores, tmp_p
     recorded = read_trace(trace)
     assert recorded.tokens == streaming["tokens"] and [layer.top_k for layer in recorded.layers] == [TOP_K] * LAYERS
     assert sum(streaming["host_slots"]) > 0 and streaming["host_bytes_per_token"] > 0
+    assert [part["name"] for part in streaming["parts"]] == ["prefill", "decode"]
+    assert all(0 < part["link_seconds"] <= part["floor_seconds"] <= part["seconds"] for part in streaming["parts"])
+    assert streaming["link"]["source"] in ("measured now", "measured before", "seen in this run")
 
 
 class RepeatedSteps:

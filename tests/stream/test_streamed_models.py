@@ -320,6 +320,14 @@ def test_the_command_generates_the_same_and_tells_what_it_read(stored, tmp_path)
         assert found["read_bytes"] == missed * store.expert_bytes(0)
     assert found["read_bytes_per_token"] == found["read_bytes"] / found["tokens"] and found["waited_seconds"] > 0
 
+    prefill, decode = found["parts"]
+    assert (prefill["name"], prefill["tokens"]) == ("prefill", ours["prompt_tokens"])
+    assert (decode["name"], decode["tokens"]) == ("decode", ours["generated_tokens"] - 1)
+    assert found["link"] is None and found["disk"]["bytes_per_second"] > 0
+    for part in (prefill, decode):
+        assert 0 < part["floor_seconds"] == part["disk_seconds"] <= part["seconds"]
+    assert sum(part["tokens"] * part["read_bytes_per_token"] for part in (prefill, decode)) < found["read_bytes"]
+
     recorded = read_trace(trace)
     assert recorded.complete and recorded.tokens == found["tokens"]
     assert [layer.top_k for layer in recorded.layers] == [TOP_K, TOP_K]
@@ -347,7 +355,8 @@ def test_many_prompts_are_answered_within_the_budget(stored, tmp_path) -> None:
     plain = run(each.folder, *options, "--experts", "resident")
     ours = run(each.packed, *options, "--ram", f"{each.ram(1)}B")
     assert answers(ours) == answers(plain) and len(answers(ours)) == 3
-    assert document(ours)["streaming"]["slots"] == [1, 1]
+    streaming = document(ours)["streaming"]
+    assert streaming["slots"] == [1, 1] and [part["name"] for part in streaming["parts"]] == ["prompts"]
 
 
 def test_a_store_is_streamed_without_being_told_to(stored) -> None:

@@ -258,7 +258,8 @@ def summary_of_prompts(report: PromptsReport) -> str:
 
 def _say_streaming(report: GenerationReport | PromptsReport, output: Output) -> None:
     if report.streaming is not None:
-        output.progress(f"amoeba: {report.streaming}")
+        for line in report.streaming.lines():
+            output.progress(f"amoeba: {line}")
 
 
 def _rate(tokens_per_second: float | None) -> str:

@@ -18,11 +18,14 @@ class TokenStream:
     the space at the start of what it decodes. Text that ends inside a character waits for the rest of it.
     """
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
+    def __init__(
+        self, tokenizer: Any, write: Callable[[str], object], at_first: Callable[[], object] = lambda: None
+    ) -> None:
+        """at_first: is called when the first token is there."""
         self.ids: list[int] = []
         self.pieces: list[str] = []
         self.first_at = self.last_at = 0.0
-        self._tokenizer, self._write = tokenizer, write
+        self._tokenizer, self._write, self._at_first = tokenizer, write, at_first
         self._prefix = self._read = 0
         self._seen_prompt = False
 
@@ -36,6 +39,7 @@ class TokenStream:
         self.last_at = time.perf_counter()
         if not self.ids:
             self.first_at = self.last_at
+            self._at_first()
         self.ids += ids
         self._emit(final=False)
 

@@ -39,6 +39,7 @@ from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_conf
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.sharded_model import count_parameters, load_share
+from amoeba.jobs.stream_parts import StreamParts
 from amoeba.jobs.training_loop import make_trainer, run_to_end
 from amoeba.lora.adapter_folder import adapter_of
 from amoeba.lora.peft_files import Adapter, write_adapter
@@ -65,6 +66,7 @@ class FinetuneReport(RunReport):
     chat: bool  # whether the data were conversations: then generate wants --chat
     trainable_parameters: int
     experts: str  # where they were kept
+    streaming: dict[str, Any] | None  # a `StreamReport`, where they are streamed
 
 
 class AdapterAlone:
@@ -220,9 +222,12 @@ def _finetune(
     trainer = make_trainer(
         model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND, together
     )
+    parts = StreamParts(streamed)
+    parts.begin("training")
     outcome, kept_in = run_to_end(trainer, folder, earlier)
-    if streamed is not None:
-        console.say(str(streamed.report()))
+    streaming = parts.report()
+    for line in [] if streaming is None else streaming.lines():
+        console.say(line)
     report = FinetuneReport(
         **asdict(outcome),
         base_model=settings.model,
@@ -230,6 +235,7 @@ def _finetune(
         chat=chat,
         trainable_parameters=trainable,
         experts=placed.placement,
+        streaming=None if streaming is None else asdict(streaming),
     )
     trainer.run_log.finish(report)
     return report

@@ -31,6 +31,7 @@ from amoeba.jobs.generation_options import (
 )
 from amoeba.jobs.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
+from amoeba.jobs.stream_parts import StreamParts
 from amoeba.jobs.token_steps import Kind, Steps, choose_steps
 from amoeba.machine import peak_memory
 from amoeba.parallel.together import ALONE, Together
@@ -104,7 +105,8 @@ def _generate(
     set_generation_config(model, loaded.tokenizer, sampling, most)
     logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), most, seed)
 
-    stream = TokenStream(loaded.tokenizer, write)
+    parts = StreamParts(loaded.streamed)
+    stream = TokenStream(loaded.tokenizer, write, at_first=lambda: parts.begin("decode"))
     interrupted = False
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         steps = choose_steps(
@@ -112,11 +114,13 @@ def _generate(
         )
         logger.info("steps %s: %s", steps.kind, steps.reason)
         began = time.perf_counter()
+        parts.begin("prefill")
         try:
             _stream_tokens(model, steps, prompt_ids, most, seed, stream)
         except KeyboardInterrupt:
             interrupted = True
             stream.end()
+    parts.end()
     count = len(stream.ids)
     first = stream.first_at - began if count else None
     ended = bool(stream.ids) and stream.ids[-1] in end_ids(model)
@@ -142,7 +146,7 @@ def _generate(
         steps_reason=steps.reason,
         sampling=sampling,
         seed=seed,
-        streaming=loaded.streaming(),
+        streaming=parts.report(),
     )
 
 

@@ -32,6 +32,7 @@ from amoeba.jobs.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.prompt_batches import Answer, Row, batches_of, continuous, padded, why_not_continuous
 from amoeba.jobs.prompt_results import Results
 from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
+from amoeba.jobs.stream_parts import StreamParts
 from amoeba.jobs.token_steps import Kind, choose_steps
 from amoeba.machine import peak_memory
 from amoeba.parallel.together import ALONE, Together
@@ -125,7 +126,7 @@ def _generate(
     sampling = sampling_of(options, loaded.model.generation_config)
     set_generation_config(loaded.model, loaded.tokenizer, sampling, options.max_new_tokens)
     logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), options.max_new_tokens, seed)
-    run.began = time.perf_counter()
+    run.began, run.parts = time.perf_counter(), StreamParts(loaded.streamed)
     devices = [loaded.device] if loaded.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
@@ -148,6 +149,7 @@ class _Run:
         self.batching: str | None = None
         self.batching_reason = self.steps_reason = ""
         self.steps: Kind | None = None
+        self.parts = StreamParts(None)
 
     def answered(self, row: Row, ids: list[int], loaded: LoadedModel, seed: int) -> None:
         ended = bool(ids) and ids[-1] in end_ids(loaded.model)
@@ -194,7 +196,7 @@ class _Run:
             steps_reason=self.steps_reason,
             sampling=sampling,
             seed=seed,
-            streaming=loaded.streaming() if loaded else None,
+            streaming=self.parts.report(),
         )
 
 
@@ -255,4 +257,5 @@ def _padded_answers(
     )
     run.steps, run.steps_reason, run.prepare_seconds = steps.kind, steps.reason, steps.seconds
     logger.info("steps %s: %s", steps.kind, steps.reason)
+    run.parts.begin("prompts")
     yield from padded(model, cut, size, steps, seed)

@@ -30,7 +30,6 @@ from amoeba.jobs.sharded_model import load_share
 from amoeba.parallel.together import ALONE, Together
 from amoeba.routing import Routing
 from amoeba.stream.attaching import Streamed, attach, home_of
-from amoeba.stream.report import StreamReport
 from amoeba.stream.store import is_store
 
 logger = logging.getLogger("amoeba")
@@ -57,9 +56,6 @@ class LoadedModel:
     load_seconds: float
     warm_up_seconds: float
     streamed: Streamed | None = None
-
-    def streaming(self) -> StreamReport | None:
-        return None if self.streamed is None else self.streamed.report()
 
     def close(self) -> None:
         """Streamed experts can no longer be read after this."""

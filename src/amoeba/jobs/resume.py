@@ -307,5 +307,6 @@ def _final_line(folder: Path) -> dict[str, Any] | None:
         except ValueError:
             continue
         if isinstance(line, dict) and line.get("kind") == "final":
-            return {"exit_code": 0} | line if not line.get("interrupted") else None
+            # what runs of older versions do not have
+            return {"exit_code": 0, "streaming": None} | line if not line.get("interrupted") else None
     return None

@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from amoeba.stream.sizes import show_size
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    bytes_per_second: float
+    source: Literal["measured now", "measured before", "seen in this run"]
+
+
+@dataclass(frozen=True)
+class PartOfRun:
+    """What a part of a run took, and what it could not have taken less than: its bytes by the bandwidths."""
+
+    name: str  # prefill, decode, prompts or training
+    tokens: int  # of all passes
+    seconds: float
+    tokens_per_second: float
+    hit_rate: float
+    host_hit_rate: float  # of what was not on the GPU
+    host_bytes_per_token: float
+    read_bytes_per_token: float
+    waited_seconds: float
+    link_seconds: float  # that the link to the GPU is busy at least; 0 where there is none
+    disk_seconds: float
+    floor_seconds: float  # the longer of both: they work at the same time
+
+    def __str__(self) -> str:
+        bound = "disk" if self.disk_seconds >= self.link_seconds else "link"
+        floor = f"no less than {self.floor_seconds:.3g} s by the {bound}" if self.floor_seconds else "nothing was moved"
+        return (
+            f"{self.name}: {self.tokens} tokens in {self.seconds:.3g} s ({self.tokens_per_second:.1f}/s), "
+            f"waited {self.waited_seconds:.3g} s; {floor}"
+        )
 
 
 @dataclass(frozen=True)
@@ -34,6 +66,10 @@ class StreamReport:
     host_hits: int  # of what was asked for: not on the GPU, but there
     host_hit_rate: float  # of what was not on the GPU
     host_bytes_per_token: float  # copied from there to the GPU
+    # of the commands, which know where a part begins
+    parts: list[PartOfRun] = field(default_factory=list)
+    link: Bandwidth | None = None  # None: nothing came that way
+    disk: Bandwidth | None = None
 
     def __str__(self) -> str:
         slots = sorted(set(self.slots))
@@ -51,3 +87,12 @@ class StreamReport:
             f"{show_size(self.slot_bytes)}), {below}{show_size(self.read_bytes_per_token)} read per token, waited "
             f"{1e3 * self.waited_seconds_per_token:.1f} ms per token"
         )
+
+    def lines(self) -> list[str]:
+        """For people: all of it, each part of the run, and the bandwidths that their floors follow from."""
+        rates = [
+            f"{name} {show_size(found.bytes_per_second)}/s ({found.source})"
+            for name, found in (("link", self.link), ("disk", self.disk))
+            if found is not None
+        ]
+        return [str(self), *map(str, self.parts), *([", ".join(rates)] if rates else [])]

@@ -1,0 +1,34 @@
+"""How fast link and disk are is found out by a short copy and a short read, each within its bounds."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from simulated_device import SimulatedDevice
+
+from amoeba import ExpertWeights
+from amoeba.stream import bandwidth
+from amoeba.stream.bandwidth import copy_rate, read_rate
+from amoeba.stream.placement import MemoryStore
+
+E, H, I = 5, 4, 3
+
+
+def store() -> MemoryStore:
+    return MemoryStore(ExpertWeights(torch.randn(E, 2 * I, H), torch.randn(E, H, I)))
+
+
+def test_the_link_is_measured_by_copies_and_by_waiting_for_them_alone() -> None:
+    device = SimulatedDevice(inline=True)
+    assert 0 < copy_rate(device).bytes_per_second < math.inf
+    assert device.copied > 0 and set(device.waits) == {"copies"}
+
+
+def test_the_disk_is_measured_by_reading_each_expert_once_at_most(monkeypatch) -> None:
+    opened = store()
+    found = read_rate(opened)
+    assert found.bytes == E * opened.expert_bytes(0) and 0 < found.bytes_per_second < math.inf
+    monkeypatch.setattr(bandwidth, "READS", 1)
+    monkeypatch.setattr(bandwidth, "_MOST_READ", 2 * opened.expert_bytes(0))
+    assert read_rate(opened).bytes == 2 * opened.expert_bytes(0)
