@@ -375,6 +375,8 @@ def test_a_store_is_streamed_without_being_told_to(stored) -> None:
         (("--vram", "1KiB"), "vram: expected"),
         (("--record", "x"), "Add --ram"),
         (("--ram", "1GiB", "--record", "nowhere/x"), "Name a file"),
+        (("--trace", "x"), "Add --ram"),
+        (("--ram", "1GiB", "--trace", "nowhere/x"), "Name a file"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(options, said: str, stored, monkeypatch) -> None:

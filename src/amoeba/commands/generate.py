@@ -77,6 +77,10 @@ def generate(
         Path | None,
         typer.Option("--record", help="Write the routing, for amoeba stream simulate; with --ram or --vram."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write a timeline of loads and waits, for ui.perfetto.dev; with --ram or --vram."),
+    ] = None,
     compile: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", help="Compile the layers on a GPU; left out: where it pays."),
@@ -109,6 +113,7 @@ def generate(
             ram=ram,
             vram=vram,
             record=None if record is None else str(record),
+            trace=None if trace is None else str(trace),
             compile=compile,
             trust_remote_code=trust_remote_code,
         )

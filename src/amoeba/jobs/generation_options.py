@@ -38,6 +38,7 @@ class GenerationOptions:
     ram: str | None = None  # a budget through which the experts are streamed, as amoeba.stream.attach takes it
     vram: str | None = None  # the same on a GPU; ram is then for experts in pinned memory
     record: str | None = None  # a file for the routing of streamed experts
+    trace: str | None = None  # a file for a timeline of streaming
     compile: bool | None = None  # on a GPU: decoder layers through torch.compile; None: where it pays
     trust_remote_code: bool = False  # whether Python code in the model's folder may run
 

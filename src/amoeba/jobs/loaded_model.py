@@ -158,9 +158,11 @@ def _streams(name: str, options: GenerationOptions) -> bool:
 def _check_streaming(name: str, options: GenerationOptions) -> None:
     where = home_of(options.vram).type
     if not _streams(name, options):
+        remedy = "add --ram or --vram, for example --ram auto"
         if options.record is not None:
-            remedy = "add --ram or --vram, for example --ram auto"
             raise bad_value("record", "streamed experts, whose routing is recorded", "resident ones", remedy)
+        if options.trace is not None:
+            raise bad_value("trace", "streamed experts, whose loads are timed", "resident ones", remedy)
         return
     if options.experts != "auto":
         raise bad_value(
@@ -179,12 +181,14 @@ def _stream(found: FoundModel, options: GenerationOptions) -> Streamed:
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     )
-    if options.record is not None:
-        try:
+    try:
+        if options.record is not None:
             streamed.record(options.record)
-        except BaseException:
-            streamed.close()
-            raise
+        if options.trace is not None:
+            streamed.trace(options.trace)
+    except BaseException:
+        streamed.close()
+        raise
     return streamed
 
 

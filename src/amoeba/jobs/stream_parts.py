@@ -60,6 +60,9 @@ class StreamParts:
         now = self._now(began.name)
         waited = now.waited - began.waited
         counters = _difference(now.counters, began.counters)
+        assert self._streamed is not None
+        if (timeline := self._streamed.timeline) is not None:
+            timeline.add("run", began.name, int(1e9 * began.seconds), {"tokens": counters.tokens}, row="the run")
         self._ended.append(_Part(began.name, counters, now.seconds - began.seconds, waited))
 
     def report(self) -> StreamReport | None:

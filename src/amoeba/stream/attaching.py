@@ -39,10 +39,12 @@ from amoeba.stream.recorder import Recorder
 from amoeba.stream.report import StreamReport
 from amoeba.stream.sizes import parse_size, show_size
 from amoeba.stream.store import Store, is_store, open_store
+from amoeba.stream.timed import time_calls
+from amoeba.stream.timeline import Timeline
 from amoeba.stream.trace import LayerShape
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Streamed:
     """A model with streamed experts. close() ends reading; the model computes no more after it."""
 
@@ -51,10 +53,16 @@ class Streamed:
     ram_bytes: int
     rest_bytes: int
     vram_bytes: int | None = None
+    timeline: Timeline | None = None
 
     def record(self, path: str | Path) -> None:
         """Writes the routing of every pass from now on, for `amoeba stream simulate`; whole after close()."""
         self.memory.record(Recorder(path, _shapes(self.memory.store)))
+
+    def trace(self, path: str | Path) -> None:
+        """A timeline of what the host does from now on, for ui.perfetto.dev; close() writes it."""
+        self.timeline = Timeline(path)
+        time_calls(self.memory, self.timeline)
 
     def report(self) -> StreamReport:
         memory, counters = self.memory, self.memory.cache.counters
@@ -82,10 +90,16 @@ class Streamed:
             host_hits=counters.from_host,
             host_hit_rate=counters.host_hit_rate,
             host_bytes_per_token=counters.per_token(counters.host_bytes),
+            timeline=None if self.timeline is None else str(self.timeline.path),
         )
 
     def close(self) -> None:
-        self.memory.close()
+        timeline, self.timeline = self.timeline, None
+        try:
+            self.memory.close()
+        finally:
+            if timeline is not None:
+                timeline.close()
 
     def __enter__(self) -> Streamed:
         return self

@@ -52,7 +52,7 @@ def read_rate(store: Store) -> Rate:
             left -= size
         return found
 
-    with ThreadPoolExecutor(READS) as pool:
+    with ThreadPoolExecutor(READS, thread_name_prefix="measures the disk") as pool:
         total = sum(each.result() for each in [pool.submit(read) for _ in range(READS)])
     return Rate(total / (time.perf_counter() - began), total)
 

@@ -66,6 +66,7 @@ class StreamReport:
     host_hits: int  # of what was asked for: not on the GPU, but there
     host_hit_rate: float  # of what was not on the GPU
     host_bytes_per_token: float  # copied from there to the GPU
+    timeline: str | None  # the file that close() writes
     # of the commands, which know where a part begins
     parts: list[PartOfRun] = field(default_factory=list)
     link: Bandwidth | None = None  # None: nothing came that way
