@@ -14,7 +14,7 @@ BENCH ?=
 DEMO := runs/demo
 AMOEBA := $(YIELDING) $(BIN)/amoeba
 
-.PHONY: demo test test-older-cpus test-thorough lint docs bench clean
+.PHONY: demo test test-here test-older-cpus test-thorough lint docs bench clean
 
 # Trains a small model on Python's own manual, shows what its experts do, lets it speak, teaches it to answer questions
 # with LoRA, and asks it one. Five minutes on two cores with set-up: the faster the machine, the more steps fit in.
@@ -28,9 +28,10 @@ demo: $(INSTALLED)
 		--targets all-linear --steps 200 --minutes 0.6 --batch-size 16 --learning-rate 3e-3 --held-out 0.1 --log-every 20
 	$(AMOEBA) generate $(DEMO)/model "In Python, what is KeyError?" --chat --adapter $(DEMO)-finetuned
 
-# Types are checked on one core, so something else runs beside that.
 test: $(INSTALLED)
-	$(MAKE) --no-print-directory -j2 lint test-older-cpus
+	$(MAKE) --no-print-directory -j2 test-here test-older-cpus
+
+test-here: $(INSTALLED)
 	$(YIELDING) $(BIN)/python -m pytest -n auto --dist worksteal
 
 # What depends on the CPU once more, with its newer features hidden.

@@ -19,6 +19,7 @@ from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, example,
 from amoeba.proof.conformance import TOLERANCE, poisoned_memory
 from amoeba.proof.reference.experts import experts_forward
 from amoeba.weights import ExpertWeights, LoraFactors
+from selection import quick
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language")
@@ -159,6 +160,7 @@ ADAPTED = [
 ]
 
 
+@quick(lambda case, way: way == AT_ONCE or case in ADAPTED[:2])
 @WAYS
 @pytest.mark.parametrize("case", ADAPTED, ids=lambda case: case.name)
 def test_factors_agree_with_the_reference(case, way, device, monkeypatch):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.kernels.activation_backward_product import down_backward, number_of_slices
-from amoeba.kernels.addend import Addend, padded_rank
+from amoeba.kernels.addend import Addend
 from amoeba.kernels.configuration import Configuration, configuration
 from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
 from amoeba.kernels.tiles import expert_constants, slots
@@ -173,10 +173,6 @@ def test_a_scaled_product_and_an_addend(rank: int, dtype: torch.dtype, device: t
         expected[rows] += low_NR[rows].double() @ factor_EOR[e].double().T
     assert_close("out", out_NJ[: p.owned], expected[: p.owned], dtype)
     assert out_NJ[p.owned :].isnan().all(), "rows that belong to nobody are not written"
-
-
-def test_ranks_are_padded_to_what_the_kernels_take() -> None:
-    assert [padded_rank(rank) for rank in (0, 1, 16, 64, 65, 129)] == [0, 64, 64, 64, 128, 192]
 
 
 def test_strided_rows_into_part_of_a_wider_buffer(device: torch.device) -> None:

@@ -32,6 +32,7 @@ MOST_STACK = 128
 HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "nvfp4 transposed 2000")
 
 
+@pytest.mark.thorough
 def test_the_largest_tiles_fit_where_shared_memory_is_smallest(tmp_path: Path) -> None:
     check(86, compiled_by(__file__, tmp_path, "86", "float16", *HOT))
 

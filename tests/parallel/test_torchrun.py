@@ -66,6 +66,7 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
         started.process.wait(SECONDS)
 
 
+@pytest.mark.thorough  # what the ranks do is in test_commands_over_ranks.py
 def test_a_signal_to_torchrun_stops_both_ranks_with_a_checkpoint(launched: Launched) -> None:
     launched.process.send_signal(signal.SIGTERM)
     said = launched.end()

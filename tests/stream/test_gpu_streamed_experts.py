@@ -20,6 +20,7 @@ from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS
 from amoeba.stream.placement import MemoryStore
 from amoeba.weights import LORA_NAMES
+from selection import quick
 
 E, K, H, I, R = 6, 3, 32, 16, 3  # K: of two numbers the order does not matter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,6 +79,7 @@ def by_triton(*arguments, **options) -> Tensor:
     return experts(*arguments, backend="triton", **options)
 
 
+@quick(lambda slots: DEVICE.type == "cuda" or slots in (1, 3))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 2, 3, E])
 def test_outputs_are_those_of_resident_experts(slots: int, dtype: torch.dtype) -> None:
@@ -97,6 +99,7 @@ def test_outputs_are_those_of_resident_experts(slots: int, dtype: torch.dtype) -
                             assert torch.equal(y_TH, expected), (tokens, host_slots, again)
 
 
+@quick(lambda slots: DEVICE.type == "cuda" or slots == 4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 4, E])
 def test_lora_gradients_are_those_beside_resident_experts(slots: int, dtype: torch.dtype) -> None:
@@ -180,6 +183,7 @@ class FailingStore(MemoryStore):
         super()._read(layer, expert, memory)
 
 
+@quick(lambda slots, tokens: (slots, tokens) in ((3, 1), (3, 66)))
 @pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (3, 1), (3, 66), (E, 66)])
 def test_after_a_failed_read_slots_are_free_and_the_next_try_is_right(slots: int, tokens: int) -> None:
     resident = weights_of()
@@ -199,6 +203,7 @@ def test_after_a_failed_read_slots_are_free_and_the_next_try_is_right(slots: int
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a simulated device's copies fail")
+@quick(lambda fails_at: fails_at == 9)
 @pytest.mark.parametrize("fails_at", [2, 9])
 def test_after_a_failed_copy_the_next_try_is_right(fails_at: int) -> None:
     resident = weights_of()

@@ -35,6 +35,7 @@ from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
 from amoeba.stream.store.packing import pack
 from amoeba.stream.trace import read_trace
+from selection import quick
 from tiny_models import EXPERTS, LAYERS
 
 ON_GPU = torch.cuda.is_available()
@@ -105,6 +106,7 @@ def outcome(model: Any, lengths: tuple[tuple[int, int], ...]) -> list[Tensor]:
 LENGTHS = ((1, 1), (1, 7), (1, 300), (8, 1), (8, 7), (8, 40)) if ON_GPU else ((1, 7), (2, 33))
 
 
+@quick(lambda slots: ON_GPU or slots == TOP_K)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, TOP_K, EXPERTS])
 def test_tokens_and_logits_are_those_of_the_resident_model(slots: int, dtype: torch.dtype, stores) -> None:

@@ -19,6 +19,7 @@ from amoeba.cpu.core import why_no_core
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.placement import MemoryStore, stream_from_memory
 from amoeba.weights import LORA_NAMES
+from selection import quick
 
 E, K, H, I, R = 6, 3, 40, 48, 3  # K: of two numbers the order does not matter
 SLOTS = (1, 2, E // 2, E)
@@ -62,6 +63,7 @@ def way(request, monkeypatch) -> str:
     return request.param
 
 
+@quick(lambda kind, dtype: kind == "silu" or dtype == (torch.bfloat16 if kind == "gpt_oss" else torch.float32))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["silu", "bias", "gpt_oss", "relu2"])
 def test_outputs_are_those_of_resident_experts(way: str, kind: str, dtype: torch.dtype) -> None:

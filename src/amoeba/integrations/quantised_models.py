@@ -58,7 +58,7 @@ def _quantised(kind: Any, model: Any, options: dict[str, Any], implementation: s
         return None
     if config is None or isinstance(config, str | Path):
         files = {option: options[option] for option in _OF_FILES if option in options and option != "use_safetensors"}
-        config = kind.config_class.from_pretrained(config or model, **files)
+        config = kind.config_class.from_pretrained(config or model, trust_remote_code=False, **files)
     facts = facts_of(config)
     if facts is None or format_of(facts) is None:
         return None
@@ -96,6 +96,7 @@ def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, 
     wants_info = options.pop("output_loading_info", False)
     options["experts_implementation"] = implementation
     asked = options.pop("torch_dtype", None) or options.pop("dtype", None)
+    options.pop("trust_remote_code", None)
     dtype = asked if isinstance(asked, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
         empty = kind(copy.deepcopy(config))
@@ -104,7 +105,13 @@ def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, 
             return None
         with experts_left_out():
             model, told = kind.from_pretrained(
-                None, config=config, state_dict=files.rest(dtype), dtype=dtype, output_loading_info=True, **options
+                None,
+                config=config,
+                state_dict=files.rest(dtype),
+                dtype=dtype,
+                trust_remote_code=False,  # its class is there already
+                output_loading_info=True,
+                **options,
             )
         for name, module in experts_modules(model).items():
             experts = files.experts(name, module, dtype)
@@ -112,7 +119,7 @@ def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, 
             module.to(_device_beside(model, name))
     logger.info("experts: %s, as the checkpoint has them; the rest in %s", files.format.name, dtype)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
     model.name_or_path = str(folder)
     return (model, told) if wants_info else model
 
