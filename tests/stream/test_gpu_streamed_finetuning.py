@@ -22,15 +22,17 @@ from simulated_device import SimulatedDevice
 from torch import Tensor
 from typer.testing import CliRunner
 
+from amoeba import lora
 from amoeba.cli import app
 from amoeba.jobs import finetune as finetune_job
 from amoeba.jobs.finetune import FinetuneReport, finetune
 from amoeba.jobs.settings import FinetuneSettings, load_settings
 from amoeba.stream import attaching
+from amoeba.stream.gpu import budgets
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
-from tiny_models import EXPERTS
+from tiny_models import EXPERTS, build
 from tiny_runs import Quiet, make_inputs
 
 ON_GPU = torch.cuda.is_available()
@@ -165,6 +167,32 @@ def test_what_does_not_go_together_is_said_in_a_sentence(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"(?i){said}"):
         finetune(settings(inputs, tmp_path / "run", **changes), Quiet())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "nemotron_h"])
+def test_the_memory_of_factors_is_known_before_they_are_made(model_type: str, inputs, tmp_path) -> None:
+    """Of experts with a gate and without one."""
+    model = build(model_type)
+    model.save_pretrained(tmp_path / "model")
+    told = settings(inputs, tmp_path / "run", r=5, targets=("experts",))
+    with open_store(tmp_path / "model") as store:
+        known = finetune_job.factor_bytes(store, told)
+    lora.attach(model, r=5, alpha=5, targets=("experts",))
+    assert known == 16 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_factors_that_have_no_room_beside_the_budget_are_refused_and_auto_leaves_it(inputs, monkeypatch) -> None:
+    with open_store(inputs / "store") as store:
+        rest = sum(entry.size for entry in store.rest.values())
+    free, factors = 1 << 20, (1 << 20) - 2 * rest
+    monkeypatch.setattr(budgets, "available_memory", lambda device: free)
+    with pytest.raises(
+        ValueError, match=r"^vram: expected no more than the 1 MiB that are free; .* that training takes"
+    ):
+        attaching.attach(inputs / "store", vram=vram(inputs, EXPERTS), ram="64KiB", beside=lambda store: factors + rest)
+    beside = free - 2 * int(vram(inputs, 2))
+    with attaching.attach(inputs / "store", vram="auto", ram="64KiB", beside=lambda store: beside) as streamed:
+        assert streamed.vram_bytes == int(budgets.AUTO_SHARE * (free - beside)) < int(vram(inputs, EXPERTS))
 
 
 def test_a_gpu_without_a_budget_for_it_and_a_budget_without_a_gpu_are_refused(inputs, tmp_path, monkeypatch) -> None:

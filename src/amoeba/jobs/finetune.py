@@ -47,7 +47,7 @@ from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.together import ALONE, Together
 from amoeba.placement import Load
 from amoeba.stream.attaching import Streamed, attach, home_of
-from amoeba.stream.store import is_store
+from amoeba.stream.store import Store, is_store
 
 COMMAND = "amoeba finetune"
 # On a GPU all batches have one length, and with it one captured pass (`jobs.captured_step`), where the longest row of a
@@ -178,6 +178,7 @@ def _finetune(
                 vram=settings.vram,
                 dtype=stored,
                 trust_remote_code=trust_remote_code,
+                beside=lambda store: factor_bytes(store, settings),
             )
         )
         model = streamed.model
@@ -258,6 +259,18 @@ def _check_streaming(name: str, settings: FinetuneSettings) -> None:
     if settings.vram is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         remedy = "start it without torchrun, or leave --vram out and share the experts: --experts ranks"
         raise bad_value("vram", "one process, whose GPU the experts are streamed to", "several", remedy)
+
+
+def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
+    """Of the experts' factors in fp32, their gradients and AdamW's two moments. What else is trained is small."""
+    if "experts" not in settings.targets:
+        return 0
+    # gate and up share one A (r, H); a B (I, r) each; then down's two
+    numbers = sum(
+        entry.experts * settings.r * (2 * entry.hidden + (3 if entry.activation.gated else 2) * entry.intermediate)
+        for entry in store.layers
+    )
+    return numbers * (4 + 4 + 2 * (4 if settings.optimizer_states == "float32" else 2))
 
 
 def _placed(model: Any, settings: FinetuneSettings, streamed: Streamed | None, together: Together) -> Placed:

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,8 +103,8 @@ class StreamParts:
 
 
 def _difference(now: Counters, before: Counters) -> Counters:
-    names = [entry.name for entry in fields(Counters) if entry.type == "int"]
-    return Counters(**{name: getattr(now, name) - getattr(before, name) for name in names})
+    counts = {name: count for name, count in vars(now).items() if isinstance(count, int)}
+    return Counters(**{name: count - getattr(before, name) for name, count in counts.items()})
 
 
 def _copied(counters: Counters) -> int:

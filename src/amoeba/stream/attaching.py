@@ -117,6 +117,7 @@ def attach(
     policy: str = DEFAULT_POLICY,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
+    beside: Callable[[Store], int] = lambda store: 0,
 ) -> Streamed:
     """
     model:  a folder that save_pretrained wrote or a store that `amoeba pack` wrote, of which all but the experts is
@@ -127,6 +128,8 @@ def attach(
     store:  of the experts of a model that is loaded already; default where it came from.
     policy: who leaves when room is needed: lfru, lru or lfu.
     dtype:  to be sure of it: experts have the dtype of the checkpoint, and so has the rest.
+    beside: bytes where the model runs that are in no budget and will be needed, for example for LoRA factors: "auto"
+            leaves them, and on a GPU a budget beside which they have no room is refused.
     """
     from amoeba.integrations.transformers import register
 
@@ -138,7 +141,7 @@ def attach(
     try:
         _check_dtype(opened, dtype)
         rest = sum(entry.size for entry in opened.rest.values())
-        make, budget, on_gpu = _ways(opened, rest, ram, vram, policy)
+        make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, beside(opened))
         if loaded is None:
             config = load_config(str(source), trust_remote_code=trust_remote_code)
             kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
@@ -169,14 +172,14 @@ def gpu() -> Device:
 
 
 def _ways(
-    store: Store, rest: int, ram: str | int, vram: str | int | None, policy: str
+    store: Store, rest: int, ram: str | int, vram: str | int | None, policy: str, beside: int
 ) -> tuple[Callable[[], ExpertMemory | DeviceMemory], int, int | None]:
     """What makes the memory, and its budgets: on the host, and on the GPU."""
     if vram is None:
-        budget, slots = _share(store, rest, ram)
+        budget, slots = _share(store, rest, ram, beside)
         return partial(ExpertMemory, store, slots, policy), budget, None
     device = gpu()
-    found = share(store, rest, vram, ram, device.device)
+    found = share(store, rest, vram, ram, device.device, beside)
 
     def make() -> DeviceMemory:
         try:
@@ -200,7 +203,7 @@ def _shapes(store: Store) -> list[LayerShape]:
     return [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
 
 
-def _share(store: Store, rest: int, ram: str | int) -> tuple[int, list[int]]:
+def _share(store: Store, rest: int, ram: str | int, beside: int) -> tuple[int, list[int]]:
     """The budget in bytes, and the slots of each layer."""
     shapes, scratch = _shapes(store), store.scratch_bytes(READS)
     once: Sequence[int] = [1] * len(shapes)
@@ -208,7 +211,7 @@ def _share(store: Store, rest: int, ram: str | int) -> tuple[int, list[int]]:
     everything = rest + scratch + sum(shape.experts * shape.expert_bytes for shape in shapes)
     if ram == "auto":
         free = [each for each in (available_memory(CPU), total_memory()) if each is not None]  # a container's is less
-        budget = min([everything, *(int(AUTO_SHARE * each) for each in free)])
+        budget = min([everything, *(int(AUTO_SHARE * max(0, each - beside)) for each in free)])
     else:
         budget = parse_size("ram", ram) if isinstance(ram, str) else ram
     if budget < least:
