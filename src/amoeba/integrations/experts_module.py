@@ -170,6 +170,10 @@ def placed_in(module: Any) -> AnyExperts | None:
     return None if known is None else known.placed
 
 
+def has_placed_experts(model: nn.Module) -> bool:
+    return any(placed_in(module) is not None for module in experts_modules(model).values())
+
+
 def place(module: Any, placement: Placement) -> None:
     """Its experts placed elsewhere, its parameters freed."""
     hand_over(module, placement.make(resident(module)), placement)

@@ -56,7 +56,7 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
             _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
         if not gpu and not trainer.compiled:
             stack.enter_context(_documents_apart(trainer))  # not told: without it a mask does the same
-        if gpu and not has_placed_experts(trainer.model):  # for which the host has to wait in the midst of a pass
+        if gpu and not _has_placed_experts(trainer.model):  # for which the host has to wait in the midst of a pass
             reason = stack.enter_context(_captured(trainer))
             _tell(taken, "passes captured in a CUDA graph", reason, say)
         if taken:
@@ -168,7 +168,7 @@ def _captured(trainer: Any) -> Iterator[str | None]:
         trainer.release()
 
 
-def has_placed_experts(model: Any) -> bool:
+def _has_placed_experts(model: Any) -> bool:
     return any(placed_in(module) is not None for module in experts_modules(model).values())
 
 

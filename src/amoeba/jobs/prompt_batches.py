@@ -39,13 +39,13 @@ Answer = tuple[Row, list[int]]
 
 def why_not_continuous(model: Any) -> str | None:
     from amoeba.decoding.refusal import why_not_chosen
-    from amoeba.integrations.experts_module import experts_modules, placed_in
+    from amoeba.integrations.experts_module import has_placed_experts
 
     if model.device.type != "cuda":
         return f"its cache of pages is made for GPUs, the model is on {model.device.type}"
     if not hasattr(model, "init_continuous_batching"):
         return "this version of transformers has none for it"
-    if any(placed_in(module) is not None for module in experts_modules(model).values()):
+    if has_placed_experts(model):
         return "the experts are not on the GPU"
     return why_not_chosen(model, model.generation_config, _CONTINUOUS_PROCESSORS)
 

@@ -26,10 +26,10 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 from amoeba.data.token_rows import NO_LABEL
 from amoeba.errors import bad_value
 from amoeba.files import replace_folder
-from amoeba.integrations.experts_module import LORA
+from amoeba.integrations.experts_module import LORA, has_placed_experts
 from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.randomness import draws_random_numbers
-from amoeba.jobs.fast_paths import fast_paths, has_placed_experts
+from amoeba.jobs.fast_paths import fast_paths
 from amoeba.jobs.fast_trainer import FastTrainer, Rows
 from amoeba.jobs.kept_model import Artifact
 from amoeba.jobs.manifest import seal
