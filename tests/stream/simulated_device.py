@@ -9,17 +9,19 @@ slot holds what was there before (at first NaN). Late or early, an order that ev
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.gpu.device import Calls, Device, Event
 from amoeba.stream.gpu.replays import GpuReplays
 from amoeba.stream.store.buffers import aligned_buffer
 
@@ -56,6 +58,7 @@ class SimulatedDevice(Device):
     """
     waits:      the streams of events that the host waited for.
     fails_at:   the number of the copy whose call raises.
+    quick:      copies that were called by addresses.
     """
 
     def __init__(self, seed: int = 0, *, inline: bool = False, fails_at: int | None = None) -> None:
@@ -66,7 +69,7 @@ class SimulatedDevice(Device):
         self.lock, self.inline, self.fails_at = threading.RLock(), inline, fails_at
         self.random = random.Random(seed)
         self.waits: list[str] = []
-        self.copied = self.words = 0
+        self.copied = self.words = self.quick = 0
         self.closed = False
 
     @property
@@ -85,6 +88,22 @@ class SimulatedDevice(Device):
             if self.copied == self.fails_at:
                 raise CopyFailed("a copy failed")
         self._enqueue(stream, lambda: target.copy_(source))
+
+    def calls(self) -> Calls:
+        return Calls(self._copy_at, self._write_at, self.copies)
+
+    def _copy_at(self, target: Any, source: Any, size: Any, stream: SimulatedStream) -> int:
+        self.quick += 1
+        self.copied += 1
+        if self.copied == self.fails_at:
+            raise CopyFailed("a copy failed")
+        self._enqueue(stream, lambda: ctypes.memmove(target.value, source.value, size.value))
+        return 0
+
+    def _write_at(self, stream: SimulatedStream, place: Any, value: Any, flags: Any) -> int:
+        self.words += 1
+        self._enqueue(stream, lambda: ctypes.memmove(place.value, ctypes.byref(value), 4))
+        return 0
 
     def write_word(self, stream: SimulatedStream, word: Tensor, value: int) -> None:
         self.words += 1

@@ -80,10 +80,14 @@ class SlotTable:
         self._note_use(hits)
         return self._split(hits, [], [])
 
-    def rank(self) -> None:
-        """Who leaves first, found out ahead of the next request, which then answers in less time. Changes nothing."""
-        if self._ranked is None and not self._free:
+    def rank(self) -> list[int]:
+        """Who leaves first, found out ahead of the next request, which then answers in less time. Changes nothing.
+        Nobody, while there are free slots, or experts are held or being loaded."""
+        if self._free or self._loading or any(self._holds):
+            return []
+        if self._ranked is None:
             self._ranked = self._policy.coldest(self._expert_in, self.slots)
+        return self._ranked
 
     def request_some(self, ids: Iterable[int]) -> Plan:
         """As many of them as there is room for, those that are there first; the others are not in the plan."""

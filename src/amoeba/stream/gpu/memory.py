@@ -125,6 +125,7 @@ class DeviceMemory:
         """A pass over a layer: passes come one after the other, in whatever streams they run."""
         self.check_open()
         with self._turns[layer]:
+            self.replays.forget(layer)
             device, last = self.device, self._last[layer]
             if last is not None:
                 device.wait(device.compute, last)
@@ -156,6 +157,7 @@ class DeviceMemory:
     def used(self, layer: int, ids: Iterable[int]) -> None:
         """A pass found these in their slots."""
         ids = list(ids)
+        self.replays.forget_who_leaves(layer)
         with self._counting:
             self.cache.request(layer, ids)
             self.cache.release(layer, ids)

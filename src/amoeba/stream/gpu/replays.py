@@ -40,6 +40,7 @@ from torch import Tensor
 
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.channel import Channel
+from amoeba.stream.gpu.fast_path import FastPath
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
@@ -61,6 +62,7 @@ class GpuReplays:
     def __init__(self, memory: DeviceMemory, ids: int) -> None:
         self._memory, self._ids = memory, ids
         self._channel: Channel | None = None
+        self._fast: FastPath | None = None
         self._mode = threading.local()  # of the thread that rehearses or captures
         self._later: deque[tuple[int, list[int]]] = deque()  # layers, and what they found: to be counted
 
@@ -69,7 +71,17 @@ class GpuReplays:
         if self._channel is None:
             memory, experts = self._memory, max(entry.experts for entry in self._memory.store.layers)
             self._channel = Channel(memory.device, experts, self._ids, len(memory.slots))
+            self._fast = FastPath(memory, self._channel)
         return self._channel
+
+    def forget(self, layer: int) -> None:
+        """What was prepared: the layer is about to change."""
+        if self._fast is not None:
+            self._fast.forget(layer)
+
+    def forget_who_leaves(self, layer: int) -> None:
+        if self._fast is not None:
+            self._fast.forget_who_leaves(layer)
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -188,9 +200,9 @@ class GpuReplays:
             with memory._counting:
                 missing, there = channel.read(serial)
             if missing:
-                self._count_all(layer)  # of an earlier pass over the same layer
-                self._load(layer, serial, missing, there)
+                self._answer(layer, serial, missing, there)
             else:
+                self.forget_who_leaves(layer)
                 self._later.append((layer, there))
         self._count_all()
 
@@ -198,18 +210,26 @@ class GpuReplays:
         """Looks until the question is there, and does in between what can be done later."""
         channel, replayed, looks = self._channel, self._memory._replayed, 0
         assert channel is not None and replayed is not None
-        while not channel.has(serial):
-            looks += 1
+        while not channel.is_there_after(serial, 1 if self._later else _LOOKS):
             if self._later:
-                self._count(*self._later.popleft())
-            elif not looks % _LOOKS:
-                time.sleep(0)  # threads that load need Python too
-                if not looks % (64 * _LOOKS) and replayed.done() and not channel.has(serial):
-                    raise RuntimeError("a replay ended without asking: was it captured by another memory?")
+                self._count_one()
+                continue
+            looks += 1
+            time.sleep(0)  # threads that load need Python too
+            if not looks % 64 and replayed.done() and not channel.has(serial):
+                raise RuntimeError("a replay ended without asking: was it captured by another memory?")
+
+    def _answer(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
+        assert self._fast is not None
+        if not self._fast.serve(layer, serial, missing, there):
+            self._count_all(layer)  # of an earlier pass over the same layer
+            self._load(layer, serial, missing, there)
+        self._later.append((layer, []))
 
     def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
         memory, channel = self._memory, self._channel
         assert channel is not None
+        self.forget(layer)
         group = memory._begin(layer, [*there, *missing])
         try:
             shown, now = memory._shown[layer], memory.cache.top(layer)
@@ -217,7 +237,7 @@ class GpuReplays:
             answer |= {expert: group.slot_of[expert] for expert in missing}
             if len(answer) > 2 * len(missing):  # for more the kernel does not look
                 raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
-            channel.answer(serial, answer)
+            channel.answer(serial, list(answer), list(answer.values()))
             memory._wait_for_reads(layer, group)  # their copies are called when this returns
             channel.go_on(serial)
             for expert, slot in answer.items():
@@ -227,28 +247,31 @@ class GpuReplays:
                     shown[expert] = slot
         finally:
             memory._let_go(layer, group)
-        self._later.append((layer, []))
 
-    def _count(self, layer: int, found: list[int]) -> None:
-        """That a pass found these; and who would leave next, so that it is known when a pass misses something."""
-        memory = self._memory
+    def _count_one(self) -> None:
+        """That a pass found experts; or who would leave next, so that it is known when a pass misses something. One of
+        both at a time: somebody may be asking."""
+        assert self._fast is not None
+        layer, found = self._later.popleft()
         if found:
-            memory.used(layer, found)
-        with memory._counting:
-            memory.cache.top(layer).rank()
+            self._memory.used(layer, found)
+            self._later.appendleft((layer, []))
+        else:
+            self._fast.prepare(layer)
 
     def _count_all(self, layer: int | None = None) -> None:
         if layer is None or any(other == layer for other, _ in self._later):
             while self._later:
-                self._count(*self._later.popleft())
+                self._count_one()
 
     def _give_up(self) -> None:
         """Lets the GPU go on to the end of what was launched, counts on from there, and shows all layers what is there.
         Here the host waits for the device: nothing is served any more."""
         memory, device, channel = self._memory, self._memory.device, self._channel
         self._later.clear()
-        if channel is None:
+        if channel is None or self._fast is None:
             return
+        self._fast.drop_half_served()
         channel.give_up()
         device.wait(device.compute, device.record(device.copies))  # of what is shown now
         device.record(device.compute).wait()

@@ -18,6 +18,7 @@ their calls; what has to wait beside that:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from ctypes import c_size_t, c_uint64
 
 import torch
 from torch import Tensor
@@ -41,6 +42,13 @@ class LayerTiers:
             (stack.view(-1).view(torch.uint8), stack.nbytes // slots, part.offset)
             for stack, part in zip(self._stacks.values(), entry.parts, strict=True)
         ]
+        # the same as addresses, for calls without checks
+        self.sizes = tuple(c_size_t(size) for _, size, _ in self._parts)
+        starts = [(stack.data_ptr(), size) for stack, size, _ in self._parts]
+        self.targets = [tuple(c_uint64(start + slot * size) for start, size in starts) for slot in range(slots)]
+        first, offsets = 0 if self.blobs is None else self.blobs.data_ptr(), [part.offset for part in entry.parts]
+        begins = (first + host_slot * entry.expert_bytes for host_slot in range(host_slots))
+        self._sources = [tuple(c_uint64(begin + offset) for offset in offsets) for begin in begins]
         # torch may have given memory that is still used by kernels ahead, of which the stream of copies knows nothing
         self._readers: list[Event | None] = [device.record(device.compute)] * slots
         self._leaving: list[Event | None] = [None] * slots
@@ -87,6 +95,20 @@ class LayerTiers:
             if host_slot is not None:
                 self._blob_users[host_slot] = event
         return event
+
+    def source(self, host_slot: int) -> tuple[c_uint64, ...] | None:
+        """Where its parts are, if nothing is to be waited for."""
+        event = self._falling[host_slot]
+        if event is not None and not event.done():
+            return None
+        self._falling[host_slot] = None
+        return self._sources[host_slot]
+
+    def copied_from(self, host_slots: Iterable[int]) -> None:
+        """By calls that were made elsewhere, in the stream of copies."""
+        event = self._device.record(self._device.copies)
+        for host_slot in host_slots:
+            self._blob_users[host_slot] = event
 
     def down(self, slot: int, host_slot: int) -> None:
         """A copy for the host; whatever is loaded into that slot next waits for it."""
