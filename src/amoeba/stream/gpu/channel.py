@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from amoeba.stream.gpu.device import Device
-from amoeba.stream.gpu.export import Asked
 
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
 LONGEST_WAIT = 10.0
@@ -72,13 +71,13 @@ class Channel:
                 return True
         return False
 
-    def read(self, serial: int) -> Asked:
-        """Once it is there. The processor may not have read the row ahead of its serial: on ARM that takes a barrier,
+    def read(self, serial: int) -> tuple[list[int], list[int]]:
+        """Distinct experts that are missing, and that are there; once it is there. The processor may not have read the row ahead of its serial: on ARM that takes a barrier,
         which the lock is that callers take in between."""
         start = serial % self.ring * self._row
-        missing, asked = self._questions[start], self._questions[start + 1]
-        ids = self._questions[start + self._header : start + self._header + asked].tolist()
-        return Asked(ids[:missing], ids[missing:])
+        questions, first = self._questions, start + self._header
+        second, end = first + questions[start], first + questions[start + 1]
+        return questions[first:second].tolist(), questions[second:end].tolist()
 
     def answer(self, serial: int, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Which experts are in which slots from now on, -1: in none."""

@@ -36,59 +36,50 @@ class FastPath:
         self._calls = memory.device.calls()
         layers = len(memory.slots)
         self._leave: list[list[int] | None] = [None] * layers  # who leaves next; None: nothing is prepared
-        self._sources: list[list[Any] | None] = [None] * layers  # of each expert, its parts in host memory or None
-        self._targets: list[Any] = [None] * layers  # of each slot, its parts
+        self._sources: list[list[Any]] = [[]] * layers  # of each expert, its parts in host memory or None; []: not known
         self._half_served: int | None = None  # a layer
         self._word = c_uint64(channel.arrived_word)
 
     def forget(self, layer: int) -> None:
-        self._leave[layer] = self._sources[layer] = None
+        self._leave[layer], self._sources[layer] = None, []
 
     def forget_who_leaves(self, layer: int) -> None:
         """A pass used the layer; what is in host memory stays there."""
         self._leave[layer] = None
 
     def prepare(self, layer: int) -> None:
-        memory = self._memory
+        memory, tiers = self._memory, self._memory._tiers[layer]
         if self._calls is None or any(number == layer for number, _ in memory._expected):
             return
         with memory._counting:
             leave = memory.cache.leave_next(layer)
             if not leave or memory._shown[layer] != memory.cache.top(layer).slot_of:
                 return
-            if self._sources[layer] is None:
-                tiers, sources = memory._tiers[layer], [None] * memory.store.layers[layer].experts
+            if not self._sources[layer]:
+                sources: list[Any] = [None] * memory.store.layers[layer].experts
                 for expert, host_slot in memory.cache.on_host(layer):
                     sources[expert] = tiers.source(host_slot)
-                self._sources[layer], self._targets[layer] = sources, tiers.targets
+                self._sources[layer] = sources
             self._leave[layer] = leave
 
     def serve(self, layer: int, serial: int, missing: list[int], there: list[int]) -> bool:
-        calls, waiting, leave = self._calls, self._leave[layer], []
-        if waiting is None or calls is None:
+        waiting, by_expert, count = self._leave[layer], self._sources[layer], len(missing)
+        if waiting is None or self._calls is None:
             return False
-        for expert in waiting:
-            if expert not in there:
-                leave.append(expert)
-                if len(leave) == len(missing):
-                    break
-        else:
-            return False
-        by_expert, memory, shown = self._sources[layer], self._memory, self._memory._shown[layer]
-        assert by_expert is not None
+        leave = [expert for expert in waiting[: count + len(there)] if expert not in there][:count]
         sources = [by_expert[expert] for expert in missing]
-        if None in sources:
+        if len(leave) < count or None in sources:
             return False
+        copy, write, stream = self._calls
+        tiers, shown = self._memory._tiers[layer], self._memory._shown[layer]
         self._half_served, self._leave[layer] = layer, None
         slots = [shown[expert] for expert in reversed(leave)]  # the last that leaves makes room for the first that comes
-        targets, sizes = self._targets[layer], memory._tiers[layer].sizes
-        copy, stream = calls.to_device, calls.stream
         for slot, source in zip(slots, sources, strict=True):
-            for target, start, size in zip(targets[slot], source, sizes, strict=True):
+            for target, start, size in zip(tiers.targets[slot], source, tiers.sizes, strict=True):
                 if code := copy(target, start, size, stream):
                     raise RuntimeError(f"CUDA error {code}")
-        self._channel.answer(serial, leave + missing, [-1] * len(leave) + slots)
-        if code := calls.write_word(stream, self._word, c_uint32(serial), _NO_FLAGS):
+        self._channel.answer(serial, leave + missing, [-1] * count + slots)
+        if code := write(stream, self._word, c_uint32(serial), _NO_FLAGS):
             raise RuntimeError(f"CUDA error {code}")
         self._write_down(layer, missing, there, leave, slots)
         self._half_served = None
