@@ -219,12 +219,18 @@ class DeviceMemory:
         loads = {expert: slot for expert, _, slot in (*fetch.from_host, *fetch.from_disk)}
         group = _Group(fetch.hits | fetch.waiting | loads)
         try:
-            self._write_back(layer, fetch)
-            for expert, host_slot, slot in fetch.from_host:
+            written = threading.Event()  # or at least called: a read that is quicker than this may not be copied up yet
+            try:
+                for expert, staged, slot in fetch.from_disk:  # they take the longest, so they begin first
+                    group.jobs[expert] = self._submit(layer, expert, staged, slot, False, after=written)
+                self._write_back(layer, fetch)
+            finally:
+                written.set()
+            # copies come to pass one after the other: those first that wait for nothing
+            written_from = {slot for _, slot, _ in fetch.writes}
+            for expert, host_slot, slot in sorted(fetch.from_host, key=lambda load: load[2] in written_from):
                 group.copied[expert] = tiers.up(slot, host_slot)
                 self._loaded(layer, expert)
-            for expert, staged, slot in fetch.from_disk:
-                group.jobs[expert] = self._submit(layer, expert, staged, slot, False)
         except BaseException:
             self._let_go(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
             raise
@@ -306,13 +312,21 @@ class DeviceMemory:
             self.cache.loaded(layer, expert)
 
     def _submit(
-        self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool, *, predicted: bool = False
+        self,
+        layer: int,
+        expert: int,
+        host_slot: int | None,
+        slot: int,
+        is_there: bool,
+        *,
+        after: threading.Event | None = None,
+        predicted: bool = False,
     ) -> Job:
-        """is_there: in its host slot already."""
+        """is_there: in its host slot already. after: ahead of its copy to the device."""
 
         def load() -> None:
             try:
-                event = self._read_and_copy(layer, expert, host_slot, slot, is_there)
+                event = self._read_and_copy(layer, expert, host_slot, slot, is_there, after)
             except BaseException:
                 with self._counting:
                     self.cache.failed(layer, expert)
@@ -323,7 +337,15 @@ class DeviceMemory:
 
         return self._loader.submit(load, predicted=predicted)
 
-    def _read_and_copy(self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool) -> Event:
+    def _read_and_copy(
+        self,
+        layer: int,
+        expert: int,
+        host_slot: int | None,
+        slot: int,
+        is_there: bool,
+        after: threading.Event | None,
+    ) -> Event:
         tiers = self._tiers[layer]
         if host_slot is None:
             memory, before = self._passing.get()
@@ -332,6 +354,8 @@ class DeviceMemory:
                     before.wait()
                 blob = memory[: self.store.expert_bytes(layer)]
                 self.store.read(layer, expert, blob)
+                if after is not None:
+                    after.wait()
                 return tiers.up(slot, None, blob)
             finally:
                 self._passing.put((memory, self.device.record(self.device.copies)))
@@ -339,6 +363,8 @@ class DeviceMemory:
             assert tiers.blobs is not None
             tiers.blob_is_free(host_slot)
             self.store.read(layer, expert, tiers.blobs[host_slot])
+        if after is not None:
+            after.wait()
         return tiers.up(slot, host_slot)
 
     def _show(self, layer: int, slot_of: dict[int, int]) -> None:
