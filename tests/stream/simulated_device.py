@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,11 @@ from torch import Tensor
 from amoeba.stream.gpu.device import Calls, Device, Event
 from amoeba.stream.gpu.replays import GpuReplays
 from amoeba.stream.store.buffers import aligned_buffer
+
+
+# as CUDA's driver has them
+_COPY = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
+_WRITE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 
 
 class CopyFailed(RuntimeError):
@@ -89,21 +93,21 @@ class SimulatedDevice(Device):
                 raise CopyFailed("a copy failed")
         self._enqueue(stream, lambda: target.copy_(source))
 
-    def calls(self) -> Calls:
-        return Calls(self._copy_at, self._write_at, self.copies)
+    def calls(self) -> Calls | None:
+        return Calls(_COPY(self._copy_at), _WRITE(self._write_at), ctypes.c_uint64(7))
 
-    def _copy_at(self, target: Any, source: Any, size: Any, stream: SimulatedStream) -> int:
+    def _copy_at(self, target: int, source: int, size: int, stream: int) -> int:
         self.quick += 1
         self.copied += 1
         if self.copied == self.fails_at:
-            raise CopyFailed("a copy failed")
-        self._enqueue(stream, lambda: ctypes.memmove(target.value, source.value, size.value))
-        return 0
+            return 700
+        self._enqueue(self.copies, lambda: ctypes.memmove(target, source, size))
+        return 0 if stream == 7 else 1
 
-    def _write_at(self, stream: SimulatedStream, place: Any, value: Any, flags: Any) -> int:
+    def _write_at(self, stream: int, place: int, value: int, flags: int) -> int:
         self.words += 1
-        self._enqueue(stream, lambda: ctypes.memmove(place.value, ctypes.byref(value), 4))
-        return 0
+        self._enqueue(self.copies, lambda: ctypes.memmove(place, ctypes.byref(ctypes.c_uint32(value)), 4))
+        return 0 if (stream, flags) == (7, 0) else 1
 
     def write_word(self, stream: SimulatedStream, word: Tensor, value: int) -> None:
         self.words += 1

@@ -14,7 +14,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from simulated_device import CopyFailed, LiveDevice, LiveGraph
+from simulated_device import LiveDevice, LiveGraph
 from test_device_memory import E, Layers
 from torch import Tensor
 
@@ -259,7 +259,7 @@ def test_after_a_failed_copy_nothing_hangs_and_the_next_try_is_right(fails_at: i
         served.replay([[0, 1]] * 3)
         served.ended()
         served.device.fails_at = served.device.copied + fails_at
-        with pytest.raises(CopyFailed):
+        with pytest.raises(RuntimeError, match="a copy failed|CUDA error 700"):
             served.replay([[5, 4]] * 3)
         served.wrong.clear()
         served.shown_as_it_is()
@@ -408,7 +408,7 @@ def test_a_quick_copy_that_fails_leaves_no_slot_that_holds_something_else(fails_
         served.replay([[0, 1]] * 3)
         served.ended()
         served.device.fails_at = served.device.copied + fails_at
-        with pytest.raises(CopyFailed):
+        with pytest.raises(RuntimeError, match="a copy failed|CUDA error 700"):
             served.replay([[5, 4]] * 3)
         assert served.device.quick >= fails_at
         served.wrong.clear()

@@ -64,7 +64,7 @@ class Device(ABC):
         return None
 
     def calls(self) -> Calls | None:
-        """For the thread that calls this; None where copies are called in another way."""
+        """For threads that have launched something; None where copies are called in another way."""
         return None
 
     @property

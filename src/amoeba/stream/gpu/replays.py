@@ -40,13 +40,13 @@ from torch import Tensor
 
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.channel import Channel
-from amoeba.stream.gpu.fast_path import FastPath
+from amoeba.stream.gpu.fast_path import SERVED, FastPath
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
 
-# Looks at a word between two moments at which other threads may run.
-_LOOKS = 64
+# Looks at a word between two moments at which other threads may run: 20 microseconds.
+_LOOKS = 512
 
 
 @dataclass(eq=False)
@@ -195,36 +195,35 @@ class GpuReplays:
             for layer, ids in passes.complete.items():
                 memory.cache.count_hits(layer, ids)
         for serial, layer in enumerate(passes.layers, first):
-            assert channel is not None
-            self._wait_for(serial)
+            assert channel is not None and self._fast is not None
+            is_served = self._wait_for(layer, serial)
             with memory._counting:
                 missing, there = channel.read(serial)
-            if missing:
-                self._answer(layer, serial, missing, there)
-            else:
+            if not missing:
                 self.forget_who_leaves(layer)
-                self._later.append((layer, there))
+            elif is_served:
+                self._fast.write_down(layer, serial, missing, there)
+            else:
+                self._count_all(layer)  # of an earlier pass over the same layer
+                self._load(layer, serial, missing, there)
+            self._later.append((layer, [] if missing else there))
         self._count_all()
 
-    def _wait_for(self, serial: int) -> None:
-        """Looks until the question is there, and does in between what can be done later."""
-        channel, replayed, looks = self._channel, self._memory._replayed, 0
-        assert channel is not None and replayed is not None
-        while not channel.is_there_after(serial, 1 if self._later else _LOOKS):
+    def _wait_for(self, layer: int, serial: int) -> bool:
+        """Looks until the question is there, and does in between what can be done later. Whether it was served."""
+        fast, replayed, turns = self._fast, self._memory._replayed, 0
+        assert fast is not None and replayed is not None
+        has_ended = False
+        while not (found := fast.look(layer, serial, 1 if self._later else _LOOKS)):
             if self._later:
                 self._count_one()
                 continue
-            looks += 1
-            time.sleep(0)  # threads that load need Python too
-            if not looks % 64 and replayed.done() and not channel.has(serial):
+            if has_ended:
                 raise RuntimeError("a replay ended without asking: was it captured by another memory?")
-
-    def _answer(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
-        assert self._fast is not None
-        if not self._fast.serve(layer, serial, missing, there):
-            self._count_all(layer)  # of an earlier pass over the same layer
-            self._load(layer, serial, missing, there)
-        self._later.append((layer, []))
+            turns += 1
+            time.sleep(0)  # other threads need Python too
+            has_ended = not turns % 16 and replayed.done()
+        return found == SERVED
 
     def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
         memory, channel = self._memory, self._channel

@@ -18,7 +18,6 @@ their calls; what has to wait beside that:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ctypes import c_size_t, c_uint64
 
 import torch
 from torch import Tensor
@@ -42,13 +41,8 @@ class LayerTiers:
             (stack.view(-1).view(torch.uint8), stack.nbytes // slots, part.offset)
             for stack, part in zip(self._stacks.values(), entry.parts, strict=True)
         ]
-        # the same as addresses, for calls without checks
-        self.sizes = tuple(c_size_t(size) for _, size, _ in self._parts)
-        starts = [(stack.data_ptr(), size) for stack, size, _ in self._parts]
-        self.targets = [tuple(c_uint64(start + slot * size) for start, size in starts) for slot in range(slots)]
-        first, offsets = 0 if self.blobs is None else self.blobs.data_ptr(), [part.offset for part in entry.parts]
-        begins = (first + host_slot * entry.expert_bytes for host_slot in range(host_slots))
-        self._sources = [tuple(c_uint64(begin + offset) for offset in offsets) for begin in begins]
+        self.addresses = [(stack.data_ptr(), size, offset) for stack, size, offset in self._parts]
+        self._first_blob = 0 if self.blobs is None else self.blobs.data_ptr()
         # torch may have given memory that is still used by kernels ahead, of which the stream of copies knows nothing
         self._readers: list[Event | None] = [device.record(device.compute)] * slots
         self._leaving: list[Event | None] = [None] * slots
@@ -96,13 +90,13 @@ class LayerTiers:
                 self._blob_users[host_slot] = event
         return event
 
-    def source(self, host_slot: int) -> tuple[c_uint64, ...] | None:
-        """Where its parts are, if nothing is to be waited for."""
+    def blob_address(self, host_slot: int) -> int:
+        """0 where a copy from there would have to wait."""
         event = self._falling[host_slot]
         if event is not None and not event.done():
-            return None
+            return 0
         self._falling[host_slot] = None
-        return self._sources[host_slot]
+        return self._first_blob + host_slot * self._entry.expert_bytes
 
     def copied_from(self, host_slots: Iterable[int]) -> None:
         """By calls that were made elsewhere, in the stream of copies."""
