@@ -24,7 +24,6 @@ from amoeba.stream.gpu.device import Calls, Device, Event
 from amoeba.stream.gpu.replays import GpuReplays
 from amoeba.stream.store.buffers import aligned_buffer
 
-
 # as CUDA's driver has them
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
 _WRITE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)

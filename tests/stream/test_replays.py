@@ -19,6 +19,7 @@ from test_device_memory import E, Layers
 from torch import Tensor
 
 from amoeba.replays import CannotCapture
+from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.memory import DeviceMemory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
@@ -259,7 +260,7 @@ def test_after_a_failed_copy_nothing_hangs_and_the_next_try_is_right(fails_at: i
         served.replay([[0, 1]] * 3)
         served.ended()
         served.device.fails_at = served.device.copied + fails_at
-        with pytest.raises(RuntimeError, match="a copy failed|CUDA error 700"):
+        with pytest.raises(RuntimeError, match=r"a copy failed|CUDA error 700"):
             served.replay([[5, 4]] * 3)
         served.wrong.clear()
         served.shown_as_it_is()
@@ -341,6 +342,15 @@ def test_a_closed_memory_says_so() -> None:
 # --- copies first, tables afterwards ----------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["compiled", "in Python"])
+def language(request, monkeypatch) -> None:
+    """Of what answers questions."""
+    if request.param == "in Python":
+        monkeypatch.setattr(fast_path, "_library", lambda: None)
+    elif fast_path._library() is None:
+        pytest.skip("no compiler")
+
+
 class NoCalls(LiveDevice):
     """One that has no calls by addresses: everything takes the long way."""
 
@@ -359,6 +369,7 @@ def tables(served: Served) -> list[tuple]:
 
 
 @pytest.mark.parametrize(("slots", "host_slots", "tokens"), [(3, E, 1), (4, E, 2), (4, 5, 1), (3, 2, 1)])
+@pytest.mark.usefixtures("language")
 def test_the_fast_path_gives_the_slots_and_the_tables_of_the_long_way(slots: int, host_slots: int, tokens: int) -> None:
     found = []
     for make in (LiveDevice, NoCalls):
@@ -374,6 +385,7 @@ def test_the_fast_path_gives_the_slots_and_the_tables_of_the_long_way(slots: int
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("language")
 def test_where_all_are_in_host_memory_every_miss_takes_the_fast_path() -> None:
     with closing(Served(0, 3, E)) as served:
         fill(served)
@@ -401,6 +413,7 @@ def fill(served: Served) -> None:
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 7])
+@pytest.mark.usefixtures("language")
 def test_a_quick_copy_that_fails_leaves_no_slot_that_holds_something_else(fails_at: int) -> None:
     with closing(Served(0, 3, E, layers=3)) as served:
         fill(served)
@@ -408,7 +421,7 @@ def test_a_quick_copy_that_fails_leaves_no_slot_that_holds_something_else(fails_
         served.replay([[0, 1]] * 3)
         served.ended()
         served.device.fails_at = served.device.copied + fails_at
-        with pytest.raises(RuntimeError, match="a copy failed|CUDA error 700"):
+        with pytest.raises(RuntimeError, match=r"a copy failed|CUDA error 700"):
             served.replay([[5, 4]] * 3)
         assert served.device.quick >= fails_at
         served.wrong.clear()

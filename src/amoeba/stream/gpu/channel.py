@@ -69,14 +69,11 @@ class Channel:
     def is_there_after(self, serial: int, looks: int) -> bool:
         """Looks so many times at most, each in a twentieth of a microsecond."""
         questions, at, wanted = self._questions, serial % self.ring * self._row + 2, self.wrapped(serial)
-        for _ in range(looks):
-            if questions[at] == wanted:
-                return True
-        return False
+        return any(questions[at] == wanted for _ in range(looks))
 
     def read(self, serial: int) -> tuple[list[int], list[int]]:
-        """Distinct experts that are missing, and that are there; once it is there. The processor may not have read the row ahead of its serial: on ARM that takes a barrier,
-        which the lock is that callers take in between."""
+        """Distinct experts that are missing, and that are there; once it is there. The processor may not have read the
+        row ahead of its serial: on ARM that takes a barrier, which the lock is that callers take in between."""
         start = serial % self.ring * self._row
         questions, first = self._questions, start + self._header
         second, end = first + questions[start], first + questions[start + 1]

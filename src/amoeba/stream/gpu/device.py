@@ -43,8 +43,8 @@ class Calls(NamedTuple):
     """CUDA's own, in the stream of copies, without checks: arguments are ctypes' numbers, made ahead. Each returns 0 or
     the number of an error."""
 
-    to_device: Callable[..., int]  # target, source, bytes, stream
-    write_word: Callable[..., int]  # stream, place, value, flags
+    to_device: Any  # (target, source, bytes, stream)
+    write_word: Any  # (stream, place, value, flags)
     stream: Any
 
 

@@ -40,6 +40,8 @@ from amoeba.stream.slots import SlotsInUse
 from amoeba.stream.store.store import Store
 from amoeba.stream.trace import LayerShape
 
+_Load = tuple[int, int | None, int]  # expert, host slot, slot
+
 
 @dataclass(eq=False)
 class _Group:
@@ -198,18 +200,21 @@ class DeviceMemory:
             with self._counting:
                 fetch = self.cache.prefetch(layer, ids)
             self._changed[layer] = True
-            loads = [(*load, True) for load in fetch.from_host] + [(*load, False) for load in fetch.from_disk]
+            loads: list[tuple[_Load, bool]] = [(load, True) for load in fetch.from_host]
+            loads += [(load, False) for load in fetch.from_disk]
+            written = threading.Event()
             try:
                 self._write_back(layer, fetch)
+                written.set()
                 while loads:
-                    expert, host_slot, slot, is_there = loads[0]
-                    job = self._submit(layer, expert, host_slot, slot, is_there, predicted=True)
-                    self._expected[layer, expert] = job
+                    load, is_there = loads[0]
+                    job = self._submit(layer, load, written, is_there=is_there, predicted=True)
+                    self._expected[layer, load[0]] = job
                     del loads[0]
             except BaseException:
                 with self._counting:
-                    for expert, *_ in loads:
-                        self.cache.failed(layer, expert)
+                    for load, _ in loads:
+                        self.cache.failed(layer, load[0])
                 raise
 
     def _begin(self, layer: int, part: list[int]) -> _Group:
@@ -221,14 +226,14 @@ class DeviceMemory:
         try:
             written = threading.Event()  # or at least called: a read that is quicker than this may not be copied up yet
             try:
-                for expert, staged, slot in fetch.from_disk:  # they take the longest, so they begin first
-                    group.jobs[expert] = self._submit(layer, expert, staged, slot, False, after=written)
+                for load in fetch.from_disk:  # they take the longest, so they begin first
+                    group.jobs[load[0]] = self._submit(layer, load, written)
                 self._write_back(layer, fetch)
             finally:
                 written.set()
             # copies come to pass one after the other: those first that wait for nothing
             written_from = {slot for _, slot, _ in fetch.writes}
-            for expert, host_slot, slot in sorted(fetch.from_host, key=lambda load: load[2] in written_from):
+            for expert, host_slot, slot in sorted(fetch.from_host, key=lambda each: each[2] in written_from):
                 group.copied[expert] = tiers.up(slot, host_slot)
                 self._loaded(layer, expert)
         except BaseException:
@@ -312,19 +317,12 @@ class DeviceMemory:
             self.cache.loaded(layer, expert)
 
     def _submit(
-        self,
-        layer: int,
-        expert: int,
-        host_slot: int | None,
-        slot: int,
-        is_there: bool,
-        *,
-        after: threading.Event | None = None,
-        predicted: bool = False,
+        self, layer: int, load: _Load, after: threading.Event, *, is_there: bool = False, predicted: bool = False
     ) -> Job:
-        """is_there: in its host slot already. after: ahead of its copy to the device."""
+        """is_there: in its host slot already. after: what its copy to the device waits for."""
+        expert, host_slot, slot = load
 
-        def load() -> None:
+        def read_and_copy() -> None:
             try:
                 event = self._read_and_copy(layer, expert, host_slot, slot, is_there, after)
             except BaseException:
@@ -335,16 +333,10 @@ class DeviceMemory:
                 self.cache.loaded(layer, expert)
                 self._arrived[layer, expert] = event
 
-        return self._loader.submit(load, predicted=predicted)
+        return self._loader.submit(read_and_copy, predicted=predicted)
 
     def _read_and_copy(
-        self,
-        layer: int,
-        expert: int,
-        host_slot: int | None,
-        slot: int,
-        is_there: bool,
-        after: threading.Event | None,
+        self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool, after: threading.Event
     ) -> Event:
         tiers = self._tiers[layer]
         if host_slot is None:
@@ -354,8 +346,7 @@ class DeviceMemory:
                     before.wait()
                 blob = memory[: self.store.expert_bytes(layer)]
                 self.store.read(layer, expert, blob)
-                if after is not None:
-                    after.wait()
+                after.wait()
                 return tiers.up(slot, None, blob)
             finally:
                 self._passing.put((memory, self.device.record(self.device.copies)))
@@ -363,8 +354,7 @@ class DeviceMemory:
             assert tiers.blobs is not None
             tiers.blob_is_free(host_slot)
             self.store.read(layer, expert, tiers.blobs[host_slot])
-        if after is not None:
-            after.wait()
+        after.wait()
         return tiers.up(slot, host_slot)
 
     def _show(self, layer: int, slot_of: dict[int, int]) -> None:
