@@ -151,6 +151,16 @@ class ExpertCache:
         counters.from_disk += len(fetch.from_disk)
         return fetch
 
+    def use(self, layer: int, ids: Sequence[int]) -> None:
+        """Of a pass that found these distinct experts: a request that is released at once."""
+        here, counters = self._layers[layer], self.counters
+        if here.prefetched or not here.top.use(ids):
+            self.request(layer, ids)
+            self.release(layer, ids)
+        else:
+            counters.requested += len(ids)
+            counters.hits += len(ids)
+
     def prefetch(self, layer: int, ids: Iterable[int]) -> Fetch:
         """The same for experts that are only expected: not held, as many as there is room for without evicting what the
         layer's latest request used. To be loaded after everything that a request asked for."""
@@ -160,13 +170,14 @@ class ExpertCache:
         self.counters.prefetched += len(plan.loads)
         return self._fetch(here, plan)
 
-    def leave_next(self, layer: int) -> list[int]:
-        """Those of the top tier that the next request would drive out and not write back, the first first."""
+    def leave_next(self, layer: int, count: int) -> list[int]:
+        """Those of the top tier that the next request would drive out and not write back, the first first, so many at
+        most."""
         here = self._layers[layer]
-        ranked = here.top.rank()
+        ranked = here.top.rank()[:count]
         if here.host is None or not here.host.slots:
             return ranked
-        return list(takewhile(here.host.__contains__, ranked))
+        return list(takewhile(here.host.slot_of.__contains__, ranked))
 
     def on_host(self, layer: int) -> list[tuple[int, int]]:
         """(expert, host slot), of those that are whole there."""

@@ -80,6 +80,15 @@ class SlotTable:
         self._note_use(hits)
         return self._split(hits, [], [])
 
+    def use(self, ids: Sequence[int]) -> bool:
+        """As a request of distinct experts that is released at once. False, and nothing was done: some are not there."""
+        slot_of = self._slot_of
+        if self._loading or not all(expert in slot_of for expert in ids):
+            return False
+        self._policy.use(ids)
+        self._note_use(ids)
+        return True
+
     def rank(self) -> list[int]:
         """Who leaves first, found out ahead of the next request, which then answers in less time. Changes nothing.
         Nobody, while there are free slots, or experts are held or being loaded."""

@@ -68,7 +68,7 @@ class _Prepared:
     def __init__(self, tiers: LayerTiers, experts: int, slots: int) -> None:
         self.leave, self.slot_of = (c_int32 * slots)(), (c_int32 * experts)()
         self.blob_of = (c_uint64 * experts)()
-        self.knows_blobs = False
+        self.is_known = False  # who is in which slot, and which blob
         self.parts = tiers.addresses
         self._of_parts = [(c_uint64 * len(self.parts))(*each) for each in zip(*self.parts, strict=True)]
         arrays: tuple[ctypes.Array, ...] = (self.leave, self.slot_of, self.blob_of, *self._of_parts)
@@ -94,27 +94,28 @@ class FastPath:
 
     def forget(self, layer: int) -> None:
         here = self._layers[layer]
-        here.layer.leave_count, here.knows_blobs = 0, False
+        here.layer.leave_count, here.is_known = 0, False
 
     def forget_who_leaves(self, layer: int) -> None:
         """A pass used the layer; what is in host memory stays there."""
         self._layers[layer].layer.leave_count = 0
 
-    def prepare(self, layer: int) -> None:
+    def prepare(self, layer: int, ids: int) -> None:
+        """For questions of so many ids at most: each makes nobody or one leave, or is one of those who stay."""
         memory, here = self._memory, self._layers[layer]
         if self._calls is None or any(number == layer for number, _ in memory._expected):
             return
         with memory._counting:
-            leave, slot_of = memory.cache.leave_next(layer), memory._shown[layer]
+            leave, slot_of = memory.cache.leave_next(layer, ids), memory._shown[layer]
             if not leave or slot_of != memory.cache.top(layer).slot_of:
                 return
-            if not here.knows_blobs:
+            if not here.is_known:
                 ctypes.memset(here.blob_of, 0, ctypes.sizeof(here.blob_of))
                 for expert, host_slot in memory.cache.on_host(layer):
                     here.blob_of[expert] = memory._tiers[layer].blob_address(host_slot)
-                here.knows_blobs = True
-        for expert, slot in slot_of.items():
-            here.slot_of[expert] = slot
+                for expert, slot in slot_of.items():
+                    here.slot_of[expert] = slot
+                here.is_known = True
         here.leave[: len(leave)] = leave  # type: ignore[assignment]
         here.layer.leave_count = len(leave)
 
@@ -146,12 +147,12 @@ class FastPath:
                 memory.cache.loaded(layer, expert)
             memory.cache.release(layer, ids)
         memory._tiers[layer].copied_from(host_slot for _, host_slot, _ in fetch.from_host)
-        answer = self._channel.answered(serial)
+        answer, slot_of = self._channel.answered(serial), self._layers[layer].slot_of
         for expert, slot in answer:
             if slot < 0:
                 del shown[expert]
             else:
-                shown[expert] = slot
+                shown[expert] = slot_of[expert] = slot
         if answer[len(missing) :] != [(expert, slot) for expert, _, slot in fetch.from_host] or fetch.writes:
             raise RuntimeError(f"layer {layer}: {answer} was answered, which is not what {fetch} says")
         self._half_served = None

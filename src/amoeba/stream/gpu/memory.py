@@ -161,8 +161,7 @@ class DeviceMemory:
         ids = list(ids)
         self.replays.forget_who_leaves(layer)
         with self._counting:
-            self.cache.request(layer, ids)
-            self.cache.release(layer, ids)
+            self.cache.use(layer, ids)
 
     def lend(self, layer: int, ids: Iterable[int]) -> Generator[dict[int, int], None, None]:
         """Distinct experts in groups, each there until the next is asked for. In one group if all have slots; else in

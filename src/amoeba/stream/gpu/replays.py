@@ -56,6 +56,7 @@ class Passes:
     layers: list[int] = field(default_factory=list)  # that ask
     complete: dict[int, int] = field(default_factory=dict)  # layers that have all of their experts, and ids of a pass
     tokens: int = 0
+    ids: int = 0  # of one pass, at most
 
 
 class GpuReplays:
@@ -64,6 +65,7 @@ class GpuReplays:
         self._channel: Channel | None = None
         self._fast: FastPath | None = None
         self._mode = threading.local()  # of the thread that rehearses or captures
+        self._most_ids = 0  # of a question of this replay
         self._later: deque[tuple[int, list[int]]] = deque()  # layers, and what they found: to be counted
 
     @property
@@ -134,7 +136,7 @@ class GpuReplays:
     def slots_of(self, layer: int, expert_TK: Tensor) -> Tensor:
         """Of a pass that is captured, when its experts are there."""
         passes, memory = self._mode.passes, self._memory
-        passes.tokens = expert_TK.shape[0]
+        passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
         if expert_TK.data_ptr() % 16:  # of kernels for such ids nothing was rehearsed
             expert_TK = expert_TK.clone()
         if memory.is_complete(layer):  # for ever; and each is in the slot of its number
@@ -194,6 +196,7 @@ class GpuReplays:
             memory.cache.count_tokens(passes.tokens)
             for layer, ids in passes.complete.items():
                 memory.cache.count_hits(layer, ids)
+        self._most_ids = passes.ids
         for serial, layer in enumerate(passes.layers, first):
             assert channel is not None and self._fast is not None
             is_served = self._wait_for(layer, serial)
@@ -256,7 +259,7 @@ class GpuReplays:
             self._memory.used(layer, found)
             self._later.appendleft((layer, []))
         else:
-            self._fast.prepare(layer)
+            self._fast.prepare(layer, self._most_ids)
 
     def _count_all(self, layer: int | None = None) -> None:
         if layer is None or any(other == layer for other, _ in self._later):
