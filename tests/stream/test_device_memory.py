@@ -44,6 +44,11 @@ class Layers(MemoryStore):
             raise OSError(f"expert {expert} cannot be read")
         super()._read(layer, expert, memory)
         self.layers[layer].views(memory.tensor).gate_up_JH.add_(100 * layer)
+        if memory.on_part is not None and self.random.random() < 0.7:
+            size = len(memory.bytes)
+            middle = self.random.randrange(1, size)
+            for part in self.random.sample([(0, middle), (middle, size - middle)], self.random.choice((1, 2))):
+                memory.on_part(*part)
 
 
 class Watched:
@@ -348,8 +353,8 @@ def test_reads_begin_ahead_of_copies_back_and_are_copied_up_behind_them(monkeypa
             write_back(layer, fetch)
 
         def noted_read(layer: int, expert: int, memory) -> None:
-            read(layer, expert, memory)
             reads.append(expert)
+            read(layer, expert, memory)
 
         monkeypatch.setattr(memory, "_write_back", late_write_back)
         monkeypatch.setattr(watched.store, "_read", noted_read)

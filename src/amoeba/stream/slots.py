@@ -81,7 +81,7 @@ class SlotTable:
         return self._split(hits, [], [])
 
     def use(self, ids: Sequence[int]) -> bool:
-        """As a request of distinct experts that is released at once. False, and nothing was done: some are not there."""
+        """As a request of distinct experts that is released at once. False: nothing was done, some are not there."""
         slot_of = self._slot_of
         if self._loading or not all(expert in slot_of for expert in ids):
             return False

@@ -16,10 +16,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -207,8 +208,9 @@ class DeviceMemory:
                 written.set()
                 while loads:
                     load, is_there = loads[0]
-                    job = self._submit(layer, load, written, is_there=is_there, predicted=True)
-                    self._expected[layer, load[0]] = job
+                    self._expected[layer, load[0]] = self._submit(
+                        layer, load, written, is_there=is_there, predicted=True
+                    )
                     del loads[0]
             except BaseException:
                 with self._counting:
@@ -217,8 +219,7 @@ class DeviceMemory:
                 raise
 
     def _begin(self, layer: int, part: list[int]) -> _Group:
-        tiers = self._tiers[layer]
-        fetch = self._request(layer, part)
+        tiers, fetch = self._tiers[layer], self._request(layer, part)
         self._changed[layer] = True
         loads = {expert: slot for expert, _, slot in (*fetch.from_host, *fetch.from_disk)}
         group = _Group(fetch.hits | fetch.waiting | loads)
@@ -318,7 +319,7 @@ class DeviceMemory:
     def _submit(
         self, layer: int, load: _Load, after: threading.Event, *, is_there: bool = False, predicted: bool = False
     ) -> Job:
-        """is_there: in its host slot already. after: what its copy to the device waits for."""
+        """is_there: in its host slot already. after: what the copy of a read to the device waits for."""
         expert, host_slot, slot = load
 
         def read_and_copy() -> None:
@@ -338,23 +339,29 @@ class DeviceMemory:
         self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool, after: threading.Event
     ) -> Event:
         tiers = self._tiers[layer]
-        if host_slot is None:
-            memory, before = self._passing.get()
-            try:
-                if before is not None:
-                    before.wait()
-                blob = memory[: self.store.expert_bytes(layer)]
-                self.store.read(layer, expert, blob)
+
+        def read(blob: Tensor, copy: Callable[[int, int], None]) -> None:
+            def copy_part(begin: int, size: int) -> None:
                 after.wait()
-                return tiers.up(slot, None, blob)
-            finally:
-                self._passing.put((memory, self.device.record(self.device.copies)))
-        if not is_there:
+                copy(begin, size)
+
+            self.store.read(layer, expert, blob, copy_part)
+            after.wait()
+
+        if is_there:
+            return tiers.up(slot, host_slot)
+        if host_slot is not None:
             assert tiers.blobs is not None
             tiers.blob_is_free(host_slot)
-            self.store.read(layer, expert, tiers.blobs[host_slot])
-        after.wait()
-        return tiers.up(slot, host_slot)
+            return tiers.up(slot, host_slot, read=partial(read, tiers.blobs[host_slot]))
+        memory, before = self._passing.get()
+        try:
+            if before is not None:
+                before.wait()
+            blob = memory[: self.store.expert_bytes(layer)]
+            return tiers.up(slot, None, blob, partial(read, blob))
+        finally:
+            self._passing.put((memory, self.device.record(self.device.copies)))
 
     def _show(self, layer: int, slot_of: dict[int, int]) -> None:
         if slot_of != self._shown[layer]:

@@ -17,7 +17,8 @@ their calls; what has to wait beside that:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from torch import Tensor
 from amoeba.stream.gpu.device import Device, Event, Stream
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.weights import ExpertWeights
+
+Read = Callable[[Callable[[int, int], None]], None]
 
 
 class LayerTiers:
@@ -68,22 +71,36 @@ class LayerTiers:
         for slot in slots:
             self._readers[slot] = event
 
-    def up(self, slot: int, host_slot: int | None, passing: Tensor | None = None) -> Event:
-        """Into a slot, once its last reader is done, from a host slot or from a blob that is in passing."""
+    def up(self, slot: int, host_slot: int | None, passing: Tensor | None = None, read: Read | None = None) -> Event:
+        """Into a slot, once its last reader is done, from a host slot or from a blob that is in passing. `read` fills
+        the blob first: what it says is there (begin, bytes) is copied while it reads on."""
         if host_slot is None:
             assert passing is not None
             source, start = passing, 0
         else:
             assert self._host_bytes is not None
             source, start = self._host_bytes, host_slot * self._entry.expert_bytes
-        self._wait_once(self._device.copies, self._readers, slot)
-        self._wait_once(self._device.copies, self._leaving, slot)
-        if host_slot is not None:
-            self._wait_once(self._device.copies, self._falling, host_slot)
-        device, copies = self._device, self._device.copies
-        try:
+        device, copies, whole = self._device, self._device.copies, self._entry.expert_bytes
+        lock, copied = threading.Lock(), list[int]()
+
+        def copy(begin: int, length: int) -> None:
+            with lock:  # the first waits for all
+                self._wait_once(copies, self._readers, slot)
+                self._wait_once(copies, self._leaving, slot)
+                if host_slot is not None:
+                    self._wait_once(copies, self._falling, host_slot)
             for stack, size, offset in self._parts:
-                device.copy_bytes(copies, stack, slot * size, source, start + offset, size)
+                first, end = max(begin, offset), min(begin + length, offset + size)
+                if first < end:
+                    at = slot * size + first - offset
+                    device.copy_bytes(copies, stack, at, source, start + first, end - first)
+            copied.append(length)
+
+        try:
+            if read is not None:
+                read(copy)
+            if sum(copied) < whole:
+                copy(0, whole)
         finally:  # where one fails, those before it are still under way
             event = device.record(copies)
             if host_slot is not None:

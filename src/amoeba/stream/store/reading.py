@@ -157,6 +157,8 @@ def checksum_of(blob: memoryview) -> int:
 
 def _read_part(part: Range, checksums: bool) -> int:
     part.file.read(part.memory, part.start, part.size, part.offset, part.needed)
+    if part.memory.on_part is not None:
+        part.memory.on_part(part.start, part.needed)
     return zlib.crc32(part.memory.bytes[part.start : part.start + part.needed]) if checksums else 0
 
 
