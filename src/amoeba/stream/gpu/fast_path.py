@@ -20,7 +20,7 @@ is still being written is no source.
 **If it ends half-way** (a copy that fails, an interrupt), tables and slots may differ: the layer begins anew, empty.
 
 On a Neoverse-N1 with calls that do nothing (25 % of 128 experts, 1.6 missing, 2026-11-16), from the question to the
-first copy: compiled 0.4 us, Python 9, the long way 43.
+first copy: compiled 1.7 us at most, Python 15, the long way 43.
 """
 
 from __future__ import annotations

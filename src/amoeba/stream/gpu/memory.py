@@ -208,9 +208,8 @@ class DeviceMemory:
                 written.set()
                 while loads:
                     load, is_there = loads[0]
-                    self._expected[layer, load[0]] = self._submit(
-                        layer, load, written, is_there=is_there, predicted=True
-                    )
+                    job = self._submit(layer, load, written, is_there=is_there, predicted=True)
+                    self._expected[layer, load[0]] = job
                     del loads[0]
             except BaseException:
                 with self._counting:
@@ -235,7 +234,8 @@ class DeviceMemory:
             written_from = {slot for _, slot, _ in fetch.writes}
             for expert, host_slot, slot in sorted(fetch.from_host, key=lambda each: each[2] in written_from):
                 group.copied[expert] = tiers.up(slot, host_slot)
-                self._loaded(layer, expert)
+                with self._counting:
+                    self.cache.loaded(layer, expert)
         except BaseException:
             self._let_go(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
             raise
@@ -311,10 +311,6 @@ class DeviceMemory:
                 for expert, _, _ in left:
                     self.cache.dropped(layer, expert)
             raise
-
-    def _loaded(self, layer: int, expert: int) -> None:
-        with self._counting:
-            self.cache.loaded(layer, expert)
 
     def _submit(
         self, layer: int, load: _Load, after: threading.Event, *, is_there: bool = False, predicted: bool = False
