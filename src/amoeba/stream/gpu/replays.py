@@ -7,7 +7,8 @@
 
 `ask` (kernels/ask.py) is one kernel: it turns ids into slots, tells the host what is missing, and waits for it on the
 GPU. Here is the host's side: it looks at memory that the GPU writes, question by question, and where one misses experts
-it has them copied, and behind the copies the word for which the GPU waits.
+it has them copied, and behind the copies the word for which the GPU waits. If all of them are in host memory, that is
+done ahead of everything else (fast_path.py).
 
 **No event keeps copies off slots that are read.** A copy into a slot of layer l is called after the question of layer l
 of this replay has been read. All that reads slots of that layer and was enqueued before, the previous replay's experts

@@ -13,6 +13,9 @@ their calls; what has to wait beside that:
     a copy into a blob      for all copies to the device that were called before
     a pass                  for the copies that fill its slots      what `up` returns
     a read from the disk    for the copies from and into its blob   `blob_is_free`
+
+Where an expert is read, each part of it is copied up as soon as it is there. Copies of questions inside of graphs may be
+called elsewhere (fast_path.py), by `addresses` and `blob_address`; `copied_from` is told of them.
 """
 
 from __future__ import annotations
