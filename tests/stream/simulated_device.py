@@ -9,6 +9,7 @@ slot holds what was there before (at first NaN). Late or early, an order that ev
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -19,9 +20,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.gpu.device import Calls, Device, Event
 from amoeba.stream.gpu.replays import GpuReplays
 from amoeba.stream.store.buffers import aligned_buffer
+
+# as CUDA's driver has them
+_COPY = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
+_WRITE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 
 
 class CopyFailed(RuntimeError):
@@ -56,6 +61,7 @@ class SimulatedDevice(Device):
     """
     waits:      the streams of events that the host waited for.
     fails_at:   the number of the copy whose call raises.
+    quick:      copies that were called by addresses.
     """
 
     def __init__(self, seed: int = 0, *, inline: bool = False, fails_at: int | None = None) -> None:
@@ -66,7 +72,7 @@ class SimulatedDevice(Device):
         self.lock, self.inline, self.fails_at = threading.RLock(), inline, fails_at
         self.random = random.Random(seed)
         self.waits: list[str] = []
-        self.copied = self.words = 0
+        self.copied = self.words = self.quick = 0
         self.closed = False
 
     @property
@@ -85,6 +91,22 @@ class SimulatedDevice(Device):
             if self.copied == self.fails_at:
                 raise CopyFailed("a copy failed")
         self._enqueue(stream, lambda: target.copy_(source))
+
+    def calls(self) -> Calls | None:
+        return Calls(_COPY(self._copy_at), _WRITE(self._write_at), ctypes.c_uint64(7))
+
+    def _copy_at(self, target: int, source: int, size: int, stream: int) -> int:
+        self.quick += 1
+        self.copied += 1
+        if self.copied == self.fails_at:
+            return 700
+        self._enqueue(self.copies, lambda: ctypes.memmove(target, source, size))
+        return 0 if stream == 7 else 1
+
+    def _write_at(self, stream: int, place: int, value: int, flags: int) -> int:
+        self.words += 1
+        self._enqueue(self.copies, lambda: ctypes.memmove(place, ctypes.byref(ctypes.c_uint32(value)), 4))
+        return 0 if (stream, flags) == (7, 0) else 1
 
     def write_word(self, stream: SimulatedStream, word: Tensor, value: int) -> None:
         self.words += 1

@@ -44,6 +44,11 @@ class Layers(MemoryStore):
             raise OSError(f"expert {expert} cannot be read")
         super()._read(layer, expert, memory)
         self.layers[layer].views(memory.tensor).gate_up_JH.add_(100 * layer)
+        if memory.on_part is not None and self.random.random() < 0.7:
+            size = len(memory.bytes)
+            middle = self.random.randrange(1, size)
+            for part in self.random.sample([(0, middle), (middle, size - middle)], self.random.choice((1, 2))):
+                memory.on_part(*part)
 
 
 class Watched:
@@ -333,3 +338,35 @@ def test_what_is_shown_comes_in_the_order_of_the_stream() -> None:
     export.wait(0)
     assert [each.tolist() for each in found] == [[[turn % 4, -1]] for turn in range(7)]
     assert export.expert_S(0).tolist() == [0, 0, 6, 0]
+
+
+def test_reads_begin_ahead_of_copies_back_and_are_copied_up_behind_them(monkeypatch) -> None:
+    with closing(Watched(0, 3, 3, layers=1)) as watched:
+        memory, expected, reads, both = watched.memory, [], [], []
+        write_back, read = memory._write_back, watched.store._read
+
+        def late_write_back(layer: int, fetch) -> None:
+            expected.extend(fetch.from_disk)
+            both.append(bool(fetch.writes and fetch.from_disk))
+            assert wait_until(lambda: len(reads) == len(expected)), "reads wait for copies back"
+            time.sleep(1e-3)  # so that they could be copied up already
+            write_back(layer, fetch)
+
+        def noted_read(layer: int, expert: int, memory) -> None:
+            reads.append(expert)
+            read(layer, expert, memory)
+
+        monkeypatch.setattr(memory, "_write_back", late_write_back)
+        monkeypatch.setattr(watched.store, "_read", noted_read)
+        drawn = random.Random(0)
+        for _ in range(24):
+            watched.run(0, drawn.sample(range(E), drawn.choice((1, 2, 3))))
+            watched.look_at_all_shown(0)
+        assert any(both)
+
+
+def wait_until(condition, seconds: float = 5.0) -> bool:
+    ends = time.monotonic() + seconds
+    while not condition() and time.monotonic() < ends:
+        time.sleep(1e-4)
+    return condition()

@@ -51,6 +51,12 @@ def test_each_thread_enters_the_context_once_ahead_of_its_first_copy() -> None:
     assert [name for name, thread, _ in library.calls if thread != threading.get_ident()].count("cuCtxSetCurrent") == 1
 
 
+def test_quick_calls_are_those_of_the_library_that_keeps_the_lock_in_a_thread_that_has_entered() -> None:
+    library, quick = Library(), Library()
+    assert Driver(library, 0, quick).quick_calls() == (quick.cuMemcpyHtoDAsync_v2, quick.cuStreamWriteValue32_v2)
+    assert [name for name, *_ in library.calls] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+
+
 def test_an_error_is_raised_with_its_number() -> None:
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         Driver(Library(cuMemcpyHtoDAsync_v2=700), 0).to_device(0, 0, 1, 0)

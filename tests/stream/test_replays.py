@@ -14,11 +14,12 @@ from contextlib import closing
 
 import pytest
 import torch
-from simulated_device import CopyFailed, LiveDevice, LiveGraph
+from simulated_device import LiveDevice, LiveGraph
 from test_device_memory import E, Layers
 from torch import Tensor
 
 from amoeba.replays import CannotCapture
+from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.memory import DeviceMemory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
@@ -37,9 +38,10 @@ class Served:
         layers: int = 2,
         top_k: int = 2,
         tokens: int = 1,
+        device: type[LiveDevice] = LiveDevice,
         **options,
     ) -> None:
-        self.device, self.store = LiveDevice(seed, **options), Layers(layers, seed)
+        self.device, self.store = device(seed, **options), Layers(layers, seed)
         each = [slots] * layers if isinstance(slots, int) else slots
         self.memory = DeviceMemory(self.store, self.device, each, [host_slots] * layers, IDS)
         self.memory.replays.channel.limit = 20.0
@@ -258,7 +260,7 @@ def test_after_a_failed_copy_nothing_hangs_and_the_next_try_is_right(fails_at: i
         served.replay([[0, 1]] * 3)
         served.ended()
         served.device.fails_at = served.device.copied + fails_at
-        with pytest.raises(CopyFailed):
+        with pytest.raises(RuntimeError, match=r"a copy failed|CUDA error 700"):
             served.replay([[5, 4]] * 3)
         served.wrong.clear()
         served.shown_as_it_is()
@@ -335,3 +337,141 @@ def test_a_closed_memory_says_so() -> None:
     served.close()
     with pytest.raises(ValueError, match="Attach the model again"):
         served.replay([[0, 1], [0, 1]])
+
+
+# --- copies first, tables afterwards ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["compiled", "in Python"])
+def language(request, monkeypatch) -> None:
+    """Of what answers questions."""
+    if request.param == "in Python":
+        monkeypatch.setattr(fast_path, "_library", lambda: None)
+    elif fast_path._library() is None:
+        pytest.skip("no compiler")
+
+
+class NoCalls(LiveDevice):
+    """One that has no calls by addresses: everything takes the long way."""
+
+    def calls(self) -> None:
+        return None
+
+
+def tables(served: Served) -> list[tuple]:
+    """Who is where on both tiers, who would leave, and what it cost."""
+    cache = served.memory.cache
+    layers = [
+        (dict(here.top.slot_of), dict(here.host.slot_of), here.top.rank(), here.top._holds, here.host._holds)
+        for here in cache._layers
+    ]
+    return [*layers, cache.counters, [dict(shown) for shown in served.memory._shown]]
+
+
+@pytest.mark.parametrize(("slots", "host_slots", "tokens"), [(3, E, 1), (4, E, 2), (4, 5, 1), (3, 2, 1)])
+@pytest.mark.usefixtures("language")
+def test_the_fast_path_gives_the_slots_and_the_tables_of_the_long_way(slots: int, host_slots: int, tokens: int) -> None:
+    found = []
+    for make in (LiveDevice, NoCalls):
+        with closing(Served(3, slots, host_slots, tokens=tokens, device=make)) as served:
+            served.capture()
+            drawn = random.Random(slots)
+            for _ in range(24):  # with repeats, so that passes hit too
+                served.replay([[drawn.choice((0, 1, 2, drawn.randrange(E))) for _ in range(2 * tokens)] for _ in "ab"])
+            served.ended()
+            served.shown_as_it_is()
+            found.append((served.seen, tables(served)))
+            assert bool(served.device.quick) is (make is LiveDevice)
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("language")
+def test_where_all_are_in_host_memory_every_miss_takes_the_fast_path() -> None:
+    with closing(Served(0, 3, E)) as served:
+        fill(served)
+        served.capture()
+        served.memory.cache.restart_counters()
+        served.replay([[0, 1], [0, 1]])  # takes the long way, since nothing was prepared
+        served.ended()
+        long, drawn = served.memory.cache.counters.from_host, random.Random(0)
+        assert not served.device.quick
+        for _ in range(6):
+            served.replay(drawn_ids(drawn, 2, 2))
+        served.ended()
+        counters, parts = served.memory.cache.counters, 2
+        assert served.device.quick == parts * (counters.from_host - long) > 0
+        assert counters.requested == 28 == counters.hits + counters.from_host
+        assert sum(counters.misses_of_layer) == counters.from_host
+
+
+def fill(served: Served) -> None:
+    """Every expert comes by, so that all are in host memory, and no slot is free."""
+    for layer in range(len(served.expert_TK)):
+        with served.memory.turn(layer), closing(served.memory.lend(layer, range(E))) as groups:
+            for _ in groups:
+                pass
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 7])
+@pytest.mark.usefixtures("language")
+def test_a_quick_copy_that_fails_leaves_no_slot_that_holds_something_else(fails_at: int) -> None:
+    with closing(Served(0, 3, E, layers=3)) as served:
+        fill(served)
+        served.capture()
+        served.replay([[0, 1]] * 3)
+        served.ended()
+        served.device.fails_at = served.device.copied + fails_at
+        with pytest.raises(RuntimeError, match=r"a copy failed|CUDA error 700"):
+            served.replay([[5, 4]] * 3)
+        assert served.device.quick >= fails_at
+        served.wrong.clear()
+        served.shown_as_it_is()
+        drawn = random.Random(fails_at)
+        for _ in range(6):
+            served.replay(drawn_ids(drawn, 3, 2))
+        served.ended()
+        served.shown_as_it_is()
+        for here in served.memory.cache._layers:
+            assert not any(here.top._holds) and not any(here.host._holds) and not here.rising
+
+
+@pytest.mark.parametrize("where", ["request", "loaded", "release"])
+def test_an_interrupt_while_tables_follow_leaves_no_slot_that_holds_something_else(where: str, monkeypatch) -> None:
+    with closing(Served(0, 3, E)) as served:
+        fill(served)
+        served.capture()
+        served.replay([[0, 1]] * 2)
+        served.ended()
+        with monkeypatch.context() as patched:
+            done = getattr(served.memory.cache, where)
+
+            def interrupted(*arguments) -> None:
+                done(*arguments)
+                raise KeyboardInterrupt
+
+            patched.setattr(served.memory.cache, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                served.replay([[5, 4]] * 2)
+        assert served.device.quick
+        served.wrong.clear()
+        served.shown_as_it_is()
+        for ids in ([[5, 4]] * 2, [[0, 1]] * 2, [[5, 2], [7, 3]]):
+            served.replay(ids)
+        served.ended()
+
+
+def test_a_pass_outside_of_graphs_makes_the_next_question_take_the_long_way() -> None:
+    with closing(Served(0, 3, E)) as served:
+        fill(served)
+        served.capture()
+        served.replay([[0, 1]] * 2)
+        served.ended()
+        with served.memory.turn(0), closing(served.memory.lend(0, [5, 6])) as groups:
+            for _ in groups:
+                pass
+        served.replay([[2, 3], [0, 1]])
+        served.ended()
+        assert not served.device.quick
+        served.replay([[4, 3], [0, 1]])
+        served.ended()
+        assert served.device.quick

@@ -174,6 +174,17 @@ def test_an_expert_is_read_in_parts_of_a_megabyte(packed, monkeypatch):
     assert size % 4096 == 0
 
 
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_each_part_is_told_when_it_is_there_and_all_parts_are_the_expert(packed, verify):
+    with open_store(packed, verify=verify) as store:
+        size = store.expert_bytes(0)
+        whole, blob, told = aligned_buffer(size), aligned_buffer(size), []
+        store.read(0, 1, whole)
+        store.read(0, 1, blob, lambda begin, bytes_: told.append((begin, blob[begin : begin + bytes_].clone())))
+    told.sort(key=lambda part: part[0])
+    assert torch.equal(torch.cat([part for _, part in told]), whole) and len(told) == -(-size // PART)
+
+
 def test_all_parts_of_an_expert_of_nine_megabytes_are_read_at_the_same_time(tmp_path, monkeypatch):
     """As one of Qwen3-30B is: with a thread less than parts, the last part would be read alone."""
     parts = 9

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 from amoeba.errors import bad_value
@@ -101,6 +103,7 @@ class _CopiesFirst(Policy):
 
 class _Layer:
     def __init__(self, shape: LayerShape, top: int, host: int | None, policy: str) -> None:
+        self.anew = partial(_Layer, shape, top, host, policy)
         self.bytes = shape.expert_bytes
         order = make_policy(policy)
         self.top = SlotTable(top, shape.experts, order)
@@ -148,6 +151,16 @@ class ExpertCache:
         counters.from_disk += len(fetch.from_disk)
         return fetch
 
+    def use(self, layer: int, ids: Sequence[int]) -> None:
+        """Of a pass that found these distinct experts: a request that is released at once."""
+        here, counters = self._layers[layer], self.counters
+        if here.prefetched or not here.top.use(ids):
+            self.request(layer, ids)
+            self.release(layer, ids)
+        else:
+            counters.requested += len(ids)
+            counters.hits += len(ids)
+
     def prefetch(self, layer: int, ids: Iterable[int]) -> Fetch:
         """The same for experts that are only expected: not held, as many as there is room for without evicting what the
         layer's latest request used. To be loaded after everything that a request asked for."""
@@ -156,6 +169,26 @@ class ExpertCache:
         here.prefetched.update(expert for expert, _ in plan.loads)
         self.counters.prefetched += len(plan.loads)
         return self._fetch(here, plan)
+
+    def leave_next(self, layer: int, count: int) -> list[int]:
+        """Those of the top tier that the next request would drive out and not write back, the first first, so many at
+        most."""
+        here = self._layers[layer]
+        ranked = here.top.rank()[:count]
+        if here.host is None or not here.host.slots:
+            return ranked
+        return list(takewhile(here.host.slot_of.__contains__, ranked))
+
+    def on_host(self, layer: int) -> list[tuple[int, int]]:
+        """(expert, host slot), of those that are whole there."""
+        host = self._layers[layer].host
+        if host is None:
+            return [(expert, expert) for expert in range(self._layers[layer].top.experts)]
+        return [(expert, slot) for expert, slot in host.slot_of.items() if not host.is_loading(expert)]
+
+    def begin_anew(self, layer: int) -> None:
+        """Nothing of it is anywhere but on the disk, nothing is held, and nobody remembers its uses."""
+        self._layers[layer] = self._layers[layer].anew()
 
     def waves(self, layer: int, ids: Iterable[int]) -> list[list[int]]:
         return self._layers[layer].top.waves(ids)

@@ -80,10 +80,23 @@ class SlotTable:
         self._note_use(hits)
         return self._split(hits, [], [])
 
-    def rank(self) -> None:
-        """Who leaves first, found out ahead of the next request, which then answers in less time. Changes nothing."""
-        if self._ranked is None and not self._free:
+    def use(self, ids: Sequence[int]) -> bool:
+        """As a request of distinct experts that is released at once. False: nothing was done, some are not there."""
+        slot_of = self._slot_of
+        if self._loading or not all(expert in slot_of for expert in ids):
+            return False
+        self._policy.use(ids)
+        self._note_use(ids)
+        return True
+
+    def rank(self) -> list[int]:
+        """Who leaves first, found out ahead of the next request, which then answers in less time. Changes nothing.
+        Nobody, while there are free slots, or experts are held or being loaded."""
+        if self._free or self._loading or any(self._holds):
+            return []
+        if self._ranked is None:
             self._ranked = self._policy.coldest(self._expert_in, self.slots)
+        return self._ranked
 
     def request_some(self, ids: Iterable[int]) -> Plan:
         """As many of them as there is room for, those that are there first; the others are not in the plan."""

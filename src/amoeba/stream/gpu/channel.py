@@ -3,9 +3,9 @@
     channel = Channel(device, experts=128, ids=512, layers=48)
     slot_TK = channel.ask(shown, experts, expert_TK)            # enqueues the kernel `ask`, captured or not
     first = channel.expect(48)                                  # serials of the next questions
-    while not channel.has(first): ...
+    while not channel.is_there_after(first, 64): ...
     missing, there = channel.read(first)
-    channel.answer(first, {expert: slot, left: -1})             # ahead of
+    channel.answer(first, [expert, left], [slot, -1])           # ahead of
     channel.go_on(first)                                        # behind all copies that were called before
 
 Every question has a serial, which both sides count. Rows are in a ring that holds the questions of two replays: the
@@ -14,14 +14,13 @@ device is never further ahead than the replay that is served.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amoeba.stream.gpu.device import Device
-from amoeba.stream.gpu.export import Asked
 
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
 LONGEST_WAIT = 10.0
@@ -43,6 +42,8 @@ class Channel:
         trouble = device.mapped(1)
         self._talk = Talk(self._state, questions, answers, trouble)
         self._arrived = self._state[1:]
+        self.arrived_word = self._arrived.data_ptr()
+        self._addresses = questions.data_ptr(), answers.data_ptr()
         self._questions, self._answers, self._trouble = (_ints(each) for each in (questions, answers, trouble))
         self.serial = 0  # of the latest question that was expected
 
@@ -60,28 +61,43 @@ class Channel:
         self.serial += questions
         return first
 
-    def has(self, serial: int) -> bool:
-        return self._questions[serial % self.ring * self._row + 2] == _wrapped(serial)
+    def places(self, serial: int) -> tuple[int, int, int]:
+        """Addresses of its question and of its answer, and how many experts an answer has room for."""
+        at, question, answer = serial % self.ring, *self._addresses
+        return question + 4 * at * self._row, answer + 4 * at * (2 * self._most + self._answer_header), self._most
 
-    def read(self, serial: int) -> Asked:
-        """Once it is there. The processor may not have read the row ahead of its serial: on ARM that takes a barrier,
-        which the lock is that callers take in between."""
+    def is_there_after(self, serial: int, looks: int) -> bool:
+        """Looks so many times at most, each in a twentieth of a microsecond."""
+        questions, at, wanted = self._questions, serial % self.ring * self._row + 2, self.wrapped(serial)
+        return any(questions[at] == wanted for _ in range(looks))
+
+    def read(self, serial: int) -> tuple[list[int], list[int]]:
+        """Distinct experts that are missing, and that are there; once it is there. The processor may not have read the
+        row ahead of its serial: on ARM that takes a barrier, which the lock is that callers take in between."""
         start = serial % self.ring * self._row
-        missing, asked = self._questions[start], self._questions[start + 1]
-        ids = self._questions[start + self._header : start + self._header + asked].tolist()
-        return Asked(ids[:missing], ids[missing:])
+        questions, first = self._questions, start + self._header
+        second, end = first + questions[start], first + questions[start + 1]
+        return questions[first:second].tolist(), questions[second:end].tolist()
 
-    def answer(self, serial: int, slot_of: Mapping[int, int]) -> None:
+    def answer(self, serial: int, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Which experts are in which slots from now on, -1: in none."""
-        words, start = self._answers, serial % self.ring * (2 * self._most + self._answer_header)
-        for at, (expert, slot) in enumerate(slot_of.items(), start + self._answer_header):
-            words[at], words[at + self._most] = expert, slot
-        words[start + 1] = len(slot_of)
-        words[start] = _wrapped(serial)
+        words, most, start = self._answers, self._most, serial % self.ring * (2 * self._most + self._answer_header)
+        at = start + self._answer_header
+        for expert, slot in zip(experts, slots, strict=True):
+            words[at], words[at + most] = expert, slot
+            at += 1
+        words[start + 1] = len(experts)
+        words[start] = self.wrapped(serial)
+
+    def answered(self, serial: int) -> list[tuple[int, int]]:
+        """(expert, slot), as it was answered."""
+        words, most, start = self._answers, self._most, serial % self.ring * (2 * self._most + self._answer_header)
+        first, count = start + self._answer_header, words[start + 1]
+        return list(zip(words[first : first + count], words[first + most : first + most + count], strict=True))
 
     def go_on(self, serial: int) -> None:
         """The GPU need not wait for this question, nor for those before it, when copies until now have come to pass."""
-        self._device.write_word(self._device.copies, self._arrived, _wrapped(serial))
+        self._device.write_word(self._device.copies, self._arrived, self.wrapped(serial))
 
     @property
     def in_trouble(self) -> bool:
@@ -96,12 +112,12 @@ class Channel:
         self.serial = int(self._state[0])
         self._trouble[0] = 0
 
+    @staticmethod
+    def wrapped(serial: int) -> int:
+        """As 32 bits have it."""
+        return (serial + 2**31) % 2**32 - 2**31
+
 
 def _ints(mapped: Tensor) -> Any:
     """Looked at without torch, which takes a microsecond for a number."""
     return mapped.view(-1).numpy().data
-
-
-def _wrapped(serial: int) -> int:
-    """As 32 bits have it."""
-    return (serial + 2**31) % 2**32 - 2**31

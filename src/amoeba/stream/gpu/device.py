@@ -12,10 +12,11 @@ Tests have another one, on the CPU, whose copies come late, complete in another 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ class Event(Protocol):
         """The host waits, for what is ahead of that place alone."""
 
 
+class Calls(NamedTuple):
+    """CUDA's own, in the stream of copies, without checks: arguments are ctypes' numbers, made ahead. Each returns 0 or
+    the number of an error."""
+
+    to_device: Any  # (target, source, bytes, stream)
+    write_word: Any  # (stream, place, value, flags)
+    stream: Any
+
+
 class Device(ABC):
     """
     device: where the slots are.
@@ -51,6 +61,10 @@ class Device(ABC):
 
     def why_not_captured(self) -> str | None:
         """Why passes that wait for copies cannot be captured here, or None."""
+        return None
+
+    def calls(self) -> Calls | None:
+        """For threads that have launched something; None where copies are called in another way."""
         return None
 
     @property
@@ -160,6 +174,11 @@ class CudaDevice(Device):
         if self._driver is None:
             raise RuntimeError("words are written by CUDA's driver, which this machine does not have")
         self._driver.write_word(word.data_ptr(), value, stream.cuda_stream)
+
+    def calls(self) -> Calls | None:
+        if self._driver is None:
+            return None
+        return Calls(*self._driver.quick_calls(), ctypes.c_uint64(self.copies.cuda_stream))
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()

@@ -16,10 +16,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -39,6 +40,8 @@ from amoeba.stream.sizes import show_size
 from amoeba.stream.slots import SlotsInUse
 from amoeba.stream.store.store import Store
 from amoeba.stream.trace import LayerShape
+
+_Load = tuple[int, int | None, int]  # expert, host slot, slot
 
 
 @dataclass(eq=False)
@@ -125,6 +128,7 @@ class DeviceMemory:
         """A pass over a layer: passes come one after the other, in whatever streams they run."""
         self.check_open()
         with self._turns[layer]:
+            self.replays.forget(layer)
             device, last = self.device, self._last[layer]
             if last is not None:
                 device.wait(device.compute, last)
@@ -156,9 +160,9 @@ class DeviceMemory:
     def used(self, layer: int, ids: Iterable[int]) -> None:
         """A pass found these in their slots."""
         ids = list(ids)
+        self.replays.forget_who_leaves(layer)
         with self._counting:
-            self.cache.request(layer, ids)
-            self.cache.release(layer, ids)
+            self.cache.use(layer, ids)
 
     def lend(self, layer: int, ids: Iterable[int]) -> Generator[dict[int, int], None, None]:
         """Distinct experts in groups, each there until the next is asked for. In one group if all have slots; else in
@@ -196,33 +200,42 @@ class DeviceMemory:
             with self._counting:
                 fetch = self.cache.prefetch(layer, ids)
             self._changed[layer] = True
-            loads = [(*load, True) for load in fetch.from_host] + [(*load, False) for load in fetch.from_disk]
+            loads: list[tuple[_Load, bool]] = [(load, True) for load in fetch.from_host]
+            loads += [(load, False) for load in fetch.from_disk]
+            written = threading.Event()
             try:
                 self._write_back(layer, fetch)
+                written.set()
                 while loads:
-                    expert, host_slot, slot, is_there = loads[0]
-                    job = self._submit(layer, expert, host_slot, slot, is_there, predicted=True)
-                    self._expected[layer, expert] = job
+                    load, is_there = loads[0]
+                    job = self._submit(layer, load, written, is_there=is_there, predicted=True)
+                    self._expected[layer, load[0]] = job
                     del loads[0]
             except BaseException:
                 with self._counting:
-                    for expert, *_ in loads:
-                        self.cache.failed(layer, expert)
+                    for load, _ in loads:
+                        self.cache.failed(layer, load[0])
                 raise
 
     def _begin(self, layer: int, part: list[int]) -> _Group:
-        tiers = self._tiers[layer]
-        fetch = self._request(layer, part)
+        tiers, fetch = self._tiers[layer], self._request(layer, part)
         self._changed[layer] = True
         loads = {expert: slot for expert, _, slot in (*fetch.from_host, *fetch.from_disk)}
         group = _Group(fetch.hits | fetch.waiting | loads)
         try:
-            self._write_back(layer, fetch)
-            for expert, host_slot, slot in fetch.from_host:
+            written = threading.Event()  # or at least called: a read that is quicker than this may not be copied up yet
+            try:
+                for load in fetch.from_disk:  # they take the longest, so they begin first
+                    group.jobs[load[0]] = self._submit(layer, load, written)
+                self._write_back(layer, fetch)
+            finally:
+                written.set()
+            # copies come to pass one after the other: those first that wait for nothing
+            written_from = {slot for _, slot, _ in fetch.writes}
+            for expert, host_slot, slot in sorted(fetch.from_host, key=lambda each: each[2] in written_from):
                 group.copied[expert] = tiers.up(slot, host_slot)
-                self._loaded(layer, expert)
-            for expert, staged, slot in fetch.from_disk:
-                group.jobs[expert] = self._submit(layer, expert, staged, slot, False)
+                with self._counting:
+                    self.cache.loaded(layer, expert)
         except BaseException:
             self._let_go(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
             raise
@@ -299,18 +312,15 @@ class DeviceMemory:
                     self.cache.dropped(layer, expert)
             raise
 
-    def _loaded(self, layer: int, expert: int) -> None:
-        with self._counting:
-            self.cache.loaded(layer, expert)
-
     def _submit(
-        self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool, *, predicted: bool = False
+        self, layer: int, load: _Load, after: threading.Event, *, is_there: bool = False, predicted: bool = False
     ) -> Job:
-        """is_there: in its host slot already."""
+        """is_there: in its host slot already. after: what the copy of a read to the device waits for."""
+        expert, host_slot, slot = load
 
-        def load() -> None:
+        def read_and_copy() -> None:
             try:
-                event = self._read_and_copy(layer, expert, host_slot, slot, is_there)
+                event = self._read_and_copy(layer, expert, host_slot, slot, is_there, after)
             except BaseException:
                 with self._counting:
                     self.cache.failed(layer, expert)
@@ -319,25 +329,35 @@ class DeviceMemory:
                 self.cache.loaded(layer, expert)
                 self._arrived[layer, expert] = event
 
-        return self._loader.submit(load, predicted=predicted)
+        return self._loader.submit(read_and_copy, predicted=predicted)
 
-    def _read_and_copy(self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool) -> Event:
+    def _read_and_copy(
+        self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool, after: threading.Event
+    ) -> Event:
         tiers = self._tiers[layer]
-        if host_slot is None:
-            memory, before = self._passing.get()
-            try:
-                if before is not None:
-                    before.wait()
-                blob = memory[: self.store.expert_bytes(layer)]
-                self.store.read(layer, expert, blob)
-                return tiers.up(slot, None, blob)
-            finally:
-                self._passing.put((memory, self.device.record(self.device.copies)))
-        if not is_there:
+
+        def read(blob: Tensor, copy: Callable[[int, int], None]) -> None:
+            def copy_part(begin: int, size: int) -> None:
+                after.wait()
+                copy(begin, size)
+
+            self.store.read(layer, expert, blob, copy_part)
+            after.wait()
+
+        if is_there:
+            return tiers.up(slot, host_slot)
+        if host_slot is not None:
             assert tiers.blobs is not None
             tiers.blob_is_free(host_slot)
-            self.store.read(layer, expert, tiers.blobs[host_slot])
-        return tiers.up(slot, host_slot)
+            return tiers.up(slot, host_slot, read=partial(read, tiers.blobs[host_slot]))
+        memory, before = self._passing.get()
+        try:
+            if before is not None:
+                before.wait()
+            blob = memory[: self.store.expert_bytes(layer)]
+            return tiers.up(slot, None, blob, partial(read, blob))
+        finally:
+            self._passing.put((memory, self.device.record(self.device.copies)))
 
     def _show(self, layer: int, slot_of: dict[int, int]) -> None:
         if slot_of != self._shown[layer]:

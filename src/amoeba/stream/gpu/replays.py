@@ -7,7 +7,8 @@
 
 `ask` (kernels/ask.py) is one kernel: it turns ids into slots, tells the host what is missing, and waits for it on the
 GPU. Here is the host's side: it looks at memory that the GPU writes, question by question, and where one misses experts
-it has them copied, and behind the copies the word for which the GPU waits.
+it has them copied, and behind the copies the word for which the GPU waits. If all of them are in host memory, that is
+done ahead of everything else (fast_path.py).
 
 **No event keeps copies off slots that are read.** A copy into a slot of layer l is called after the question of layer l
 of this replay has been read. All that reads slots of that layer and was enqueued before, the previous replay's experts
@@ -40,12 +41,13 @@ from torch import Tensor
 
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.channel import Channel
+from amoeba.stream.gpu.fast_path import SERVED, FastPath
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
 
-# Looks at a word between two moments at which other threads may run.
-_LOOKS = 64
+# Looks at a word between two moments at which other threads may run: 20 microseconds.
+_LOOKS = 512
 
 
 @dataclass(eq=False)
@@ -55,13 +57,16 @@ class Passes:
     layers: list[int] = field(default_factory=list)  # that ask
     complete: dict[int, int] = field(default_factory=dict)  # layers that have all of their experts, and ids of a pass
     tokens: int = 0
+    ids: int = 0  # of one pass, at most
 
 
 class GpuReplays:
     def __init__(self, memory: DeviceMemory, ids: int) -> None:
         self._memory, self._ids = memory, ids
         self._channel: Channel | None = None
+        self._fast: FastPath | None = None
         self._mode = threading.local()  # of the thread that rehearses or captures
+        self._most_ids = 0  # of a question of this replay
         self._later: deque[tuple[int, list[int]]] = deque()  # layers, and what they found: to be counted
 
     @property
@@ -69,7 +74,17 @@ class GpuReplays:
         if self._channel is None:
             memory, experts = self._memory, max(entry.experts for entry in self._memory.store.layers)
             self._channel = Channel(memory.device, experts, self._ids, len(memory.slots))
+            self._fast = FastPath(memory, self._channel)
         return self._channel
+
+    def forget(self, layer: int) -> None:
+        """What was prepared: the layer is about to change."""
+        if self._fast is not None:
+            self._fast.forget(layer)
+
+    def forget_who_leaves(self, layer: int) -> None:
+        if self._fast is not None:
+            self._fast.forget_who_leaves(layer)
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -122,7 +137,7 @@ class GpuReplays:
     def slots_of(self, layer: int, expert_TK: Tensor) -> Tensor:
         """Of a pass that is captured, when its experts are there."""
         passes, memory = self._mode.passes, self._memory
-        passes.tokens = expert_TK.shape[0]
+        passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
         if expert_TK.data_ptr() % 16:  # of kernels for such ids nothing was rehearsed
             expert_TK = expert_TK.clone()
         if memory.is_complete(layer):  # for ever; and each is in the slot of its number
@@ -182,34 +197,42 @@ class GpuReplays:
             memory.cache.count_tokens(passes.tokens)
             for layer, ids in passes.complete.items():
                 memory.cache.count_hits(layer, ids)
+        self._most_ids = passes.ids
         for serial, layer in enumerate(passes.layers, first):
-            assert channel is not None
-            self._wait_for(serial)
+            assert channel is not None and self._fast is not None
+            is_served = self._wait_for(layer, serial)
             with memory._counting:
                 missing, there = channel.read(serial)
-            if missing:
+            if not missing:
+                self.forget_who_leaves(layer)
+            elif is_served:
+                self._fast.write_down(layer, serial, missing, there)
+            else:
                 self._count_all(layer)  # of an earlier pass over the same layer
                 self._load(layer, serial, missing, there)
-            else:
-                self._later.append((layer, there))
+            self._later.append((layer, [] if missing else there))
         self._count_all()
 
-    def _wait_for(self, serial: int) -> None:
-        """Looks until the question is there, and does in between what can be done later."""
-        channel, replayed, looks = self._channel, self._memory._replayed, 0
-        assert channel is not None and replayed is not None
-        while not channel.has(serial):
-            looks += 1
+    def _wait_for(self, layer: int, serial: int) -> bool:
+        """Looks until the question is there, and does in between what can be done later. Whether it was served."""
+        fast, replayed, turns = self._fast, self._memory._replayed, 0
+        assert fast is not None and replayed is not None
+        has_ended = False
+        while not (found := fast.look(layer, serial, 1 if self._later else _LOOKS)):
             if self._later:
-                self._count(*self._later.popleft())
-            elif not looks % _LOOKS:
-                time.sleep(0)  # threads that load need Python too
-                if not looks % (64 * _LOOKS) and replayed.done() and not channel.has(serial):
-                    raise RuntimeError("a replay ended without asking: was it captured by another memory?")
+                self._count_one()
+                continue
+            if has_ended:
+                raise RuntimeError("a replay ended without asking: was it captured by another memory?")
+            turns += 1
+            time.sleep(0)  # other threads need Python too
+            has_ended = not turns % 16 and replayed.done()
+        return found == SERVED
 
     def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
         memory, channel = self._memory, self._channel
         assert channel is not None
+        self.forget(layer)
         group = memory._begin(layer, [*there, *missing])
         try:
             shown, now = memory._shown[layer], memory.cache.top(layer)
@@ -217,7 +240,7 @@ class GpuReplays:
             answer |= {expert: group.slot_of[expert] for expert in missing}
             if len(answer) > 2 * len(missing):  # for more the kernel does not look
                 raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
-            channel.answer(serial, answer)
+            channel.answer(serial, list(answer), list(answer.values()))
             memory._wait_for_reads(layer, group)  # their copies are called when this returns
             channel.go_on(serial)
             for expert, slot in answer.items():
@@ -227,28 +250,31 @@ class GpuReplays:
                     shown[expert] = slot
         finally:
             memory._let_go(layer, group)
-        self._later.append((layer, []))
 
-    def _count(self, layer: int, found: list[int]) -> None:
-        """That a pass found these; and who would leave next, so that it is known when a pass misses something."""
-        memory = self._memory
+    def _count_one(self) -> None:
+        """That a pass found experts; or who would leave next, so that it is known when a pass misses something. One of
+        both at a time: somebody may be asking."""
+        assert self._fast is not None
+        layer, found = self._later.popleft()
         if found:
-            memory.used(layer, found)
-        with memory._counting:
-            memory.cache.top(layer).rank()
+            self._memory.used(layer, found)
+            self._later.appendleft((layer, []))
+        else:
+            self._fast.prepare(layer, self._most_ids)
 
     def _count_all(self, layer: int | None = None) -> None:
         if layer is None or any(other == layer for other, _ in self._later):
             while self._later:
-                self._count(*self._later.popleft())
+                self._count_one()
 
     def _give_up(self) -> None:
         """Lets the GPU go on to the end of what was launched, counts on from there, and shows all layers what is there.
         Here the host waits for the device: nothing is served any more."""
         memory, device, channel = self._memory, self._memory.device, self._channel
         self._later.clear()
-        if channel is None:
+        if channel is None or self._fast is None:
             return
+        self._fast.drop_half_served()
         channel.give_up()
         device.wait(device.compute, device.record(device.copies))  # of what is shown now
         device.record(device.compute).wait()

@@ -13,11 +13,15 @@ their calls; what has to wait beside that:
     a copy into a blob      for all copies to the device that were called before
     a pass                  for the copies that fill its slots      what `up` returns
     a read from the disk    for the copies from and into its blob   `blob_is_free`
+
+Where an expert is read, each part is copied up as soon as it is there. Copies of questions inside of graphs may be
+called elsewhere (fast_path.py), by `addresses` and `blob_address`; `copied_from` is told of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -25,6 +29,8 @@ from torch import Tensor
 from amoeba.stream.gpu.device import Device, Event, Stream
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.weights import ExpertWeights
+
+Read = Callable[[Callable[[int, int], None]], None]
 
 
 class LayerTiers:
@@ -41,6 +47,8 @@ class LayerTiers:
             (stack.view(-1).view(torch.uint8), stack.nbytes // slots, part.offset)
             for stack, part in zip(self._stacks.values(), entry.parts, strict=True)
         ]
+        self.addresses = [(stack.data_ptr(), size, offset) for stack, size, offset in self._parts]
+        self._first_blob = 0 if self.blobs is None else self.blobs.data_ptr()
         # torch may have given memory that is still used by kernels ahead, of which the stream of copies knows nothing
         self._readers: list[Event | None] = [device.record(device.compute)] * slots
         self._leaving: list[Event | None] = [None] * slots
@@ -66,27 +74,55 @@ class LayerTiers:
         for slot in slots:
             self._readers[slot] = event
 
-    def up(self, slot: int, host_slot: int | None, passing: Tensor | None = None) -> Event:
-        """Into a slot, once its last reader is done, from a host slot or from a blob that is in passing."""
+    def up(self, slot: int, host_slot: int | None, passing: Tensor | None = None, read: Read | None = None) -> Event:
+        """Into a slot, once its last reader is done, from a host slot or from a blob that is in passing. `read` fills
+        the blob first: what it says is there (begin, bytes) is copied while it reads on."""
         if host_slot is None:
             assert passing is not None
             source, start = passing, 0
         else:
             assert self._host_bytes is not None
             source, start = self._host_bytes, host_slot * self._entry.expert_bytes
-        self._wait_once(self._device.copies, self._readers, slot)
-        self._wait_once(self._device.copies, self._leaving, slot)
-        if host_slot is not None:
-            self._wait_once(self._device.copies, self._falling, host_slot)
-        device, copies = self._device, self._device.copies
-        try:
+        device, copies, whole = self._device, self._device.copies, self._entry.expert_bytes
+        lock, copied = threading.Lock(), list[int]()
+
+        def copy(begin: int, length: int) -> None:
+            with lock:  # the first waits for all
+                self._wait_once(copies, self._readers, slot)
+                self._wait_once(copies, self._leaving, slot)
+                if host_slot is not None:
+                    self._wait_once(copies, self._falling, host_slot)
             for stack, size, offset in self._parts:
-                device.copy_bytes(copies, stack, slot * size, source, start + offset, size)
+                first, end = max(begin, offset), min(begin + length, offset + size)
+                if first < end:
+                    at = slot * size + first - offset
+                    device.copy_bytes(copies, stack, at, source, start + first, end - first)
+            copied.append(length)
+
+        try:
+            if read is not None:
+                read(copy)
+            if sum(copied) < whole:
+                copy(0, whole)
         finally:  # where one fails, those before it are still under way
             event = device.record(copies)
             if host_slot is not None:
                 self._blob_users[host_slot] = event
         return event
+
+    def blob_address(self, host_slot: int) -> int:
+        """0 where a copy from there would have to wait."""
+        event = self._falling[host_slot]
+        if event is not None and not event.done():
+            return 0
+        self._falling[host_slot] = None
+        return self._first_blob + host_slot * self._entry.expert_bytes
+
+    def copied_from(self, host_slots: Iterable[int]) -> None:
+        """By calls that were made elsewhere, in the stream of copies."""
+        event = self._device.record(self._device.copies)
+        for host_slot in host_slots:
+            self._blob_users[host_slot] = event
 
     def down(self, slot: int, host_slot: int) -> None:
         """A copy for the host; whatever is loaded into that slot next waits for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +28,13 @@ def aligned_buffer(size: int) -> Tensor:
 
 
 class Memory:
-    """The bytes of a tensor, or of anything with a writable buffer, where they are."""
+    """The bytes of a tensor, or of anything with a writable buffer, where they are.
 
-    def __init__(self, into: Any, size: int) -> None:
+    on_part: called where a read of them has ended, with its begin and its bytes, by the thread that read.
+    """
+
+    def __init__(self, into: Any, size: int, on_part: Callable[[int, int], None] | None = None) -> None:
+        self.on_part = on_part
         if not isinstance(into, Tensor):
             view = memoryview(into)
             if view.readonly:

@@ -16,7 +16,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,12 +119,15 @@ class Reader:
 
     def read(self, ranges: Sequence[Range], *, checksums: bool = False) -> list[int]:
         """The checksum of each part, in order, if asked for."""
-        parts = [part for whole in ranges for part in whole.parts()]
-        if len(parts) == 1:
-            return [_read_part(parts[0], checksums)]
-        futures = [self._pool.submit(_read_part, part, checksums) for part in parts]
+        futures: list[Future[int]] = []
+        last: Range | None = None  # is read by the calling thread, which would wait else
         try:
-            return [future.result() for future in futures]
+            for part in (part for whole in ranges for part in whole.parts()):
+                if last is not None:
+                    futures.append(self._pool.submit(_read_part, last, checksums))
+                last = part
+            own = [] if last is None else [_read_part(last, checksums)]
+            return [future.result() for future in futures] + own
         finally:
             for future in futures:
                 future.cancel()
@@ -154,6 +157,8 @@ def checksum_of(blob: memoryview) -> int:
 
 def _read_part(part: Range, checksums: bool) -> int:
     part.file.read(part.memory, part.start, part.size, part.offset, part.needed)
+    if part.memory.on_part is not None:
+        part.memory.on_part(part.start, part.needed)
     return zlib.crc32(part.memory.bytes[part.start : part.start + part.needed]) if checksums else 0
 
 

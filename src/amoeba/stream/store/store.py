@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -36,18 +36,20 @@ class Store(ABC):
     def expert_bytes(self, layer: int) -> int:
         return self.layers[layer].expert_bytes
 
-    def read(self, layer: int, expert: int, into: Any) -> None:
+    def read(self, layer: int, expert: int, into: Any, on_part: Callable[[int, int], None] | None = None) -> None:
         """One expert's blob. StoreError where it cannot be had whole; what is in `into` is then not to be used.
 
         into: expert_bytes(layer) of writable memory on the CPU, a uint8 tensor or a buffer; where it does not begin at
               a page, as `aligned_buffer` does, it is read through the page cache.
+        on_part: told of each part (begin, bytes) as soon as it is there, in any order and by any thread; not by stores
+              that put an expert together. A checksum is compared at the end: until then bytes may be wrong.
         """
         if not (0 <= layer < len(self.layers) and 0 <= expert < self.layers[layer].experts):
             of = f" of {self.layers[layer].experts}" if 0 <= layer < len(self.layers) else ""
             sizes = f"a layer of {len(self.layers)} and one of its experts"
             raise bad_value("read", sizes, f"layer {layer}, expert {expert}{of}", "count both from 0")
         try:
-            self._read(layer, expert, Memory(into, self.expert_bytes(layer)))
+            self._read(layer, expert, Memory(into, self.expert_bytes(layer), on_part))
         except StoreError as error:
             raise error.while_reading(self.layers[layer].name, expert) from error
 

@@ -1,0 +1,81 @@
+// Waits for a question of the GPU (kernels/ask.py) and calls the copies that answer it, in under a microsecond where
+// Python takes ten. fast_path.py prepares what is read here and writes down afterwards what was done. CUDA's driver is
+// called by pointers, so that compiling takes no toolkit.
+#include <atomic>
+#include <cstdint>
+
+namespace {
+
+struct Layer {
+  const int32_t* leave;     // experts, the first to leave comes first
+  int64_t leave_count;      // 0: nothing is prepared
+  const int32_t* slot_of;   // of each expert that is there
+  const uint64_t* blob_of;  // of each expert: its address in host memory, 0: it is not there
+  int64_t parts;            // of an expert; of each:
+  const uint64_t* stack;    //   where those of all slots begin
+  const uint64_t* size;     //   bytes
+  const uint64_t* offset;   //   where it begins in a blob
+};
+
+struct Calls {
+  int (*to_device)(uint64_t target, uint64_t source, uint64_t size, uint64_t stream);
+  int (*write_word)(uint64_t stream, uint64_t place, uint32_t value, unsigned flags);
+  uint64_t stream, word;
+};
+
+enum { NOT_THERE = 0, NOT_SERVED = 1, SERVED = 2 };  // of fast_path.py; below 0: minus the error of a call
+
+bool is_among(int32_t expert, const int32_t* experts, int64_t count) {
+  for (int64_t n = 0; n < count; ++n)
+    if (experts[n] == expert) return true;
+  return false;
+}
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+extern "C" {
+
+// row: missing, asked, serial, then ids, the missing ones first. answer: serial, count, `most` experts, their slots.
+int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t serial, int64_t looks, const Layer* layer,
+                 const Calls* calls) {
+  const volatile int32_t* arrived = row + 2;
+  for (; looks > 0 && *arrived != serial; --looks) pause();
+  if (*arrived != serial) return NOT_THERE;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const int64_t missing = row[0], there = row[1] - missing;
+  const int32_t *comes = row + 3, *stays = row + 3 + missing;
+  int32_t *experts = answer + 2, *slots = answer + 2 + most;
+  if (missing == 0 || layer->leave_count < missing) return NOT_SERVED;
+  for (int64_t n = 0; n < missing; ++n)
+    if (layer->blob_of[comes[n]] == 0) return NOT_SERVED;
+  int64_t left = 0;
+  for (int64_t n = 0; n < layer->leave_count && left < missing; ++n)
+    if (!is_among(layer->leave[n], stays, there)) experts[left++] = layer->leave[n];
+  if (left < missing) return NOT_SERVED;
+  for (int64_t n = 0; n < missing; ++n) {  // the last that leaves makes room for the first that comes
+    const int32_t slot = layer->slot_of[experts[missing - 1 - n]];
+    const uint64_t blob = layer->blob_of[comes[n]];
+    for (int64_t part = 0; part < layer->parts; ++part) {
+      const uint64_t size = layer->size[part];
+      const uint64_t target = layer->stack[part] + slot * size;
+      if (const int code = calls->to_device(target, blob + layer->offset[part], size, calls->stream)) return -code;
+    }
+    slots[n] = -1;
+    experts[missing + n] = comes[n];
+    slots[missing + n] = slot;
+  }
+  answer[1] = static_cast<int32_t>(2 * missing);
+  answer[0] = serial;
+  std::atomic_thread_fence(std::memory_order_release);
+  if (const int code = calls->write_word(calls->stream, calls->word, serial, 0)) return -code;
+  return SERVED;
+}
+}
