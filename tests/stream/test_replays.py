@@ -376,7 +376,7 @@ def test_the_fast_path_gives_the_slots_and_the_tables_of_the_long_way(slots: int
         with closing(Served(3, slots, host_slots, tokens=tokens, device=make)) as served:
             served.capture()
             drawn = random.Random(slots)
-            for _ in range(24):  # with repeats, so that passes hit too
+            for _ in range(16):  # with repeats, so that passes hit too
                 served.replay([[drawn.choice((0, 1, 2, drawn.randrange(E))) for _ in range(2 * tokens)] for _ in "ab"])
             served.ended()
             served.shown_as_it_is()
@@ -412,7 +412,7 @@ def fill(served: Served) -> None:
                 pass
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
 @pytest.mark.usefixtures("language")
 def test_a_quick_copy_that_fails_leaves_no_slot_that_holds_something_else(fails_at: int) -> None:
     with closing(Served(0, 3, E, layers=3)) as served:
