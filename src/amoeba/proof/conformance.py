@@ -27,7 +27,7 @@ from torch import Tensor
 
 from amoeba.backends.backend import Request
 from amoeba.backends.composed import experts_composed
-from amoeba.backends.registry import backends_of
+from amoeba.backends.registry import backends_of, explain
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.placement import Placement
@@ -86,11 +86,17 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
     """The reason for which the backend does not serve this case; None if it does."""
     if backend_name == COMPOSED:
         return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
-    if (placement := _placement(backend_name)) is not None:
-        return why_not_placed(placement, device, dtype)
+    placement = _placement(backend_name)
+    reason = None if placement is None else why_not_placed(placement, device, dtype)
+    if reason is not None or (placement is not None and not placement.trains):
+        return reason
     made = example(case, dtype)
     tensors, routing, _ = _placed(made, case, device, dtype)
-    request = Request(tensors["x"], routing, weights_of(tensors, case.activation), lora_of(tensors), case.recompute)
+    weights, lora = weights_of(tensors, case.activation), lora_of(tensors)
+    if placement is not None:  # making those that train costs nothing: they share the tensors
+        explanation = explain(Request(tensors["x"], routing, placement.make(weights), lora, case.recompute))
+        return explanation.reasons if explanation.backend is None else None
+    request = Request(tensors["x"], routing, weights, lora, case.recompute)
     for backend in backends_of(ExpertWeights, device):
         if backend.name == backend_name:
             return backend.why_not(request)
@@ -136,10 +142,10 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
 def _placed(
     made: Example, case: Case, device: torch.device, dtype: torch.dtype, placement: Placement | None = None
 ) -> tuple[dict[str, Tensor], Routing, Tensor]:
-    """The inputs, the routing, and dy, as a user would hand them in; the weights of a placement are frozen."""
+    """The inputs, the routing, and dy, as a user would hand them in; the weights of most placements are frozen."""
     tensors = {}
     at_home = device if placement is None or placement.home is None else placement.home
-    frozen = case.frozen or placement is not None
+    frozen = case.frozen or (placement is not None and not placement.trains)
     for name, tensor in made.inputs.items():
         home = device if name in ("x", "weight") else at_home
         placed = tensor.to(home, weight_dtype(case, dtype) if name == "weight" else dtype)
