@@ -27,7 +27,7 @@ from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
 
 class StraightThroughRows(TorchRows):
-    """fp8-ste: forward in fp8, and back as `eager` goes."""
+    """fp8-ste: forward in fp8, and back with rows and weights as they are."""
 
     def hidden(self) -> Tensor:
         weights = self.problem.weights
@@ -48,6 +48,22 @@ class StraightThroughRows(TorchRows):
         matrix = quantised_weight(weights.down_EHI).matrix
         self._multiply(_rounded(a_NI), matrix, y_NH, bias_EO=weights.down_bias_EH, scale_N=self.scale_N)
         return y_NH
+
+    def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
+        assert isinstance(dy, Tensor)
+        weights = self.problem.weights
+        # in fp32: rounded twice, every fiftieth number of dh would come to another code
+        da_NI = empty_rows(self.rows, weights.intermediate, h_NJ, torch.float32)
+        self.through_down(dy, da_NI)
+        dh_NJ = self.new_rows(h_NJ.shape[1])
+        scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
+        ds_N = self.activate_backward(da_NI, h_NJ, self.scale_N, weights.activation, dh_NJ, scaled_a_NI)
+        return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
+
+    def through_down(self, dy_NH: Tensor, da_NI: Tensor) -> None:
+        """Writes dA'."""
+        for e, dy, da in self.groups.each(dy_NH, da_NI):
+            torch.mm(dy.float(), self.problem.weights.down_EHI[e].float(), out=da)
 
     def _multiply(
         self,
@@ -70,16 +86,8 @@ class StraightThroughRows(TorchRows):
 class Fp8Rows(StraightThroughRows):
     """fp8: the gradients of rows in fp8 as well."""
 
-    def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
-        assert isinstance(dy, Tensor)
-        weights = self.problem.weights
-        # in fp32: rounded twice, every fiftieth number of dh would come to another code
-        da_NI = empty_rows(self.rows, weights.intermediate, h_NJ, torch.float32)
-        self._multiply(_rounded(dy), quantised_weight(weights.down_EHI).turned(), da_NI)
-        dh_NJ = self.new_rows(h_NJ.shape[1])
-        scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
-        ds_N = self.activate_backward(da_NI, h_NJ, self.scale_N, weights.activation, dh_NJ, scaled_a_NI)
-        return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
+    def through_down(self, dy_NH: Tensor, da_NI: Tensor) -> None:
+        self._multiply(_rounded(dy_NH), quantised_weight(self.problem.weights.down_EHI).turned(), da_NI)
 
     def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
         weights = self.problem.weights
@@ -93,7 +101,7 @@ def _rounded(rows: Tensor) -> Tensor:
     return quantise(rows, FP8_TRAINING_ROWS).dequantise()
 
 
-ROWS: dict[str, type[StraightThroughRows]] = {"fp8": Fp8Rows, "fp8-ste": StraightThroughRows}
+_ROWS: dict[str, type[StraightThroughRows]] = {"fp8": Fp8Rows, "fp8-ste": StraightThroughRows}
 
 
 class Fp8Backend(PassesBackend):
@@ -112,11 +120,15 @@ class Fp8Backend(PassesBackend):
             return "trains the experts themselves; beside LoRA factors keep them frozen, as fp8-weights"
         return None
 
+    def rows(self, weights: Fp8Experts) -> type[sorted_rows.SortedRows]:
+        """By which `amoeba.proof.stages` proves one product after the other."""
+        return _ROWS[weights.recipe]
+
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        return sorted_rows.forward(problem, save, ROWS[problem.weights.recipe])
+        return sorted_rows.forward(problem, save, self.rows(problem.weights))
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        return sorted_rows.backward(problem, saved, dy_TH, needs, ROWS[problem.weights.recipe])
+        return sorted_rows.backward(problem, saved, dy_TH, needs, self.rows(problem.weights))
 
 
 BACKEND = Fp8Backend()

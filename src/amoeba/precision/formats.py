@@ -157,9 +157,7 @@ FP8_TRAINING_ROWS = Format("fp8-128-training-rows", E4M3, (1, 128), "fp32", powe
 MXFP8 = Format("mxfp8", E4M3, (1, 32), "e8m0")
 MXFP4 = Format("mxfp4", E2M1, (1, 32), "e8m0")
 NVFP4 = Format("nvfp4", E2M1, (1, 16), "e4m3")
-FORMATS = {
-    each.name: each for each in (FP8_128, FP8_128_ROWS, FP8_TRAINING, FP8_TRAINING_ROWS, MXFP8, MXFP4, NVFP4)
-}
+FORMATS = {each.name: each for each in (FP8_128, FP8_128_ROWS, FP8_TRAINING, FP8_TRAINING_ROWS, MXFP8, MXFP4, NVFP4)}
 
 
 def format_named(name: str) -> Format:

@@ -33,6 +33,10 @@ from amoeba.weights import ExpertWeights
 
 Precision = Literal["bf16", "fp8", "fp8-ste"]
 UNCHANGED: Precision = "bf16"
+SUMMARIES = {
+    "fp8": "products of forward and the gradients of rows in e4m3, the gradients of weights in the run's dtype",
+    "fp8-ste": "products of forward in e4m3, backward in the run's dtype",
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The e4m3 codes of weights that train, in both orientations: made once, rewritten in place, never those of old numbers.
+"""The e4m3 codes of weights that train, in both orientations: made once, rewritten in place, never stale.
 
 E experts · O out · I in
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amoeba.cpu.pointers import place_of
 from amoeba.precision.formats import FP8_TRAINING
 from amoeba.precision.quantised import QuantisedMatrix, quantise, quantise_again
 
@@ -75,7 +74,7 @@ _lock = threading.RLock()
 
 def _state(weight_EOI: Tensor) -> tuple:
     version = 0 if weight_EOI.is_inference() else weight_EOI._version
-    return version, place_of(weight_EOI), _sums(weight_EOI.detach()).tolist()
+    return version, weight_EOI.data_ptr(), _sums(weight_EOI.detach()).tolist()
 
 
 def _sums(weight_EOI: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.placement import Placement
 from amoeba.placements import all_placements
+from amoeba.precision.recipes import Fp8Experts
+from amoeba.problem import Problem
 from amoeba.proof.cases import (
     FREEZABLE,
     Case,
@@ -44,6 +46,7 @@ from amoeba.proof.cases import (
     weights_of,
 )
 from amoeba.proof.reference import experts as reference
+from amoeba.proof.stages import STAGE_TOLERANCE, STAGES, stage_errors
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
@@ -134,9 +137,25 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
         found["output"] = _run(tensors, routing, case, backend_name)
         gradients = torch.autograd.grad(found["output"], list(wanted.values()), dy_TH)
     found |= dict(zip(wanted, gradients, strict=True))
+    stages = _stages(tensors, routing, case, placement, dy_TH)
     truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    return {name: relative_error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
+    return {name: relative_error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found} | stages
+
+
+def _stages(
+    tensors: dict[str, Tensor], routing: Routing, case: Case, placement: Placement | None, dy_TH: Tensor
+) -> dict[str, float]:
+    """Of experts that train in fp8 the error of each product by itself, too."""
+    if placement is None or not placement.trains:
+        return {}
+    weights = placement.make(weights_of(tensors, case.activation))
+    if not isinstance(weights, Fp8Experts):
+        return {}
+    with poisoned_memory(), torch.no_grad():
+        backend = explain(Request(tensors["x"], routing, weights)).backend
+        problem = Problem(tensors["x"], routing.expert_TK, routing.weight_TK, weights)
+        return stage_errors(problem, backend.rows(weights), dy_TH)  # type: ignore[union-attr]
 
 
 def _placed(
@@ -174,6 +193,8 @@ def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name:
 
 def tolerance(backend_name: str, dtype: torch.dtype, name: str) -> float:
     """How far that output or gradient may be from the truth, in every case."""
+    if name in STAGES:
+        return STAGE_TOLERANCE
     placement = _placement(backend_name)
     if placement is None or dtype not in placement.tolerances:
         return TOLERANCE[dtype]

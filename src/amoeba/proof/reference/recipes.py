@@ -12,6 +12,8 @@ codes falls to one of them or to the other, a sixteenth away, and with one round
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -53,10 +55,7 @@ def experts_backward(
     grads = {"x": torch.zeros_like(x_TH), "weight": torch.zeros_like(weight_TK)}
     grads |= {n: torch.zeros_like(t) for n, t in zip(names, weights.tensors(), strict=True) if t is not None}
     quantised_x, gate_up = quantised_rows(x_TH), quantised_weight(weights.gate_up_EJH)
-    straight = weights.recipe == "fp8-ste"
-    back_gate_up = weights.gate_up_EJH if straight else gate_up
-    back_down = weights.down_EHI if straight else quantised_weight(weights.down_EHI)
-    back = (lambda rows: rows) if straight else quantised_rows
+    back, back_gate_up, back_down = operands_of_backward(weights)
     for e in range(weights.num_experts):
         token, slot = torch.where(expert_TK == e)
         x, dout, s = x_TH[token], dy_TH[token], weight_TK[token, slot, None]
@@ -75,6 +74,13 @@ def experts_backward(
             grads["gate_up_bias"][e] = dh.sum(0)
         grads["x"].index_add_(0, token, back(dh) @ back_gate_up[e])
     return grads
+
+
+def operands_of_backward(weights: Fp8Experts) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
+    """What becomes of the rows that go back through a weight, and gate_up and down as they meet them."""
+    if weights.recipe == "fp8-ste":
+        return lambda rows: rows, weights.gate_up_EJH, weights.down_EHI
+    return quantised_rows, quantised_weight(weights.gate_up_EJH), quantised_weight(weights.down_EHI)
 
 
 def _hidden(x: Tensor, e: int, gate_up: Tensor, weights: Fp8Experts, dtype: torch.dtype) -> Tensor:
