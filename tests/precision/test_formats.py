@@ -220,8 +220,24 @@ def test_nothing_at_all(format: Format, shape: tuple[int, ...]) -> None:
 
 def test_errors_and_bytes_are_those_of_the_formats() -> None:
     matrix = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(2))
-    errors = {FP8_128: 0.027, FP8_128_ROWS: 0.027, FP8_TRAINING: 0.027, FP8_TRAINING_ROWS: 0.027, MXFP8: 0.030, MXFP4: 0.12, NVFP4: 0.10}
-    bits = {FP8_128: 8.01, FP8_128_ROWS: 8.26, FP8_TRAINING: 8.01, FP8_TRAINING_ROWS: 8.26, MXFP8: 8.26, MXFP4: 4.26, NVFP4: 4.51}
+    errors = {
+        FP8_128: 0.027,
+        FP8_128_ROWS: 0.027,
+        FP8_TRAINING: 0.027,
+        FP8_TRAINING_ROWS: 0.027,
+        MXFP8: 0.030,
+        MXFP4: 0.12,
+        NVFP4: 0.10,
+    }
+    bits = {
+        FP8_128: 8.01,
+        FP8_128_ROWS: 8.26,
+        FP8_TRAINING: 8.01,
+        FP8_TRAINING_ROWS: 8.26,
+        MXFP8: 8.26,
+        MXFP4: 4.26,
+        NVFP4: 4.51,
+    }
     for format, most in errors.items():
         found = quantise(matrix.bfloat16(), format)
         assert (found.dequantise() - matrix).norm() <= most * matrix.norm(), format.name
