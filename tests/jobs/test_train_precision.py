@@ -11,6 +11,9 @@ import pytest
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
+from typer.testing import CliRunner
+
+from amoeba.cli import app
 from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import TrainSettings
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
@@ -75,3 +78,6 @@ def test_bad_settings_are_refused() -> None:
         TrainSettings(precision="fp4")
     with pytest.raises(ValueError, match="precision: expected bf16 for experts over ranks; got fp8"):
         TrainSettings(precision="fp8", experts="ranks")
+    result = CliRunner().invoke(app, ["train", "--precision", "fp4"])
+    assert result.exit_code == 2
+    assert "precision: expected one of bf16, fp8, fp8-ste; got 'fp4'" in " ".join(result.output.split())
