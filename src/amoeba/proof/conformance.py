@@ -153,9 +153,9 @@ def _stages(
     if not isinstance(weights, Fp8Experts):
         return {}
     with poisoned_memory(), torch.no_grad():
-        backend = explain(Request(tensors["x"], routing, weights)).backend
+        backend: Any = explain(Request(tensors["x"], routing, weights)).backend
         problem = Problem(tensors["x"], routing.expert_TK, routing.weight_TK, weights)
-        return stage_errors(problem, backend.rows(weights), dy_TH)  # type: ignore[union-attr]
+        return stage_errors(problem, backend.rows(weights), dy_TH)
 
 
 def _placed(

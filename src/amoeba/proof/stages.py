@@ -51,8 +51,8 @@ def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -
         return wide(tensor[: ends[-1]])
 
     token_N = layout.token_N[: ends[-1]].cpu()
-    tensors = (None if tensor is None else wide(tensor) for tensor in problem.weights.tensors())
-    weights = Fp8Experts(*tensors, problem.weights.activation, problem.weights.recipe)
+    tensors = [None if tensor is None else wide(tensor) for tensor in problem.weights.tensors()]
+    weights = Fp8Experts.of(tensors, problem.weights.constants())
     s = wide(problem.weight_TK).reshape(-1)[layout.order_N[: ends[-1]].cpu(), None]
     back, back_gate_up, back_down = operands_of_backward(weights)
 
