@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 import amoeba
+from amoeba.decoding.refusal import why_not
 from amoeba.integrations.experts_module import experts_modules, weights_of
 from amoeba.precision.recipes import Fp8Experts
 from tiny_models import build
@@ -44,6 +45,7 @@ def test_every_parameter_gets_a_gradient_near_that_of_the_unchanged_model(family
         if "experts" in name:
             error = (gradient - plain[name]).norm() / plain[name].norm()
             assert 1e-3 < error < 0.2, (name, float(error))
+    assert why_not(model.eval()) == f"its experts are in {precision}, and a step waits for them on the host"
     copied, _ = loss_and_gradients(copy.deepcopy(model))
     assert torch.equal(copied, loss)
     amoeba.set_precision(model, "bf16")

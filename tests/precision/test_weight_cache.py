@@ -140,6 +140,19 @@ def test_codes_go_with_their_weight() -> None:
     assert len(weight_cache._kept) == before
 
 
+def test_a_layer_that_was_evaluated_under_inference_mode_trains_on() -> None:
+    layer = small_layer()
+    with torch.inference_mode():
+        first = layer(batch())
+    assert torch.equal(first, numbers(layer)[0])
+    step_with(fused=True)(layer)
+    found, expected = numbers(layer), numbers(copy.deepcopy(layer))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    step_with(fused=True)(layer)
+    with torch.inference_mode():
+        assert torch.equal(layer(batch()), copy.deepcopy(layer)(batch()))
+
+
 def test_weights_made_under_inference_mode_have_codes_too() -> None:
     with torch.inference_mode():
         weight = torch.randn(2, 8, 8)

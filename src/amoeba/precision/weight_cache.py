@@ -43,7 +43,7 @@ class QuantisedWeight:
 
     def turned(self) -> QuantisedMatrix:
         """The same codes and scales with rows for columns: (E, I, O). Made when it is first asked for."""
-        with _lock:
+        with _lock, torch.inference_mode(False):
             if self._turned is None:
                 data, scales = (each.mT.contiguous() for each in (self.matrix.data, self.matrix.scales))
                 self._turned = QuantisedMatrix(data, scales, self.matrix.format, self.matrix.shape[-2])
@@ -59,7 +59,7 @@ def quantised_weight(weight_EOI: Tensor) -> QuantisedWeight:
     # A module that stores (E, in, out) makes a view for each call; what it is a view of stays.
     owner = weight_EOI if weight_EOI._base is None else weight_EOI._base
     form = (weight_EOI.storage_offset(), weight_EOI.shape, weight_EOI.stride(), weight_EOI.dtype, weight_EOI.device)
-    with _lock:
+    with _lock, torch.inference_mode(False):  # codes that an evaluation made are rewritten in training
         kept: dict[tuple, QuantisedWeight] = _kept.setdefault(owner, {})
         if form in kept:
             kept[form].update(weight_EOI)
