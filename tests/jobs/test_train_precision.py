@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from amoeba.cli import app
 from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import TrainSettings
+from selection import quick
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,6 +40,7 @@ def trained(folder: Path, inputs: Path, console: Quiet | None = None, **changes:
     return tiny_run(tiny_settings("train", folder, inputs, **long | changes), console), console
 
 
+@quick(lambda precision: precision == "fp8")
 @pytest.mark.parametrize("precision", ["fp8", "fp8-ste"])
 def test_the_loss_falls_as_without_it(precision: str, inputs: Path, without: tuple[Any, Quiet], tmp_path: Path) -> None:
     report, console = trained(tmp_path / "run", inputs, precision=precision)

@@ -37,6 +37,7 @@ CASES = [
 GRADIENTS = {"output", "inference", "x", "weight", "gate_up", "down"}
 
 
+@quick(lambda recipe, case: recipe == "fp8" or case is CASES[0])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @by_recipe
 def test_output_every_gradient_and_every_product_agree_with_fp64_on_the_quantised_operands(
@@ -49,7 +50,8 @@ def test_output_every_gradient_and_every_product_agree_with_fp64_on_the_quantise
         expected |= {"gate_up_bias", "down_bias"} if case.bias else set()
         has_rows = case.num_tokens and case.pattern != "sentinels_alone"
         assert set(result.errors) == expected | (set(STAGES) if has_rows else set())
-        assert all(result.errors[name] <= STAGE_TOLERANCE for name in STAGES if has_rows)
+        limit = STAGE_TOLERANCE if dtype == torch.bfloat16 else 1e-5
+        assert all(result.errors[name] <= limit for name in STAGES if has_rows)
 
 
 @pytest.mark.parametrize("stage", ["h", "y", "dh", "dx"])

@@ -194,7 +194,7 @@ def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name:
 def tolerance(backend_name: str, dtype: torch.dtype, name: str) -> float:
     """How far that output or gradient may be from the truth, in every case."""
     if name in STAGES:
-        return STAGE_TOLERANCE
+        return min(STAGE_TOLERANCE, TOLERANCE[dtype])
     placement = _placement(backend_name)
     if placement is None or dtype not in placement.tolerances:
         return TOLERANCE[dtype]
