@@ -20,8 +20,9 @@ from selection import quick
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# Of the held-out loss after 40 steps, against the run without fp8: relative.
-AS_WITHOUT = 0.02
+# Of the held-out loss after 40 steps, against the same run in bf16: relative. Of four seeds, fp8 was off by -0.2 to +0.9 %
+# and fp8-ste by up to 1.5 % either way (Neoverse-N1, 2026-11-16).
+AS_WITHOUT = 0.03
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def without(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any
 
 def trained(folder: Path, inputs: Path, console: Quiet | None = None, **changes: Any) -> tuple[Any, Quiet]:
     console = console or Quiet()
-    long = {"steps": 40, "log_every": 10, "eval_every": 40, "save_every": 40}
+    long = {"steps": 40, "log_every": 10, "eval_every": 40, "save_every": 40, "dtype": "bfloat16"}
     return tiny_run(tiny_settings("train", folder, inputs, **long | changes), console), console
 
 
