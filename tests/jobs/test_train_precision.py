@@ -20,7 +20,7 @@ from selection import quick
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# Of the held-out loss after 40 steps, against the same run in bf16: relative. Of four seeds, fp8 was off by -0.2 to +0.9 %
+# Of the held-out loss after 40 steps, against the same run in bf16. Of four seeds, fp8 was off by -0.2 to +0.9 %
 # and fp8-ste by up to 1.5 % either way (Neoverse-N1, 2026-11-16).
 AS_WITHOUT = 0.03
 
