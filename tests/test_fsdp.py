@@ -26,6 +26,26 @@ def world(tmp_path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_a_sharded_layer_in_fp8_never_sees_old_codes(world: None) -> None:
+    """What FSDP gathers comes to the same memory again, with other numbers."""
+    torch.manual_seed(0)
+    whole = MoE(MoEConfig(64, 48, RouterConfig(8, 2)), precision="fp8", device=DEVICE, dtype=torch.float32)
+    sharded = copy.deepcopy(whole)
+    fully_shard(sharded, mesh=init_device_mesh(DEVICE, (1,)), reshard_after_forward=True)
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.1) for layer in (whole, sharded)]
+    x = torch.randn(3, 40, 64, device=DEVICE)
+    for _ in range(3):
+        found, expected = sharded(x), whole(x)
+        assert torch.equal(found, expected)
+        found.square().mean().backward()
+        expected.square().mean().backward()
+        for (name, one), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+            assert torch.equal(one.grad.full_tensor(), other.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16 compute"])
 def test_a_sharded_layer_gives_the_gradients_of_a_whole_one(world: None, half: bool) -> None:
     torch.manual_seed(0)

@@ -75,7 +75,7 @@ def test_torch_is_loaded_with_the_first_name_that_needs_it_and_its_compiler_neve
 
 
 def test_public_names_are_listed_and_there():
-    for name in (*amoeba.__all__, "place_experts"):
+    for name in (*amoeba.__all__, "place_experts", "set_precision"):
         assert getattr(amoeba, name) is not None
         assert name in dir(amoeba)
     from amoeba.cpu.packed_experts import pack_experts

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from amoeba.cpu.packed_experts import pack_experts
     from amoeba.experts import experts
     from amoeba.integrations.placement import place_experts as place_experts
+    from amoeba.integrations.precision import set_precision as set_precision
     from amoeba.layer import MoE
     from amoeba.placement import Placement
     from amoeba.placements import register_placement
+    from amoeba.precision.recipes import with_precision
     from amoeba.routing import Routing, route
     from amoeba.weights import ExpertWeights, LoraFactors
 
-# place_experts is not among them: it needs transformers, and `from amoeba import *` should need torch alone.
+# Without place_experts and set_precision: they need transformers, and `from amoeba import *` should need torch alone.
 __all__ = [
     "Activation",
     "Backend",
@@ -51,6 +53,7 @@ __all__ = [
     "register_backend",
     "register_placement",
     "route",
+    "with_precision",
 ]
 
 wait_passively()
@@ -74,6 +77,8 @@ _HOME = {
     "register_backend": "amoeba.backends.registry",
     "register_placement": "amoeba.placements",
     "route": "amoeba.routing",
+    "set_precision": "amoeba.integrations.precision",
+    "with_precision": "amoeba.precision.recipes",
 }
 
 _PACKAGES = ("lora", "optim", "stream")

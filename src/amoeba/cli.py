@@ -206,6 +206,10 @@ def train(
         typer.Option("--experts", help="Where they are: resident, or over the ranks that torchrun started: ranks."),
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the faster), float32 or bfloat16.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", help="Of the experts' products: bf16 (as --dtype says), fp8 or fp8-ste."),
+    ] = None,
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,
     log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines; default 10.")] = None,
@@ -227,7 +231,8 @@ def train(
     flags = {
         "model": model, "data": data, "out": out, "steps": steps, "minutes": minutes, "batch_size": batch_size,
         "accumulation": accumulation, "sequence_length": sequence_length, "learning_rate": learning_rate,
-        "vocab_size": vocab_size, "balance": balance, "experts": experts, "dtype": dtype, "compile": compile_layers,
+        "vocab_size": vocab_size, "balance": balance, "experts": experts, "dtype": dtype, "precision": precision,
+        "compile": compile_layers,
         "optimizer_states": optimizer_states, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
         "gradient_checkpointing": gradient_checkpointing or None,

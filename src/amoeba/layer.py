@@ -28,6 +28,7 @@ from torch.nn import functional
 from amoeba.config import MoEConfig, RouterConfig
 from amoeba.errors import bad_value
 from amoeba.experts import experts
+from amoeba.precision.recipes import UNCHANGED, Precision, check_precision, with_precision
 from amoeba.routing import Routing, RoutingStatistics, route, update_selection_bias_
 from amoeba.torch_internals import transformed
 from amoeba.transforms import reverse_only
@@ -40,6 +41,8 @@ class MoE(nn.Module):
     """A mixture-of-experts layer: y = Σ_k weight_k · expert_k(x) + shared_experts(x).
 
     backend, recompute: as in `amoeba.experts`.
+    precision: in which the experts train: "fp8", "fp8-ste" (see `amoeba.precision.recipes`), or "bf16" for the dtype
+    that they have, whichever that is.
 
     The attribute `statistics` records what the router does in training (see `RoutingStatistics`); it is not part of
     the state dict, which has transformers' names:
@@ -58,6 +61,7 @@ class MoE(nn.Module):
         *,
         backend: str = "auto",
         recompute: bool = False,
+        precision: Precision = UNCHANGED,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -65,7 +69,7 @@ class MoE(nn.Module):
         self.config = config
         hidden, shared = config.hidden_size, config.shared_intermediate_size
         self.gate = Router(hidden, config.router, device, dtype)
-        self.experts = Experts(config, backend, recompute, device, dtype)
+        self.experts = Experts(config, backend, recompute, device, dtype, precision)
         self.shared_experts = SharedExperts(hidden, shared, device, dtype) if shared else None
         self.statistics = RoutingStatistics(config.router.num_experts, device)
         self.register_load_state_dict_post_hook(_bring_statistics_along)
@@ -190,11 +194,14 @@ class Experts(nn.Module):
         recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        precision: Precision = UNCHANGED,
     ) -> None:
         super().__init__()
+        check_precision(precision)
         self.activation = config.activation
         self.backend = backend
         self.recompute = recompute
+        self.precision = precision
         num_experts, hidden, intermediate = config.router.num_experts, config.hidden_size, config.intermediate_size
         width = config.activation.width(intermediate)
         first = "gate_up_proj" if config.activation.gated else "up_proj"
@@ -222,13 +229,15 @@ class Experts(nn.Module):
     def weights(self) -> ExpertWeights:
         """The parameters as the backends take them, without a copy."""
         gate_up, down, gate_up_bias, down_bias = (getattr(self, name) for name in self._names)
-        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation)
+        weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation)
+        return weights if self.precision == UNCHANGED else with_precision(weights, self.precision)
 
     def forward(self, x_TH: Tensor, routing: Routing) -> Tensor:
         return experts(x_TH, routing, self.weights(), backend=self.backend, recompute=self.recompute)
 
     def extra_repr(self) -> str:
-        return f"{self.activation}, backend={self.backend!r}, recompute={self.recompute}"
+        precision = "" if self.precision == UNCHANGED else f", precision={self.precision!r}"
+        return f"{self.activation}, backend={self.backend!r}, recompute={self.recompute}{precision}"
 
 
 class SharedExperts(nn.Module):

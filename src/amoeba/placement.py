@@ -73,6 +73,7 @@ class Placement:
     expert_bytes: of one placed expert, as backward needs it, for experts of these sizes.
     check_memory: (sizes of layers, load, bytes that will be freed) -> plans to print; MemoryError where it cannot fit.
     chosen:     for `auto`: whether it is the right one, and why or why not; "" if there is nothing to say.
+    trains:     whether placed experts share the tensors that they are made of, and get gradients.
     offered:    whether users may name it; else it is there to be proven.
     """
 
@@ -90,6 +91,7 @@ class Placement:
     expert_bytes: Callable[[LayerSizes], int] | None = None
     check_memory: Callable[[Mapping[LayerSizes, int], Load, int], tuple[Any, ...]] | None = None
     chosen: Callable[[Situation], tuple[bool, str]] = field(default=lambda situation: (False, ""))
+    trains: bool = False
     offered: bool = True
 
     def __deepcopy__(self, memo: dict) -> Placement:

@@ -219,7 +219,7 @@ OTHER: dict[str, Any] = {
     "steps": 13, "epochs": 2.0, "learning_rate": 2e-2, "warmup_steps": 3, "weight_decay": 0.3, "balance": "unlike",
     "minutes": 4.0, "aux_loss_coefficient": 0.5, "z_loss_coefficient": 0.5, "bias_rate": 0.5, "seed": 7,
     "dtype": "bfloat16", "vocab_size": 333, "r": 3, "alpha": 3.0, "targets": ("experts",), "train_router": False,
-    "compile": "off", "optimizer_states": "bfloat16",
+    "compile": "off", "optimizer_states": "bfloat16", "precision": "fp8",
     "experts": "resident", "log_every": 2, "eval_every": 5, "save_every": 5, "gradient_checkpointing": True,
     "out": None, **({"ram": None, "vram": "1GiB"} if torch.cuda.is_available() else {"ram": "1GiB", "vram": None}),
 }  # fmt: skip

@@ -123,6 +123,7 @@ REFUSALS = {
     **dict.fromkeys(
         PLACED, ("computes in bfloat16", "takes x from", "C++ core", "compiler", "cache folder", "compiled")
     ),
+    **dict.fromkeys(("fp8", "fp8-ste"), ("trains the experts themselves",)),
 }
 
 

@@ -17,10 +17,11 @@ from amoeba.errors import bad_value
 from amoeba.machine import commit, machine, versions
 from amoeba.proof.conformance import Check, Result, backend_names, cases, tolerance, verify, worst
 from amoeba.proof.over_ranks import verify_over_ranks
+from amoeba.proof.stages import STAGES
 from amoeba.weights import LORA_NAMES
 
 # Columns of the table, in the order in which a token and its gradient meet them.
-_NAMES = ("inference", "output", "x", "weight", "gate_up", "down", "gate_up_bias", "down_bias", *LORA_NAMES)
+_NAMES = ("inference", "output", "x", "weight", "gate_up", "down", "gate_up_bias", "down_bias", *LORA_NAMES, *STAGES)
 _FAILURES_SHOWN = 10
 # Of the short form. With torch's own start and the last case's kernels still to be compiled, it ends within a minute.
 SECONDS = 40
@@ -115,12 +116,14 @@ def _document(results: Sequence[Result], device: torch.device, thorough: bool) -
     for backend, dtype in dict.fromkeys((result.backend, result.dtype) for result in results):
         mine = [result for result in results if (result.backend, result.dtype) == (backend, dtype)]
         checked = [result for result in mine if result.refused is None]
+        found = errors.get((backend, dtype), {})
+        judged = ("output", "gradients", *(name for name in STAGES if name in found))
         rows.append(
             {
                 "backend": backend,
                 "dtype": dtype_name(dtype),
-                "tolerance": {name: tolerance(backend, dtype, name) for name in ("output", "gradients")},
-                "worst": errors.get((backend, dtype), {}),
+                "tolerance": {name: tolerance(backend, dtype, name) for name in judged},
+                "worst": found,
                 "cases_checked": len(checked),
                 "cases_refused": len(mine) - len(checked),
                 "ok": all(result.ok for result in checked),

@@ -9,7 +9,7 @@ from typing import Any
 from amoeba.decoding.cache import why_not_fixed
 from amoeba.errors import one_line
 from amoeba.integrations.compiled_layers import decoder_layers
-from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in
 from amoeba.replays import replays_of
 
 # Their tables of angles are computed anew, by a decision of the host, when a text gets longer
@@ -29,8 +29,10 @@ def why_not(model: Any) -> str | None:
         return "its parameters are on several devices"
     if not getattr(model, "_can_compile_fullgraph", False):
         return f"transformers does not promise that a step of {kind.__name__} has no decisions by the host"
-    placed = [found for module in experts_modules(model).values() if (found := placed_in(module)) is not None]
+    modules = experts_modules(model).values()
+    placed = [found for module in modules if (found := placed_in(module)) is not None]
     waiting = {found.placement for found in placed if not replays_of([found])}
+    waiting |= {f"in {module.__dict__[PRECISION]}" for module in modules if PRECISION in module.__dict__}
     if waiting:
         return f"its experts are {' and '.join(sorted(waiting))}, and a step waits for them on the host"
     if len(replays_of(placed)) > 1:

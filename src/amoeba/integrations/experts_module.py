@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from amoeba.config import Activation
 from amoeba.errors import bad_value
 from amoeba.placement import Placement
+from amoeba.precision.recipes import UNCHANGED, with_precision
 from amoeba.weights import AnyExperts, ExpertWeights
 
 logger = logging.getLogger("amoeba")
 
 ATTRIBUTE = "_amoeba"
 ROUTER_NAMES = ("gate", "router")  # what transformers calls the module beside the experts that chooses among them
+PRECISION = "_amoeba_precision"  # in which its experts train, see `integrations.precision`
 LORA = "lora_factors"  # the child that holds LoRA factors, an amoeba.lora.experts_lora.ExpertsLora
 
 
@@ -161,7 +163,8 @@ def weights_of(module: Any) -> AnyExperts | None:
     found = described(module)
     if found.placed is not None or found.fused is None:
         return found.placed
-    return ExpertWeights(*stored(module, found), activation=found.fused)
+    weights = ExpertWeights(*stored(module, found), activation=found.fused)
+    return with_precision(weights, module.__dict__.get(PRECISION, UNCHANGED))
 
 
 def placed_in(module: Any) -> AnyExperts | None:

@@ -25,8 +25,18 @@ from amoeba.backends.composed import experts_composed
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.integrations.coverage import coverage
-from amoeba.integrations.experts_module import ATTRIBUTE, LORA, ExpertsModule, described, find_out, forget, stored
+from amoeba.integrations.experts_module import (
+    ATTRIBUTE,
+    LORA,
+    PRECISION,
+    ExpertsModule,
+    described,
+    find_out,
+    forget,
+    stored,
+)
 from amoeba.integrations.quantised_models import experts_of_fp8_module, take_over_quantised
+from amoeba.precision.recipes import Fp8Experts
 from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, ExpertWeights, LoraFactors
 
@@ -62,13 +72,15 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     if found.fused is None:
         y = _call_own_functions(module, found, x, routing, lora, gate_up, down, gate_up_bias, down_bias)
     else:
+        recipe = module.__dict__.get(PRECISION)
         weights = make(
-            ExpertWeights,
+            ExpertWeights if recipe is None else Fp8Experts,
             gate_up_EJH=gate_up,
             down_EHI=down,
             gate_up_bias_EJ=gate_up_bias,
             down_bias_EH=down_bias,
             activation=found.fused,
+            **({} if recipe is None else {"recipe": recipe}),
         )
         y = experts(x, routing, weights, lora=lora)
     return y if y.dtype == dtype else y.to(dtype)

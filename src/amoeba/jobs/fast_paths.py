@@ -26,7 +26,7 @@ import torch
 
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
-from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in
 from amoeba.integrations.fused_loss import fused_loss
 from amoeba.integrations.randomness import draws_random_numbers
 
@@ -56,7 +56,7 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
             _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
         if not gpu and not trainer.compiled:
             stack.enter_context(_documents_apart(trainer))  # not told: without it a mask does the same
-        if gpu and not _has_placed_experts(trainer.model):  # for which the host has to wait in the midst of a pass
+        if gpu and not _waits_in_a_pass(trainer.model):
             reason = stack.enter_context(_captured(trainer))
             _tell(taken, "passes captured in a CUDA graph", reason, say)
         if taken:
@@ -168,8 +168,10 @@ def _captured(trainer: Any) -> Iterator[str | None]:
         trainer.release()
 
 
-def _has_placed_experts(model: Any) -> bool:
-    return any(placed_in(module) is not None for module in experts_modules(model).values())
+def _waits_in_a_pass(model: Any) -> bool:
+    """Whether the host has to wait for the device: for placed experts, and for fp8 in plain torch."""
+    modules = experts_modules(model).values()
+    return any(placed_in(module) is not None or PRECISION in module.__dict__ for module in modules)
 
 
 def _first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from amoeba.errors import bad_value
 from amoeba.lora.attaching import check_rank_and_alpha
+from amoeba.precision.recipes import UNCHANGED, check_precision
 
 Balance = Literal["aux", "bias", "none"]
 Compile = Literal["auto", "on", "off"]
@@ -57,6 +58,7 @@ AT_RESUME: dict[str, AtResume] = {
     "alpha": "fixed",
     "targets": "fixed",
     "train_router": "fixed",
+    "precision": "fixed",
     "experts": "fixed",  # packed ones are rounded
 }
 
@@ -126,16 +128,22 @@ class TrainSettings(RunSettings):
     model:    a preset's name, or a folder with config.json (trained from scratch) and perhaps weights (trained on).
     data:     a file, a folder or a dataset's name; None for the Python reference that comes with Python.
     experts:  "resident", or "ranks": over the processes that torchrun started, which share each batch.
+    precision: in which the experts are computed: "fp8", "fp8-ste", or "bf16" for the dtype of the run, whichever that
+              is (see `amoeba.precision.recipes`).
     """
 
     model: str = "demo"
     steps: int = 400
     vocab_size: int = 4096
     experts: str = "resident"
+    precision: str = UNCHANGED
 
     def __post_init__(self) -> None:
         if self.experts not in ("resident", "ranks"):
             raise bad_value("experts", "resident or ranks", repr(self.experts), "leave it out for resident")
+        check_precision(self.precision)
+        if self.precision != UNCHANGED and self.experts == "ranks":
+            raise bad_value("precision", "bf16 for experts over ranks", self.precision, "leave --experts ranks out")
         _check_count("steps", self.steps)
         if self.vocab_size < 300:
             raise bad_value("vocab_size", "at least 300", self.vocab_size, "256 bytes and some merges have to fit")

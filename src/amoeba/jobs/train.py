@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
+from amoeba.backends.registry import backends_of
 from amoeba.data.corpus import load_corpus
 from amoeba.data.token_rows import PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.integrations.model_limits import check_ids, check_sequence_length
 from amoeba.integrations.own_tensors import sharded_modules
+from amoeba.integrations.precision import set_precision
 from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on
@@ -30,6 +32,7 @@ from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.together import ALONE, Together
+from amoeba.precision.recipes import SUMMARIES, UNCHANGED, Fp8Experts
 from amoeba.shell import shell_words
 
 COMMAND = "amoeba train"
@@ -129,6 +132,11 @@ def _train(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "
         f"{str(dtype).removeprefix('torch.')}, experts by {covered}{_shared_out(together)}"
     )
+    if settings.precision != UNCHANGED:
+        set_precision(model, settings.precision)
+        (backend, *_) = backends_of(Fp8Experts, torch.device(device))
+        how = f"{SUMMARIES[settings.precision]}; backend {backend.name}, {backend.summary}"
+        console.say(f"experts in {settings.precision}: {how}")
     check_balance(model, settings.balance, settings.z_loss_coefficient)
     if earlier:
         check_model_config(earlier, model.config)

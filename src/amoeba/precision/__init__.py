@@ -1,6 +1,18 @@
 """Block-scaled numbers: formats, quantised matrices, and experts that are kept in them."""
 
-from amoeba.precision.formats import E2M1, E4M3, FORMATS, FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, Format
+from amoeba.precision.formats import (
+    E2M1,
+    E4M3,
+    FORMATS,
+    FP8_128,
+    FP8_128_ROWS,
+    FP8_TRAINING,
+    FP8_TRAINING_ROWS,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Format,
+)
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 
 __all__ = [
@@ -9,6 +21,8 @@ __all__ = [
     "FORMATS",
     "FP8_128",
     "FP8_128_ROWS",
+    "FP8_TRAINING",
+    "FP8_TRAINING_ROWS",
     "MXFP4",
     "MXFP8",
     "NVFP4",

@@ -126,12 +126,15 @@ class Format:
     element: of the numbers.
     block:   rows and columns of a matrix that share a scale.
     scale:   what a scale is; those of "e4m3" are times one number of the whole matrix.
+    power_of_two: whether scales in fp32 are rounded up to one: such a scale costs no precision of its own, and nothing
+             saturates.
     """
 
     name: str
     element: Element
     block: tuple[int, int]
     scale: ScaleKind
+    power_of_two: bool = False
 
     @property
     def has_matrix_scale(self) -> bool:
@@ -149,10 +152,12 @@ class Format:
 
 FP8_128 = Format("fp8-128", E4M3, (128, 128), "fp32")
 FP8_128_ROWS = Format("fp8-128-rows", E4M3, (1, 128), "fp32")  # of activations, token by token
+FP8_TRAINING = Format("fp8-128-training", E4M3, (128, 128), "fp32", power_of_two=True)  # of weights that train
+FP8_TRAINING_ROWS = Format("fp8-128-training-rows", E4M3, (1, 128), "fp32", power_of_two=True)
 MXFP8 = Format("mxfp8", E4M3, (1, 32), "e8m0")
 MXFP4 = Format("mxfp4", E2M1, (1, 32), "e8m0")
 NVFP4 = Format("nvfp4", E2M1, (1, 16), "e4m3")
-FORMATS = {each.name: each for each in (FP8_128, FP8_128_ROWS, MXFP8, MXFP4, NVFP4)}
+FORMATS = {each.name: each for each in (FP8_128, FP8_128_ROWS, FP8_TRAINING, FP8_TRAINING_ROWS, MXFP8, MXFP4, NVFP4)}
 
 
 def format_named(name: str) -> Format:

@@ -1,4 +1,4 @@
-"""Experts in block-scaled formats, as placements: quantised where they lie, and frozen."""
+"""Experts in block-scaled formats, as placements: quantised where they lie, and frozen; and the recipes that train."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from amoeba.placement import LayerSizes, Placement, Tolerance
 from amoeba.precision.experts import dequantise_experts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
+from amoeba.precision.recipes import with_precision
 from amoeba.weights import ExpertWeights
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,15 +46,31 @@ def _placement(name: str, format: Format) -> Placement:
     )
 
 
-PRECISION_PLACEMENTS = (
+def _recipe(precision: str) -> Placement:
+    """A precision is no place: nobody names it as one, and its experts are resident. Here it is to be proven."""
+    make = functools.partial(with_precision, precision=precision)
+    return Placement(
+        precision,
+        f"trained in {precision}",
+        make=make,
+        # In fp32, too, a number next to the middle between two codes may fall to the other one.
+        tolerances={torch.float32: Tolerance(3e-3, 3e-3), torch.bfloat16: Tolerance(1e-2, 1e-2)},
+        represent=make,
+        trains=True,
+        offered=False,
+    )
+
+
+_FORMATS = (
     _placement("fp8-weights", FP8_128),
     _placement("mxfp8-weights", MXFP8),
     _placement("mxfp4-weights", MXFP4),
     _placement("nvfp4-weights", NVFP4),
 )
+PRECISION_PLACEMENTS = (*_FORMATS, _recipe("fp8"), _recipe("fp8-ste"))
 
 
 def placement_of(format: Format) -> Placement:
     """Under which experts in this format stand, where a file had them in it: blocks of fp8 may have any size there."""
-    places = dict(zip(("fp8-128", "mxfp8", "mxfp4", "nvfp4"), PRECISION_PLACEMENTS, strict=True))
-    return places.get(format.name, PRECISION_PLACEMENTS[0])
+    places = dict(zip(("fp8-128", "mxfp8", "mxfp4", "nvfp4"), _FORMATS, strict=True))
+    return places.get(format.name, _FORMATS[0])

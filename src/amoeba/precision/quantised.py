@@ -125,10 +125,18 @@ def quantise(matrix: Tensor, format: Format, *, parts: int = 1) -> QuantisedMatr
     matrix_scale = None
     if format.has_matrix_scale:
         matrix_scale = torch.empty(leading, dtype=torch.float32, device=matrix.device)
+    quantised = QuantisedMatrix(data, scales, format, columns, parts, matrix_scale)
+    quantise_again(matrix, quantised)
+    return quantised
+
+
+def quantise_again(matrix: Tensor, into: QuantisedMatrix) -> None:
+    """Other numbers where those of a matrix of the same shape were."""
+    *leading, rows, columns = matrix.shape
     for place in itertools.product(*map(range, leading)) if rows and columns else ():
-        its_scale = None if matrix_scale is None else matrix_scale[place]
-        _quantise_one(matrix.detach()[place].to(torch.float32), format, parts, data[place], scales[place], its_scale)
-    return QuantisedMatrix(data, scales, format, columns, parts, matrix_scale)
+        its_scale = None if into.matrix_scale is None else into.matrix_scale[place]
+        wide = matrix.detach()[place].to(torch.float32)
+        _quantise_one(wide, into.format, into.parts, into.data[place], into.scales[place], its_scale)
 
 
 def _quantise_one(
@@ -160,6 +168,10 @@ def _scales(largest: Tensor, format: Format, matrix_scale: Tensor | None) -> tup
     element = format.element
     if format.scale == "fp32":
         found = (largest / element.largest).clamp(min=_SMALLEST_NORMAL).masked_fill(largest == 0, 1)
+        if format.power_of_two:
+            mantissa, exponent = found.frexp()  # a half is a power of two already
+            exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+            found = E8M0.decode((exponent + E8M0.bias).to(torch.uint8))
         return found, found
     if format.scale == "e8m0":
         exponent = largest.frexp().exponent - 1 - element.exponent  # floor(log2(largest)), exact

@@ -15,13 +15,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from amoeba.config import Activation, ActivationKind
+from amoeba.precision.recipes import Fp8Experts
 from amoeba.proof.reference import experts as reference
+from amoeba.proof.reference import recipes
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 
 Pattern = Literal["random", "empty_experts", "all_on_one", "sentinels", "sentinels_alone", "zero_weights"]
@@ -246,18 +248,31 @@ def example(case: Case, dtype: torch.dtype, represent: Represent | None = None) 
     weights, lora = weights_of(inputs, case.activation), lora_of(inputs)
     if represent is not None:
         weights = represent(weights.to(torch.float32)).to(torch.float64)
+    forward, backward = _reference(weights, lora, dtype)
     # The gradient of a routing weight is <dy, y of the expert>. A single one of them, with dy drawn at random, may be
     # next to 0 by accident, and its relative error without bound; so dy leans towards the outputs.
-    y_TH = reference.experts_forward(inputs["x"], expert_TK, torch.ones_like(inputs["weight"]), weights, lora)
+    y_TH = forward(inputs["x"], expert_TK, torch.ones_like(inputs["weight"]))
     lean_TH = torch.nn.functional.normalize(y_TH, dim=1) * case.hidden**0.5
     dy_TH = (
         (torch.randn(y_TH.shape, generator=generator, dtype=torch.float64, device=generator.device) + lean_TH)
         .to(dtype)
         .double()
     )
-    problem = (inputs["x"], expert_TK, inputs["weight"], weights, lora)
-    truth = {"output": reference.experts_forward(*problem)} | reference.experts_backward(dy_TH, *problem)
+    problem = (inputs["x"], expert_TK, inputs["weight"])
+    truth = {"output": forward(*problem)} | backward(dy_TH, *problem)
     return Example(expert_TK, dy_TH, inputs, truth)
+
+
+def _reference(
+    weights: ExpertWeights, lora: LoraFactors | None, dtype: torch.dtype
+) -> tuple[Callable[..., Tensor], Callable[..., dict[str, Tensor]]]:
+    """Forward and backward for these weights."""
+    found: Any = (reference.experts_forward, reference.experts_backward)
+    more: dict[str, Any] = {"weights": weights, "lora": lora}
+    if isinstance(weights, Fp8Experts):
+        found, more = (recipes.experts_forward, recipes.experts_backward), {"weights": weights, "dtype": dtype}
+    forward, backward = (functools.partial(function, **more) for function in found)
+    return forward, backward
 
 
 def weights_of(tensors: dict[str, Tensor], activation: Activation) -> ExpertWeights:

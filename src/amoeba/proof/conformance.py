@@ -27,11 +27,13 @@ from torch import Tensor
 
 from amoeba.backends.backend import Request
 from amoeba.backends.composed import experts_composed
-from amoeba.backends.registry import backends_of
+from amoeba.backends.registry import backends_of, explain
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.placement import Placement
 from amoeba.placements import all_placements
+from amoeba.precision.recipes import Fp8Experts
+from amoeba.problem import Problem
 from amoeba.proof.cases import (
     FREEZABLE,
     Case,
@@ -44,6 +46,7 @@ from amoeba.proof.cases import (
     weights_of,
 )
 from amoeba.proof.reference import experts as reference
+from amoeba.proof.stages import STAGE_TOLERANCE, STAGES, stage_errors
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
@@ -86,11 +89,17 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
     """The reason for which the backend does not serve this case; None if it does."""
     if backend_name == COMPOSED:
         return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
-    if (placement := _placement(backend_name)) is not None:
-        return why_not_placed(placement, device, dtype)
+    placement = _placement(backend_name)
+    reason = None if placement is None else why_not_placed(placement, device, dtype)
+    if reason is not None or (placement is not None and not placement.trains):
+        return reason
     made = example(case, dtype)
     tensors, routing, _ = _placed(made, case, device, dtype)
-    request = Request(tensors["x"], routing, weights_of(tensors, case.activation), lora_of(tensors), case.recompute)
+    weights, lora = weights_of(tensors, case.activation), lora_of(tensors)
+    if placement is not None:  # making those that train costs nothing: they share the tensors
+        explanation = explain(Request(tensors["x"], routing, placement.make(weights), lora, case.recompute))
+        return explanation.reasons if explanation.backend is None else None
+    request = Request(tensors["x"], routing, weights, lora, case.recompute)
     for backend in backends_of(ExpertWeights, device):
         if backend.name == backend_name:
             return backend.why_not(request)
@@ -128,18 +137,34 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
         found["output"] = _run(tensors, routing, case, backend_name)
         gradients = torch.autograd.grad(found["output"], list(wanted.values()), dy_TH)
     found |= dict(zip(wanted, gradients, strict=True))
+    stages = _stages(tensors, routing, case, placement, dy_TH)
     truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    return {name: relative_error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found}
+    return {name: relative_error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found} | stages
+
+
+def _stages(
+    tensors: dict[str, Tensor], routing: Routing, case: Case, placement: Placement | None, dy_TH: Tensor
+) -> dict[str, float]:
+    """Of experts that train in fp8 the error of each product by itself, too."""
+    if placement is None or not placement.trains:
+        return {}
+    weights = placement.make(weights_of(tensors, case.activation))
+    if not isinstance(weights, Fp8Experts):
+        return {}
+    with poisoned_memory(), torch.no_grad():
+        backend: Any = explain(Request(tensors["x"], routing, weights)).backend
+        problem = Problem(tensors["x"], routing.expert_TK, routing.weight_TK, weights)
+        return stage_errors(problem, backend.rows(weights), dy_TH)
 
 
 def _placed(
     made: Example, case: Case, device: torch.device, dtype: torch.dtype, placement: Placement | None = None
 ) -> tuple[dict[str, Tensor], Routing, Tensor]:
-    """The inputs, the routing, and dy, as a user would hand them in; the weights of a placement are frozen."""
+    """The inputs, the routing, and dy, as a user would hand them in; the weights of most placements are frozen."""
     tensors = {}
     at_home = device if placement is None or placement.home is None else placement.home
-    frozen = case.frozen or placement is not None
+    frozen = case.frozen or (placement is not None and not placement.trains)
     for name, tensor in made.inputs.items():
         home = device if name in ("x", "weight") else at_home
         placed = tensor.to(home, weight_dtype(case, dtype) if name == "weight" else dtype)
@@ -168,6 +193,8 @@ def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name:
 
 def tolerance(backend_name: str, dtype: torch.dtype, name: str) -> float:
     """How far that output or gradient may be from the truth, in every case."""
+    if name in STAGES:
+        return min(STAGE_TOLERANCE, TOLERANCE[dtype])
     placement = _placement(backend_name)
     if placement is None or dtype not in placement.tolerances:
         return TOLERANCE[dtype]

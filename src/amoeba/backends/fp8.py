@@ -1,0 +1,134 @@
+"""`eager` for experts that train in fp8: the recipes of `amoeba.precision.recipes` in plain torch.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+Any device: these are the numbers that kernels have to agree with. What e4m3 codes and their scales stand for is
+multiplied in fp32, in which each single product is exact. On a GPU it reads row counts and sums of the weights' bits on
+the host in every pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amoeba.backends import eager, sorted_rows
+from amoeba.backends.allocate import empty_rows
+from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.experts_operator import SavedRows
+from amoeba.backends.low_rank import Rows
+from amoeba.backends.sorted_rows import ActivationGradients
+from amoeba.backends.torch_rows import TorchRows
+from amoeba.precision.formats import FP8_TRAINING_ROWS
+from amoeba.precision.quantised import QuantisedMatrix, quantise
+from amoeba.precision.recipes import Fp8Experts
+from amoeba.precision.weight_cache import quantised_weight
+from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+
+
+class StraightThroughRows(TorchRows):
+    """fp8-ste: forward in fp8, and back with rows and weights as they are."""
+
+    def hidden(self) -> Tensor:
+        weights = self.problem.weights
+        h_NJ = self.new_rows(weights.gate_up_EJH.shape[1])
+        x_NH = _rounded(self.problem.x_TH).index_select(0, self.token_N)
+        self._multiply(x_NH, quantised_weight(weights.gate_up_EJH).matrix, h_NJ, bias_EO=weights.gate_up_bias_EJ)
+        return h_NJ
+
+    def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
+        h_NJ, weights = self.hidden(), self.problem.weights
+        a_NI = empty_rows(self.rows, weights.intermediate, h_NJ, torch.float32)
+        self.activate(h_NJ, torch.ones_like(self.scale_N), weights.activation, a_NI)
+        return h_NJ if want_h else None, a_NI
+
+    def down(self, a_NI: Tensor) -> Tensor:
+        weights = self.problem.weights
+        y_NH = empty_rows(self.rows + 1, weights.hidden, self.problem.x_TH)
+        matrix = quantised_weight(weights.down_EHI).matrix
+        self._multiply(_rounded(a_NI), matrix, y_NH, bias_EO=weights.down_bias_EH, scale_N=self.scale_N)
+        return y_NH
+
+    def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
+        assert isinstance(dy, Tensor)
+        weights = self.problem.weights
+        # in fp32: rounded twice, every fiftieth number of dh would come to another code
+        da_NI = empty_rows(self.rows, weights.intermediate, h_NJ, torch.float32)
+        self.through_down(dy, da_NI)
+        dh_NJ = self.new_rows(h_NJ.shape[1])
+        scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
+        ds_N = self.activate_backward(da_NI, h_NJ, self.scale_N, weights.activation, dh_NJ, scaled_a_NI)
+        return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
+
+    def through_down(self, dy_NH: Tensor, da_NI: Tensor) -> None:
+        """Writes dA'."""
+        for e, dy, da in self.groups.each(dy_NH, da_NI):
+            torch.mm(dy.float(), self.problem.weights.down_EHI[e].float(), out=da)
+
+    def _multiply(
+        self,
+        rows_NI: Tensor,
+        matrix_EOI: QuantisedMatrix,
+        out_NO: Tensor,
+        *,
+        bias_EO: Tensor | None = None,
+        scale_N: Tensor | None = None,
+    ) -> None:
+        """out[n] = (rows[n] · matrix of n's expert, transposed, + bias) · scale, rounded once."""
+        scales = self.scale_N if scale_N is None else scale_N
+        for e, rows, out, scale in self.groups.each(rows_NI, out_NO, scales):
+            product = rows @ matrix_EOI[e].dequantise().t()
+            if bias_EO is not None:
+                product += bias_EO[e]
+            out.copy_(product if scale_N is None else product.mul_(scale[:, None]))
+
+
+class Fp8Rows(StraightThroughRows):
+    """fp8: the gradients of rows in fp8 as well."""
+
+    def through_down(self, dy_NH: Tensor, da_NI: Tensor) -> None:
+        self._multiply(_rounded(dy_NH), quantised_weight(self.problem.weights.down_EHI).turned(), da_NI)
+
+    def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
+        weights = self.problem.weights
+        dx_NH = empty_rows(self.rows + 1, weights.hidden, self.problem.x_TH)
+        self._multiply(_rounded(dh_NJ), quantised_weight(weights.gate_up_EJH).turned(), dx_NH)
+        return dx_NH
+
+
+def _rounded(rows: Tensor) -> Tensor:
+    """The numbers that the codes of these rows stand for, in fp32."""
+    return quantise(rows, FP8_TRAINING_ROWS).dequantise()
+
+
+_ROWS: dict[str, type[StraightThroughRows]] = {"fp8": Fp8Rows, "fp8-ste": StraightThroughRows}
+
+
+class Fp8Backend(PassesBackend):
+    name, summary, kinds = "eager", "fp8 in plain torch, without the speed of it", (Fp8Experts,)
+    operator_name = "fp8_eager"
+    traced = SavedRows()
+    waits_on_gpu = True
+
+    def preference(self, device: torch.device) -> int:
+        return eager.BACKEND.preference(device)
+
+    def why_not(self, request: Request) -> str | None:
+        if request.weights.dtype not in (torch.float32, torch.bfloat16):
+            return f"serves fp32 and bf16, these weights are {request.weights.dtype}"
+        if request.lora is not None:
+            return "trains the experts themselves; beside LoRA factors keep them frozen, as fp8-weights"
+        return None
+
+    def rows(self, weights: Fp8Experts) -> type[sorted_rows.SortedRows]:
+        """By which `amoeba.proof.stages` proves one product after the other."""
+        return _ROWS[weights.recipe]
+
+    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        return sorted_rows.forward(problem, save, self.rows(problem.weights))
+
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        return sorted_rows.backward(problem, saved, dy_TH, needs, self.rows(problem.weights))
+
+
+BACKEND = Fp8Backend()

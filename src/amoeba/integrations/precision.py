@@ -1,0 +1,40 @@
+"""In which precision the experts of a Hugging Face model train.
+
+    amoeba.set_precision(model, "fp8")
+
+The modules keep their parameters: optimizers, checkpoints and `save_pretrained` see nothing of it, and a saved model is
+the one that plain transformers loads. See `amoeba.precision.recipes`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from amoeba.errors import bad_value
+from amoeba.integrations.experts_module import PRECISION, check_own_parameters, experts_modules, resident
+from amoeba.precision.recipes import UNCHANGED, check_precision
+
+logger = logging.getLogger("amoeba")
+
+
+def set_precision(model: nn.Module, precision: str) -> None:
+    """precision: "fp8", "fp8-ste", or "bf16" for the dtype that the parameters have, as without this call."""
+    check_precision(precision)
+    modules = experts_modules(model)
+    if not modules:
+        expected = "a model with experts that transformers hands over"
+        raise bad_value("model", expected, type(model).__name__, "leave the precision out")
+    for name, module in modules.items():
+        check_own_parameters(module, name, "load the model again without a placement")
+        resident(module)  # says if its own activation has to be called
+    from amoeba.integrations.transformers import register
+
+    register()
+    model.set_experts_implementation("amoeba")  # type: ignore[operator]
+    for module in modules.values():
+        module.__dict__.pop(PRECISION, None)
+        if precision != UNCHANGED:
+            module.__dict__[PRECISION] = precision
+    logger.info("experts: %d layers in %s", len(modules), precision)

@@ -1,0 +1,77 @@
+"""Experts that train in fp8: a kind of weights whose tensors are the ordinary ones, computed with by a recipe.
+
+E experts · H hidden · I intermediate · J = 2I (gated) or I
+
+    weights = with_precision(ExpertWeights(gate_up_EJH, down_EHI), "fp8")
+    y_TH = experts(x_TH, routing, weights)
+
+Q is rounding to e4m3, with a power of two as scale for each 1 x 128 of a row and each 128 x 128 of a weight. In both
+recipes the forward pass is
+
+    h = Q(x) Q(W1)ᵀ + b1, rounded to the dtype of x and kept;  a = act(h);  y = Q(a) Q(W2)ᵀ + b2;  out = Σ s · y
+
+and backward, given dO,
+
+    fp8         dA' = Q(dO) Q(W2)      dh = act'(h) ∘ (s · dA'), rounded to the dtype of x     dx = Q(dh) Q(W1)
+    fp8-ste     dA' = dO W2            dh as above                                             dx = dh W1
+
+with ds = <dA', a> + <dO, b2>, and the gradients of weights and biases as without a recipe, from x, dO, h and dh as
+they are: dW2 = Σ (s · dO)ᵀ a, dW1 = Σ dhᵀ x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from amoeba.errors import bad_value
+from amoeba.weights import ExpertWeights
+
+Precision = Literal["bf16", "fp8", "fp8-ste"]
+UNCHANGED: Precision = "bf16"
+SUMMARIES = {
+    "fp8": "products of forward and the gradients of rows in e4m3, the gradients of weights in the run's dtype",
+    "fp8-ste": "products of forward in e4m3, backward in the run's dtype",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Experts(ExpertWeights):
+    """Resident experts with a recipe, see above; made by `with_precision`."""
+
+    recipe: str = "fp8"
+
+    @property
+    def placement(self) -> str:  # type: ignore[override]
+        return self.recipe
+
+    def constants(self) -> tuple[Any, ...]:
+        return (*super().constants(), self.recipe)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Fp8Experts:
+        *activation, recipe = constants
+        found = object.__new__(cls)
+        found.__dict__.update(vars(ExpertWeights.of(tensors, tuple(activation))), recipe=recipe)
+        return found
+
+    def to(self, dtype: torch.dtype) -> Fp8Experts:
+        return Fp8Experts(*super().to(dtype).tensors(), self.activation, self.recipe)
+
+
+def check_precision(precision: str) -> None:
+    if precision not in get_args(Precision):
+        names = ", ".join(get_args(Precision))
+        raise bad_value("precision", f"one of {names}", repr(precision), "bf16 computes in the dtype of the weights")
+
+
+def with_precision(weights: ExpertWeights, precision: str) -> ExpertWeights:
+    """The same tensors, computed with in this precision; "bf16": in the dtype that they have, whichever that is."""
+    check_precision(precision)
+    if precision == UNCHANGED:
+        return ExpertWeights(*weights.tensors(), weights.activation)
+    return Fp8Experts(*weights.tensors(), weights.activation, precision)

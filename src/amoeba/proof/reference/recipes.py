@@ -1,0 +1,91 @@
+"""The truth for experts that train in fp8: the recipes of `amoeba.precision.recipes` in fp64, expert after expert.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
+
+    y_TH = experts_forward(x_TH, expert_TK, weight_TK, weights, dtype)
+    grads = experts_backward(dy_TH, x_TH, expert_TK, weight_TK, weights, dtype)
+
+Operands are quantised where the recipe says so, as the formats are defined; between these places all is fp64, but for h
+and dh, which are rounded to dtype, that of x. Only so can others agree with it: a number next to the middle between two
+codes falls to one of them or to the other, a sixteenth away, and with one rounding more in bf16 one in fifty does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from amoeba.precision.formats import FP8_TRAINING, FP8_TRAINING_ROWS
+from amoeba.precision.quantised import quantise
+from amoeba.precision.recipes import Fp8Experts
+from amoeba.proof.reference.experts import activate, activate_backward
+
+
+def quantised_rows(rows: Tensor) -> Tensor:
+    return quantise(rows, FP8_TRAINING_ROWS).dequantise(torch.float64)
+
+
+def quantised_weight(weight_EOI: Tensor) -> Tensor:
+    return quantise(weight_EOI, FP8_TRAINING).dequantise(torch.float64)
+
+
+def experts_forward(
+    x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, weights: Fp8Experts, dtype: torch.dtype
+) -> Tensor:
+    y_TH = torch.zeros_like(x_TH)
+    quantised_x, quantised_down = quantised_rows(x_TH), quantised_weight(weights.down_EHI)
+    gate_up = quantised_weight(weights.gate_up_EJH)
+    for e in range(weights.num_experts):
+        token, slot = torch.where(expert_TK == e)
+        h = _hidden(quantised_x[token], e, gate_up, weights, dtype)
+        y = quantised_rows(activate(h, weights.activation)) @ quantised_down[e].T
+        if weights.down_bias_EH is not None:
+            y = y + weights.down_bias_EH[e]
+        y_TH.index_add_(0, token, y * weight_TK[token, slot, None])
+    return y_TH
+
+
+def experts_backward(
+    dy_TH: Tensor, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, weights: Fp8Experts, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Gradients by name: x, weight, gate_up, down and the biases that there are."""
+    names = ("gate_up", "down", "gate_up_bias", "down_bias")
+    grads = {"x": torch.zeros_like(x_TH), "weight": torch.zeros_like(weight_TK)}
+    grads |= {n: torch.zeros_like(t) for n, t in zip(names, weights.tensors(), strict=True) if t is not None}
+    quantised_x, gate_up = quantised_rows(x_TH), quantised_weight(weights.gate_up_EJH)
+    back, back_gate_up, back_down = operands_of_backward(weights)
+    for e in range(weights.num_experts):
+        token, slot = torch.where(expert_TK == e)
+        x, dout, s = x_TH[token], dy_TH[token], weight_TK[token, slot, None]
+        h = _hidden(quantised_x[token], e, gate_up, weights, dtype)
+        a = activate(h, weights.activation)
+        da = back(dout) @ back_down[e]
+        ds = (da * a).sum(-1)
+        grads["down"][e] = (s * dout).T @ a
+        if weights.down_bias_EH is not None:
+            grads["down_bias"][e] = (s * dout).sum(0)
+            ds = ds + dout @ weights.down_bias_EH[e]
+        grads["weight"][token, slot] = ds
+        dh = activate_backward(s * da, h, weights.activation).to(dtype).double()
+        grads["gate_up"][e] = dh.T @ x
+        if weights.gate_up_bias_EJ is not None:
+            grads["gate_up_bias"][e] = dh.sum(0)
+        grads["x"].index_add_(0, token, back(dh) @ back_gate_up[e])
+    return grads
+
+
+def operands_of_backward(weights: Fp8Experts) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
+    """What becomes of the rows that go back through a weight, and gate_up and down as they meet them."""
+    if weights.recipe == "fp8-ste":
+        return lambda rows: rows, weights.gate_up_EJH, weights.down_EHI
+    return quantised_rows, quantised_weight(weights.gate_up_EJH), quantised_weight(weights.down_EHI)
+
+
+def _hidden(x: Tensor, e: int, gate_up: Tensor, weights: Fp8Experts, dtype: torch.dtype) -> Tensor:
+    """x and gate_up: quantised."""
+    h = x @ gate_up[e].T
+    if weights.gate_up_bias_EJ is not None:
+        h = h + weights.gate_up_bias_EJ[e]
+    return h.to(dtype).double()

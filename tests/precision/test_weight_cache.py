@@ -1,0 +1,162 @@
+"""Codes of weights that train are those of the numbers that the weights have, however these were written."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from amoeba import MoE, MoEConfig, RouterConfig
+from amoeba.precision import weight_cache
+from amoeba.precision.formats import FP8_TRAINING
+from amoeba.precision.quantised import quantise
+from amoeba.precision.weight_cache import quantised_weight
+
+
+def small_layer(seed: int = 0) -> MoE:
+    torch.manual_seed(seed)
+    return MoE(MoEConfig(32, 24, RouterConfig(4, 2)), precision="fp8", dtype=torch.bfloat16)
+
+
+def batch() -> Tensor:
+    return torch.randn(17, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def step_with(**options) -> Callable[[MoE], None]:
+    def step(layer: MoE) -> None:
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, **options)
+        optimizer.step()
+
+    return step
+
+
+def exchange(*dimensions: int) -> Callable[[MoE], None]:
+    """The same numbers in other places."""
+
+    def write(layer: MoE) -> None:
+        down = layer.experts.down_proj.data
+        down.copy_(down.flip(*dimensions))
+
+    return write
+
+
+def through_numpy(layer: MoE) -> None:
+    layer.experts.down_proj.detach().view(torch.int16).numpy()[...] ^= 1
+
+
+WRITES: dict[str, Callable[[MoE], object]] = {
+    "fused AdamW": step_with(fused=True),
+    "foreach AdamW": step_with(foreach=True),
+    "AdamW one by one": step_with(foreach=False),
+    ".data.copy_": lambda layer: layer.experts.gate_up_proj.data.copy_(small_layer(5).experts.gate_up_proj.data),
+    ".data of another": lambda layer: setattr(layer.experts.down_proj, "data", small_layer(5).experts.down_proj.data),
+    "experts exchanged": exchange(0),
+    "rows exchanged": exchange(1),
+    "columns exchanged": exchange(2),
+    "through numpy": through_numpy,
+    "load_state_dict": lambda layer: layer.load_state_dict(small_layer(5).state_dict()),
+    "load_state_dict(assign=True)": lambda layer: layer.load_state_dict(small_layer(5).state_dict(), assign=True),
+    "cast and back": lambda layer: layer.to(torch.float32).to(torch.bfloat16),
+}
+
+
+def numbers(layer: MoE) -> list[Tensor]:
+    layer.zero_grad(set_to_none=True)
+    y = layer(batch())
+    y.float().square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_after_a_write_the_numbers_are_fresh(way: str) -> None:
+    layer = small_layer()
+    before = numbers(layer)  # fills the cache, both orientations
+    for _ in range(2):
+        WRITES[way](layer)
+        found, expected = numbers(layer), numbers(copy.deepcopy(layer))  # a copy has no codes yet
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    if "exchanged" not in way and way not in ("through numpy", "cast and back"):  # twice is as it was
+        assert not torch.equal(found[0], before[0])
+
+
+def test_checkpointed_passes_and_those_after_a_step_are_fresh() -> None:
+    """The pass is computed again in backward, with the codes of the same weights."""
+    layer, plain = small_layer(), small_layer()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=True) for each in (layer, plain)]
+    for _ in range(3):
+        for each, call in ((layer, lambda x: checkpoint(layer, x, use_reentrant=False)), (plain, plain)):
+            each.zero_grad()
+            call(batch()).float().square().sum().backward()
+        for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_a_backward_after_the_weights_were_written_is_an_error() -> None:
+    layer = small_layer()
+    loss = layer(batch()).float().sum()
+    with torch.no_grad():
+        layer.experts.down_proj.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_codes_are_made_once_and_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    again = weight_cache.quantise_again
+    monkeypatch.setattr(weight_cache, "quantise_again", lambda *given: (made.append(given), again(*given)))
+    weight = nn.Parameter(torch.randn(3, 200, 40))
+    stored = nn.Parameter(torch.randn(3, 40, 200))  # of a module that keeps (E, in, out): a new view for each call
+    for make in (lambda: weight, lambda: stored.transpose(1, 2)):
+        first = quantised_weight(make())
+        turned = first.turned()
+        places = [each.data_ptr() for each in (first.matrix.data, first.matrix.scales, turned.data, turned.scales)]
+        assert quantised_weight(make()) is first and not made
+        with torch.no_grad():
+            make().mul_(3)
+        assert quantised_weight(make()) is first and len(made) == 1
+        made.clear()
+        expected = quantise(make(), FP8_TRAINING)
+        for found, right in ((first.matrix, expected.dequantise()), (first.turned(), expected.dequantise().mT)):
+            assert torch.equal(found.dequantise(), right)
+        now = (first.matrix.data, first.matrix.scales, first.turned().data, first.turned().scales)
+        assert places == [each.data_ptr() for each in now]
+
+
+def test_codes_go_with_their_weight() -> None:
+    gc.collect()
+    before = len(weight_cache._kept)
+    weight = nn.Parameter(torch.randn(2, 8, 8))
+    quantised_weight(weight)
+    assert len(weight_cache._kept) == before + 1
+    del weight
+    gc.collect()
+    assert len(weight_cache._kept) == before
+
+
+def test_a_layer_that_was_evaluated_under_inference_mode_trains_on() -> None:
+    layer = small_layer()
+    with torch.inference_mode():
+        first = layer(batch())
+    assert torch.equal(first, numbers(layer)[0])
+    step_with(fused=True)(layer)
+    found, expected = numbers(layer), numbers(copy.deepcopy(layer))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    step_with(fused=True)(layer)
+    with torch.inference_mode():
+        assert torch.equal(layer(batch()), copy.deepcopy(layer)(batch()))
+
+
+def test_weights_made_under_inference_mode_have_codes_too() -> None:
+    with torch.inference_mode():
+        weight = torch.randn(2, 8, 8)
+        first = quantised_weight(weight).matrix.dequantise()
+        weight.mul_(5)
+        assert torch.equal(quantised_weight(weight).matrix.dequantise(), quantise(weight, FP8_TRAINING).dequantise())
+        assert not torch.equal(first, quantised_weight(weight).matrix.dequantise())
