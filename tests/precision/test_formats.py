@@ -263,3 +263,12 @@ def test_errors_say_what_was_expected() -> None:
         QuantisedMatrix(torch.zeros(3, 10, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8), MXFP4, 20)
     with pytest.raises(ValueError, match="matrix_scale of nvfp4: expected one of shape"):
         QuantisedMatrix(torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8), NVFP4, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
+def test_a_gpu_finds_the_codes_and_scales_that_a_cpu_finds(format: Format) -> None:
+    matrix = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
+    here, there = quantise(matrix, format), quantise(matrix.cuda(), format)
+    assert torch.equal(here.data, there.data.cpu())
+    assert torch.equal(here.scales, there.scales.cpu())

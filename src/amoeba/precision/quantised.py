@@ -167,7 +167,7 @@ def _scales(largest: Tensor, format: Format, matrix_scale: Tensor | None) -> tup
     """As they are stored, and as numbers to divide by, of which none is 0."""
     element = format.element
     if format.scale == "fp32":
-        found = (largest / element.largest).clamp(min=_SMALLEST_NORMAL).masked_fill(largest == 0, 1)
+        found = _divided(largest, element.largest).clamp(min=_SMALLEST_NORMAL).masked_fill(largest == 0, 1)
         if format.power_of_two:
             mantissa, exponent = found.frexp()  # a half is a power of two already
             exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
@@ -180,8 +180,14 @@ def _scales(largest: Tensor, format: Format, matrix_scale: Tensor | None) -> tup
         return codes, E8M0.decode(codes)
     assert matrix_scale is not None
     of_all = largest.amax()
-    matrix_scale.copy_((of_all / (element.largest * E4M3.largest)).clamp(min=_SMALLEST_NORMAL))
+    matrix_scale.copy_(_divided(of_all, element.largest * E4M3.largest).clamp(min=_SMALLEST_NORMAL))
     matrix_scale.masked_fill_(of_all == 0, 1)
-    codes = E4M3.encode(largest / element.largest / matrix_scale)
+    codes = E4M3.encode(_divided(largest, element.largest) / matrix_scale)
     values = E4M3.decode(codes) * matrix_scale
     return codes, values.masked_fill(values == 0, torch.inf)  # such a block is zeros, whatever its codes
+
+
+def _divided(numbers: Tensor, divisor: float) -> Tensor:
+    """Rounded as a division is on every device: by a number of Python's, a GPU multiplies with its reciprocal instead,
+    and some codes would differ from a CPU's."""
+    return numbers / torch.full((), divisor, dtype=numbers.dtype, device=numbers.device)
