@@ -37,6 +37,7 @@ def tasks(monkeypatch):
     monkeypatch.setattr(registry, "_backends", list(registry._backends))
     from amoeba.backends.tasks import BACKEND
 
+    monkeypatch.setattr("amoeba.backends.tasks.ON_A_GPU", True)
     registry.register_backend(BACKEND)
     yield BACKEND
     monkeypatch.undo()

@@ -170,6 +170,12 @@ def _wait(counter, at_least):
 
 
 @triton.jit
+def _least(counters, owned, complete):
+    seen = tl.atomic_add(counters, 0, mask=owned, sem="acquire")
+    return tl.min(tl.where(owned, seen, complete), 0)
+
+
+@triton.jit
 def _signal(counter):
     tl.debug_barrier()  # what all threads of the program have written comes before
     tl.atomic_add(counter, 1, sem="release")
@@ -273,9 +279,10 @@ def _backward(
             place = tl.load(place_E + expert, mask=owned, other=0)
             tile = tl.load(first_tile + place, mask=owned, other=0) + (row - start) // BLOCK_M
             complete: tl.constexpr = TN + 1 + TNX
-            seen = tl.atomic_add(row_counters + tile, 0, mask=owned, sem="acquire")
-            while tl.min(tl.where(owned, seen, complete), 0) < complete:
-                seen = tl.atomic_add(row_counters + tile, 0, mask=owned, sem="acquire")
+            # a number and no tensor from turn to turn: with that the compiler of Triton 3.6 fails
+            least = _least(row_counters + tile, owned, complete)
+            while least < complete:
+                least = _least(row_counters + tile, owned, complete)
             tl.debug_barrier()
             slot_gradient_tile(slot, inside, ds_N, slot_row_N, None, d_weight, rows, False)
             COLUMN_BLOCKS: tl.constexpr = (H + COMBINE_BLOCK - 1) // COMBINE_BLOCK
