@@ -96,6 +96,7 @@ def test_a_process_that_never_answers_is_the_failure_of_the_first_it_was_asked_f
     assert "No module named" in report.measurements[0].reason
 
 
+@pytest.mark.thorough
 def test_the_worker_measures_and_ends_with_whoever_started_it():
     problem = Problem(SIZES["tiny"], "training", torch.device("cpu"))
     ours = [each for each in candidates_for(problem) if each.name == "amoeba, fp32 + autocast"]

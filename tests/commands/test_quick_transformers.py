@@ -30,6 +30,7 @@ def run_python(script: str, *paths: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_packages_that_no_text_needs_are_not_imported_and_everything_else_is_as_before(tmp_path: Path) -> None:
     """With packages of their names that cannot be imported: transformers would fail at the first one."""
     for name in (*NOT_FOR_TEXT, "peft"):

@@ -239,6 +239,7 @@ class TestRunner:
         assert (counts.cases, counts.rows["here"]) == (6, 5)
         assert "--case 2" in said[1]
 
+    @pytest.mark.thorough
     def test_the_command_that_runs_a_case_again(self):
         command = [sys.executable, "-m", "tests.fuzz", "--case", "0", "--set", "tokens=3", "--set", 'mode="no_grad"']
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

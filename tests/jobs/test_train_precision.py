@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from amoeba.cli import app
 from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import TrainSettings
-from selection import quick
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,8 +40,8 @@ def trained(folder: Path, inputs: Path, console: Quiet | None = None, **changes:
     return tiny_run(tiny_settings("train", folder, inputs, **long | changes), console), console
 
 
-@quick(lambda precision: precision == "fp8")
 @pytest.mark.parametrize("precision", ["fp8", "fp8-ste"])
+@pytest.mark.thorough
 def test_the_loss_falls_as_without_it(precision: str, inputs: Path, without: tuple[Any, Quiet], tmp_path: Path) -> None:
     report, console = trained(tmp_path / "run", inputs, precision=precision)
     plain, plain_console = without
