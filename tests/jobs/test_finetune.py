@@ -410,9 +410,7 @@ def test_a_run_of_train_is_not_taken_for_one_of_finetune(base: Path, tmp_path: P
     from amoeba.jobs.settings import TrainSettings
 
     (tmp_path / "config.json").write_text(json.dumps(TrainSettings().as_dict()))
-    with pytest.raises(
-        ValueError, match=r"expected a run of this command; got one with precision, vocab_size"
-    ):
+    with pytest.raises(ValueError, match=r"expected a run of this command; got one with precision, vocab_size"):
         settings_of(FinetuneSettings, str(tmp_path), None, {})
 
 
