@@ -47,6 +47,7 @@ def quantise(
 
 def _run(folder: Path, out: Path, format: str, trust_remote_code: bool, output: Output) -> dict[str, Any]:
     from amoeba.jobs.quantise import quantise_folder
+    from amoeba.stream.sizes import show_size
 
     shown = time.monotonic()
 
@@ -64,7 +65,7 @@ def _run(folder: Path, out: Path, format: str, trust_remote_code: bool, output: 
         raise typer.Exit(INTERRUPTED) from None
     if report.resumed_layers:
         output.line(f"{report.resumed_layers} of {report.layers} layers were written already")
-    size = f"{report.expert_bytes / 2**30:.2f} GiB, {report.bytes_per_parameter:.3f} bytes a number"
+    size = f"{show_size(report.expert_bytes)}, {report.bytes_per_parameter:.3f} bytes a number"
     output.line(f"written to {report.out}: {report.experts} experts in {report.layers} layers in {format}, {size}")
     if not report.read_by_transformers:
         output.line("transformers by itself does not read this format; amoeba does")
