@@ -482,6 +482,7 @@ def without_errors(text: str) -> str:
     return re.sub(r"\d\.\de-\d\d", "#", text)
 
 
+@pytest.mark.thorough
 def test_with_torch_alone_the_commands_say_and_return_the_same(run_without, tmp_path):
     (_, plain_verify), (words, plain_bench), (_, again), (_, doctor) = run_without[TORCH_ALONE][:4]
     folder = Path(words[-1])

@@ -516,7 +516,7 @@ def test_fine_tuning_with_packed_experts_learns(placement: str, base: Path, data
     lora.load(resident, report.adapter)  # the adapter is one like any other
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="streamed experts are trained on a CPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU --ram alone is refused")
 def test_fine_tuning_with_streamed_experts_gives_the_adapter_of_resident_ones(
     base: Path, data: str, tmp_path: Path
 ) -> None:
@@ -539,7 +539,7 @@ def test_fine_tuning_with_streamed_experts_gives_the_adapter_of_resident_ones(
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="streamed experts are trained on a CPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU --ram alone is refused")
 def test_what_streaming_cannot_train_with_is_refused_before_anything_is_loaded(
     base: Path, data: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,3 +85,9 @@ def test_only_what_is_asked_for_gets_a_gradient():
     x_TH = request.x_TH.clone().requires_grad_()
     experts(x_TH, request.routing, request.weights, backend="tasks").sum().backward()
     assert x_TH.grad is not None and request.weights.gate_up_EJH.grad is None
+
+
+def test_on_a_gpu_it_is_refused_with_the_reason(tasks, monkeypatch):
+    monkeypatch.setattr("amoeba.backends.tasks.ON_A_GPU", False)
+    asked = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cuda")))
+    assert "has not passed its tests on a GPU" in tasks.why_not(asked)

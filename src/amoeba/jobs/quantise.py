@@ -68,7 +68,7 @@ def quantise_folder(
 ) -> QuantiseReport:
     """format: fp8, mxfp8, mxfp4 or nvfp4. Called again after it was interrupted, it goes on where it was."""
     if format not in FORMATS:
-        raise bad_value("--format", f"one of {', '.join(FORMATS)}", repr(format), "fp8 is the most exact")
+        raise bad_value("--format", f"one of {', '.join(FORMATS)}", repr(format), "take fp8, the most exact of them")
     with FolderStore(model, trust_remote_code=trust_remote_code) as source:
         return _Quantising(source, Path(out).expanduser(), format, trust_remote_code, progress).run()
 

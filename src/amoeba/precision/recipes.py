@@ -66,7 +66,7 @@ class Fp8Experts(ExpertWeights):
 def check_precision(precision: str) -> None:
     if precision not in get_args(Precision):
         names = ", ".join(get_args(Precision))
-        raise bad_value("precision", f"one of {names}", repr(precision), "bf16 computes in the dtype of the weights")
+        raise bad_value("precision", f"one of {names}", repr(precision), "leave it out for the dtype of the weights")
 
 
 def with_precision(weights: ExpertWeights, precision: str) -> ExpertWeights:
