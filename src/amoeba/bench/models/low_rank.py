@@ -7,6 +7,7 @@ step = frozen_step(Frozen("grouped_mm", compiled=True), problem, stage)
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +41,17 @@ def our_factors(frozen: Frozen, problem: Problem, stage: Stage) -> Step:
     return optimizer_step(model, frozen.compiled, problem)
 
 
+def why_not_peft(frozen: Frozen, problem: Problem) -> str | None:
+    if importlib.util.find_spec("peft") is None:
+        return "peft is not installed: pip install peft"
+    return frozen.why_not(problem)
+
+
 def peft_factors(frozen: Frozen, problem: Problem, stage: Stage) -> Step:
     """PEFT's own way: it adds the update to the weights of all experts in every forward."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, __version__, get_peft_model
 
+    stage.said.append(f"peft {__version__}")
     model = problem.model(frozen.experts, problem.dtype).train()
     stacks = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
     config = LoraConfig(
