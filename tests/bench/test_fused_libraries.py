@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from amoeba.bench import fused_libraries, timing
+from amoeba.bench.document import make_document
 from amoeba.bench.implementations import PEERS, implementations
 from amoeba.bench.models.candidates import candidates_for
 from amoeba.bench.models.problem import SIZES, Problem
@@ -166,6 +167,16 @@ def test_what_they_are_not_for(libraries, monkeypatch):
 def test_they_can_be_asked_for_by_name():
     assert choose_peers(BOTH) == tuple(BOTH)
     assert set(BOTH) < set(PEERS)
+
+
+def test_the_document_has_the_versions_of_the_peers_that_are_installed(tmp_path, monkeypatch):
+    folder = tmp_path / "liger_kernel-1.2.3.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-kernel\nVersion: 1.2.3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = make_document([], "amoeba bench")["peer_versions"]
+    assert found["liger-kernel"] == "1.2.3"
+    assert "sonic-moe" not in found
 
 
 def test_without_peft_its_lora_is_left_out_with_the_command_that_installs_it(monkeypatch):

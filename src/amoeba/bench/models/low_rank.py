@@ -49,9 +49,8 @@ def why_not_peft(frozen: Frozen, problem: Problem) -> str | None:
 
 def peft_factors(frozen: Frozen, problem: Problem, stage: Stage) -> Step:
     """PEFT's own way: it adds the update to the weights of all experts in every forward."""
-    from peft import LoraConfig, __version__, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
-    stage.said.append(f"peft {__version__}")
     model = problem.model(frozen.experts, problem.dtype).train()
     stacks = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
     config = LoraConfig(
