@@ -127,7 +127,10 @@ def bench(
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds at least.")] = 20,
     peer: Annotated[
         list[str] | None,
-        typer.Option("--peer", help="eager, batched_mm, grouped_mm, loop or kt_kernel; default: all. May be repeated."),
+        typer.Option(
+            "--peer",
+            help="eager, batched_mm, grouped_mm, sonicmoe, liger, loop or kt_kernel; default: all. May be repeated.",
+        ),
     ] = None,
     ours: Annotated[
         list[str] | None,
