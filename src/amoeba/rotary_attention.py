@@ -4,7 +4,7 @@ way.
 T tokens of all documents · Q query heads · G key and value heads · D of a head · P = Q + G · C = (Q + 2G)·D ·
 R tokens of the rotations · N documents
 
-    if why_not(qkv_TC, query_heads, size, scale) is None:
+    if why_not(x_TH, query_heads, key_heads, size, scale) is None:
         y_TQD = rotary_attention(qkv_TC, q_weight_D, k_weight_D, cos_RD, sin_RD, ends_N1, query_heads=16, eps=1e-6, ...)
 
 One differentiable operator, so that values are read from the projection where they lie and the gradients of all three
@@ -31,27 +31,26 @@ DTYPES = torch.bfloat16, torch.float16
 _TRITON = importlib.util.find_spec("triton") is not None
 
 
-def why_not(qkv: Tensor, query_heads: int, size: int, scale: float) -> str | None:
-    """Why a projection (..., C) is not for the kernels, or None."""
+def why_not(x: Tensor, query_heads: int, key_heads: int, size: int, scale: float) -> str | None:
+    """Why tokens with the device and the dtype of x are not for the kernels, or None."""
     if not _TRITON:
         return "needs Triton, which is not installed"
-    if qkv.device.type != "cuda":
-        return f"computes on CUDA devices, these are on {qkv.device}"
-    if torch.cuda.get_device_capability(qkv.device) < (8, 0):
+    if x.device.type != "cuda":
+        return f"computes on CUDA devices, these are on {x.device}"
+    if torch.cuda.get_device_capability(x.device) < (8, 0):
         return "needs compute capability 8.0"
-    if qkv.dtype not in DTYPES:
-        return f"serves bf16 and fp16, these are {str(qkv.dtype).removeprefix('torch.')}"
-    return why_not_shape(qkv, query_heads, size, scale)
+    if x.dtype not in DTYPES:
+        return f"serves bf16 and fp16, these are {str(x.dtype).removeprefix('torch.')}"
+    return why_not_shape(x, query_heads, key_heads, size, scale)
 
 
-def why_not_shape(qkv: Tensor, query_heads: int, size: int, scale: float) -> str | None:
+def why_not_shape(x: Tensor, query_heads: int, key_heads: int, size: int, scale: float) -> str | None:
     """The part of `why_not` that asks neither for a device nor for Triton."""
     if size not in HEAD_SIZES:
         return f"serves heads of {' and '.join(map(str, HEAD_SIZES))}, these have {size}"
-    key_heads = (qkv.shape[-1] // size - query_heads) // 2
-    if key_heads < 1 or query_heads % key_heads or qkv.shape[-1] != (query_heads + 2 * key_heads) * size:
-        return f"serves as many key as value heads, each for as many query heads; {qkv.shape[-1]} columns are not that"
-    if qkv.numel() == 0:
+    if query_heads % key_heads:
+        return f"serves groups of query heads of one size; {query_heads} are not shared out evenly to {key_heads}"
+    if x.numel() == 0:
         return "has nothing to do without tokens"
     if not scale > 0:
         return f"takes the largest score for the likeliest, which a scale of {scale} does not allow"

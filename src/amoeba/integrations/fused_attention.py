@@ -2,13 +2,14 @@
 
 Q query heads · G key and value heads · D of a head
 
-    with fused_attention(model) as found:       # Found: how many layers, of how many, and why not the others
+    with fused_attention(model) as found:       # how many layers, of how many, and why not the others
         model(...)                              # with our attention, and told the documents
 
-Taken are layers that norm queries and keys head by head and rotate all of a head, as Qwen3 does. A layer is recognised by
-evaluating it: what it hands to attention, for a few random tokens, norm weights and rotations, is what these formulas
-give, and what it returns is its output projection of attention's result. Parameters stay where they are, so a model is
-saved as ever. Wherever a call wants something else (a mask, a cache, another attention) the layer's own code runs.
+Taken are layers that norm queries and keys head by head and rotate all of a head, as Qwen3's do. A layer is recognised
+by evaluating it: what it hands to attention, for a few random tokens, norm weights and rotations, is what these
+formulas give, and what it returns is its output projection of attention's result. Parameters stay where they are, so
+the model is saved as ever. Where a call wants something else (a mask, a cache, another attention) the layer's own code
+runs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TOLERANCE = 2e-2  # relative L2; bf16 rounds a few times
 
 
 class Found(NamedTuple):
-    count: int
+    layers: int
     of: int
     reasons: tuple[str, ...]  # each once
 
@@ -62,7 +63,7 @@ def fused_attention(model: nn.Module) -> Iterator[Found]:
         else:
             reasons.append(form)
     found = Found(len(changed), len(candidates), tuple(dict.fromkeys(reasons)))
-    logger.info("%d of %d attention layers with norms and rotations by our kernels", found.count, found.of)
+    logger.info("%d of %d attention layers with norms and rotations by our kernels", found.layers, found.of)
     for reason in found.reasons:
         logger.info("an attention layer stays as it is: %s", reason)
     try:
@@ -76,7 +77,7 @@ def recognise(module: Any) -> _Form | str:
     """Its form, or why it is left as it is."""
     if isinstance(module, _FusedAttention):
         return "it is fused already"
-    norms = [getattr(module, name, None) for name in _NORMS]
+    norms: list[Any] = [getattr(module, name, None) for name in _NORMS]
     linears = [getattr(module, name) for name in _LINEARS]
     if not all(isinstance(getattr(norm, "weight", None), Tensor) for norm in norms):
         return f"it has no {' and '.join(_NORMS)}"
@@ -86,8 +87,8 @@ def recognise(module: Any) -> _Form | str:
     if norms[0].weight.shape != norms[1].weight.shape or any(linear.out_features % size for linear in linears[:3]):
         return "its norms are not those of a head"
     eps = getattr(norms[0], "variance_epsilon", getattr(norms[0], "eps", None))
-    if not isinstance(eps, float) or any(linear.weight.is_meta for linear in linears):
-        return "its norms are not known" if not isinstance(eps, float) else "it has no numbers yet"
+    if not isinstance(eps, float):
+        return "its norms do not say their epsilon"
     training = module.training
     try:
         return _evaluated(module.train(), linears, size, eps)
@@ -100,7 +101,7 @@ def recognise(module: Any) -> _Form | str:
 @torch.no_grad()
 def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float) -> _Form | str:
     weight = linears[0].weight
-    heads, key_heads = linears[0].out_features // size, linears[1].out_features // size
+    heads = linears[0].out_features // size
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -175,28 +176,9 @@ class _FusedAttention:
         past_key_values: Any = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        module: Any = self
-        ends, longest = others.get("cu_seq_lens_q"), others.get("max_length_q")
-        parameters = [
-            parameter for name in (*_LINEARS[:3], *_NORMS) for parameter in getattr(module, name).parameters()
-        ]
-        ours = {"cu_seq_lens_q", "max_length_q"}
-        beyond = {name: value for name, value in others.items() if name not in ours}
-        cos, sin = position_embeddings
-        size, heads = module.q_norm.weight.shape[0], module.q_proj.out_features // module.q_norm.weight.shape[0]
-        if (
-            module.config._attn_implementation != NAME
-            or past_key_values is not None
-            or ends is None
-            or longest is None
-            or arguments_beyond(module, attention_mask, 0.0, None, beyond)
-            or torch.is_autocast_enabled(hidden_states.device.type)
-            or any(each.dtype != hidden_states.dtype for each in (*parameters, cos, sin))
-            or cos.shape[-1] != size
-            or hidden_states.dim() != 3
-            or cos.shape[:-1].numel() not in (hidden_states.shape[1], hidden_states.shape[:-1].numel())
-            or len({parameter.requires_grad for parameter in parameters[:-2]}) > 1
-        ):
+        layer: Any = self
+        plain = attention_mask is None and past_key_values is None and layer.config._attn_implementation == NAME
+        if not plain or not _serves(layer, hidden_states, position_embeddings, others):
             return super().forward(  # type: ignore[misc]
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
@@ -204,5 +186,53 @@ class _FusedAttention:
                 past_key_values=past_key_values,
                 **others,
             )
-        linears = [getattr(module, name) for name in _LINEARS[:3]]
-        biases = [linear.bias for linear in linears]
+        form, size = self.form, layer.q_norm.weight.shape[0]
+        cos, sin = (table.reshape(-1, size) for table in position_embeddings)
+        weights, biases = zip(*((linear.weight, linear.bias) for linear in _projections(layer)), strict=True)
+        bias = None if biases[0] is None else torch.cat(biases)
+        qkv = nn.functional.linear(hidden_states, torch.cat(weights), bias)
+        y_TQD = rotary_attention.rotary_attention(
+            qkv.flatten(0, 1),
+            layer.q_norm.weight,
+            layer.k_norm.weight,
+            cos,
+            sin,
+            others["cu_seq_lens_q"],
+            query_heads=layer.q_proj.out_features // size,
+            eps=form.eps,
+            scale=form.scale,
+            window=window_of(form.window, others["max_length_q"]),
+        )
+        return layer.o_proj(y_TQD.view(*hidden_states.shape[:-1], -1)), None
+
+
+def _serves(layer: Any, hidden: Tensor, tables: tuple[Tensor, Tensor], others: dict[str, Any]) -> bool:
+    """Whether one joined product and our operator do what is asked for."""
+    linears, norms = _projections(layer), [layer.q_norm, layer.k_norm]
+    size = layer.q_norm.weight.shape[0]
+    beyond = {name: value for name, value in others.items() if name not in ("cu_seq_lens_q", "max_length_q")}
+    documents = others.get("cu_seq_lens_q") is not None and others.get("max_length_q") is not None
+    if not documents or arguments_beyond(layer, None, 0.0, None, beyond):
+        return False
+    rows, length = hidden.shape[0], hidden.shape[1]
+    if any(table.shape[1:] != (length, size) or table.shape[0] not in (1, rows) for table in tables):
+        return False  # rotates a part of a head
+    if torch.is_autocast_enabled(hidden.device.type):
+        return False
+    of_layer = [module.weight for module in (*linears, *norms)]
+    if any(tensor.dtype != hidden.dtype for tensor in (*of_layer, *tables)):
+        return False
+    # weights of which some are trained and some not: a joined gradient would be computed for all
+    if len({linear.weight.requires_grad for linear in linears}) > 1 or len({x.bias is None for x in linears}) > 1:
+        return False
+    heads, key_heads = (linear.out_features // size for linear in linears[:2])
+    return rotary_attention.why_not(hidden, heads, key_heads, size, layer.form.scale) is None
+
+
+def _projections(layer: Any) -> list[nn.Linear]:
+    return [layer.q_proj, layer.k_proj, layer.v_proj]
+
+
+@functools.cache
+def _fused(own: type, form: _Form) -> type:
+    return type(own.__name__, (_FusedAttention, own), {"form": form, "__module__": own.__module__})

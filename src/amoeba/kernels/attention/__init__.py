@@ -82,7 +82,9 @@ def backward(
     if out is None:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TQD, k_TGD, v_TGD))
     else:
-        check_arguments(all(_has_rows(x) for x in out), "the heads of a token side by side", dq=out[0], dk=out[1], dv=out[2])
+        check_arguments(
+            all(_has_rows(x) for x in out), "the heads of a token side by side", dq=out[0], dk=out[1], dv=out[2]
+        )
         dq, dk, dv = out
     delta_QT = torch.empty_like(logsumexp_QT)
     tokens = q_TQD.shape[0]
