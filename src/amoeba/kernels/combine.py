@@ -52,6 +52,8 @@ def combine_tile(
     """One block of columns of a token; `token` is int64."""
     column = column_block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
+    if onto is not None:
+        residual = tl.load(onto + token * ONTO_STRIDE + column, mask=column < H, other=0.0).to(tl.float32)
     for first in range(0, K, AT_ONCE):
         for step in tl.static_range(AT_ONCE):  # unrolled: the loads do not wait for one another
             slot = token * K + first + step
@@ -62,7 +64,6 @@ def combine_tile(
                 values *= tl.load(weight + slot, mask=row < num_rows, other=0.0).to(tl.float32)
             total += values
     if onto is not None:  # rounded before, as a sum of two tensors is
-        residual = tl.load(onto + token * ONTO_STRIDE + column, mask=column < H, other=0.0).to(tl.float32)
         total = total.to(out.dtype.element_ty).to(tl.float32) + residual
     tl.store(out + token * OUT_STRIDE + column, total.to(out.dtype.element_ty), mask=column < H)
 
