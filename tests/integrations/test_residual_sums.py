@@ -11,7 +11,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from amoeba import ExpertWeights, Routing, experts
+from amoeba.backends import triton_rows
+from amoeba.integrations.compiled_layers import graph_passes
 from amoeba.integrations.residual_sums import KeptSums, SumsIntoExperts
+from amoeba.kernels.combine import combine
 from small_layer import H, Layer, kernel_device, normal
 
 ROWS, LENGTH = 2, 5
@@ -88,6 +91,27 @@ def test_the_experts_kernel_adds_the_residual_and_bits_stay(order):
     assert sums[1] <= sums[0] - 2, "one that the experts make, one that backward does not make again"
     assert "aten.add.Tensor" in changed.kept and "aten.mm.default" not in changed.kept
     assert "aten.mm.default" in plain.kept
+
+
+@pytest.mark.thorough  # it compiles C++ for a CPU
+def test_the_compiler_takes_the_passes_as_options(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    onto: list[bool] = []
+
+    def noted(*arguments: Any) -> Any:
+        onto.append(arguments[4] is not None)
+        return combine(*arguments)
+
+    monkeypatch.setattr(triton_rows, "combine", noted)
+    run, leaves = layer()
+    expected = results(run, leaves)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, options=graph_passes(), fullgraph=True)
+    onto.clear()
+    got = results(compiled, leaves)
+    assert onto == [True, False], "of y, and of dx"
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("order", ["read twice", "scaled", "made later"])

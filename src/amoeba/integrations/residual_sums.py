@@ -104,6 +104,11 @@ def _join(graph: fx.Graph, experts: fx.Node, y: fx.Node, residual: fx.Node, tota
         flat.meta["val"] = residual_value.reshape(shape)
         joined = graph.call_function(_with_addend(experts), (*experts.args, flat), dict(experts.kwargs))
         joined.meta = dict(experts.meta)
+        if (
+            "eager_input_vals" in joined.meta
+        ):  # by which the compiler lays arguments out: those that it knows, no others
+            arguments, options = joined.meta["eager_input_vals"]
+            joined.meta["eager_input_vals"] = (*arguments, flat.meta["val"]), options
     experts.replace_all_uses_with(joined)
     graph.erase_node(experts)
     with graph.inserting_before(total):
