@@ -19,8 +19,16 @@ LENGTH = 10
 
 
 @pytest.fixture
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The kernels serve a CPU, in Triton's interpreter; notes their calls."""
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels serve a CPU, in Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is for machines without a GPU; see tests/kernels/test_rotary_attention.py")
+    monkeypatch.setattr(rotary_attention, "why_not", rotary_attention.why_not_shape)
+
+
+@pytest.fixture
+def anywhere(served: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Notes their calls."""
     calls: list[Any] = []
     own = rotary_attention._operator
 
@@ -28,7 +36,6 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(arguments)
         return own(*arguments)
 
-    monkeypatch.setattr(rotary_attention, "why_not", rotary_attention.why_not_shape)
     monkeypatch.setattr(rotary_attention, "_operator", noted)
     return calls
 
@@ -187,8 +194,7 @@ def test_layers_are_recognised_in_bf16_with_their_window(anywhere):
         assert found.layers == 2 and again.layers == 0 and again.reasons == ("it is fused already",)
 
 
-def test_layers_are_compiled_without_a_break_into_one_code(monkeypatch):
-    monkeypatch.setattr(rotary_attention, "why_not", rotary_attention.why_not_shape)
+def test_layers_are_compiled_without_a_break_into_one_code(served):
     model = small()
     model.set_experts_implementation("amoeba")
     model.set_attn_implementation(NAME)

@@ -133,6 +133,7 @@ def wide_model(folder: Any) -> dict[str, Any]:
     return {"model": str(folder), "vocab_size": 300, "accumulation": 1}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 def test_attention_from_one_projection_where_there_is_a_gpu_and_as_before_afterwards(
     tmp_path, inputs, monkeypatch, caplog
 ):
