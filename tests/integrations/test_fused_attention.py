@@ -168,6 +168,22 @@ def changed(kind: str) -> tuple[Any, str]:
     return layer, "it computes something else"
 
 
+@pytest.mark.parametrize(("size", "reason"), [(8, "our kernel serves heads of 64 and 128, these have 8"), (64, None)])
+def test_heads_that_the_kernels_do_not_serve(served, size, reason):
+    form = recognise(small(head_dim=size).model.layers[0].self_attn)
+    assert isinstance(form, _Form) if reason is None else form == reason
+
+
+def test_on_a_cpu_no_layer_is_changed():
+    layer = small().model.layers[0].self_attn
+    assert "computes on CUDA devices" in recognise(layer)
+    layer.k_norm.variance_epsilon = 1e-3
+    assert recognise(layer) == "its norms do not have one epsilon that they tell"
+    layer.k_norm.variance_epsilon = layer.q_norm.variance_epsilon
+    layer.q_proj.weight.data.fill_(torch.nan)
+    assert recognise(layer) == "it computes something else"
+
+
 KINDS = [
     "turns the other way",
     "does not turn",

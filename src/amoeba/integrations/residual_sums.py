@@ -33,7 +33,7 @@ class KeptSums(custom_graph_pass()):  # type: ignore[misc]
             if _is_gradient_of_output(node) or any(each in of_backward for each in node.all_input_nodes):
                 of_backward.add(node)
             elif _is_sum(node):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # where checkpointing has no say in it
 
     def uuid(self) -> str:
         """Of this version; compiled code is kept under it."""
