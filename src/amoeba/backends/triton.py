@@ -45,6 +45,7 @@ class TritonBackend(PassesBackend):
 
     name, summary, kinds = "triton", "our kernels on the GPU", (ExpertWeights,)
     traced = SavedRows(map_dtype=torch.int32, low_ranks=low_ranks)
+    adds_onto = True
 
     def preference(self, device: torch.device) -> int:
         return 10 if device.type == "cpu" else 40
@@ -60,7 +61,8 @@ class TritonBackend(PassesBackend):
         if save != "h" and _is_few(problem):
             from amoeba.kernels.decode import decode
 
-            return decode(problem), None
+            y_TH = decode(problem)
+            return y_TH if problem.onto_TH is None else problem.onto_TH + y_TH, None
         from amoeba.backends.triton_rows import TritonRows
 
         return sorted_rows.forward(problem, save, TritonRows)

@@ -130,8 +130,8 @@ class TritonRows(SortedRows):
 
     def combine(self, rows_NH: Tensor, *, weighted: bool) -> Tensor:
         out_TH = torch.empty_like(self.problem.x_TH)
-        weight_TK = self.problem.weight_TK if weighted else None
-        combine(rows_NH, self.slot_row_TK, weight_TK, out_TH)
+        weight_TK, onto_TH = (self.problem.weight_TK, self.problem.onto_TH) if weighted else (None, None)
+        combine(rows_NH, self.slot_row_TK, weight_TK, out_TH, onto_TH)
         return out_TH
 
     @property
