@@ -73,10 +73,11 @@ class Tokens:
     def __init__(self, problem: StreamProblem, place: Place, kinds: Sequence, memory: StreamedMemory | None = None):
         size, self.place, self._kinds = problem.size, place, kinds
         generator = torch.Generator(problem.device).manual_seed(1)
-        self._x_TH = torch.randn(1, size.hidden, generator=generator, device=problem.device).to(problem.dtype)
+        x_TH = torch.empty(1, size.hidden, dtype=problem.dtype, device=problem.device)
+        self._x_TH = x_TH.normal_(generator=generator)
         shape = len(kinds), 1, size.top_k
-        self._ids = torch.arange(size.top_k, device=problem.device).expand(shape).clone()
-        self._weight_TK = torch.full((1, size.top_k), 1 / size.top_k, device=problem.device)
+        self._ids = torch.arange(size.top_k, dtype=torch.int64, device=problem.device).expand(shape).clone()
+        self._weight_TK = torch.full((1, size.top_k), 1 / size.top_k, dtype=torch.float32, device=problem.device)
         self._y: list[Tensor] = []
         self._step = place.repeated(self._run, memory)
 

@@ -47,12 +47,13 @@ class _Step:
         generator = torch.Generator(device).manual_seed(2)
 
         def drawn(*shape: int) -> Tensor:
-            numbers = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
-            return numbers.to(problem.dtype).requires_grad_()
+            numbers = torch.empty(shape, dtype=problem.dtype, device=device)
+            return numbers.normal_(0, shape[-1] ** -0.5, generator=generator).requires_grad_()
 
         self._x_TH = drawn(size.lora_tokens, size.hidden)
-        chosen = torch.rand(size.lora_tokens, size.experts, generator=generator, device=device)
-        weight_TK = torch.full((size.lora_tokens, size.top_k), 1 / size.top_k, device=device)
+        sizes = size.lora_tokens, size.experts
+        chosen = torch.empty(sizes, dtype=torch.float32, device=device).uniform_(generator=generator)
+        weight_TK = torch.full((size.lora_tokens, size.top_k), 1 / size.top_k, dtype=torch.float32, device=device)
         self._routing = Routing(chosen.topk(size.top_k, dim=1).indices, weight_TK, trusted=True)
         e, r, h, i = size.experts, size.rank, size.hidden, size.intermediate
         shapes = ((e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r))
