@@ -45,6 +45,7 @@ class Calls(NamedTuple):
 
     to_device: Any  # (target, source, bytes, stream)
     write_word: Any  # (stream, place, value, flags)
+    to_device_at_once: Any  # many, by arrays of these (see serve.cpp); None: there is no such call
     stream: Any
 
 
