@@ -98,7 +98,7 @@ def test_every_setting_is_right_and_timed(has_link: bool, tmp_path: Path) -> Non
         check_lora(report)
 
 
-def check_lora(report: suite.StreamReport) -> None:
+def check_lora(report: suite.StreamSuiteReport) -> None:
     lora = report.lora
     assert lora.same_bits and lora.ms > 0 and lora.resident_ms > 0 and lora.share_of_link > 0
     assert lora.bytes_per_step > 0 and lora.bytes_per_step % report.expert_bytes == 0
@@ -165,7 +165,7 @@ def test_with_a_link_the_table_has_its_share(capsys) -> None:
         0.8,
     )
     wrong = decode.DecodeMeasurement("50 %", 24, 64, 128, 200, 0.5, False, "out of tolerance")
-    bench_stream._print(suite.StreamReport(*sizes, [quarter, wrong]), Output())
+    bench_stream._print(suite.StreamSuiteReport(*sizes, [quarter, wrong]), Output())
     printed = capsys.readouterr().out
     for text in ("20.9", "328", "x least", "1.16", "of link", "80%", "link 55 GB/s, disk 2.5 GB/s", "refused, out of"):
         assert text in printed

@@ -23,7 +23,7 @@ from amoeba.machine import commit, machine, machine_kind, versions
 
 if TYPE_CHECKING:
     from amoeba.bench.models.suite import ModelReport  # needs more than torch
-    from amoeba.bench.stream.suite import StreamReport
+    from amoeba.bench.stream.suite import StreamSuiteReport
 
 # 1: without `rest_ms` (it was 4 on a GPU), `sustained` and `models`. All that it has means the same in 2.
 FORMAT = 2
@@ -36,7 +36,7 @@ def make_document(
     ceilings: Ceilings | None = None,
     finished: bool = True,
     models: Sequence[ModelReport] = (),
-    streams: Sequence[StreamReport] = (),
+    streams: Sequence[StreamSuiteReport] = (),
 ) -> dict[str, Any]:
     """load_before: the machine's load average before the first measurement; others' work distorts the times.
 

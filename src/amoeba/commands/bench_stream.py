@@ -11,7 +11,7 @@ from amoeba.bench.document import make_document, write_again, write_new
 from amoeba.bench.stream.decode import WARM, DecodeMeasurement
 from amoeba.bench.stream.place import Place
 from amoeba.bench.stream.problem import PARTS, StreamProblem, choose_problem
-from amoeba.bench.stream.suite import StreamReport, run_stream
+from amoeba.bench.stream.suite import StreamSuiteReport, run_stream
 from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
@@ -53,14 +53,14 @@ def run(
     """Prints the table; returns the document, and False if a setting did not give the numbers of resident experts."""
     load, command, written = warn_if_busy(output), command_line(problem, repeats), list[Path]()
 
-    def written_down(report: StreamReport, finished: bool) -> dict[str, Any]:
+    def written_down(report: StreamSuiteReport, finished: bool) -> dict[str, Any]:
         document = strict_json(make_document([], command, load, None, finished, streams=[report]))
         if path is not None:
             (write_again if written else write_new)(path, document)
             written.append(path)
         return document
 
-    def keep(report: StreamReport) -> None:
+    def keep(report: StreamSuiteReport) -> None:
         """After each setting: what is measured is not lost where the rest is stopped."""
         written_down(report, finished=False)
 
@@ -72,7 +72,7 @@ def run(
     return document, not report.wrong
 
 
-def _print(report: StreamReport, output: Output) -> None:
+def _print(report: StreamSuiteReport, output: Output) -> None:
     size = report.size
     sizes = f"E={size.experts} K={size.top_k} H={size.hidden} I={size.intermediate}"
     timed = [each for each in report.decodes if each.reason is None]
@@ -91,7 +91,7 @@ def _print(report: StreamReport, output: Output) -> None:
             output.line(f"  {each.setting}: refused, {each.reason}", style="bold red")
 
 
-def _row(found: DecodeMeasurement, report: StreamReport) -> dict[str, str]:
+def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
     assert found.us is not None and found.hits_us is not None and found.hit_rate is not None
     has_link = report.link_bytes_per_second is not None
     row = {
@@ -114,7 +114,7 @@ def _row(found: DecodeMeasurement, report: StreamReport) -> dict[str, str]:
     return row | {"bits": "same" if found.same_bits else f"{found.error:.0e}"}
 
 
-def _notes(report: StreamReport, timed: Sequence[DecodeMeasurement]) -> list[str]:
+def _notes(report: StreamSuiteReport, timed: Sequence[DecodeMeasurement]) -> list[str]:
     lines = []
     rates = (("link", report.link_bytes_per_second), ("disk", report.disk_bytes_per_second))
     known = [f"{name} {rate / 1e9:.3g} GB/s" for name, rate in rates if rate is not None]

@@ -12,8 +12,8 @@ One program, in this order:
     3  where nothing is missing, that is all: the host need not have looked
     4  else it looks again and again at the host's answer, which experts are in which slots now: the host gives it ahead
        of the copies, so that the way over the link costs nothing while these run
-    5  then at `arrived`, on the device, which the stream of copies writes behind the copies of the missing experts; puts
-       the answer into the map, and translates once more
+    5  then at `arrived`, on the device, which the stream of copies writes behind the copies of the missing experts;
+       puts the answer into the map, and translates once more
 
 `shown` is the map: slot of each of E experts (-1: in none), then the expert in each of S slots.
 
@@ -46,12 +46,15 @@ class Talk:
     questions: mapped, (RING, HEADER + ids): rows as `index_export` has them.
     answers:   mapped, (RING, 2 + 2 MOST): serial, count, experts, slots.
     trouble:   mapped, (1,): not 0 where a question got no answer.
+    times:     mapped, (RING, 2): 32 bits of the GPU's clock in microseconds, when it asked, and where it waited when it
+               went on; whole when the next question is. To be drawn; the interpreter has no such clock.
     """
 
     state: Tensor
     questions: Tensor
     answers: Tensor
     trouble: Tensor
+    times: Tensor
 
 
 def answer_length(experts: int, ids: int) -> int:
@@ -76,6 +79,7 @@ def ask(expert_TK: Tensor, slot_TK: Tensor, shown: Tensor, experts: int, talk: T
         talk.questions,
         talk.answers,
         talk.trouble,
+        talk.times,
         int(limit * 1e6),
         ids,
         EXPERTS=experts,
@@ -118,6 +122,7 @@ def _ask(
     questions,
     answers,
     trouble,
+    times,
     limit,
     N,
     EXPERTS: tl.constexpr,
@@ -132,12 +137,14 @@ def _ask(
     serial = tl.load(state) + 1
     place = serial & (RING - 1)
     row = questions + place * ROW
+    began = _microseconds(tl.zeros((), tl.int64), ON_GPU)
+    if ON_GPU:
+        tl.store(times + 2 * place, began.to(tl.int32))
     misses = write_row(expert_N, shown, slot_N, row, N, EXPERTS, BINS, PIECE)
     tl.debug_barrier()  # every thread has written its part of the row, and read the serial
     tl.store(row + 2, _fenced(serial, ON_GPU))
     tl.store(state, serial)
     if misses > 0:
-        began = _microseconds(tl.zeros((), tl.int64), ON_GPU)
         now = began
         looks = serial * 0  # a number of the device, as a mask has to be
         stop = looks
@@ -174,3 +181,5 @@ def _ask(
             lacking = tl.maximum(lacking, (owned & (found < 0)).to(tl.int32))
         in_trouble = (tl.max(lacking, axis=0) > 0) | (is_served == 0)
         tl.store(trouble, tl.where(serial == 0, 1, serial), mask=in_trouble)
+        if ON_GPU:
+            tl.store(times + 2 * place + 1, now.to(tl.int32))

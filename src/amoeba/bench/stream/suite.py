@@ -28,7 +28,7 @@ _TOKENS_FROM_DISK = 4
 
 
 @dataclass
-class StreamReport:
+class StreamSuiteReport:
     """Rates are bytes/s: of the link with large copies, and of the disk with experts read as a run reads them."""
 
     size: StreamSize
@@ -65,13 +65,13 @@ def run_stream(
     tokens: int,
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
-    so_far: Callable[[StreamReport], None] = lambda report: None,
+    so_far: Callable[[StreamSuiteReport], None] = lambda report: None,
     make_place: Callable[[], Place] | None = None,
-) -> StreamReport:
+) -> StreamSuiteReport:
     """folder: for the files of experts, on the disk that is to be measured; None: where temporary files go.
     so_far: called with what there is of the report after each setting."""
     size = problem.size
-    report = StreamReport(
+    report = StreamSuiteReport(
         size, problem.device.type, str(problem.dtype).removeprefix("torch."), problem.entry.expert_bytes
     )
     with ExitStack() as stack:
@@ -112,9 +112,9 @@ def _decodes(
     files: FileStore | None,
     wanted: list[Setting],
     tokens: int,
-    report: StreamReport,
+    report: StreamSuiteReport,
     progress: Callable[[str], None],
-    so_far: Callable[[StreamReport], None],
+    so_far: Callable[[StreamSuiteReport], None],
 ) -> None:
     by_layers: dict[int, Tokens] = {}
 
