@@ -72,7 +72,7 @@ class SimulatedDevice(Device):
     quick:      copies that were called by addresses; calls_at_once: calls of several of these.
     """
 
-    copies_at_once = False  # whether there is such a call
+    copies_at_once = refuses_at_once = False  # whether there is such a call, and whether it is of use
 
     def __init__(self, seed: int = 0, *, inline: bool = False, fails_at: int | None = None) -> None:
         self.device = torch.device("cpu")
@@ -119,6 +119,8 @@ class SimulatedDevice(Device):
         if list(attributes[:6]) != [1, 0, 0, 0, 0, 0] or (first[0], attributes_count) != (0, 1):
             return 1
         self.calls_at_once += 1
+        if self.refuses_at_once:
+            return 801
         for number in self.random.sample(range(count), count):
             if code := self._copy_at(targets[number], sources[number], sizes[number], stream):
                 return code

@@ -424,6 +424,23 @@ def test_small_copies_are_called_one_by_one(monkeypatch) -> None:
         assert served.device.quick and not served.device.calls_at_once
 
 
+def test_a_device_that_refuses_copies_at_once_is_asked_once_and_gets_them_one_by_one(monkeypatch) -> None:
+    if fast_path._library() is None:
+        pytest.skip("no compiler")
+    monkeypatch.setattr(LiveDevice, "copies_at_once", True)
+    monkeypatch.setattr(LiveDevice, "refuses_at_once", True)
+    monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)
+    with closing(Served(0, 3, E)) as served:
+        fill(served)
+        served.capture()
+        drawn = random.Random(0)
+        for _ in range(6):
+            served.replay(drawn_ids(drawn, 2, 2))
+        served.ended()
+        served.shown_as_it_is()
+        assert served.device.calls_at_once == 1 and served.device.quick
+
+
 def fill(served: Served) -> None:
     """Every expert comes by, so that all are in host memory, and no slot is free."""
     for layer in range(len(served.expert_TK)):

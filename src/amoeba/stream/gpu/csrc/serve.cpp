@@ -33,12 +33,13 @@ struct Calls {
   uint64_t least_at_once;  // bytes of each
 };
 
-constexpr int64_t MOST_COPIES = 64;  // in one call
+constexpr int64_t MOST_COPIES = 64;                       // in one call
+constexpr int INVALID_VALUE = 1, NOT_SUPPORTED = 801;  // errors of CUDA's driver
 
 // Collects copies, and calls them one by one or at once.
 class Copies {
  public:
-  Copies(const Calls* calls, const Layer* layer, int64_t experts) : calls_(calls) {
+  Copies(Calls* calls, const Layer* layer, int64_t experts) : calls_(calls) {
     at_once_ = calls->to_device_at_once != nullptr && experts * layer->parts <= MOST_COPIES;
     for (int64_t part = 0; part < layer->parts; ++part)
       at_once_ = at_once_ && layer->size[part] >= calls->least_at_once;
@@ -49,15 +50,21 @@ class Copies {
     ++count_;
     return 0;
   }
-  int call() const {
+  int call() {
     if (count_ == 0) return 0;
     const Attributes in_order{1, {0, 0}, {0, 0}, 0};  // sources are read when the stream comes to them
     const uint64_t first = 0;
-    return calls_->to_device_at_once(targets_, sources_, sizes_, count_, &in_order, &first, 1, calls_->stream);
+    int code = calls_->to_device_at_once(targets_, sources_, sizes_, count_, &in_order, &first, 1, calls_->stream);
+    if (code != INVALID_VALUE && code != NOT_SUPPORTED) return code;
+    calls_->to_device_at_once = nullptr;  // this device does not do it: one by one, now and from now on
+    code = 0;
+    for (uint64_t n = 0; n < count_ && code == 0; ++n)
+      code = calls_->to_device(targets_[n], sources_[n], sizes_[n], calls_->stream);
+    return code;
   }
 
  private:
-  const Calls* calls_;
+  Calls* calls_;
   bool at_once_;
   uint64_t count_ = 0, targets_[MOST_COPIES], sources_[MOST_COPIES], sizes_[MOST_COPIES];
 };
@@ -84,7 +91,7 @@ extern "C" {
 
 // row: missing, asked, serial, then ids, the missing ones first. answer: serial, count, `most` experts, their slots.
 int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t serial, int64_t looks, const Layer* layer,
-                 const Calls* calls) {
+                 Calls* calls) {
   const volatile int32_t* arrived = row + 2;
   for (; looks > 0 && *arrived != serial; --looks) pause();
   if (*arrived != serial) return NOT_THERE;
