@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,6 +131,30 @@ def test_what_a_callback_raises_is_raised_once_all_reads_have_ended(file: Path, 
     again = range_of(reader, file, 0, 9 * PART)
     reader.read([again])
     assert bytes(again.memory.bytes) == file.read_bytes()[: 9 * PART]
+
+
+def test_closing_waits_for_reads_that_are_under_way(file: Path) -> None:
+    reader, begun, go_on = Reader(), threading.Event(), threading.Event()
+    needs_direct(reader, file)
+
+    def told(begin: int, count: int) -> None:
+        begun.set()
+        go_on.wait(10)
+
+    whole = range_of(reader, file, 0, 9 * PART, told)
+    with ThreadPoolExecutor(2) as pool:
+        read = pool.submit(reader.read, [whole])
+        begun.wait(10)
+        closed = pool.submit(reader.close)
+        time.sleep(0.02)
+        assert not closed.done()
+        go_on.set()
+        read.result()
+        closed.result()
+    assert bytes(whole.memory.bytes) == file.read_bytes()[: 9 * PART]
+    descriptor = os.open(file, os.O_RDONLY)
+    assert not reader._compiled.read(descriptor, 0, whole.memory.address, PART, None), "none begins after it"
+    os.close(descriptor)
 
 
 def test_small_ranges_several_of_them_and_pages_in_the_cache_are_for_python(file: Path, monkeypatch) -> None:

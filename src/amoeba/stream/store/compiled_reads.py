@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
+import weakref
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
@@ -27,11 +29,13 @@ _SIGNATURES = {
 
 
 class CompiledReads:
-    """part: bytes of what is told, a multiple of PIECE. No read may begin after close."""
+    """part: bytes of what is told, a multiple of PIECE."""
 
     def __init__(self, library: ctypes.CDLL, threads: int, part: int) -> None:
         self._library, self._part = library, part
-        self._readers = library.amoeba_readers_begin(threads)
+        self._readers: int | None = library.amoeba_readers_begin(threads)
+        self._end = weakref.finalize(self, library.amoeba_readers_end, self._readers)  # where nobody closes it
+        self._changed, self._under_way = threading.Condition(), 0
 
     def read(
         self, descriptor: int, offset: int, address: int, size: int, told: Callable[[int, int], None] | None
@@ -49,15 +53,27 @@ class CompiledReads:
         function = None if told is None else _TOLD(tell)
         place = None if function is None else ctypes.cast(function, c_void_p)
         arguments = descriptor, offset, size, address, PIECE, self._part, place
-        error = self._library.amoeba_read(self._readers, *arguments)
+        with self._changed:
+            readers = self._readers
+            if readers is None:
+                return False
+            self._under_way += 1
+        try:
+            error = self._library.amoeba_read(readers, *arguments)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
         if failed:
             raise failed[0]
         return error == 0
 
     def close(self) -> None:
-        readers, self._readers = self._readers, None
-        if readers is not None:
-            self._library.amoeba_readers_end(readers)
+        """Waits for reads that are under way; none begins after it."""
+        with self._changed:
+            self._readers = None
+            self._changed.wait_for(lambda: not self._under_way)
+        self._end()
 
 
 def open_compiled_reads(threads: int, part: int) -> CompiledReads | None:
