@@ -25,6 +25,7 @@ from amoeba.machine import commit, machine, machine_kind, versions
 
 if TYPE_CHECKING:
     from amoeba.bench.models.suite import ModelReport  # needs more than torch
+    from amoeba.bench.stream.suite import StreamSuiteReport
 
 # 1: without `rest_ms` (it was 4 on a GPU), `sustained` and `models`. All that it has means the same in 2.
 FORMAT = 2
@@ -39,10 +40,11 @@ def make_document(
     ceilings: Ceilings | None = None,
     finished: bool = True,
     models: Sequence[ModelReport] = (),
+    streams: Sequence[StreamSuiteReport] = (),
 ) -> dict[str, Any]:
     """load_before: the machine's load average before the first measurement; others' work distorts the times.
 
-    models: the reports of --suite model, which has no others.
+    models, streams: the reports of --suite model and of --suite stream, which have no others.
     finished: False while the run goes on, and for good where it was stopped.
     """
     return {
@@ -60,6 +62,7 @@ def make_document(
         "ceilings": None if ceilings is None else asdict(ceilings),
         "results": [_plain(report) for report in reports],
         "models": [asdict(report) for report in models],
+        "streams": [asdict(report) for report in streams],
     }
 
 
