@@ -89,7 +89,7 @@ def ask(expert_TK: Tensor, slot_TK: Tensor, shown: Tensor, experts: int, talk: T
 
 
 @triton.jit
-def _fenced(value, ON_GPU: tl.constexpr):
+def fenced(value, ON_GPU: tl.constexpr):
     """The value, once all reads and writes ahead of it are done for the host too; those behind it come after."""
     if ON_GPU:
         fence: tl.constexpr = "fence.acq_rel.sys; mov.b32 $0, $1;"
@@ -98,7 +98,7 @@ def _fenced(value, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _microseconds(before, ON_GPU: tl.constexpr):
+def microseconds(before, ON_GPU: tl.constexpr):
     """A clock. Without a GPU each look at it takes a microsecond."""
     if ON_GPU:
         clock: tl.constexpr = "mov.u64 $0, %globaltimer;"
@@ -133,10 +133,10 @@ def _ask(
     row = questions + place * ROW
     misses = write_row(expert_N, shown, slot_N, row, N, EXPERTS, BINS, PIECE)
     tl.debug_barrier()  # every thread has written its part of the row, and read the serial
-    tl.store(row + 2, _fenced(serial, ON_GPU))
+    tl.store(row + 2, fenced(serial, ON_GPU))
     tl.store(state, serial)
     if misses > 0:
-        began = _microseconds(tl.zeros((), tl.int64), ON_GPU)
+        began = microseconds(tl.zeros((), tl.int64), ON_GPU)
         now = began
         looks = serial * 0  # a number of the device, as a mask has to be
         stop = looks
@@ -144,9 +144,9 @@ def _ask(
         while (arrived - serial < 0) & (stop == 0) & (now - began < limit):
             stop = tl.load(trouble, mask=looks % LOOKS == 0, other=0, volatile=True)  # far away: on the host
             arrived = tl.load(state + 1, volatile=True)
-            now = _microseconds(now, ON_GPU)
+            now = microseconds(now, ON_GPU)
             looks += 1
-        arrived = _fenced(arrived, ON_GPU)
+        arrived = fenced(arrived, ON_GPU)
         tl.debug_barrier()
         answer = answers + place * (2 * MOST + 2)
         is_mine = (tl.load(answer, volatile=True) == serial) & (arrived - serial >= 0)

@@ -42,6 +42,8 @@ class ShardedExperts:
                the same then, too.
     transport: how tokens travel, "auto" for the fastest that serves these ranks.
     local_backend: what computes the own share, as `experts` takes it.
+    most_tokens: of one rank, in any pass; the same on all ranks. With it `peers` lets the hosts say nothing to each
+               other between the passes, as in a CUDA graph; all ranks' rows are then so many, most of them maybe empty.
     """
 
     local: AnyExperts
@@ -50,6 +52,7 @@ class ShardedExperts:
     tokens: Tokens = "own"
     transport: str = "auto"
     local_backend: str = "auto"
+    most_tokens: int | None = None
 
     placement = "ranks"
 
