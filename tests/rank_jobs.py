@@ -108,6 +108,52 @@ def with_and_without_checkpointing(rank: int) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
 
 
+def peers_as_collective(rank: int, count: int, steps: list[tuple[int, ...]], **options: Any) -> tuple[list[bool], int]:
+    """Whether output and gradients by `peers` have the bits of `collective`; and how often the hosts of the former
+    talked. steps: tokens of each rank in each of them."""
+    layers = {name: sharded_layer(count, transport=name) for name in ("peers", "collective")}
+    layers["peers"] = replace(layers["peers"], **options)
+    equal, talked = [], 0
+    for step, tokens_of in enumerate(steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x_TH, dy_TH = (torch.randn(tokens_of[rank], H, generator=generator) for _ in range(2))
+        expert_TK = torch.randint(-1, E + 1, (tokens_of[rank], 2), generator=generator)
+        weight_TK = torch.rand(tokens_of[rank], 2, generator=generator)
+        found = []
+        for name, layer in layers.items():
+            before = layer.ranks._exchanges
+            wanted = [t.detach().requires_grad_() for t in (x_TH, weight_TK)]
+            wanted += [t.requires_grad_() for t in layer.local.tensors() if t is not None]
+            y_TH = experts(wanted[0], Routing(expert_TK, wanted[1]), layer)
+            found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
+            talked += (layer.ranks._exchanges - before) * (name == "peers")
+        equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+    return equal, talked
+
+
+def too_many_for_peers(rank: int) -> str:
+    """Both ranks come with more tokens than were agreed on."""
+    try:
+        experts(*tokens(), replace(sharded_layer(2, transport="peers"), most_tokens=5))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def wait_for_peers_in_vain(rank: int) -> str:
+    """Rank 1 comes once, and not again: what rank 0 says, whose kernel waited."""
+    layer = replace(sharded_layer(2, transport="peers"), most_tokens=8)
+    experts(*tokens(), layer)
+    if rank == 1:
+        return "elsewhere"
+    layer.ranks.deadline = 0.5
+    try:
+        experts(*tokens(), layer)
+    except RankLost as error:
+        return str(error)
+    return "nothing"
+
+
 def train_a_model(rank: int, count: int, steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses of the global batch and norms of its gradient; the parameters that all ranks have, afterwards."""
     import amoeba

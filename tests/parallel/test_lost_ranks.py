@@ -25,6 +25,13 @@ def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
             assert "the connection says" in said and seconds < 10
 
 
+def test_a_kernel_that_waits_has_the_same_deadline() -> None:
+    with LocalRanks(2) as processes:
+        vain, _ = processes.run(rank_jobs.wait_for_peers_in_vain, [(0,), (1,)])
+    assert vain.startswith("rank 0 waited 0.5 s on its device for ids and routing weights, exchange 2, from rank 1;")
+    assert "0 of 2 parts had come. Look at the output of rank 1" in vain
+
+
 def test_a_deadline_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="deadline: expected seconds, more than 0; got 0"):
         Ranks(deadline=0)

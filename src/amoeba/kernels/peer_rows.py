@@ -5,7 +5,8 @@ T tokens of this rank · R rows here, those of all ranks by (rank, token) · K e
     push_slots(post, plan, rank_TK, local_TK, weight_TK, goes_WT)    # for each rank which of its experts a token wants
     expert_RK, weight_RK = take_slots(post, plan, weight_TK, comes_R)
     push_rows(post, plan.there, ROWS, x_TH, goes_WT)                 # a token once to each rank that it goes to
-    x_RH = take_rows(post, plan, x_TH, comes_R)
+    x_RH = own_rows(post, plan, x_TH, comes_R)                       # while the others' are under way
+    take_rows(post, plan, x_RH, comes_R)
     push_rows(post, plan.back, SUMS, y_RH, comes_R)                  # what the experts here made of it
     y_TH = add_rows(post, plan, SUMS, y_RH, goes_WT)                 # by rank, in fp32
 
@@ -164,16 +165,24 @@ def push_rows(post: Post, places: Tensor, channel: int, rows: Tensor, wanted: Te
     )  # fmt: skip
 
 
-def take_rows(post: Post, plan: Plan, rows_TH: Tensor, comes_R: Tensor) -> Tensor:
-    """Rows of all ranks' tokens; those that do not come hold anything."""
-    width = rows_TH.shape[1]
-    _wait_for_all(post, ROWS)
-    out_RH = torch.empty((plan.rows, width), dtype=rows_TH.dtype, device=rows_TH.device)
-    _take_rows[(post.takers,)](
-        rows_TH, comes_R, out_RH, plan.back, post.addresses, post.cell_at[ROWS], post.cell_size[ROWS], post.rank,
-        **_tile(rows_TH, width), **post.constants(ROWS), num_warps=_WARPS,
-    )  # fmt: skip
+def own_rows(post: Post, plan: Plan, rows_TH: Tensor, comes_R: Tensor) -> Tensor:
+    """Room for the rows of all ranks' tokens, those of this rank copied; who does not come holds anything."""
+    out_RH = torch.empty((plan.rows, rows_TH.shape[1]), dtype=rows_TH.dtype, device=rows_TH.device)
+    _copy_rows(post, plan, rows_TH, out_RH, comes_R, OWN=True)
     return out_RH
+
+
+def take_rows(post: Post, plan: Plan, out_RH: Tensor, comes_R: Tensor) -> None:
+    """The rows of the other ranks' tokens."""
+    _wait_for_all(post, ROWS)
+    _copy_rows(post, plan, out_RH, out_RH, comes_R, OWN=False)
+
+
+def _copy_rows(post: Post, plan: Plan, rows: Tensor, out_RH: Tensor, comes_R: Tensor, **which: bool) -> None:
+    _take_rows[(post.takers,)](
+        rows, comes_R, out_RH, plan.back, post.addresses, post.cell_at[ROWS], post.cell_size[ROWS], post.rank,
+        **which, **_tile(rows, rows.shape[1]), **post.constants(ROWS), num_warps=_WARPS,
+    )  # fmt: skip
 
 
 def add_rows(post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor) -> Tensor:
@@ -368,14 +377,17 @@ def _push_rows(
 @triton.jit(do_not_specialize=["rank"])
 def _take_rows(
     rows_TH, comes_R, out_RH, places, addresses, cell_at, cell_size, rank,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr,
+    OWN: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr,
     CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
-    for step in range(0, RANKS):
+    for step in range(0 if OWN else 1, 1 if OWN else RANKS):
         source = (rank + step) % RANKS
-        cell = tl.load(addresses + rank) + cell_at + source.to(tl.int64) * cell_size
-        rows = _rows_at(tl.where(step == 0, rows_TH.to(tl.int64), cell), rows_TH, ALIGNED)
+        if OWN:
+            rows = rows_TH
+        else:
+            cell = tl.load(addresses + rank) + cell_at + source.to(tl.int64) * cell_size
+            rows = _rows_at(cell, rows_TH, ALIGNED)
         first_row, count = tl.load(places + source), tl.load(places + 2 * RANKS + source)
         for first in range(program * BLOCK_T, count.to(tl.int32), programs * BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
@@ -385,7 +397,7 @@ def _take_rows(
                 at = t.to(tl.int64)[:, None] * H + c[None, :]
                 mask = comes[:, None] & (c < H)[None, :]
                 tl.store(out_RH + first_row * H + at, tl.load(rows + at, mask=mask), mask=mask)
-    for step in range(1, RANKS):
+    for step in range(1, 1 if OWN else RANKS):
         _add_one(_counter(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
 
 

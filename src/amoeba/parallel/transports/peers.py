@@ -14,8 +14,9 @@ import functools
 import importlib.util
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,11 +95,15 @@ class PeerExchange(Exchange):
         return take_slots(post, self.plan, weight_TK, self.comes_R)
 
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
-        from amoeba.kernels.peer_rows import ROWS, push_rows, take_rows
+        from amoeba.kernels.peer_rows import ROWS, own_rows, push_rows, take_rows
 
         post, rows_TH = self.office.checked(), rows_TH.contiguous()
-        push_rows(post, self.plan.there, ROWS, rows_TH, self.goes_WT)
-        return take_rows(post, self.plan, rows_TH, self.comes_R)
+        with self.office.beside():
+            push_rows(post, self.plan.there, ROWS, rows_TH, self.goes_WT)
+        rows_RH = own_rows(post, self.plan, rows_TH, self.comes_R)
+        self.office.join()
+        take_rows(post, self.plan, rows_RH, self.comes_R)
+        return rows_RH
 
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_rows import GRADIENTS, SUMS, add_rows, push_rows
@@ -133,13 +138,16 @@ class Office:
         self.agreed: tuple[Any, ...] | None = None
         self._heap: Heap | None = None
         self._post: Post | None = None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         watch(self.check)
 
     def prepare(
         self, ranks: Ranks, facts: dict[str, int], x_TH: Tensor, routing: Routing, most_tokens: int | None
     ) -> Sequence[int]:
         """The numbers of tokens of all ranks, or what is the most; and a heap that holds so many."""
-        tokens = routing.num_tokens
+        self.ranks, tokens = ranks, routing.num_tokens
+        if self._post is not None and self._post.seconds != ranks.deadline:
+            self._post = replace(self._post, seconds=ranks.deadline)
         if most_tokens is not None and tokens > most_tokens:
             raise bad_value("x_TH", f"at most most_tokens={most_tokens} tokens", tokens, "allow as many as will come")
         same = (most_tokens, *facts.values())
@@ -176,6 +184,20 @@ class Office:
             seconds=ranks.deadline,
         )
         self.size = size
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is launched inside need not be done before what follows, until `join`."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def checked(self) -> Post:
         self.check()
