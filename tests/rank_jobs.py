@@ -131,10 +131,10 @@ def peers_as_collective(rank: int, count: int, steps: list[tuple[int, ...]], **o
     return equal, talked
 
 
-def too_many_for_peers(rank: int) -> str:
-    """Both ranks come with more tokens than were agreed on."""
+def too_many_for_peers(rank: int, **most: int) -> str:
+    """Both ranks come with more than was agreed on."""
     try:
-        experts(*tokens(), replace(sharded_layer(2, transport="peers"), most_tokens=5))
+        experts(*tokens(), replace(sharded_layer(2, transport="peers"), **most))
     except ValueError as error:
         return str(error)
     return "nothing"

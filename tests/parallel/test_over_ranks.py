@@ -11,7 +11,8 @@ import torch
 import amoeba
 import rank_jobs
 from amoeba import Request, Routing, experts
-from amoeba.backends import eager
+from amoeba.backends import eager, triton
+from amoeba.backends.backend import Backend
 from amoeba.parallel import Owners, Ranks, ShardedExperts, shard_experts, shard_lora
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.sharded import is_own
@@ -126,16 +127,18 @@ class TestMostRows:
         for found, right in zip(self.run(backend, most_rows, recompute=recompute), expected, strict=True):
             assert torch.equal(found, right)
 
-    def test_what_is_saved_is_no_larger(self) -> None:
+    @pytest.mark.parametrize("backend", [eager.BACKEND, triton.BACKEND], ids=["eager", "triton"])
+    def test_what_is_saved_is_no_larger(self, backend: Backend) -> None:
         layer = Layer(tokens=5, expert_TK=self.expert_TK)
         given = layer.tensors["x"], self.expert_TK, layer.tensors["weight"], layer.weights(layer.tensors)
         with torch.no_grad():
-            _, saved = eager.BACKEND.forward(Problem(*given, most_rows=4), "h")
+            _, saved = backend.forward(Problem(*given, most_rows=4), "h")
         assert saved.h_NJ.shape[0] == saved.order_N.shape[0] == 4
 
-    def test_too_few_are_refused_and_nothing_is_dropped(self) -> None:
+    @pytest.mark.parametrize("name", ["eager", "triton"])
+    def test_too_few_are_refused_and_nothing_is_dropped(self, name: str) -> None:
         with pytest.raises(ValueError, match=r"most_rows: expected at least as many as slots with an expert, 4; got 3"):
-            self.run("eager", 3)
+            self.run(name, 3)
 
 
 def test_factors_of_all_experts_are_refused_and_those_of_the_share_are_taken() -> None:

@@ -38,17 +38,33 @@ def test_step_after_step_it_has_the_bits_of_collective_while_numbers_of_tokens_c
 
 
 def test_with_a_fixed_capacity_hosts_talk_once_and_too_many_tokens_are_refused(processes: LocalRanks) -> None:
-    jobs = [(rank, 2, steps, 9) for rank in range(2) for steps in [[(3, 5)], [(3, 5), (9, 0), (1, 2)]]]
+    jobs = [(rank, 2, steps, 9, 20) for rank in range(2) for steps in [[(3, 5)], [(3, 5), (9, 0), (1, 2)]]]
     once, often = (processes.run(with_capacity, [jobs[at], jobs[at + 2]]) for at in range(2))
     for (equal, talked), (also_equal, talked_often) in zip(once, often, strict=True):
         assert all(equal + also_equal)
         assert talked_often <= talked  # the first time they agreed, and made room
-    for said in processes.run(rank_jobs.too_many_for_peers, [(0,), (1,)]):
+    for said in processes.run(too_many, [(rank, {"most_tokens": 5}) for rank in range(2)]):
         assert said.startswith("x_TH: expected at most most_tokens=5 tokens; got 7")
 
 
-def with_capacity(rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int) -> tuple[list[bool], int]:
-    return rank_jobs.peers_as_collective(rank, count, steps, most_tokens=most_tokens)
+def test_more_rows_than_there_is_room_for_are_refused_with_the_numbers_and_none_is_dropped() -> None:
+    with LocalRanks(2) as processes:  # which cannot go on afterwards
+        both = processes.run(too_many, [(rank, {"most_rows": 3}) for rank in range(2)])
+    chosen_TK = rank_jobs.tokens()[1].expert_TK
+    slots = [2 * int((chosen_TK < 3).sum()), 2 * int((chosen_TK >= 3).sum())]  # rank 0 owns three experts of five
+    for rank, said in enumerate(both):
+        asked = f"expected room for all slots with an expert of rank {rank}, {slots[rank]} in exchange 1; got 3."
+        assert said.startswith(f"most_rows: {asked}")
+
+
+def with_capacity(
+    rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int, most_rows: int
+) -> tuple[list[bool], int]:
+    return rank_jobs.peers_as_collective(rank, count, steps, most_tokens=most_tokens, most_rows=most_rows)
+
+
+def too_many(rank: int, most: dict[str, int]) -> str:
+    return rank_jobs.too_many_for_peers(rank, **most)
 
 
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ from amoeba.kernels.launch import next_power_of_2, quick
 SLOTS, ROWS, SUMS, GRADIENTS = range(4)
 CHANNELS = tl.constexpr(4)
 ARRIVED, TAKEN = tl.constexpr(0), tl.constexpr(1)
+CROWDED = tl.constexpr(2)  # in place of a counter: more rows than fit
 RECORD = 7  # set, channel, rank, epoch, seen, expected, counter
 # Programs that write to other ranks: few, for the SMs are wanted. They and those that read what came have to be as many
 # on every rank. The interpreter runs one after another.
@@ -143,8 +144,13 @@ def push_slots(post: Post, plan: Plan, rank_TK: Tensor, local_TK: Tensor, weight
     )  # fmt: skip
 
 
-def take_slots(post: Post, plan: Plan, weight_TK: Tensor, comes_R: Tensor) -> tuple[Tensor, Tensor]:
-    """expert_RK (int32) and weight_RK. Writes comes_R, uint8: whether a row has an expert here."""
+def take_slots(
+    post: Post, plan: Plan, weight_TK: Tensor, comes_R: Tensor, most_rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """expert_RK (int32) and weight_RK. Writes comes_R, uint8: whether a row has an expert here.
+
+    most_rows: where more slots have one, none has: nothing is written behind the end of a buffer, and the host is told.
+    """
     top_k = weight_TK.shape[1]
     _wait_for_all(post, SLOTS)
     expert_RK = torch.empty((plan.rows, top_k), dtype=torch.int32, device=weight_TK.device)
@@ -153,6 +159,12 @@ def take_slots(post: Post, plan: Plan, weight_TK: Tensor, comes_R: Tensor) -> tu
         expert_RK, weight_RK, comes_R, plan.back, post.addresses, post.cell_at[SLOTS], post.cell_size[SLOTS],
         post.tokens, post.rank, K=top_k, **_slot_tile(top_k), **post.constants(SLOTS), num_warps=4,
     )  # fmt: skip
+    if most_rows is not None and most_rows < expert_RK.numel():
+        slots = expert_RK.numel()
+        _refuse_too_many[(1,)](
+            expert_RK, post.epochs, post.trouble, post.record, slots, most_rows, BLOCK=16384, CHANNEL=SLOTS,
+            ON_GPU=expert_RK.is_cuda, num_warps=16,
+        )  # fmt: skip
     return expert_RK, weight_RK
 
 
@@ -245,17 +257,43 @@ def _wait(
         while (seen < at_least) & (stop == 0) & (now - began < limit):
             seen = _look(counter)
             now = microseconds(now, ON_GPU)
-        if (seen < at_least) & (stop == 0):  # noqa: SIM102 (a kernel has no `and` that stops)
-            if tl.atomic_xchg(trouble, 1, sem="relaxed", scope="gpu") == 0:  # the first to give up tells
-                tl.store(record + 1, CHANNEL)
-                tl.store(record + 2, whom)
-                tl.store(record + 3, epoch)
-                tl.store(record + 4, seen)
-                tl.store(record + 5, at_least)
-                tl.store(record + 6, WHICH)
-                tl.debug_barrier()
-                tl.store(record, fenced(whom * 0 + 1, ON_GPU))
+        if (seen < at_least) & (stop == 0):
+            _tell(trouble, record, whom, epoch, seen, at_least, WHICH, CHANNEL, ON_GPU)
     tl.debug_barrier()
+
+
+@triton.jit
+def _tell(
+    trouble, record, whom, epoch, seen, expected, WHICH: tl.constexpr, CHANNEL: tl.constexpr, ON_GPU: tl.constexpr
+):
+    if tl.atomic_xchg(trouble, 1, sem="relaxed", scope="gpu") == 0:  # the first one tells
+        tl.store(record + 1, CHANNEL)
+        tl.store(record + 2, whom)
+        tl.store(record + 3, epoch)
+        tl.store(record + 4, seen)
+        tl.store(record + 5, expected)
+        tl.store(record + 6, WHICH)
+        tl.debug_barrier()
+        tl.store(record, fenced(epoch.to(tl.int32) * 0 + 1, ON_GPU))
+
+
+@quick
+@triton.jit(do_not_specialize=["slots", "most_rows"])
+def _refuse_too_many(
+    expert_RK, epochs, trouble, record, slots, most_rows,
+    BLOCK: tl.constexpr, CHANNEL: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    counts = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, slots, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        counts += (tl.load(expert_RK + at, mask=at < slots, other=-1) >= 0).to(tl.int32)
+    owned = tl.sum(counts, axis=0)
+    if owned > most_rows:
+        epoch = tl.load(epochs + CHANNEL)
+        _tell(trouble, record, owned * 0, epoch, owned, most_rows, CROWDED, CHANNEL, ON_GPU)
+        for first in range(0, slots, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(expert_RK + at, tl.full((BLOCK,), -1, tl.int32), mask=at < slots)
 
 
 @quick

@@ -47,10 +47,9 @@ class RanksBackend(Backend):
     def _run_own(self, request: Request) -> Tensor:
         """Each rank has its own tokens."""
         sharded, x_TH, routing = _sharded(request), request.x_TH, request.routing
-        ranks, owners = sharded.ranks, sharded.owners
-        transport, _ = choose_transport(sharded.transport, ranks, x_TH.device)
+        transport, _ = choose_transport(sharded.transport, sharded.ranks, x_TH.device)
         assert transport is not None
-        exchange = transport.plan(ranks, owners, x_TH, routing, _trains(request), sharded.most_tokens)
+        exchange = transport.plan(sharded, x_TH, routing, _trains(request))
         x_RH, expert_RK, weight_RK = dispatch(exchange, x_TH, routing.weight_TK)
         most_rows = None if exchange.slots is None else max(exchange.slots, 1)
         mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=most_rows)

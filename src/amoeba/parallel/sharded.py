@@ -44,6 +44,8 @@ class ShardedExperts:
     local_backend: what computes the own share, as `experts` takes it.
     most_tokens: of one rank, in any pass; the same on all ranks. With it `peers` lets the hosts say nothing to each
                other between the passes, as in a CUDA graph; all ranks' rows are then so many, most of them maybe empty.
+    most_rows: of slots with an expert here, in any pass. With it `peers` has buffers between the products of that size,
+               and not of one row for each slot of all ranks' tokens; more are an error, and are never dropped.
     """
 
     local: AnyExperts
@@ -53,6 +55,7 @@ class ShardedExperts:
     transport: str = "auto"
     local_backend: str = "auto"
     most_tokens: int | None = None
+    most_rows: int | None = None
 
     placement = "ranks"
 

@@ -124,9 +124,7 @@ def compute_share(share: Share) -> dict[str, Tensor]:
     if share.ranks > 1:
         ranks = Ranks(first_processes(share.ranks), _DEADLINE)
         owners = _owners(share.owner, given.num_experts, share.ranks)
-        weights = shard_experts(
-            given, ranks, owners, make_local=make, tokens=share.mode, transport=share.transport
-        )
+        weights = shard_experts(given, ranks, owners, make_local=make, tokens=share.mode, transport=share.transport)
         factors = {name: owners.take(t.detach(), ranks.rank).clone().requires_grad_() for name, t in factors.items()}
     elif make is not None:
         weights = make(given)
@@ -207,8 +205,8 @@ def whole(divided: DividedCase, dtype: torch.dtype) -> Share:
 
 
 def shares(divided: DividedCase, dtype: torch.dtype, ranks: int) -> list[Share]:
-    told = {"ranks": ranks, "mode": divided.mode, "owner": divided.owner, "transport": divided.transport}
-    one = whole(divided, dtype)._replace(**told)
+    one = whole(divided, dtype)
+    one = one._replace(ranks=ranks, mode=divided.mode, owner=divided.owner, transport=divided.transport)
     if divided.mode == "same":
         return [one] * ranks
     parts = {name: _cut(one.tensors[name], divided.tokens) for name in ("x", "weight", "dy")}

@@ -20,7 +20,7 @@ TRANSPORTS: tuple[Transport, ...] = (peers.TRANSPORT, collective.TRANSPORT)
 logger = logging.getLogger("amoeba")
 
 
-@functools.lru_cache(maxsize=256)  # what ranks share does not change, and to find it out takes longer than a small layer
+@functools.lru_cache(maxsize=256)  # what ranks share does not change, and to find out takes longer than a small layer
 def choose_transport(name: str, ranks: Ranks, device: torch.device) -> tuple[Transport | None, dict[str, str]]:
     """The one asked for, or the first that has no reason against it; and the reasons against the others."""
     asked = [transport for transport in TRANSPORTS if name in ("auto", transport.name)]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amoeba.parallel.agreement import agree, facts_of
-from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks, as_bytes
+from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.routing import Routing
 
@@ -43,17 +43,10 @@ class Collective(Transport):
             return "needs a torch that was built with torch.distributed"
         return None
 
-    def plan(
-        self,
-        ranks: Ranks,
-        owners: Owners,
-        x_TH: Tensor,
-        routing: Routing,
-        gradients: bool,
-        most_tokens: int | None = None,
-    ) -> Exchange:
+    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
         """Says to each rank how many rows will come, after all have agreed on what they look like."""
-        num_tokens, count = routing.num_tokens, ranks.count
+        ranks, owners, num_tokens = sharded.ranks, sharded.owners, routing.num_tokens
+        count = ranks.count
         rank_TK, local_TK = owners.find(routing.expert_TK)
         goes_TW = rank_TK.new_zeros((num_tokens, count + 1), dtype=torch.bool).scatter_(1, rank_TK, True)[:, :count]
         slots_W = torch.stack([(rank_TK == rank).sum() for rank in range(count)])

@@ -28,6 +28,7 @@ from amoeba.parallel.agreement import agree, facts_of
 from amoeba.parallel.heap import Heap, open_heap
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks, watch
+from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.routing import Routing
 from amoeba.torch_internals import why_not_symmetric_memory
@@ -65,23 +66,19 @@ class Peers(Transport):
             return f"needs torch's symmetric memory: {reason}"
         return _why_not_between(_places(ranks, device), device)
 
-    def plan(
-        self,
-        ranks: Ranks,
-        owners: Owners,
-        x_TH: Tensor,
-        routing: Routing,
-        gradients: bool,
-        most_tokens: int | None = None,
-    ) -> Exchange:
-        office = _office(ranks, x_TH.device)
-        tokens = office.prepare(ranks, facts_of(owners, x_TH, routing.weight_TK, gradients), x_TH, routing, most_tokens)
-        return PeerExchange(office, owners, routing.expert_TK, _plan(tuple(tokens), routing.num_tokens, office))
+    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
+        office = _office(sharded.ranks, x_TH.device)
+        facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
+        tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
+        plan = _plan(tuple(tokens), routing.num_tokens, office)
+        return PeerExchange(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
 
 
 class PeerExchange(Exchange):
-    def __init__(self, office: Office, owners: Owners, expert_TK: Tensor, plan: Plan) -> None:
-        self.office, self.plan = office, plan
+    def __init__(
+        self, office: Office, owners: Owners, expert_TK: Tensor, plan: Plan, most_rows: int | None = None
+    ) -> None:
+        self.office, self.plan, self.slots = office, plan, most_rows
         self.rank_TK, self.local_TK = owners.find(expert_TK)
         device, tokens = expert_TK.device, expert_TK.shape[0]
         self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
@@ -92,7 +89,7 @@ class PeerExchange(Exchange):
 
         post, weight_TK = self.office.checked(), weight_TK.contiguous()
         push_slots(post, self.plan, self.rank_TK, self.local_TK, weight_TK, self.goes_WT)
-        return take_slots(post, self.plan, weight_TK, self.comes_R)
+        return take_slots(post, self.plan, weight_TK, self.comes_R, self.slots)
 
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_rows import ROWS, own_rows, push_rows, take_rows
@@ -205,11 +202,18 @@ class Office:
         return self._post
 
     def check(self) -> None:
-        """RankLost if a kernel gave up waiting. The host looks at its own memory, and waits for nothing."""
+        """RankLost if a kernel gave up waiting, ValueError if more rows came than fit. The host looks at its own
+        memory, and waits for nothing."""
+        from amoeba.kernels.peer_rows import CROWDED, TAKEN
+
         post = self._post
         if post is None or not post.record[0]:
             return
-        _, channel, whom, epoch, seen, expected, of_taken = post.record.tolist()
+        _, channel, whom, epoch, seen, expected, which = post.record.tolist()
+        if which == CROWDED.value:
+            needed = f"room for all slots with an expert of rank {self.ranks.rank}, {seen} in exchange {epoch}"
+            raise bad_value("most_rows", needed, expected, "allow more, or leave it out for room for all")
+        of_taken = which == TAKEN.value
         what = f"{_NAMES[channel]}, exchange {epoch}"
         parts = post.takers if of_taken else post.pushers
         found = f"{max(seen - expected + parts, 0)} of {parts} parts {'were taken' if of_taken else 'had come'}"

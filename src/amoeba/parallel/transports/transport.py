@@ -2,7 +2,7 @@
 
 T tokens · R rows received · K experts per token
 
-    exchange = transport.plan(ranks, owners, x_TH, routing, gradients)      # on all ranks at once
+    exchange = transport.plan(sharded, x_TH, routing, gradients)      # on all ranks at once
     expert_RK, weight_RK = exchange.send_slots(weight_TK)
     x_RH = exchange.send(x_TH, "tokens")
     y_TH = exchange.give_back(y_RH, "sums of the experts")
@@ -18,15 +18,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks
+from amoeba.parallel.sharded import ShardedExperts
 from amoeba.routing import Routing
 
 
 class Exchange(ABC):
     """Of one pass of one layer. Rows arrive by source, then by token, which is the order of row ids.
 
-    slots: of the rows received, those with an expert here; None where the host does not know.
+    slots: of the rows received, so many have an expert here, at most; None where the host does not know.
     """
 
     slots: int | None = None
@@ -58,13 +58,5 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def plan(
-        self,
-        ranks: Ranks,
-        owners: Owners,
-        x_TH: Tensor,
-        routing: Routing,
-        gradients: bool,
-        most_tokens: int | None = None,
-    ) -> Exchange:
-        """gradients: whether there will be a backward. most_tokens: see `ShardedExperts`."""
+    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
+        """gradients: whether there will be a backward."""
