@@ -33,8 +33,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.exchange = exchange
-        expert_RK, weight_RK = exchange.send_slots(weight_TK)
-        x_RH = exchange.send(x_TH, "tokens")
+        x_RH, expert_RK, weight_RK = exchange.dispatch(x_TH, weight_TK)
         ctx.mark_non_differentiable(expert_RK)
         return x_RH, expert_RK, weight_RK
 

@@ -63,7 +63,7 @@ class CollectiveExchange(Exchange):
     def __init__(self, ranks: Ranks, route: Route, local_SK: Tensor, slots: int) -> None:
         self.ranks, self.route, self.local_SK, self.slots = ranks, route, local_SK, slots
 
-    def send_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         route = self.route
         # ids differ from rank to rank where weights do not, so that the two are packed here, row by row
         ids, weights = as_bytes(self.local_SK.to(torch.int32)), as_bytes(weight_TK.index_select(0, route.token_S))
@@ -71,7 +71,7 @@ class CollectiveExchange(Exchange):
         ids, weights = packed.split((ids.shape[1], weights.shape[1]), 1)
         # copies: of a single row .contiguous() would be the same bytes, which begin where a number of 8 bytes cannot
         ids, weights = (part.clone(memory_format=torch.contiguous_format) for part in (ids, weights))
-        return ids.view(torch.int32).long(), weights.view(weight_TK.dtype)
+        return self.send(x_TH, "tokens"), ids.view(torch.int32).long(), weights.view(weight_TK.dtype)
 
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
         return self._exchange(rows_TH.index_select(0, self.route.token_S), what)

@@ -84,19 +84,31 @@ class PeerExchange(Exchange):
         self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
         self.comes_R = torch.empty(plan.rows, dtype=torch.uint8, device=device)
 
-    def send_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows are under way while ids and weights arrive, which say what to do with them."""
         from amoeba.kernels.peer_rows import push_slots, take_slots
 
-        post, weight_TK = self.office.checked(), weight_TK.contiguous()
+        post, x_TH, weight_TK = self.office.checked(), x_TH.contiguous(), weight_TK.contiguous()
         push_slots(post, self.plan, self.rank_TK, self.local_TK, weight_TK, self.goes_WT)
-        return take_slots(post, self.plan, weight_TK, self.comes_R, self.slots)
+        self._push(x_TH)
+        expert_RK, weight_RK = take_slots(post, self.plan, weight_TK, self.comes_R, self.slots)
+        return self._take(x_TH), expert_RK, weight_RK
 
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
-        from amoeba.kernels.peer_rows import ROWS, own_rows, push_rows, take_rows
+        rows_TH = rows_TH.contiguous()
+        self._push(rows_TH)
+        return self._take(rows_TH)
 
-        post, rows_TH = self.office.checked(), rows_TH.contiguous()
+    def _push(self, rows_TH: Tensor) -> None:
+        from amoeba.kernels.peer_rows import ROWS, push_rows
+
         with self.office.beside():
-            push_rows(post, self.plan.there, ROWS, rows_TH, self.goes_WT)
+            push_rows(self.office.checked(), self.plan.there, ROWS, rows_TH, self.goes_WT)
+
+    def _take(self, rows_TH: Tensor) -> Tensor:
+        from amoeba.kernels.peer_rows import own_rows, take_rows
+
+        post = self.office.checked()
         rows_RH = own_rows(post, self.plan, rows_TH, self.comes_R)
         self.office.join()
         take_rows(post, self.plan, rows_RH, self.comes_R)

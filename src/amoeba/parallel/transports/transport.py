@@ -3,9 +3,9 @@
 T tokens · R rows received · K experts per token
 
     exchange = transport.plan(sharded, x_TH, routing, gradients)      # on all ranks at once
-    expert_RK, weight_RK = exchange.send_slots(weight_TK)
-    x_RH = exchange.send(x_TH, "tokens")
+    x_RH, expert_RK, weight_RK = exchange.dispatch(x_TH, weight_TK)
     y_TH = exchange.give_back(y_RH, "sums of the experts")
+    dy_RH = exchange.send(dy_TH, "gradients of sums")
 
 The last two are each other's adjoint, so that each is the other's backward.
 """
@@ -32,8 +32,8 @@ class Exchange(ABC):
     slots: int | None = None
 
     @abstractmethod
-    def send_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """expert_RK, as the experts are known here and -1 for those of other ranks, and weight_RK."""
+    def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x_RH; expert_RK, as the experts are known here and -1 for those of other ranks; and weight_RK."""
 
     @abstractmethod
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
