@@ -225,6 +225,43 @@ def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
     return results
 
 
+def train_fully_sharded(rank: int, steps: int) -> list[tuple[float, float]]:
+    """`train_a_model` over two by two ranks: experts placed over two, their shares and all else sharded by FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    import amoeba
+    from amoeba.parallel import clip_gradients
+    from tiny_models import build
+
+    mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep")), init_device_mesh("cpu", (4,))
+    make = functools.partial(shard_experts, ranks=Ranks(mesh["ep"].get_group(), 30.0))
+    amoeba.register_placement(replace(RANKS, name="two ranks", make=make))
+    model, ranks = build("qwen3_moe").train(), Ranks(deadline=30.0)
+    amoeba.place_experts(model, "two ranks")
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["efsdp"])
+        fully_shard(layer, mesh=every)
+    fully_shard(model, mesh=every)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    history = []
+    for _ in range(steps):
+        ids = torch.randint(0, model.config.vocab_size, (4, 12), generator=generator)
+        mine = ids.chunk(4)[rank]
+        optimizer.zero_grad()
+        loss = model(input_ids=mine, labels=mine, use_cache=False).loss / 4
+        loss.backward()
+        norm = clip_gradients(model.parameters(), 1.0, ranks)
+        optimizer.step()
+        history.append((ranks.add_up(loss.detach(), "losses").item(), norm.item()))
+    return history
+
+
 class RoutedLayer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import rank_jobs
 from amoeba.parallel import Ranks
@@ -25,6 +26,7 @@ def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
             assert "the connection says" in said and seconds < 10
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="peers is interpreted on a CPU only where there is no GPU")
 def test_a_kernel_that_waits_has_the_same_deadline() -> None:
     with LocalRanks(2) as processes:
         vain, _ = processes.run(rank_jobs.wait_for_peers_in_vain, [(0,), (1,)])

@@ -1,4 +1,7 @@
-"""`peers`, its kernels in Triton's interpreter over real processes that share memory: rows, counters, capacity."""
+"""`peers`, its kernels in Triton's interpreter over real processes that share memory: rows, counters, capacity.
+
+Where there is a GPU, two processes share it instead.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from amoeba.kernels import peer_rows
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.transports import choice, peers
 from amoeba.proof.cases import SILU, Case
-from amoeba.proof.over_ranks import DividedCase, check_divided
+from amoeba.proof.over_ranks import DividedCase, Share, check_divided, compute_share, joined, shares, whole
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
 EVERYTHING = Case(23, 4, SILU, True, "sentinels", num_experts=10, lora="all", rank=5)
 
 
+@interpreted
 @pytest.mark.parametrize(
     ("ranks", "divided"),
     [
@@ -30,6 +35,7 @@ def test_every_gradient_is_right_and_has_the_bits_of_one_process(
     assert max(errors.values()) < 1e-6 and not unequal
 
 
+@interpreted
 def test_step_after_step_it_has_the_bits_of_collective_while_numbers_of_tokens_change(processes: LocalRanks) -> None:
     """The heap grows, cells are used again, and rows that were there before are not read."""
     steps = [(3, 5), (40, 0), (5, 70), (0, 0), (2, 1)]
@@ -37,6 +43,7 @@ def test_step_after_step_it_has_the_bits_of_collective_while_numbers_of_tokens_c
         assert len(equal) == 5 * len(steps) and all(equal)
 
 
+@interpreted
 def test_with_a_fixed_capacity_hosts_talk_once_and_too_many_tokens_are_refused(processes: LocalRanks) -> None:
     jobs = [(rank, 2, steps, 9, 20) for rank in range(2) for steps in [[(3, 5)], [(3, 5), (9, 0), (1, 2)]]]
     once, often = (processes.run(with_capacity, [jobs[at], jobs[at + 2]]) for at in range(2))
@@ -47,6 +54,7 @@ def test_with_a_fixed_capacity_hosts_talk_once_and_too_many_tokens_are_refused(p
         assert said.startswith("x_TH: expected at most most_tokens=5 tokens; got 7")
 
 
+@interpreted
 def test_more_rows_than_there_is_room_for_are_refused_with_the_numbers_and_none_is_dropped() -> None:
     with LocalRanks(2) as processes:  # which cannot go on afterwards
         both = processes.run(too_many, [(rank, {"most_rows": 3}) for rank in range(2)])
@@ -67,6 +75,26 @@ def too_many(rank: int, most: dict[str, int]) -> str:
     return rank_jobs.too_many_for_peers(rank, **most)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["peers", "collective"])
+def test_processes_that_share_a_gpu_have_the_gradients_of_one(transport: str) -> None:
+    divided = DividedCase(EVERYTHING, (20, 0, 3), transport=transport)
+    with LocalRanks(3) as processes:
+        parts = processes.run(on_gpu, [(share,) for share in shares(divided, torch.float32, 3)])
+        (alone,) = processes.run(on_gpu, [(whole(divided, torch.float32),)])
+    for name, found in joined(divided, parts, 3).items():
+        if name in ("output", "inference", "x"):
+            torch.testing.assert_close(found, alone[name], rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(found, alone[name]), name
+
+
+def on_gpu(share: Share) -> dict[str, torch.Tensor]:
+    tensors = {name: tensor.cuda() for name, tensor in share.tensors.items()}
+    found = compute_share(share._replace(tensors=tensors, expert_TK=share.expert_TK.cuda()))
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, alone = torch.device("cpu"), rank_jobs.owners_of_one().ranks
     assert peers.TRANSPORT.why_not(alone, cpu) is None or torch.cuda.is_available()
@@ -79,6 +107,7 @@ def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peers._why_not_between(["boot1 here "] * 3, cpu) is None
 
 
+@interpreted
 def test_sums_are_nan_after_a_wait_in_vain_so_that_nobody_goes_on_with_them() -> None:
     """The host may have enqueued more by then: it looks again when the ranks next exchange something."""
     (layer,), addresses = torch.zeros(1, 4096, dtype=torch.uint8).split(1), torch.empty(1, dtype=torch.int64)

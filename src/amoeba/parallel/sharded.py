@@ -15,7 +15,7 @@ would have them: no reduction is left to do, and what the loss is divided by is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -111,6 +111,10 @@ class ShardedExperts:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.local.tensors()
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> ShardedExperts:
+        """The same experts in other tensors, as FSDP2 gathers the share of a rank out of its shards in each pass."""
+        return replace(self, local=ExpertWeights.unchecked(*tensors, self.activation))
 
     def __deepcopy__(self, memo: dict) -> ShardedExperts:
         """Of the share alone: the ranks stay the same. A copied parameter forgets whose it is, and is told again."""
