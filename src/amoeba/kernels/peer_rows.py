@@ -52,7 +52,7 @@ PUSHERS, TAKERS = 16, 64
 PUSHERS_INTERPRETED = TAKERS_INTERPRETED = 2
 # Without a GPU there is no clock in a kernel, and so many looks take about a second.
 LOOKS_PER_SECOND = 10_000
-_BYTES_OF_TILE = 65536  # by 16 warps: 128 bytes of each thread are under way at once
+_BYTES_OF_TILE = 131072  # of fp32, by 16 warps: 128 bytes of bf16 of each thread are under way at once
 _WARPS = 16
 
 
