@@ -5,6 +5,8 @@ Where there is a GPU, two processes share it instead.
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -95,10 +97,14 @@ def on_gpu(share: Share) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
-def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_says_what_it_chose_and_why_not_what_is_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     cpu, alone = torch.device("cpu"), rank_jobs.owners_of_one().ranks
     assert peers.TRANSPORT.why_not(alone, cpu) is None or torch.cuda.is_available()
-    transport, refused = choice.choose_transport("auto", alone, cpu)
+    with caplog.at_level(logging.INFO, "amoeba"):
+        transport, refused = choice.choose_transport("auto", alone, cpu)
+    assert "by collective, torch's all_to_all, by gloo or NCCL; peers is for GPUs, x is on cpu" in caplog.text
     assert transport is not None and transport.name == "collective" and refused == {"peers": "is for GPUs, x is on cpu"}
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert peers.TRANSPORT.why_not(alone, cpu) == "needs GPUs (or TRITON_INTERPRET=1, to try it), x is on cpu"
