@@ -54,7 +54,7 @@ def main() -> dict[str, str]:
     numbers = dict.fromkeys(("cell_at", "cell_size", "rank", "limit", "tokens"), "i32")
     constants = {"H": 2048, "BLOCK_T": 8, "BLOCK_H": 2048, "ALIGNED": True, "RANKS": 2, "ON_GPU": True, "CHANNEL": 1}
     constants |= {"TAKERS": 64, "PUSHERS": 16, "OWN": False, "WIDE": False}
-    kernels = {"push": "_push_rows", "take": "_take_rows", "add": "_add_rows", "wait": "_wait_for_arrivals"}
+    kernels = {"push": "_push_rows", "take": "_take_rows", "add": "_add_rows", "wait": "wait_for_arrivals"}
     found = {}
     for name, function in kernels.items():
         kernel = getattr(module, function).kernel

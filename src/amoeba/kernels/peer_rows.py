@@ -38,14 +38,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.ask import fenced, microseconds
 from amoeba.kernels.launch import next_power_of_2, quick
+from amoeba.kernels.peer_counters import (
+    ARRIVED,
+    CHANNELS,
+    CROWDED,
+    TAKEN,
+    add_one,
+    counter_of,
+    tell,
+    wait_for,
+    wait_for_arrivals,
+)
 
 SLOTS, ROWS, SUMS, GRADIENTS = range(4)
-CHANNELS = tl.constexpr(4)
-ARRIVED, TAKEN = tl.constexpr(0), tl.constexpr(1)
-CROWDED = tl.constexpr(2)  # in place of a counter: more rows than fit
-RECORD = 7  # set, channel, rank, epoch, seen, expected, counter
 # Programs that write to other ranks: few, for the SMs are wanted. They and those that read what came have to be as many
 # on every rank. The interpreter runs one after another.
 PUSHERS, TAKERS = 16, 64
@@ -211,7 +217,7 @@ def add_rows(post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Ten
 
 
 def _wait_for_all(post: Post, channel: int) -> None:
-    _wait_for_arrivals[(1,)](
+    wait_for_arrivals[(1,)](
         *post.waiting, post.rank, post.limit, PUSHERS=post.pushers, **post.constants(channel), num_warps=1
     )
 
@@ -224,57 +230,6 @@ def _tile(rows: Tensor, width: int) -> dict[str, Any]:
     columns = min(next_power_of_2(width), 2048)
     aligned = rows.data_ptr() % 16 == 0 and width * rows.element_size() % 16 == 0
     return {"H": width, "BLOCK_T": max(_BYTES_OF_TILE // 4 // columns, 1), "BLOCK_H": columns, "ALIGNED": aligned}
-
-
-@triton.jit
-def _counter(addresses, rank, of_rank, WHICH: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr):
-    """In the heap of `rank`, the counter to which `of_rank` adds."""
-    first = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
-    return first + ((WHICH * CHANNELS + CHANNEL) * RANKS + of_rank)
-
-
-@triton.jit
-def _look(counter):
-    return tl.atomic_add(counter, 0, sem="acquire", scope="sys")
-
-
-@triton.jit
-def _add_one(counter):
-    tl.debug_barrier()  # what all threads of the program have read and written comes before
-    tl.atomic_add(counter, 1, sem="release", scope="sys")
-
-
-@triton.jit
-def _wait(
-    counter, at_least, epoch, whom, trouble, record, limit,
-    WHICH: tl.constexpr, CHANNEL: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
-    seen = _look(counter)
-    if seen < at_least:
-        began = microseconds(epoch * 0, ON_GPU)
-        now = began
-        stop = _look(trouble)
-        while (seen < at_least) & (stop == 0) & (now - began < limit):
-            seen = _look(counter)
-            now = microseconds(now, ON_GPU)
-        if (seen < at_least) & (stop == 0):
-            _tell(trouble, record, whom, epoch, seen, at_least, WHICH, CHANNEL, ON_GPU)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _tell(
-    trouble, record, whom, epoch, seen, expected, WHICH: tl.constexpr, CHANNEL: tl.constexpr, ON_GPU: tl.constexpr
-):
-    if tl.atomic_xchg(trouble, 1, sem="relaxed", scope="gpu") == 0:  # the first one tells
-        tl.store(record + 1, CHANNEL)
-        tl.store(record + 2, whom)
-        tl.store(record + 3, epoch)
-        tl.store(record + 4, seen)
-        tl.store(record + 5, expected)
-        tl.store(record + 6, WHICH)
-        tl.debug_barrier()
-        tl.store(record, fenced(epoch.to(tl.int32) * 0 + 1, ON_GPU))
 
 
 @quick
@@ -290,25 +245,10 @@ def _refuse_too_many(
     owned = tl.sum(counts, axis=0)
     if owned > most_rows:
         epoch = tl.load(epochs + CHANNEL)
-        _tell(trouble, record, owned * 0, epoch, owned, most_rows, CROWDED, CHANNEL, ON_GPU)
+        tell(trouble, record, owned * 0, epoch, owned, most_rows, CROWDED, CHANNEL, ON_GPU)
         for first in range(0, slots, BLOCK):
             at = first + tl.arange(0, BLOCK)
             tl.store(expert_RK + at, tl.full((BLOCK,), -1, tl.int32), mask=at < slots)
-
-
-@quick
-@triton.jit(do_not_specialize=["rank", "limit"])
-def _wait_for_arrivals(
-    addresses, epochs, trouble, record, rank, limit,
-    PUSHERS: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
-    epoch = tl.load(epochs + CHANNEL) + 1
-    tl.debug_barrier()
-    tl.store(epochs + CHANNEL, epoch)
-    for step in range(1, RANKS):
-        source = (rank + step) % RANKS
-        counter = _counter(addresses, rank, source, ARRIVED, CHANNEL, RANKS)
-        _wait(counter, epoch * PUSHERS, epoch, source, trouble, record, limit, ARRIVED, CHANNEL, ON_GPU)
 
 
 @quick
@@ -326,8 +266,8 @@ def _push_slots(
     for step in range(0, RANKS):
         dest = (rank + step) % RANKS
         if step > 0:
-            taken = _counter(addresses, rank, dest, TAKEN, CHANNEL, RANKS)
-            _wait(taken, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, CHANNEL, ON_GPU)
+            taken = counter_of(addresses, rank, dest, TAKEN, CHANNEL, RANKS)
+            wait_for(taken, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, CHANNEL, ON_GPU)
         cell = tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size
         weights = cell.to(tl.pointer_type(weight_TK.dtype.element_ty))
         ids = (cell + most_tokens.to(tl.int64) * (K * 8)).to(tl.pointer_type(tl.int32))
@@ -344,7 +284,7 @@ def _push_slots(
             goes = tl.max(mine.to(tl.int32), axis=1).to(tl.uint8)
             tl.store(goes_WT + dest.to(tl.int64) * tokens + t, goes, mask=t < tokens)
         if step > 0:
-            _add_one(_counter(addresses, dest, rank, ARRIVED, CHANNEL, RANKS))
+            add_one(counter_of(addresses, dest, rank, ARRIVED, CHANNEL, RANKS))
 
 
 @quick
@@ -371,7 +311,7 @@ def _take_slots(
             comes = (tl.max(expert, axis=1) >= 0).to(tl.uint8)
             tl.store(comes_R + first_row + t, comes, mask=t < count)
     for step in range(1, RANKS):
-        _add_one(_counter(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
+        add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
 
 
 @triton.jit
@@ -394,8 +334,8 @@ def _push_rows(
     epoch = tl.load(epochs + CHANNEL)
     for step in range(1, RANKS):  # each rank begins with another one
         dest = (rank + step) % RANKS
-        taken = _counter(addresses, rank, dest, TAKEN, CHANNEL, RANKS)
-        _wait(taken, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, CHANNEL, ON_GPU)
+        taken = counter_of(addresses, rank, dest, TAKEN, CHANNEL, RANKS)
+        wait_for(taken, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, CHANNEL, ON_GPU)
         cell = _rows_at(tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size, rows, ALIGNED)
         source = rows + tl.load(places + dest) * H
         wanted_T = wanted + tl.load(places + RANKS + dest)
@@ -408,7 +348,7 @@ def _push_rows(
                 at = t.to(tl.int64)[:, None] * H + c[None, :]
                 mask = goes[:, None] & (c < H)[None, :]
                 tl.store(cell + at, tl.load(source + at, mask=mask), mask=mask)
-        _add_one(_counter(addresses, dest, rank, ARRIVED, CHANNEL, RANKS))
+        add_one(counter_of(addresses, dest, rank, ARRIVED, CHANNEL, RANKS))
 
 
 @quick
@@ -436,7 +376,7 @@ def _take_rows(
                 mask = comes[:, None] & (c < H)[None, :]
                 tl.store(out_RH + first_row * H + at, tl.load(rows + at, mask=mask), mask=mask)
     for step in range(1, 1 if OWN else RANKS):
-        _add_one(_counter(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
+        add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
 
 
 @quick
@@ -464,4 +404,4 @@ def _add_rows(
             total = tl.where(lost, float("nan"), total)
             tl.store(out_TH + at, total.to(out_TH.dtype.element_ty), mask=inside)
     for step in range(1, RANKS):
-        _add_one(_counter(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
+        add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))

@@ -172,7 +172,8 @@ class Office:
         return counts
 
     def _grow(self, ranks: Ranks, size: Size) -> None:
-        from amoeba.kernels.peer_rows import CHANNELS, RECORD, Post, heap_layout, tokens_of_cells
+        from amoeba.kernels.peer_counters import CHANNELS, RECORD
+        from amoeba.kernels.peer_rows import Post, heap_layout, tokens_of_cells
 
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -216,7 +217,7 @@ class Office:
     def check(self) -> None:
         """RankLost if a kernel gave up waiting, ValueError if more rows came than fit. The host looks at its own
         memory, and waits for nothing."""
-        from amoeba.kernels.peer_rows import CROWDED, TAKEN
+        from amoeba.kernels.peer_counters import CROWDED, TAKEN
 
         post = self._post
         if post is None or not post.record[0]:
