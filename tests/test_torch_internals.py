@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -68,3 +69,8 @@ def test_backward_knows_that_it_is_one_and_whether_the_graph_goes() -> None:
 def test_a_batch_of_gradients_is_seen() -> None:
     assert answers(torch_internals.is_batch_of_gradients) == [False]
     assert answers(torch_internals.is_batch_of_gradients, is_grads_batched=True) == [True]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+def test_torch_has_memory_that_other_processes_reach() -> None:
+    assert torch_internals.why_not_symmetric_memory() is None

@@ -94,7 +94,7 @@ def ask(expert_TK: Tensor, slot_TK: Tensor, shown: Tensor, experts: int, talk: T
 
 
 @triton.jit
-def _fenced(value, ON_GPU: tl.constexpr):
+def fenced(value, ON_GPU: tl.constexpr):
     """The value, once all reads and writes ahead of it are done for the host too; those behind it come after."""
     if ON_GPU:
         fence: tl.constexpr = "fence.acq_rel.sys; mov.b32 $0, $1;"
@@ -103,7 +103,7 @@ def _fenced(value, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _microseconds(before, ON_GPU: tl.constexpr):
+def microseconds(before, ON_GPU: tl.constexpr):
     """A clock. Without a GPU each look at it takes a microsecond."""
     if ON_GPU:
         clock: tl.constexpr = "mov.u64 $0, %globaltimer;"
@@ -137,12 +137,12 @@ def _ask(
     serial = tl.load(state) + 1
     place = serial & (RING - 1)
     row = questions + place * ROW
-    began = _microseconds(tl.zeros((), tl.int64), ON_GPU)
+    began = microseconds(tl.zeros((), tl.int64), ON_GPU)
     if ON_GPU:
         tl.store(times + 2 * place, began.to(tl.int32))
     misses = write_row(expert_N, shown, slot_N, row, N, EXPERTS, BINS, PIECE)
     tl.debug_barrier()  # every thread has written its part of the row, and read the serial
-    tl.store(row + 2, _fenced(serial, ON_GPU))
+    tl.store(row + 2, fenced(serial, ON_GPU))
     tl.store(state, serial)
     if misses > 0:
         now = began
@@ -155,8 +155,8 @@ def _ask(
             stop = tl.load(trouble, volatile=True)
             arrived = tl.load(state + 1, volatile=True)
             told = tl.load(answer, volatile=True)
-            now = _microseconds(now, ON_GPU)
-        _fenced(told, ON_GPU)
+            now = microseconds(now, ON_GPU)
+        fenced(told, ON_GPU)
         tl.debug_barrier()
         is_mine = tl.load(answer, volatile=True) == serial  # again: copies may have arrived between two looks
         n = tl.arange(0, ENTRIES)
@@ -166,9 +166,9 @@ def _ask(
         while (arrived - serial < 0) & (stop == 0) & (now - began < limit):
             stop = tl.load(trouble, mask=looks % LOOKS == 0, other=0, volatile=True)  # far away: on the host
             arrived = tl.load(state + 1, volatile=True)
-            now = _microseconds(now, ON_GPU)
+            now = microseconds(now, ON_GPU)
             looks += 1
-        arrived = _fenced(arrived, ON_GPU)
+        arrived = fenced(arrived, ON_GPU)
         tl.debug_barrier()
         is_served = is_mine & (arrived - serial >= 0)
         mask = n < tl.where(is_served, count, 0)
