@@ -2,14 +2,14 @@
 
     quick_interpreter.install()        # once, after TRITON_INTERPRET=1 and before the first launch
 
-Of a layer's pass, three quarters of the time go into seven things. At every call of a function of ours, also from within
-another, it looks through all members of `triton.language` for what to replace by its own; these are found once here,
-and replaced once a launch. At every integer operation it computes whether it overflows and throws the answer away, as
-its `debug` is off. For every tensor it writes down a table of dtypes, and works out again what follows from its type:
-shape and number of elements, in objects of their own. Before every operation it works out to which type and shape its
-operands have to be brought, also where they have them. The xor of which `tl.sort` is made goes element by element. And
-every argument of every operation is looked at four times for whether it is a constexpr. Where a version of Triton does
-these differently, it stays as slow as it is.
+Of a layer's pass, three quarters of the time go into seven things. At every call of a function of ours, also from
+within another, it looks through all members of `triton.language` for what to replace by its own; these are found once
+here, and replaced once a launch. At every integer operation it computes whether it overflows and throws the answer
+away, as its `debug` is off. For every tensor it writes down a table of dtypes, and works out again what follows from
+its type: shape and number of elements, in objects of their own. Before every operation it works out to which type and
+shape its operands have to be brought, also where they have them. The xor of which `tl.sort` is made goes element by
+element. And every argument of every operation is looked at four times for whether it is a constexpr. Where a version of
+Triton does these differently, it stays as slow as it is.
 """
 
 from __future__ import annotations
