@@ -127,6 +127,7 @@ def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
     assert step_losses(folder)[-4:] == step_losses(finished[0])[-4:]
 
 
+@pytest.mark.thorough  # within this process: tests/jobs/test_resume.py
 def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
     folder = tmp_path / "stopped"
     flags = [
