@@ -19,6 +19,7 @@ from amoeba import Activation, cpu_features
 from amoeba.backends import grouped, registry
 from amoeba.config import ActivationKind
 from amoeba.placements import all_placements
+from amoeba.proof import cases as cases_module
 from amoeba.proof import conformance
 from amoeba.proof.cases import (
     ACTIVATIONS,
@@ -494,7 +495,9 @@ class TestVerify:
         assert [result.refused is not None for result in results if result.backend == COMPOSED] == [False, True]
         table = worst(results)
         # on a machine with a GPU the kernels run there, elsewhere in the interpreter
-        elsewhere = {*PLACED} - {"streamed", *ROUNDED} | ({"triton"} if torch.cuda.is_available() else set())
+        elsewhere = {placement.name for placement in all_placements()} - {"streamed", *ROUNDED} | (
+            {"triton"} if torch.cuda.is_available() else set()
+        )
         assert set(table) == {(name, torch.float32) for name in backend_names(CPU) if name not in elsewhere}
         assert set(table["eager", torch.float32]) == {"output", "inference", "x", "weight", "gate_up", "down"}
         assert table["eager", torch.float32]["x"] == max(r.errors["x"] for r in results if r.backend == "eager")
@@ -555,3 +558,22 @@ def test_the_order_of_the_short_form_loses_no_case_and_shows_much_at_once():
         few = {getattr(case, name) for case in early}
         assert len(few) >= min(3, len(values)), name
     assert set(check(ordered[0], "eager", CPU, torch.float32)) >= {*LORA_NAMES, "down_bias", "weight"}
+    assert all(case.num_experts * case.hidden * case.intermediate < 2**18 for case in early[2:]), (
+        "weights take time too"
+    )
+
+
+def test_without_time_every_backend_meets_a_case_that_it_serves():
+    results = verify(CPU, [torch.bfloat16], ["eager", "fp8"], seconds=0)
+    assert [(result.backend, result.refused is None) for result in results] == [
+        ("eager", True),
+        ("fp8", False),  # trains without factors
+        ("fp8", True),
+    ]
+
+
+def test_the_truth_of_a_case_is_found_once_for_who_asks_whether_and_who_computes(monkeypatch):
+    counted, reference = [], cases_module._reference
+    monkeypatch.setattr(cases_module, "_reference", lambda *given: counted.append(given) or reference(*given))
+    assert verify_case(Case(3, 2, seed=71), "eager", CPU, torch.float32).ok
+    assert len(counted) == 1
