@@ -220,10 +220,8 @@ INTERPRETED = {
         Case(0, 2, lora="all"),
     ],
     torch.float16: [
-        Case(0, 2),
         Case(1, 8, bias=True),
         Case(9, 2, Activation("gelu_tanh"), bias=True, pattern="sentinels", narrow=True, **_FEW),
-        Case(63, 1, CLAMPED_SWIGLU, bias=True, pattern="all_on_one", recompute=True),
         Case(9, 2, PLAIN_RELU2, bias=True, pattern="sentinels", storage="transposed", **_FEW, **_ODD),
         Case(9, 2, CLAMPED_SWIGLU, bias=True, pattern="sentinels", lora="all", rank=5, **_FEW),
     ],
