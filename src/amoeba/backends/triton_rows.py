@@ -47,7 +47,7 @@ class TritonRows(SortedRows):
         kept: Sequence[Tensor] = saved[1:] if saved else sort_rows(problem.expert_TK, problem.weights.num_experts)
         if why_not_hopper(problem) is not None:
             return TritonRows(problem, *kept)
-        return HopperRows(problem._replace(x_TH=_in_whole_pieces(problem.x_TH)), *kept)
+        return HopperRows(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
 
     def save(self, h_NJ: Tensor) -> Saved:
         of_lora = (None, None) if self.low_rank is None else self.low_rank.saved()
@@ -246,7 +246,7 @@ class HopperRows(TritonRows):
     where one after the other takes 1.2 + 0.6 (H200, T=32768 H=2048 I=768 E=128 K=8, 2026-11-15)."""
 
     def gather(self, rows_TH: Tensor) -> ByToken:
-        return ByToken(_in_whole_pieces(rows_TH))
+        return ByToken(in_whole_pieces(rows_TH))
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
         from amoeba.kernels.hopper import product
@@ -338,7 +338,7 @@ def with_plain_rows(problem: Problem) -> Problem:
     )
 
 
-def _in_whole_pieces(rows_TH: Tensor) -> Tensor:
+def in_whole_pieces(rows_TH: Tensor) -> Tensor:
     """A copy, unless the compiler can see that 16 bytes at a time may be read: from the address and the row stride."""
     whole = rows_TH.stride(1) == 1 and rows_TH.stride(0) % 16 == 0 and place_of(rows_TH) % 16 == 0
     return rows_TH if whole else rows_TH.clone(memory_format=torch.contiguous_format)

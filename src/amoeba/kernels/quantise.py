@@ -81,19 +81,24 @@ def store_codes(
     row,
     row_in,
     first_column,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """A tile in fp32, quantised into (rows, WIDTH) codes and their scales, both contiguous; zeros beyond WIDTH."""
-    WIDTH_BLOCKS: tl.constexpr = (WIDTH + 127) // 128
-    code, scale = encode_rows(values, ROWS, COLUMNS)
-    column = first_column + tl.arange(0, COLUMNS)
-    block = first_column // 128 + tl.arange(0, COLUMNS // 128)
-    row_64 = row.to(tl.int64)[:, None]
-    tl.store(codes + row_64 * WIDTH + column[None, :], code, mask=row_in[:, None] & (column < WIDTH)[None, :])
-    inside = row_in[:, None] & (block < WIDTH_BLOCKS)[None, :]
-    tl.store(scales + row_64 * WIDTH_BLOCKS + block[None, :], scale, mask=inside)
+    """A tile in fp32, quantised: TILE columns from first_column on, of COLUMNS in all; beyond them it holds zeros.
+
+    codes, scales: contiguous, of rows with WIDTH columns, to which these begin at SHIFT, a multiple of 128.
+    """
+    BLOCKS: tl.constexpr = (COLUMNS + 127) // 128
+    code, scale = encode_rows(values, ROWS, TILE)
+    column = first_column + tl.arange(0, TILE)
+    block = first_column // 128 + tl.arange(0, TILE // 128)
+    code_row = codes + row.to(tl.int64)[:, None] * WIDTH + SHIFT
+    scale_row = scales + row.to(tl.int64)[:, None] * ((WIDTH + 127) // 128) + SHIFT // 128
+    tl.store(code_row + column[None, :], code, mask=row_in[:, None] & (column < COLUMNS)[None, :])
+    tl.store(scale_row + block[None, :], scale, mask=row_in[:, None] & (block < BLOCKS)[None, :])
 
 
 @quick
@@ -116,7 +121,7 @@ def _quantise_rows(
     row_in = row < num_rows
     pointers = rows + row.to(tl.int64)[:, None] * STRIDE + column[None, :]
     values = tl.load(pointers, mask=row_in[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-    store_codes(values, codes, scales, row, row_in, first_column, WIDTH, ROWS, COLUMNS)
+    store_codes(values, codes, scales, row, row_in, first_column, WIDTH, WIDTH, 0, ROWS, COLUMNS)
 
 
 def empty_rows(rows: int, width: int, device: torch.device) -> QuantisedMatrix:
