@@ -8,7 +8,8 @@ E experts · O out · I in
 
 Nothing tells that a weight was changed: fused optimizers and writes through `.data` move no version counter, and a
 replayed CUDA graph asks no one. So forward does not ask, and the GPU is not waited for. A training step writes the codes
-once, as it would anyway. They stay where they are in memory.
+once, as it would anyway; where several passes belong to one step, `amoeba.precision.UnchangedWeights` spares the others
+that. They stay where they are in memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amoeba.kernels.quantise import empty_weights, quantise_weights
 from amoeba.precision.quantised import QuantisedMatrix
+from amoeba.precision.unchanged import UnchangedWeights, promise
 
 
 class WeightCodes:
@@ -30,14 +32,20 @@ class WeightCodes:
         self.matrix = empty_weights(*weight_EOI.shape, weight_EOI.device)
         self._turned: QuantisedMatrix | None = None
         self._turned_of: tuple | None = None  # the state of the weight that it is of; None: of an earlier pass
+        self._written_under: tuple[UnchangedWeights | None, tuple] | None = None
 
     def write(self, weight_EOI: Tensor, *, both: bool) -> None:
         """both: the other orientation, too, for a backward pass to come."""
+        promised, state = promise(), _state(weight_EOI)
+        has_all = self._turned_of == state or not both
+        if promised is not None and self._written_under == (promised, state) and has_all:
+            return
         if both and self._turned is None:
             experts, height, width = weight_EOI.shape
             self._turned = empty_weights(experts, width, height, weight_EOI.device)
         quantise_weights(weight_EOI, self.matrix, self._turned if both else None)
-        self._turned_of = _state(weight_EOI) if both else None
+        self._turned_of = state if both else None
+        self._written_under = promised, state
 
     def turned(self, weight_EOI: Tensor) -> QuantisedMatrix:
         """The same with rows for columns: (E, I, O), as the last forward pass wrote it."""

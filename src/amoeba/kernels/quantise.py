@@ -171,10 +171,15 @@ def _quantise_weights(
     """One block."""
     DOWN: tl.constexpr = (HEIGHT + 127) // 128
     ACROSS: tl.constexpr = (WIDTH + 127) // 128
+    # Eight blocks below one another in turn, so that the turned codes, too, are written in long pieces.
     program = tl.program_id(0)
     expert = (program // (DOWN * ACROSS)).to(tl.int64)
-    down = program // ACROSS % DOWN
-    across = program % ACROSS
+    inside_expert = program % (DOWN * ACROSS)
+    first = inside_expert // (8 * ACROSS) * 8
+    height = tl.minimum(DOWN - first, 8)
+    inside_group = inside_expert - first * ACROSS
+    down = first + inside_group % height
+    across = inside_group // height
     row = down * 128 + tl.arange(0, 128)
     column = across * 128 + tl.arange(0, 128)
     inside = (row < HEIGHT)[:, None] & (column < WIDTH)[None, :]

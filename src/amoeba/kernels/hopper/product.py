@@ -314,13 +314,22 @@ def add_bias(tile, bias, column, width, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift):
-    """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it."""
+def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift, PENDING: gl.constexpr = 0):
+    """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it.
+
+    PENDING: of the copies by the engine, so many of the last ones do not read from this buffer.
+    """
     HEIGHT: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]
-    tma.store_wait(0)
+    whole = (row + HEIGHT <= end) & (column + COLUMNS <= width)
+    if PENDING == 0:
+        tma.store_wait(0)
+    elif whole:
+        tma.store_wait(PENDING)
+    else:
+        tma.store_wait(0)  # nothing is copied now: the next ones may count on it
     buffer.store(value.to(out.dtype.element_ty))
-    if (row + HEIGHT <= end) & (column + COLUMNS <= width):
+    if whole:
         fence_async_shared()
         bulk_store(desc, [row, column + shift], buffer)
     else:

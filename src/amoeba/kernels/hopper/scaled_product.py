@@ -50,6 +50,8 @@ E4M3 = torch.float8_e4m3fn
 BLOCK = 128
 # A tile. 4 stages and the buffers of the epilogue take 224 KB of the 227.
 BLOCK_M, BLOCK_N, STAGES = 128, 256, 4
+# Of the epilogue, for each warpgroup: with two, one is filled while the copy engine reads the other.
+BUFFERS = 1
 # Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
 GROUP_M = 8
 _ROWS, _HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
@@ -174,15 +176,18 @@ def _multiply_tile(
 def _consume(
     table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale, bias, h,
     out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise, store."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
-    buffer = staging.index(WARPGROUP)
-    h_buffer = kept.index(WARPGROUP)
+    FIRST: gl.constexpr = WARPGROUP * BUFFERS
+    LAST: gl.constexpr = FIRST + BUFFERS - 1
+    buffer, other_buffer = staging.index(FIRST), staging.index(LAST)
+    h_buffer, other_h_buffer = kept.index(FIRST), kept.index(LAST)
+    PENDING: gl.constexpr = BUFFERS - 1
     steps = depth // BLOCK
     blocks = width // BLOCK
     count = 0
@@ -209,11 +214,11 @@ def _consume(
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             left, right = left.to(gl.bfloat16), right.to(gl.bfloat16)
             if PLAN.KEEP:
-                _store_halves(left, h, h_desc, h_buffer, h_stride, row, end, column, columns, 0)
-                _store_halves(right, h, h_desc, h_buffer, h_stride, row, end, column, columns, columns)
+                _store_halves(left, h, h_desc, h_buffer, other_h_buffer, h_stride, row, end, column, columns, 0, PENDING)
+                _store_halves(right, h, h_desc, h_buffer, other_h_buffer, h_stride, row, end, column, columns, columns, PENDING)
             left, right = left.to(gl.float32), right.to(gl.float32)
             a = gated(left, right, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns)
+            _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, PENDING)
         else:
             for half in gl.static_range(2):
                 value = right if half else left
@@ -223,28 +228,33 @@ def _consume(
                 if PLAN.ACTIVATE:
                     value = value.to(gl.bfloat16)
                     if PLAN.KEEP:
-                        _store_halves(value, h, h_desc, h_buffer, h_stride, row, end, column, width, 0)
+                        _store_halves(value, h, h_desc, h_buffer, other_h_buffer, h_stride, row, end, column, width, 0, PENDING)
                     a = plain(value.to(gl.float32), PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-                    _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width)
+                    _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, PENDING)
                 elif PLAN.WIDE:
-                    _store_halves(value, out, out_desc, buffer, out_stride, row, end, column, width, 0)
+                    _store_halves(value, out, out_desc, buffer, other_buffer, out_stride, row, end, column, width, 0, PENDING)
                 else:
-                    store_tile(value, out, out_desc, buffer, out_stride, row, end, column, width, 0)
+                    target = other_buffer if half else buffer
+                    store_tile(value, out, out_desc, target, out_stride, row, end, column, width, 0, PENDING)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _store_halves(value, out, desc, buffer, stride, row, end, column, width, shift):
-    """A tile to memory through a buffer that has half as many columns."""
+def _store_halves(
+    value, out, desc, buffer, other_buffer, stride, row, end, column, width, shift, PENDING: gl.constexpr
+):  # fmt: skip
+    """A tile to memory through buffers that have half as many columns."""
     HEIGHT: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]
     left, right = value.reshape((HEIGHT, 2, COLUMNS)).permute((0, 2, 1)).split()
-    store_tile(left, out, desc, buffer, stride, row, end, column, width, shift)
-    store_tile(right, out, desc, buffer, stride, row, end, column + COLUMNS, width, shift)
+    store_tile(left, out, desc, buffer, stride, row, end, column, width, shift, PENDING)
+    store_tile(right, out, desc, other_buffer, stride, row, end, column + COLUMNS, width, shift, PENDING)
 
 
 @gluon.jit
-def _store_codes(value, out, desc, out_scale, buffer, stride, row, end, column, width):
+def _store_codes(
+    value, out, desc, out_scale, buffer, stride, row, end, column, width, PENDING: gl.constexpr
+):  # fmt: skip
     """128 columns of a tile to memory, in e4m3, and a scale for each of its rows."""
     HEIGHT: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]
@@ -253,7 +263,7 @@ def _store_codes(value, out, desc, out_scale, buffer, stride, row, end, column, 
     at = out_scale + m * (width // COLUMNS) + column // COLUMNS
     gl.store(at, scale, mask=(m < end) & (column < width))
     codes = encode(value * inverse[:, None]).to(gl.float8e4nv, bitcast=True)
-    store_tile(codes, out, desc, buffer, stride, row, end, column, width, 0)
+    store_tile(codes, out, desc, buffer, stride, row, end, column, width, 0, PENDING)
 
 
 @quick
@@ -262,16 +272,16 @@ def scaled_product_kernel(
     row_desc, matrix_desc, h_desc, out_desc, rows, row_scale, matrix_scale, order, table, bias, h, out, out_scale, depth,
     width, columns, row_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr,
     MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, KEPT_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK], MATRIX_LAYOUT)
     dtype: gl.constexpr = out.dtype.element_ty
     STAGED: gl.constexpr = BLOCK // 2 if PLAN.WIDE else BLOCK
-    staging = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, STAGED], STAGE_LAYOUT)
+    staging = gl.allocate_shared_memory(dtype, [2 * BUFFERS, BLOCK_M // 2, STAGED], STAGE_LAYOUT)
     kept = staging
     if PLAN.KEEP:
-        kept = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_M // 2, BLOCK // 2], KEPT_LAYOUT)
+        kept = gl.allocate_shared_memory(gl.bfloat16, [2 * BUFFERS, BLOCK_M // 2, BLOCK // 2], KEPT_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -282,12 +292,12 @@ def scaled_product_kernel(
             (_consume, (
                 table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale,
                 matrix_scale, bias, h, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
-                gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
+                gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, BUFFERS, GROUP_M,
             )),
             (_consume, (
                 table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale,
                 matrix_scale, bias, h, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
-                gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
+                gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, BUFFERS, GROUP_M,
             )),
             (_produce, (
                 row_desc, matrix_desc, rows, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns,
@@ -312,6 +322,7 @@ def _bound(plan: Plan, out_dtype: torch.dtype) -> Any:
         BLOCK_N=BLOCK_N,
         BLOCK=BLOCK,
         STAGES=STAGES,
+        BUFFERS=BUFFERS,
         GROUP_M=GROUP_M,
         num_warps=4,
     )
