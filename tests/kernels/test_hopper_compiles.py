@@ -36,7 +36,8 @@ OTHERS = (
     "activation_backward_of_a_shared_factor",
     "activation_backward_of_wide_factors",
 )
-# Products in e4m3. What is live from one tile to the next may be put aside (Triton 3.9 does, 3.6 does not), sums may not.
+# Products in e4m3. What is live from one tile to the next may be put aside (Triton 3.9 does so, 3.6 does not), sums may
+# not.
 SCALED = ("scaled_up", "scaled_down", "scaled_down_backward", "scaled_plain_up_with_bias")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
@@ -79,9 +80,9 @@ def launches() -> dict[str, Callable[[], None]]:
     """Calls of the launchers as a backend makes them, by name."""
     from amoeba.config import Activation
     from amoeba.kernels.addend import Addend
+    from amoeba.kernels.hopper import scaled_product
     from amoeba.kernels.hopper.activation import Down, Up, activate_backward
     from amoeba.kernels.hopper.gradient import weight_gradient
-    from amoeba.kernels.hopper import scaled_product
     from amoeba.kernels.hopper.product import multiply, up
     from amoeba.kernels.quantise import empty_rows, empty_weights
 

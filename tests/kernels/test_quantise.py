@@ -75,9 +75,7 @@ def test_weights_have_the_codes_of_the_definition_both_ways_round(
 
 
 @pytest.mark.parametrize("activation", [Activation(), Activation("relu2", gated=False)], ids=str)
-def test_the_activations_backward_quantises_the_dh_that_it_writes(
-    activation: Activation, device: torch.device
-) -> None:
+def test_the_activations_backward_quantises_the_dh_that_it_writes(activation: Activation, device: torch.device) -> None:
     rows, inner, owned = 21, 384, 17
     width = activation.width(inner)
     da, h = drawn(rows, inner, device=device, seed=1), torch.randn(rows, width).to(device)

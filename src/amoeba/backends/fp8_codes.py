@@ -7,16 +7,15 @@ E experts · O out · I in
     codes.matrix, codes.turned(gate_up_EJH)    # (E, J, H), and (E, H, J) for backward
 
 Nothing tells that a weight was changed: fused optimizers and writes through `.data` move no version counter, and a
-replayed CUDA graph asks no one. So forward does not ask, and the GPU is not waited for. A training step writes the codes
-once, as it would anyway; where several passes belong to one step, `amoeba.precision.UnchangedWeights` spares the others
-that. They stay where they are in memory.
+replayed CUDA graph asks no one. So forward does not ask, and the GPU is not waited for. A training step writes the
+codes once, as it would anyway; where several passes belong to one step, `amoeba.precision.UnchangedWeights` spares the
+others that. They stay where they are in memory.
 """
 
 from __future__ import annotations
 
 import threading
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -29,7 +28,8 @@ class WeightCodes:
     """matrix: of a weight (E, O, I), as it was when it was written last."""
 
     def __init__(self, weight_EOI: Tensor) -> None:
-        self.matrix = empty_weights(*weight_EOI.shape, weight_EOI.device)
+        experts, height, width = weight_EOI.shape
+        self.matrix = empty_weights(experts, height, width, weight_EOI.device)
         self._turned: QuantisedMatrix | None = None
         self._turned_of: tuple | None = None  # the state of the weight that it is of; None: of an earlier pass
         self._written_under: tuple[UnchangedWeights | None, tuple] | None = None

@@ -84,11 +84,9 @@ class Fp8KernelRows(StraightThroughKernelRows):
         # in fp32: rounded twice, every fiftieth number of dh would come to another code
         da_NI = torch.empty((rows, weights.intermediate), dtype=torch.float32, device=h_NJ.device)
         down = codes_of(weights.down_EHI).turned(weights.down_EHI)
-        scaled_product.multiply(
-            quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k
-        )
+        scaled_product.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
         scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
-        self._dh = empty_rows(*dh_NJ.shape, dh_NJ.device) if needs.x else None
+        self._dh = empty_rows(rows, dh_NJ.shape[1], dh_NJ.device) if needs.x else None
         ds_N = activate_backward(
             da_NI,
             h_NJ,

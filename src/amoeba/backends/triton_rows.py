@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class TritonRows(SortedRows):
             self.low_rank.add_to_y(a_NI)  # of which backward reads what forward would have saved
         return h_NJ
 
-    def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
+    def up(self, want_h: bool) -> tuple[Tensor | None, Any]:
         weights = self.problem.weights
         h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if want_h else None
         a_NI = self.new_rows(weights.intermediate)
@@ -100,7 +101,7 @@ class TritonRows(SortedRows):
         )
         return h_NJ
 
-    def down(self, a_NI: Tensor) -> Tensor:
+    def down(self, a_NI: Any) -> Tensor:
         y_NH, weights = self.new_rows(self.problem.weights.hidden), self.problem.weights
         addend = None if self.low_rank is None else self.low_rank.add_to_y(a_NI)
         self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH, addend=addend)

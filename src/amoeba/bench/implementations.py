@@ -156,7 +156,8 @@ def _through_seam(workload: Workload, backend: str) -> Tensor:
 def _in_fp8(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
     """The same layer in fp8; once more with the codes of weights made before, as in all but the first of the passes
     that belong to one step of an optimizer."""
-    found, left_out = [], {}
+    found: list[Implementation] = []
+    left_out: dict[str, str] = {}
     for recipe in SUMMARIES:
         weights = with_precision(ExpertWeights(workload.gate_up_EJH, workload.down_EHI), recipe)
         request = Request(workload.x_TH, _routing(workload), weights)

@@ -5,8 +5,8 @@ T tokens · E experts · O out · I in
     quantised_TH = quantise_rows(x_TH)                          # as `quantise(x_TH, FP8_TRAINING_ROWS)`, to the bit
     quantise_weights(gate_up_EJH, matrix_EJH, turned_EHJ)       # into both orientations, from one read
 
-One pass over memory each. The scale is the least power of two that keeps all finite numbers of a block within 448, found
-from the bits of the largest of them, so nothing is divided; infinities become 448, NaN stays NaN.
+One pass over memory each. The scale is the least power of two that keeps all finite numbers of a block within 448,
+found from the bits of the largest of them, so nothing is divided; infinities become 448, NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -199,9 +199,7 @@ def _quantise_weights(
 
 def empty_weights(experts: int, height: int, width: int, device: torch.device) -> QuantisedMatrix:
     data = torch.empty((experts, height, width), dtype=torch.uint8, device=device)
-    scales = torch.empty(
-        (experts, *block_counts(height, width, FP8_TRAINING)), dtype=torch.float32, device=device
-    )
+    scales = torch.empty((experts, *block_counts(height, width, FP8_TRAINING)), dtype=torch.float32, device=device)
     return QuantisedMatrix(data, scales, FP8_TRAINING, width)
 
 

@@ -52,6 +52,7 @@ BLOCK = 128
 BLOCK_M, BLOCK_N, STAGES = 128, 256, 4
 # Of the epilogue, for each warpgroup: with two, one is filled while the copy engine reads the other.
 BUFFERS = 1
+TURNS = 0
 # Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
 GROUP_M = 8
 _ROWS, _HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
@@ -137,9 +138,33 @@ def _produce(
 
 
 @gluon.jit
+def _product(rows, matrix, zero, turns, number, WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    """rows · matrixᵀ from zero on. turns: the warpgroups' barriers to take turns by; number: of the product."""
+    if TURNS == 0:
+        found = warpgroup_mma(rows, matrix.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        mbarrier.wait(turns.index(WARPGROUP), (number & 1) ^ (1 - WARPGROUP))
+        if TURNS == 1:
+            found = warpgroup_mma(rows, matrix.permute((1, 0)), zero, use_acc=False, is_async=True)
+            mbarrier.arrive(turns.index(1 - WARPGROUP), count=1)
+        else:
+            HALF: gl.constexpr = rows.shape[1] // 2
+            found = warpgroup_mma(
+                rows.slice(0, HALF, 1), matrix.slice(0, HALF, 1).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            found = warpgroup_mma(
+                rows.slice(HALF, HALF, 1), matrix.slice(HALF, HALF, 1).permute((1, 0)), found, is_async=True
+            )
+            found = warpgroup_mma_wait(1, deps=(found,))
+            mbarrier.arrive(turns.index(1 - WARPGROUP), count=1)
+    return warpgroup_mma_wait(0, deps=(found,))
+
+
+@gluon.jit
 def _multiply_tile(
-    row_bufs, matrix_bufs, full, empty, count, depth, row_scales, left_scales, right_scales, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    row_bufs, matrix_bufs, full, empty, turns, count, depth, row_scales, left_scales, right_scales,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """The two halves of a tile, in fp32. Scales are along the depth."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
@@ -161,11 +186,9 @@ def _multiply_tile(
             fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
         rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
         matrix = matrix_bufs.index(stage)
-        found = warpgroup_mma(rows, matrix.slice(0, BLOCK, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        found = warpgroup_mma_wait(0, deps=(found,))
+        found = _product(rows, matrix.slice(0, BLOCK, 0), zero, turns, 0, WARPGROUP, TURNS)
         left += found * of_left[:, None]
-        found = warpgroup_mma(rows, matrix.slice(BLOCK, BLOCK, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        found = warpgroup_mma_wait(0, deps=(found,))
+        found = _product(rows, matrix.slice(BLOCK, BLOCK, 0), zero, turns, 1, WARPGROUP, TURNS)
         mbarrier.arrive(empty.index(stage), count=1)
         right += found * of_right[:, None]
         count += 1
@@ -174,9 +197,10 @@ def _multiply_tile(
 
 @gluon.jit
 def _consume(
-    table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale, bias, h,
-    out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP_M: gl.constexpr,
+    table, row_bufs, matrix_bufs, full, empty, turns, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
+    bias, h, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    TURNS: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise, store."""
     tiles = gl.load(table)
@@ -203,8 +227,8 @@ def _consume(
             first, second = 2 * n, gl.minimum(2 * n + 1, blocks - 1)
         of_expert = matrix_scale + expert * blocks * steps  # scales are few: their number fits 32 bits
         left, right, count = _multiply_tile(
-            row_bufs, matrix_bufs, full, empty, count, depth, row_scale + m * steps,
-            of_expert + first * steps, of_expert + second * steps, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES,
+            row_bufs, matrix_bufs, full, empty, turns, count, depth, row_scale + m * steps,
+            of_expert + first * steps, of_expert + second * steps, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES, TURNS,
         )  # fmt: skip
         bias_row = bias + expert.to(gl.int64) * width
         if PLAN.PAIRED:
@@ -214,8 +238,12 @@ def _consume(
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             left, right = left.to(gl.bfloat16), right.to(gl.bfloat16)
             if PLAN.KEEP:
-                _store_halves(left, h, h_desc, h_buffer, other_h_buffer, h_stride, row, end, column, columns, 0, PENDING)
-                _store_halves(right, h, h_desc, h_buffer, other_h_buffer, h_stride, row, end, column, columns, columns, PENDING)
+                _store_halves(
+                    left, h, h_desc, h_buffer, other_h_buffer, h_stride, row, end, column, columns, 0, PENDING
+                )
+                _store_halves(
+                    right, h, h_desc, h_buffer, other_h_buffer, h_stride, row, end, column, columns, columns, PENDING
+                )
             left, right = left.to(gl.float32), right.to(gl.float32)
             a = gated(left, right, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
             _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, PENDING)
@@ -228,11 +256,15 @@ def _consume(
                 if PLAN.ACTIVATE:
                     value = value.to(gl.bfloat16)
                     if PLAN.KEEP:
-                        _store_halves(value, h, h_desc, h_buffer, other_h_buffer, h_stride, row, end, column, width, 0, PENDING)
+                        _store_halves(
+                            value, h, h_desc, h_buffer, other_h_buffer, h_stride, row, end, column, width, 0, PENDING
+                        )
                     a = plain(value.to(gl.float32), PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
                     _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, PENDING)
                 elif PLAN.WIDE:
-                    _store_halves(value, out, out_desc, buffer, other_buffer, out_stride, row, end, column, width, 0, PENDING)
+                    _store_halves(
+                        value, out, out_desc, buffer, other_buffer, out_stride, row, end, column, width, 0, PENDING
+                    )
                 else:
                     target = other_buffer if half else buffer
                     store_tile(value, out, out_desc, target, out_stride, row, end, column, width, 0, PENDING)
@@ -269,10 +301,11 @@ def _store_codes(
 @quick
 @gluon.jit
 def scaled_product_kernel(
-    row_desc, matrix_desc, h_desc, out_desc, rows, row_scale, matrix_scale, order, table, bias, h, out, out_scale, depth,
-    width, columns, row_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    row_desc, matrix_desc, h_desc, out_desc, rows, row_scale, matrix_scale, order, table, bias, h, out, out_scale,
+    depth, width, columns, row_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr,
     MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, KEPT_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, TURNS: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):  # fmt: skip
     row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK], MATRIX_LAYOUT)
@@ -284,20 +317,23 @@ def scaled_product_kernel(
         kept = gl.allocate_shared_memory(gl.bfloat16, [2 * BUFFERS, BLOCK_M // 2, BLOCK // 2], KEPT_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129 if PLAN.GATHER else 1)  # the copy engine, and 128 gathering threads
         mbarrier.init(empty.index(i), count=2)  # the two warpgroups
     gl.warp_specialize(
         [
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale,
+                table, row_bufs, matrix_bufs, full, empty, turns, staging, kept, h_desc, out_desc, order, row_scale,
                 matrix_scale, bias, h, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
-                gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, BUFFERS, GROUP_M,
+                gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, BUFFERS, TURNS, GROUP_M,
             )),
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale,
+                table, row_bufs, matrix_bufs, full, empty, turns, staging, kept, h_desc, out_desc, order, row_scale,
                 matrix_scale, bias, h, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
-                gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, BUFFERS, GROUP_M,
+                gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, BUFFERS, TURNS, GROUP_M,
             )),
             (_produce, (
                 row_desc, matrix_desc, rows, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns,
@@ -323,6 +359,7 @@ def _bound(plan: Plan, out_dtype: torch.dtype) -> Any:
         BLOCK=BLOCK,
         STAGES=STAGES,
         BUFFERS=BUFFERS,
+        TURNS=TURNS,
         GROUP_M=GROUP_M,
         num_warps=4,
     )
