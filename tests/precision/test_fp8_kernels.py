@@ -21,7 +21,7 @@ from amoeba.backends import fp8, fp8_codes, fp8_triton
 from amoeba.backends.fp8_kernel_rows import ROWS
 from amoeba.backends.triton_rows import HopperRows, TritonRows
 from amoeba.kernels.hopper import scaled_product
-from amoeba.precision import FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, quantise
+from amoeba.precision import FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, UnchangedWeights, quantise
 from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
@@ -150,6 +150,31 @@ def test_codes_are_of_the_weight_as_a_pass_finds_it(change: Any) -> None:
         assert torch.equal(codes.matrix.data, expected.data) and torch.equal(codes.matrix.scales, expected.scales)
         assert torch.equal(turned.data, expected.data.mT) and torch.equal(turned.scales, expected.scales.mT)
     assert places == (codes.matrix.data.data_ptr(), codes.turned(weight).data.data_ptr())
+
+
+def test_under_a_promise_codes_are_written_once_and_what_moved_a_version_shows_all_the_same() -> None:
+    weight = torch.randn(2, 128, 128, device=kernel_device())
+    codes = fp8_codes.codes_of(weight)
+    codes.write(weight, both=False)
+    weight.data.mul_(3)
+    promise = UnchangedWeights()
+    with promise:
+        codes.write(weight, both=False)
+        tripled = codes.matrix.scales.clone()
+        codes.write(weight, both=True)  # the other orientation was not there yet
+        assert torch.equal(codes.turned(weight).scales, tripled.mT)
+        weight.data.mul_(4)
+        codes.write(weight, both=True)
+        assert torch.equal(codes.matrix.scales, tripled), "it was promised that nobody writes"
+    with promise, UnchangedWeights():  # goes on, and an inner one adds nothing
+        codes.write(weight, both=True)
+        assert torch.equal(codes.matrix.scales, tripled)
+        _in_place(weight)
+        codes.write(weight, both=True)
+        assert torch.equal(codes.matrix.scales, quantise(weight, FP8_TRAINING).scales)
+    weight.data.mul_(4)
+    codes.write(weight, both=True)
+    assert torch.equal(codes.matrix.scales, quantise(weight, FP8_TRAINING).scales)
 
 
 def test_a_view_shares_the_codes_of_its_base_and_they_go_with_it() -> None:
