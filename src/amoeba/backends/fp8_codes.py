@@ -38,7 +38,9 @@ class WeightCodes:
         """both: the other orientation, too, for a backward pass to come."""
         promised, state = promise(), _state(weight_EOI)
         has_all = self._turned_of == state or not both
-        if promised is not None and self._written_under == (promised, state) and has_all:
+        # what a graph captures is replayed when no promise holds any more
+        captured = weight_EOI.is_cuda and torch.cuda.is_current_stream_capturing()
+        if promised is not None and self._written_under == (promised, state) and has_all and not captured:
             return
         if both and self._turned is None:
             experts, height, width = weight_EOI.shape
