@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
