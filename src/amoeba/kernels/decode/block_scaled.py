@@ -98,7 +98,7 @@ def _constants(matrix: QuantisedMatrix, device: torch.device) -> dict[str, Any]:
         "STRIDE_EXPERT": matrix.data.stride(0),
         "STRIDE_SCALE_ROW": matrix.scales.stride(1),
         "STRIDE_SCALE_EXPERT": matrix.scales.stride(0),
-        "HARDWARE": device.type == "cuda" and capability_of(device) >= (8, 9),
+        "HARDWARE": (capability_of(device) or (0, 0)) >= (8, 9),
     }
 
 
