@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amoeba.cpu.pointers import place_of
 from amoeba.kernels.quantise import empty_weights, quantise_weights
 from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.precision.unchanged import UnchangedWeights, promise
@@ -70,7 +71,7 @@ def codes_of(weight_EOI: Tensor) -> WeightCodes:
 
 
 def _state(weight_EOI: Tensor) -> tuple:
-    return 0 if weight_EOI.is_inference() else weight_EOI._version, weight_EOI.data_ptr()
+    return 0 if weight_EOI.is_inference() else weight_EOI._version, place_of(weight_EOI)
 
 
 _kept = WeakTensorKeyDictionary()

@@ -77,7 +77,7 @@ def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -
     # Whether a row of y has its routing weight in it already is the rows' own affair; summed up it has.
     activated = a_NI.dequantise() if isinstance(a_NI, QuantisedMatrix) else a_NI
     y = s * multiply(quantised_rows(own(activated)), lambda e: down[e].T, weights.down_bias_EH)
-    y_TH = torch.zeros(dy_TH.shape, dtype=torch.float64).index_add_(0, token_N, y)
+    y_TH = torch.zeros(dy_TH.shape, dtype=torch.float64, device="cpu").index_add_(0, token_N, y)
     return errors | {"stage y": _error(wide(rows.combine(y_NH, weighted=True)), y_TH)}
 
 
