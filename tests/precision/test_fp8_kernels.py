@@ -177,6 +177,19 @@ def test_under_a_promise_codes_are_written_once_and_what_moved_a_version_shows_a
     assert torch.equal(codes.matrix.scales, quantise(weight, FP8_TRAINING).scales)
 
 
+def test_what_a_graph_captures_under_a_promise_is_written_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(2, 128, 128, device=kernel_device())
+    codes = fp8_codes.codes_of(weight)
+    with UnchangedWeights():
+        codes.write(weight, both=True)
+        weight.data.mul_(4)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        codes.write(weight, both=True)
+        monkeypatch.undo()
+    assert torch.equal(codes.matrix.scales, quantise(weight, FP8_TRAINING).scales)
+
+
 def test_a_view_shares_the_codes_of_its_base_and_they_go_with_it() -> None:
     base = torch.randn(2, 256, 128, device=kernel_device())
     assert fp8_codes.codes_of(base.mT) is fp8_codes.codes_of(base.mT)

@@ -40,9 +40,7 @@ class WeightCodes:
         """both: the other orientation, too, for a backward pass to come."""
         promised, state = promise(), _state(weight_EOI)
         has_all = self._turned_of == state or not both
-        # what a graph captures is replayed when no promise holds any more
-        captured = weight_EOI.is_cuda and torch.cuda.is_current_stream_capturing()
-        if promised is not None and self._written_under == (promised, state) and has_all and not captured:
+        if promised is not None and self._written_under == (promised, state) and has_all and not _captures():
             return
         if both and self._turned is None:
             experts, height, width = weight_EOI.shape
@@ -68,6 +66,11 @@ def codes_of(weight_EOI: Tensor) -> WeightCodes:
         if form not in kept:
             kept[form] = WeightCodes(weight_EOI)
         return kept[form]
+
+
+def _captures() -> bool:
+    """Whether this goes into a CUDA graph, which is replayed when no promise holds any more."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _state(weight_EOI: Tensor) -> tuple:
