@@ -36,8 +36,8 @@ OTHERS = (
     "activation_backward_of_a_shared_factor",
     "activation_backward_of_wide_factors",
 )
-# Products in e4m3. What is live from one tile to the next may be put aside, sums may not. (Triton 3.9 does so and fetches
-# an address or two again in each step, 3.6 puts nothing aside.)
+# Products in e4m3. What is live from one tile to the next may be put aside, sums may not. (Triton 3.9 does so, and
+# fetches an address or two again in each step; 3.6 puts nothing aside.)
 SCALED = ("scaled_up", "scaled_down", "scaled_down_backward", "scaled_plain_up_with_bias")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
