@@ -29,7 +29,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 # Bytes of a thread's stack that are no spill: a slot for what the compiler cannot keep otherwise.
 MOST_STACK = 128
-HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "nvfp4 transposed 2000")
+MOST_BYTES = 8  # that a thread reads one by one
+HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "decode mxfp4", "nvfp4 transposed 2000")
 
 
 @pytest.mark.thorough
@@ -61,6 +62,8 @@ def check(capability: int, found: dict[str, dict[str, int]]) -> None:
     for name, figures in found.items():
         assert figures["shared"] <= SHARED_BYTES[capability], f"{name} does not fit on sm_{capability}"
         assert figures["stack"] <= MOST_STACK, f"{name} does not keep all in registers on sm_{capability}"
+        if name.startswith("decode") and "attention" not in name:  # as many as there are scales
+            assert figures["bytes"] <= MOST_BYTES, f"{name} reads codes byte by byte on sm_{capability}"
 
 
 # From here on: the program.
@@ -282,6 +285,7 @@ class Compiler:
         # the driver reserves 1 KB of each block's for itself, which these limits leave out
         self.figures[f"{self.launch_name}: {kernel.__name__.strip('_')}"] = {
             "shared": made.metadata.shared,
+            "bytes": made.asm["ptx"].count("ld.global.b8") + made.asm["ptx"].count("ld.global.u8"),
             **_registers(made),
         }
 

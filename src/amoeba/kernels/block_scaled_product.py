@@ -193,7 +193,7 @@ def _weights(
             pointers = data + (wide_N * STRIDE_ROW)[None, :] + inner_K[:, None]
         value = decode_e4m3(tl.load(pointers, mask=mask, other=0))
     elif TRANSPOSED:  # two columns in a byte
-        byte_N = tl.min(column_N, 0) // 2 + tl.arange(0, BLOCK_N // 2)
+        byte_N = tl.multiple_of(tl.min(column_N, 0) // 2, BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         pointers = data + (inner_K.to(tl.int64) * STRIDE_ROW)[:, None] + byte_N[None, :]
         byte = tl.load(pointers, mask=left_K[:, None] & (byte_N < STRIDE_ROW)[None, :], other=0)
         value = tl.reshape(tl.join(decode_e2m1(byte), decode_e2m1(byte >> 4)), (BLOCK_K, BLOCK_N))

@@ -26,9 +26,9 @@ from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.problem import Problem
 
-# Columns of a program, of which a gated up reads two rows each, and bytes of a row at a time: 8 KB on their way at once
-# from each program, by 4 warps. Not measured yet.
-COLUMNS, BYTES, WARPS = 8, 512, 4
+# Columns of a program, of which a gated up reads two rows each, and bytes of a row at a time: 4 KB on their way at once
+# from each program, by 4 warps. The best of four on an H200 when codes were still read byte by byte.
+COLUMNS, BYTES, WARPS = 4, 512, 4
 
 
 def decode(problem: Problem) -> Tensor:
@@ -110,8 +110,8 @@ def _products(
     values,
     row_R,
     row_ok,
-    done,
-    end,
+    step,
+    there,
     ROWS: tl.constexpr,
     REDUCTION: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -125,30 +125,33 @@ def _products(
     STRIDE_SCALE_ROW: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Numbers of these rows from `done` on, each times that of `values` (fp32 or x's): to be summed along each row.
+    """The step-th DEPTH numbers of these rows, each times that of `values` (fp32 or x's): to be summed along each row.
 
-    end: of the row, at or before REDUCTION; two codes of a byte are added up.
+    there: whether there are values; two codes of a byte are added up. Bytes are compared with the row's as they are
+    counted: the compiler has to see that 16 side by side are inside or outside, or it reads them one by one.
     """
     WIDTH: tl.constexpr = DEPTH * BITS // 8
+    ROW_BYTES: tl.constexpr = (REDUCTION * BITS + 7) // 8
     LINES: tl.constexpr = DEPTH // BLOCK_COLUMNS if DEPTH > BLOCK_COLUMNS else 1
-    byte = done * BITS // 8 + tl.arange(0, WIDTH)
-    mask = row_ok[:, None] & (byte * 8 < end * BITS)[None, :]
+    byte = step * WIDTH + tl.arange(0, WIDTH)
+    mask = row_ok[:, None] & (byte < ROW_BYTES)[None, :]
     code = tl.load(data + row_R.to(tl.int64)[:, None] * STRIDE_ROW + byte[None, :], mask=mask, other=0)
+    column = step * DEPTH + tl.arange(0, DEPTH)
+    value = tl.load(values + column, mask=column < REDUCTION, other=0.0).to(tl.float32)
+    value = tl.where(there, value, 0.0)  # a sentinel's may be NaN
     if BITS == 8:
-        value = tl.load(values + byte, mask=byte < end, other=0.0).to(tl.float32)
         if HARDWARE:
             number = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
             number = decode_e4m3(code)
         product = number * value[None, :]
     else:
-        even = tl.load(values + 2 * byte, mask=2 * byte < end, other=0.0).to(tl.float32)
-        odd = tl.load(values + 2 * byte + 1, mask=2 * byte + 1 < end, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(value, (WIDTH, 2)))
         product = decode_e2m1(code) * even[None, :] + decode_e2m1(code >> 4) * odd[None, :]
-    line = done // BLOCK_COLUMNS + tl.arange(0, LINES)
+    line = step * DEPTH // BLOCK_COLUMNS + tl.arange(0, LINES)
     of_row = scale_row(row_R, BLOCK_ROWS, PART_ROWS, PART_BLOCKS).to(tl.int64)
-    there = row_ok[:, None] & (line * BLOCK_COLUMNS < end)[None, :]
-    scale = decode_scales(scales + of_row[:, None] * STRIDE_SCALE_ROW + line[None, :], there, of_matrix, SCALE)
+    scaled = row_ok[:, None] & (line * BLOCK_COLUMNS < REDUCTION)[None, :]
+    scale = decode_scales(scales + of_row[:, None] * STRIDE_SCALE_ROW + line[None, :], scaled, of_matrix, SCALE)
     return tl.reshape(tl.reshape(product, (ROWS, LINES, WIDTH // LINES)) * scale[:, :, None], (ROWS, WIDTH))
 
 
@@ -203,9 +206,9 @@ def _up(
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
     total = tl.zeros((ROWS, DEPTH * BITS // 8), tl.float32)
-    for done in range(0, REDUCTION, DEPTH):
+    for step in range(0, (REDUCTION + DEPTH - 1) // DEPTH):
         total += _products(
-            data, scales, of_matrix, x, j, row_ok, done, REDUCTION, ROWS, REDUCTION, DEPTH, BITS, SCALE, BLOCK_ROWS,
+            data, scales, of_matrix, x, j, row_ok, step, slot >= 0, ROWS, REDUCTION, DEPTH, BITS, SCALE, BLOCK_ROWS,
             BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW, HARDWARE,
         )  # fmt: skip
     h = tl.sum(total, axis=1, keep_dims=True)
@@ -263,11 +266,10 @@ def _down(
         of_matrix = 1.0
         if matrix_scale is not None:
             of_matrix = tl.load(matrix_scale + expert)
-        end = tl.where(owned, REDUCTION, 0)
         part = _products(
             data + expert * STRIDE_EXPERT, scales + expert * STRIDE_SCALE_EXPERT, of_matrix,
-            a_NI + slot.to(tl.int64) * REDUCTION, h, row_ok, (step % STEPS) * DEPTH, end, COLUMNS, REDUCTION, DEPTH,
-            BITS, SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW, HARDWARE,
+            a_NI + slot.to(tl.int64) * REDUCTION, h, row_ok, step % STEPS, owned, COLUMNS, REDUCTION, DEPTH, BITS,
+            SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW, HARDWARE,
         )  # fmt: skip
         total += part * weight
         if bias_EH is not None:
