@@ -41,11 +41,12 @@ OTHERS = (
 SCALED = ("scaled_up", "scaled_down", "scaled_down_backward", "scaled_plain_up_with_bias")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
-    pytest.param((*HOT[1:], *OTHERS), marks=pytest.mark.thorough),
-    pytest.param(SCALED[1:], marks=pytest.mark.thorough),
+    (*HOT[1:], *OTHERS),
+    SCALED[1:],
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", LOTS, ids=" ".join)
 def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[str, ...], tmp_path: Path) -> None:
     figures = compiled(names, tmp_path)
