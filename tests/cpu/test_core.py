@@ -22,6 +22,7 @@ ARCHITECTURES = ["-march=x86-64", "-march=haswell"] if platform.machine() == "x8
 
 
 @needs_compiler
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_core_agrees_with_plain_loops_on_other_instruction_sets(architecture: str, tmp_path: Path) -> None:
     program = tmp_path / "check"

@@ -62,6 +62,7 @@ class Terminator(Quiet):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_keeps_its_precision_and_its_numbers(inputs: Path, tmp_path: Path) -> None:
     short = {"steps": 12, "log_every": 3, "eval_every": 12, "save_every": 4, "precision": "fp8"}
     trained(tmp_path / "whole", inputs, **short)

@@ -399,6 +399,7 @@ def test_experts_alone_need_no_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     lora.attach(model, 2, 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_layers_compile_to_one_code_and_one_for_the_first_whose_input_needs_no_gradient() -> None:
     """However many layers there are: a code for each would take minutes before the first step."""

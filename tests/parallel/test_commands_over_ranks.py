@@ -87,7 +87,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@quick(lambda alone: alone == "train")
+@pytest.mark.thorough
 def test_a_run_goes_on_with_two_ranks_then_four_then_one_as_if_it_had_never_stopped(
     processes: LocalRanks, alone: tuple[str, Path], inputs: Path, tmp_path: Path
 ) -> None:

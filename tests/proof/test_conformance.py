@@ -171,6 +171,7 @@ def test_backend_agrees_in_the_rarer_dtypes_at_length(lot, backend, dtype):
     assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])
 
 
+@quick(lambda backend: backend == "cpu")
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("backend", ["cpu", "eager", COMPOSED])
 def test_bf16_agrees_with_and_without_instructions_for_it(backend, native, monkeypatch):

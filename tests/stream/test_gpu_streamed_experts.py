@@ -20,7 +20,7 @@ from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS
 from amoeba.stream.placement import MemoryStore
 from amoeba.weights import LORA_NAMES
-from selection import quick
+from selection import quick, without_a_gpu_thorough
 
 E, K, H, I, R = 6, 3, 32, 16, 3  # K: of two numbers the order does not matter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,6 +126,7 @@ def gradients(weights, x_TH: Tensor, routing: Routing, dy_TH: Tensor, shared: bo
     return {"output": y_TH.detach(), **dict(zip(named, found, strict=True))}
 
 
+@without_a_gpu_thorough
 def test_an_adapter_without_gradients_gives_the_same() -> None:
     resident, lora = weights_of(), factors(torch.float32)
     with torch.no_grad(), closing(memory_of(resident, 4)) as memory:
@@ -203,7 +204,7 @@ def test_after_a_failed_read_slots_are_free_and_the_next_try_is_right(slots: int
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a simulated device's copies fail")
-@quick(lambda fails_at: fails_at == 9)
+@pytest.mark.thorough
 @pytest.mark.parametrize("fails_at", [2, 9])
 def test_after_a_failed_copy_the_next_try_is_right(fails_at: int) -> None:
     resident = weights_of()

@@ -107,6 +107,7 @@ def streamed(inputs, tmp_path_factory) -> Run:
     return Run(folder, report, console.said)
 
 
+@without_a_gpu_thorough
 def test_losses_and_adapter_are_those_of_resident_experts(streamed, inputs, tmp_path) -> None:
     resident = finetune(settings(inputs, tmp_path / "run", "base", experts="resident"), Quiet())
     report = streamed.report

@@ -106,7 +106,7 @@ def outcome(model: Any, lengths: tuple[tuple[int, int], ...]) -> list[Tensor]:
 LENGTHS = ((1, 1), (1, 7), (1, 300), (8, 1), (8, 7), (8, 40)) if ON_GPU else ((1, 7), (2, 33))
 
 
-@quick(lambda slots: ON_GPU or slots == TOP_K)
+@quick(lambda slots: ON_GPU)  # below: what is generated, and captured steps
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, TOP_K, EXPERTS])
 def test_tokens_and_logits_are_those_of_the_resident_model(slots: int, dtype: torch.dtype, stores) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from selection import without_a_gpu_thorough
+
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
 import torch
@@ -111,6 +113,7 @@ def generated(packed: Path, *options: str) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@without_a_gpu_thorough
 def test_generating_on_a_gpu_shows_passes_waits_and_loads_of_every_layer(packed, tmp_path, monkeypatch) -> None:
     if not ON_GPU:
         monkeypatch.setattr(attaching, "gpu", lambda: SimulatedDevice(inline=True))
