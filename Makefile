@@ -16,7 +16,7 @@ BENCH ?=
 DEMO := runs/demo
 AMOEBA := $(YIELDING) $(BIN)/amoeba
 
-.PHONY: demo test test-here test-older-cpus test-thorough lint docs bench clean
+.PHONY: demo test test-older-cpus test-thorough lint docs bench clean
 
 # Trains a small model on Python's own manual, shows what its experts do, lets it speak, teaches it to answer questions
 # with LoRA, and asks it one. Five minutes on two cores with set-up: the faster the machine, the more steps fit in.
@@ -31,9 +31,6 @@ demo: $(INSTALLED)
 	$(AMOEBA) generate $(DEMO)/model "In Python, what is KeyError?" --chat --adapter $(DEMO)-finetuned
 
 test: $(INSTALLED)
-	$(MAKE) --no-print-directory -j2 test-here test-older-cpus
-
-test-here: $(INSTALLED)
 	$(YIELDING) $(KEEPING) $(BIN)/python -m pytest -n auto --dist worksteal
 
 # What depends on the CPU once more, with its newer features hidden.
