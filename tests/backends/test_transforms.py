@@ -190,7 +190,7 @@ def test_a_tangent_that_never_meets_the_experts_is_not_refused():
     assert torch.func.vmap(lambda z: z * function(x).sum())(torch.arange(3.0)).shape == (3,)
 
 
-@quick(lambda name: name != "forward_ad")
+@quick(lambda name: name == "vmap")
 @pytest.mark.parametrize("name", ["jvp", "forward_ad", "vmap"])
 def test_the_same_sentences_come_out_of_compiled_code(name):
     function, x = through_experts("eager")
