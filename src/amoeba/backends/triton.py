@@ -20,6 +20,7 @@ from amoeba.backends import sorted_rows
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.torch_internals import graph_is_freed
 from amoeba.weights import ExpertWeights
 
 # Up to this many tokens a pass without gradients decodes. Not measured yet beyond 64.
@@ -61,14 +62,33 @@ class TritonBackend(PassesBackend):
             from amoeba.kernels.decode import decode
 
             return decode(problem), None
+        from amoeba.kernels.launch_plan import planned
+
+        what = ("forward", self.name, save, *_constants(problem))
+        return planned(what, problem.tensors(), lambda: self._forward(problem, save))
+
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        from amoeba.kernels.launch_plan import planned
+
+        what = ("backward", self.name, needs, saved is None, graph_is_freed(), *_constants(problem))
+        tensors = (*problem.tensors(), dy_TH, *(saved or ()))
+        return planned(what, tensors, lambda: self._backward(problem, saved, dy_TH, needs))
+
+    def _forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         from amoeba.backends.triton_rows import TritonRows
 
         return sorted_rows.forward(problem, save, TritonRows)
 
-    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+    def _backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         from amoeba.backends.triton_rows import TritonRows
 
         return sorted_rows.backward(problem, saved, dy_TH, needs, TritonRows)
+
+
+def _constants(problem: Problem) -> tuple:
+    """What a pass depends on besides its tensors."""
+    lora = problem.lora
+    return problem.weights.activation, None if lora is None else (lora.scaling, lora.shares_a)
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
