@@ -81,7 +81,7 @@ CASES = {
 
 
 class TestALayer:
-        @pytest.mark.parametrize(("name", "recompute"), [*((name, False) for name in CASES), ("factors", True)])
+    @pytest.mark.parametrize(("name", "recompute"), [*((name, False) for name in CASES), ("factors", True)])
     def test_a_repeated_pass_has_the_bits_of_one_that_is_computed(self, name, recompute, monkeypatch):
         monkeypatch.setattr(backend, "DECODE_TOKENS", 0)  # which would take the forward that saves nothing
         layer = Layer(**CASES[name]).to(DEVICE)
@@ -400,7 +400,9 @@ def launches_of_others(tree: ast.Module) -> list[str]:
 
 
 def test_every_kernel_that_is_launched_is_quick():
-    found = {path.name: launches_of_others(ast.parse(path.read_text())) for path in SOURCE.rglob("*.py")}
+    texts = {path.name: path.read_text() for path in SOURCE.rglob("*.py")}
+    found = {name: launches_of_others(ast.parse(text)) for name, text in texts.items() if ".jit" in text}
+    assert len(found) > 20
     assert not {name: kernels for name, kernels in found.items() if kernels}
     code = "@triton.jit\ndef kernel(x): ...\n\ndef f(x):\n    kernel[(1,)](x)"
     assert launches_of_others(ast.parse(code)) == ["kernel"]

@@ -32,6 +32,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from amoeba.errors import bad_value
+from amoeba.kernels.driver_launch import DriverLaunch, driver_launch
 
 Launch = Callable[..., None]  # of tensors, all else is known
 
@@ -39,12 +40,14 @@ Launch = Callable[..., None]  # of tensors, all else is known
 class Launched(NamedTuple):
     """How it can be launched again, and what it was launched with.
 
-    start: (stream, arguments), where numbers may stand for the tensors of a compiled kernel.
+    start:       (stream, arguments), where numbers may stand for the tensors of a compiled kernel.
+    by_driver:   the same without Triton's launcher, where that is possible.
     """
 
     start: Callable[[Any, list[Any]], None]
     arguments: tuple
     interpreted: bool = False
+    by_driver: DriverLaunch | None = None
 
 
 class Recorder(Protocol):
@@ -79,7 +82,7 @@ def _again(compiled: Any, grid: tuple[int, ...], arguments: tuple) -> Launched:
     def start(stream: Any, arguments: list[Any]) -> None:
         run(width, height, depth, stream, function, metadata, None, None, None, *arguments)
 
-    return Launched(start, arguments)
+    return Launched(start, arguments, by_driver=driver_launch(compiled, (width, height, depth), arguments))
 
 
 class Quick:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from amoeba.kernels.choice import as_many
+from amoeba.kernels.driver_launch import DriverLaunch, can_launch
 from amoeba.kernels.launch import Launched, current_stream, is_hooked, listening
 from amoeba.torch_internals import TorchDispatchMode, is_view, writes_to_arguments
 
@@ -70,7 +71,8 @@ def planned(what: tuple, tensors: Sequence[Tensor | None], compute: Callable[[],
     if plan is _SEEN:
         result, _plans[kind] = _record(tensors, compute)
         return result
-    if not plan.lock.acquire(blocking=False):  # another thread is about to launch it
+    # a thread without a context, or one while another is about to launch this very plan
+    if (plan.by_driver and not can_launch()) or not plan.lock.acquire(blocking=False):
         return compute()
     try:
         return plan.repeat([*tensors], addresses)
@@ -111,6 +113,14 @@ class _View(NamedTuple):
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
+class _Pointer(NamedTuple):
+    """Of a tensor, or a descriptor's, at a place among the arguments: so many bytes from a slot's address on."""
+
+    place: int
+    slot: int
+    offset: int
+
+
 class _Allocation(NamedTuple):
     slot: int
     size: tuple[int, ...]
@@ -145,25 +155,48 @@ class _Call(NamedTuple):
 
 
 class _Launch:
-    """A compiled kernel: its pointers are written into its list of arguments as numbers."""
+    """A compiled kernel by Triton's launcher: pointers are written into its list of arguments as numbers."""
 
-    def __init__(self, launched: Launched, arguments: list[Any], pointers: Sequence[tuple[Any, int, int]]) -> None:
-        """pointers: a place among the arguments or the base of a descriptor, a slot, and bytes from its address on."""
-        self.start = launched.start
-        self.arguments = [0 if isinstance(value, Tensor) else value for value in arguments]
-        self.numbers = [each for each in pointers if isinstance(each[0], int)]
-        self.bases = [each for each in pointers if isinstance(each[0], _Base)]
+    def __init__(self, launched: Launched, pointers: Sequence[_Pointer]) -> None:
+        self.start, self.arguments = launched.start, list(launched.arguments)
+        self.pointers, self.bases = [], []
+        for pointer in pointers:
+            value = self.arguments[pointer.place]
+            if isinstance(value, Tensor):
+                self.arguments[pointer.place] = 0
+                self.pointers.append(pointer)
+            else:  # a descriptor
+                self.arguments[pointer.place] = copy = object.__new__(type(value))
+                copy.__dict__.update(vars(value))
+                copy.base = _Base()
+                self.bases.append((copy.base, pointer))
 
     def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
         arguments = self.arguments
-        for place, slot, offset in self.numbers:
+        for place, slot, offset in self.pointers:
             arguments[place] = addresses[slot] + offset
-        for base, slot, offset in self.bases:
+        for base, (_, slot, offset) in self.bases:
             base.address = addresses[slot] + offset
         self.start(stream, arguments)
 
     def slots(self) -> set[int]:
-        return {slot for _, slot, _ in (*self.numbers, *self.bases)}
+        return {pointer.slot for pointer in (*self.pointers, *(pointer for _, pointer in self.bases))}
+
+
+class _DriverLaunch(NamedTuple):
+    """The same by the driver."""
+
+    launch: DriverLaunch
+    pointers: Sequence[_Pointer]
+
+    def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
+        write = self.launch.write
+        for place, slot, offset in self.pointers:
+            write(place, addresses[slot] + offset)
+        self.launch.start(stream)
+
+    def slots(self) -> set[int]:
+        return {pointer.slot for pointer in self.pointers}
 
 
 class _Interpretation(NamedTuple):
@@ -211,7 +244,8 @@ class _Plan:
             self._steps.append(step.run)
             free = [slot for slot, at in last.items() if at == place and slot >= inputs and slot not in kept]
             self._steps += [_Release(slot).run for slot in free]
-        self._compiled = any(isinstance(step, _Launch) for step in steps)
+        self.compiled = any(isinstance(step, (_Launch, _DriverLaunch)) for step in steps)
+        self.by_driver = any(isinstance(step, _DriverLaunch) for step in steps)
         self._room = [None] * (slots - inputs)
         self._zeros = [0] * (slots - inputs)
         self._result = result
@@ -219,7 +253,7 @@ class _Plan:
     def repeat(self, tensors: list[Any], addresses: list[int]) -> Any:
         tensors += self._room
         addresses += self._zeros
-        stream = current_stream() if self._compiled else None
+        stream = current_stream() if self.compiled else None
         for run in self._steps:
             run(tensors, addresses, stream)
         return _filled(self._result, tensors)
@@ -325,17 +359,15 @@ class _Recorder(TorchDispatchMode):
             launched.start, [self._view(value) if isinstance(value, Tensor) else value for value in launched.arguments]
         )
 
-    def _launch(self, launched: Launched) -> _Launch:
-        arguments, pointers = list(launched.arguments), []
-        for place, value in enumerate(arguments):
-            if isinstance(value, Tensor):
-                pointers.append((place, *self._find(value)))
-            elif isinstance(getattr(value, "base", None), Tensor):  # a descriptor
-                arguments[place] = copy = object.__new__(type(value))
-                copy.__dict__.update(vars(value))
-                copy.base = _Base()
-                pointers.append((copy.base, *self._find(value.base)))
-        return _Launch(launched, arguments, pointers)
+    def _launch(self, launched: Launched) -> _Launch | _DriverLaunch:
+        pointers = []
+        for place, value in enumerate(launched.arguments):
+            tensor = getattr(value, "base", None) if not isinstance(value, Tensor) else value
+            if isinstance(tensor, Tensor):
+                pointers.append(_Pointer(place, *self._find(tensor)))
+        if launched.by_driver is None:
+            return _Launch(launched, pointers)
+        return _DriverLaunch(launched.by_driver, pointers)
 
 
 def _record(tensors: Sequence[Tensor | None], compute: Callable[[], Result]) -> tuple[Result, _Plan | None]:

@@ -408,15 +408,21 @@ def _launch(
 ) -> None:
     _, width, depth = matrix_EOW.shape
     matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
-    low, factor = (rows, matrix) if addend is None else (addend.low_NR, _flat(addend.factor_EOR, plan.B_K_MAJOR))
     layout = shared_layout(plan.MATRIX, out.dtype)
+    # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
+    row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
+    h_desc = None if h is None else descriptor(h, _STAGED)
+    low_desc = factor_desc = None
+    if addend is not None:
+        low_desc = descriptor(addend.low_NR, _ROWS)
+        factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, layout)
     h = out if h is None else h
     _bound(plan, out.dtype)[(multiprocessors(out.device),)](
-        descriptor(rows, _ROWS),
+        row_desc,
         descriptor(matrix, plan.COPIED, layout),
-        descriptor(low, _ROWS),
-        descriptor(factor, plan.COPIED, layout),
-        descriptor(h, _STAGED),
+        low_desc,
+        factor_desc,
+        h_desc,
         descriptor(out, _STAGED),
         rows,
         table if order_N is None else order_N,  # the table stands for what this plan does not read
@@ -425,7 +431,7 @@ def _launch(
         h,
         out,
         depth,
-        0 if addend is None else low.shape[1],
+        0 if addend is None else addend.low_NR.shape[1],
         width,
         width // 2 if plan.PAIRED else width,
         rows.stride(0),
