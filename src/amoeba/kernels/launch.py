@@ -88,6 +88,8 @@ def _again(compiled: Any, grid: tuple[int, ...], arguments: tuple) -> Launched:
 class Quick:
     """A compiled kernel behind a short look-up; launched like a Triton kernel."""
 
+    interpreted = False
+
     def __init__(self, kernel: Any, constants: dict[str, Any] | None = None) -> None:
         self.kernel = kernel
         self._constants = constants or {}
@@ -163,6 +165,8 @@ class _Fixed:
 
 class _Interpreted:
     """The same for a kernel that the interpreter runs."""
+
+    interpreted = True
 
     def __init__(self, kernel: Any, constants: dict[str, Any] | None = None) -> None:
         self.kernel, self._constants = kernel, constants or {}

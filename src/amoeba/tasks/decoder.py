@@ -44,6 +44,10 @@ class Layout(NamedTuple):
     wave: int
     group: int
 
+    def most_tickets(self, row_tiles: int) -> int:
+        of_weights = self.experts * (self.down_weight_parts + self.up_weight_parts)
+        return row_tiles * (self.down_parts + 1 + self.up_parts) + of_weights + self.token_blocks
+
     def constants(self) -> dict[str, int]:
         waves = cdiv(self.experts, self.wave)
         return {
