@@ -89,8 +89,8 @@ def test_each_parameter_comes_in_its_place_and_size(driver: Driver) -> None:
     launch = module.driver_launch(compiled(), (5, 2, 1), arguments())
     assert launch is not None
     for turn in range(2):
-        launch.write(0, 4096 + turn)
-        launch.write(1, 8192 + turn)
+        launch.move(launch.maps[0], 4096 + turn)
+        launch.memory[launch.words[1]] = 8192 + turn
         launch.start(9 + turn)
         config, function, (tensor_map, *rest) = driver.launched[-1]
         assert function == 77 and config == [5, 2, 1, 32 * 12, 1, 1, 1000, 9 + turn, None, 0]

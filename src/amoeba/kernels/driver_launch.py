@@ -1,7 +1,8 @@
 """A compiled kernel launched by the driver itself, with arguments that stay where they are in memory.
 
     launch = driver_launch(compiled, (132, 1, 1), arguments)         # None where Triton's own launcher has to do it
-    launch.write(place, address)                                     # of the tensor or the descriptor at that place
+    launch.memory[launch.words[place]] = address                     # of the tensor at that place
+    launch.move(launch.maps[place], address)                         # of the descriptor at that place
     launch.start(stream)
 
 Triton's launcher takes its arguments from Python one by one, and makes each descriptor anew: 3 to 20 µs a launch, where
@@ -44,36 +45,31 @@ class _Driver(NamedTuple):
 
 
 class DriverLaunch:
+    """words, maps: where the pointer or the descriptor is kept that an argument stands for, by its place."""
+
     def __init__(self, driver: _Driver, function: int, config: _Config, parameters: list[_Parameter]) -> None:
         self._driver, self._function, self._config = driver, ctypes.c_void_p(function), config
-        self._replace, self._launch = driver.quick.cuTensorMapReplaceAddress, driver.launching.cuLaunchKernelEx
+        self.move, self._launch = driver.quick.cuTensorMapReplaceAddress, driver.launching.cuLaunchKernelEx
         words = sum(parameter.words for parameter in parameters) + _MAP_ALIGNMENT // _WORD
-        self._memory = (ctypes.c_uint64 * words)()
-        start = ctypes.addressof(self._memory)
+        self.memory = (ctypes.c_uint64 * words)()
+        start = ctypes.addressof(self.memory)
         # the maps first, where they are aligned
         word = -start % _MAP_ALIGNMENT // _WORD
-        self._places: dict[int, int] = {}  # of pointers among the arguments: their words
-        self._maps: dict[int, ctypes.c_void_p] = {}
+        self.words: dict[int, int] = {}
+        self.maps: dict[int, ctypes.c_void_p] = {}
         addresses: dict[int, int] = {}
         for index, parameter in sorted(enumerate(parameters), key=lambda each: -each[1].size):
             addresses[index] = start + word * _WORD
             if parameter.size == _MAP:
-                self._maps[parameter.place] = ctypes.c_void_p(addresses[index])
+                self.maps[parameter.place] = ctypes.c_void_p(addresses[index])
                 parameter.encode(driver.quick, addresses[index])
             elif parameter.pointer:
-                self._places[parameter.place] = word
+                self.words[parameter.place] = word
             else:
-                self._memory[word] = parameter.value
+                self.memory[word] = parameter.value
             word += parameter.words
         self._parameters = (ctypes.c_void_p * len(parameters))(*(addresses[i] for i in range(len(parameters))))
         self._arguments = ctypes.byref(config), self._function, self._parameters, None
-
-    def write(self, place: int, address: int) -> None:
-        word = self._places.get(place)
-        if word is not None:
-            self._memory[word] = address
-        else:
-            self._replace(self._maps[place], address)
 
     def start(self, stream: int) -> None:
         self._config.stream = stream

@@ -183,20 +183,25 @@ class _Launch:
         return {pointer.slot for pointer in (*self.pointers, *(pointer for _, pointer in self.bases))}
 
 
-class _DriverLaunch(NamedTuple):
+class _DriverLaunch:
     """The same by the driver."""
 
-    launch: DriverLaunch
-    pointers: Sequence[_Pointer]
+    def __init__(self, launch: DriverLaunch, pointers: Sequence[_Pointer]) -> None:
+        self._launch, self._slots = launch, {pointer.slot for pointer in pointers}
+        self._words = [(launch.words[place], slot, offset) for place, slot, offset in pointers if place in launch.words]
+        self._maps = [(launch.maps[place], slot, offset) for place, slot, offset in pointers if place in launch.maps]
 
     def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
-        write = self.launch.write
-        for place, slot, offset in self.pointers:
-            write(place, addresses[slot] + offset)
-        self.launch.start(stream)
+        launch = self._launch
+        memory, move = launch.memory, launch.move
+        for word, slot, offset in self._words:
+            memory[word] = addresses[slot] + offset
+        for tensor_map, slot, offset in self._maps:
+            move(tensor_map, addresses[slot] + offset)
+        launch.start(stream)
 
     def slots(self) -> set[int]:
-        return {pointer.slot for pointer in self.pointers}
+        return self._slots
 
 
 class _Interpretation(NamedTuple):
