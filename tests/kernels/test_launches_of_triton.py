@@ -97,7 +97,8 @@ def compare(library: str) -> list[tuple[str, bool]]:
 
     def noted() -> bytes:
         buffer = ctypes.create_string_buffer(65536)
-        return buffer.raw[: driver.take_noted(buffer)]
+        length = driver.take_noted(buffer)
+        return buffer.raw[:length]
 
     launch._again, launch.driver_launch = both_ways, told_sizes
     T, H, I, E, K = 130, 256, 128, 4, 2

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from amoeba.kernels.choice import as_many
-from amoeba.kernels.driver_launch import DriverLaunch, can_launch
+from amoeba.kernels.driver_launch import can_launch
 from amoeba.kernels.launch import Launched, current_stream, is_hooked, listening
+from amoeba.kernels.launch_steps import Allocation, Call, Interpretation, Launch, LaunchByDriver, Pointer, Release, View
 from amoeba.torch_internals import TorchDispatchMode, is_view, writes_to_arguments
 
 Result = TypeVar("Result")
@@ -98,141 +99,6 @@ class _Place(NamedTuple):
     base: int
 
 
-class _View(NamedTuple):
-    """A tensor in the memory of a slot; offset: in elements from that one's first. size None: that one itself."""
-
-    slot: int
-    size: tuple[int, ...] | None = None
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-
-    def of(self, tensors: list[Any]) -> Tensor:
-        base: Tensor = tensors[self.slot]
-        if self.size is None:
-            return base
-        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
-
-
-class _Pointer(NamedTuple):
-    """Of a tensor, or a descriptor's, at a place among the arguments: so many bytes from a slot's address on."""
-
-    place: int
-    slot: int
-    offset: int
-
-
-class _Allocation(NamedTuple):
-    slot: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        tensors[self.slot], addresses[self.slot] = made, made.data_ptr()
-
-    def slots(self) -> set[int]:
-        return set()
-
-
-class _Call(NamedTuple):
-    """Another operation of torch. slot: of its result, None where it writes to one of its arguments."""
-
-    operation: Any
-    arguments: tuple  # with views
-    named: dict[str, Any]
-    slot: int | None
-
-    def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
-        given = [value.of(tensors) if isinstance(value, _View) else value for value in self.arguments]
-        found = self.operation(*given, **self.named)
-        if self.slot is not None:
-            tensors[self.slot], addresses[self.slot] = found, found.data_ptr()
-
-    def slots(self) -> set[int]:
-        return {value.slot for value in self.arguments if isinstance(value, _View)}
-
-
-class _Launch:
-    """A compiled kernel by Triton's launcher: pointers are written into its list of arguments as numbers."""
-
-    def __init__(self, launched: Launched, pointers: Sequence[_Pointer]) -> None:
-        self.start, self.arguments = launched.start, list(launched.arguments)
-        self.pointers, self.bases = [], []
-        for pointer in pointers:
-            value = self.arguments[pointer.place]
-            if isinstance(value, Tensor):
-                self.arguments[pointer.place] = 0
-                self.pointers.append(pointer)
-            else:  # a descriptor
-                self.arguments[pointer.place] = copy = object.__new__(type(value))
-                copy.__dict__.update(vars(value))
-                copy.base = _Base()
-                self.bases.append((copy.base, pointer))
-
-    def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
-        arguments = self.arguments
-        for place, slot, offset in self.pointers:
-            arguments[place] = addresses[slot] + offset
-        for base, (_, slot, offset) in self.bases:
-            base.address = addresses[slot] + offset
-        self.start(stream, arguments)
-
-    def slots(self) -> set[int]:
-        return {pointer.slot for pointer in (*self.pointers, *(pointer for _, pointer in self.bases))}
-
-
-class _DriverLaunch:
-    """The same by the driver."""
-
-    def __init__(self, launch: DriverLaunch, pointers: Sequence[_Pointer]) -> None:
-        self._launch, self._slots = launch, {pointer.slot for pointer in pointers}
-        self._words = [(launch.words[place], slot, offset) for place, slot, offset in pointers if place in launch.words]
-        self._maps = [(launch.maps[place], slot, offset) for place, slot, offset in pointers if place in launch.maps]
-
-    def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
-        launch = self._launch
-        memory, move = launch.memory, launch.move
-        for word, slot, offset in self._words:
-            memory[word] = addresses[slot] + offset
-        for tensor_map, slot, offset in self._maps:
-            move(tensor_map, addresses[slot] + offset)
-        launch.start(stream)
-
-    def slots(self) -> set[int]:
-        return self._slots
-
-
-class _Interpretation(NamedTuple):
-    """A kernel that the interpreter runs takes tensors."""
-
-    start: Callable[[Any, list[Any]], None]
-    arguments: list[Any]  # with views
-
-    def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
-        self.start(stream, [value.of(tensors) if isinstance(value, _View) else value for value in self.arguments])
-
-    def slots(self) -> set[int]:
-        return {value.slot for value in self.arguments if isinstance(value, _View)}
-
-
-class _Release(NamedTuple):
-    slot: int
-
-    def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
-        tensors[self.slot] = None
-
-
-class _Base:
-    """Stands for the tensor of a descriptor, of which the launcher wants the address."""
-
-    address = 0
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class _Plan:
     def __init__(self, steps: list[Any], slots: int, inputs: int, result: Any) -> None:
         self.lock = threading.Lock()  # its lists of arguments are its own
@@ -244,13 +110,13 @@ class _Plan:
         needed = kept | last.keys()
         self._steps: list[Callable[[list[Any], list[int], Any], None]] = []
         for place, step in enumerate(steps):
-            if isinstance(step, _Allocation) and step.slot not in needed:
+            if isinstance(step, Allocation) and step.slot not in needed:
                 continue
             self._steps.append(step.run)
             free = [slot for slot, at in last.items() if at == place and slot >= inputs and slot not in kept]
-            self._steps += [_Release(slot).run for slot in free]
-        self.compiled = any(isinstance(step, (_Launch, _DriverLaunch)) for step in steps)
-        self.by_driver = any(isinstance(step, _DriverLaunch) for step in steps)
+            self._steps += [Release(slot).run for slot in free]
+        self.compiled = any(isinstance(step, (Launch, LaunchByDriver)) for step in steps)
+        self.by_driver = any(isinstance(step, LaunchByDriver) for step in steps)
         self._room = [None] * (slots - inputs)
         self._zeros = [0] * (slots - inputs)
         self._result = result
@@ -291,7 +157,7 @@ class _Recorder(TorchDispatchMode):
             try:
                 if func.overloadpacket.__name__ in _ALLOCATIONS:
                     slot = self._new(found)
-                    self.steps.append(_Allocation(slot, found.shape, found.stride(), found.dtype, found.device))
+                    self.steps.append(Allocation(slot, found.shape, found.stride(), found.dtype, found.device))
                 else:
                     self._note_call(func, args, kwargs, found)
             except _CannotBeRepeatedError as error:
@@ -314,7 +180,7 @@ class _Recorder(TorchDispatchMode):
         """The same with views, or allocations where tensors are empty, in the places of tensors."""
         if isinstance(found, Tensor):
             if not found.numel():
-                return _Allocation(-1, found.shape, found.stride(), found.dtype, found.device)
+                return Allocation(-1, found.shape, found.stride(), found.dtype, found.device)
             return self._view(found)
         if isinstance(found, tuple):
             parts = [self.result(part) for part in found]
@@ -341,14 +207,14 @@ class _Recorder(TorchDispatchMode):
                 return place.slot, address - place.base
         raise _CannotBeRepeatedError("memory that is neither an argument nor its own")
 
-    def _view(self, tensor: Tensor) -> _View:
+    def _view(self, tensor: Tensor) -> View:
         slot, offset = self._find(tensor)
         size = tensor.element_size()
         if offset % size:
             raise _CannotBeRepeatedError("memory seen in another dtype")
         if offset == 0 and self._shapes[slot] == (tensor.shape, tensor.stride()):
-            return _View(slot)
-        return _View(slot, tensor.shape, tensor.stride(), offset // size)
+            return View(slot)
+        return View(slot, tensor.shape, tensor.stride(), offset // size)
 
     def _note_call(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
         if not isinstance(found, Tensor) or any(isinstance(value, Tensor) for value in kwargs.values()):
@@ -357,22 +223,22 @@ class _Recorder(TorchDispatchMode):
             raise _CannotBeRepeatedError(f"{func} among its steps")
         views = tuple(self._view(value) if isinstance(value, Tensor) else value for value in args)
         slot = None if writes_to_arguments(func) else self._new(found)
-        self.steps.append(_Call(func, views, kwargs, slot))
+        self.steps.append(Call(func, views, kwargs, slot))
 
-    def _interpretation(self, launched: Launched) -> _Interpretation:
-        return _Interpretation(
+    def _interpretation(self, launched: Launched) -> Interpretation:
+        return Interpretation(
             launched.start, [self._view(value) if isinstance(value, Tensor) else value for value in launched.arguments]
         )
 
-    def _launch(self, launched: Launched) -> _Launch | _DriverLaunch:
+    def _launch(self, launched: Launched) -> Launch | LaunchByDriver:
         pointers = []
         for place, value in enumerate(launched.arguments):
             tensor = getattr(value, "base", None) if not isinstance(value, Tensor) else value
             if isinstance(tensor, Tensor):
-                pointers.append(_Pointer(place, *self._find(tensor)))
+                pointers.append(Pointer(place, *self._find(tensor)))
         if launched.by_driver is None:
-            return _Launch(launched, pointers)
-        return _DriverLaunch(launched.by_driver, pointers)
+            return Launch(launched, pointers)
+        return LaunchByDriver(launched.by_driver, pointers)
 
 
 def _record(tensors: Sequence[Tensor | None], compute: Callable[[], Result]) -> tuple[Result, _Plan | None]:
@@ -392,9 +258,9 @@ def _record(tensors: Sequence[Tensor | None], compute: Callable[[], Result]) -> 
 
 
 def _slots_of(result: Any) -> set[int]:
-    if isinstance(result, _View):
+    if isinstance(result, View):
         return {result.slot}
-    if isinstance(result, tuple) and not isinstance(result, _Allocation):
+    if isinstance(result, tuple) and not isinstance(result, Allocation):
         return set().union(*(_slots_of(part) for part in result)) if result else set()
     return set()
 
@@ -403,9 +269,9 @@ def _filled(result: Any, tensors: list[Any]) -> Any:
     if result is None:
         return None
     kind = type(result)
-    if kind is _View:
+    if kind is View:
         return result.of(tensors)
-    if kind is _Allocation:
+    if kind is Allocation:
         return torch.empty_strided(result.size, result.stride, dtype=result.dtype, device=result.device)
     parts = [None if part is None else _filled(part, tensors) for part in result]
     return tuple(parts) if kind is tuple else kind(*parts)
