@@ -46,20 +46,22 @@ def planned(what: tuple, tensors: Sequence[Tensor | None], compute: Callable[[],
     """
     if listening.recorder is not None or is_hooked():  # a part of what is recorded; a profiler sees each launch
         return compute()
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    together = 0
-    for address in addresses:
-        together |= address
     first = tensors[0]
     assert first is not None
     key: list[Any] = [what, as_many(0), first.device, torch.cuda.current_device() if first.is_cuda else None]
-    if together % 16:
-        key.append(tuple(address % 16 for address in addresses))
+    addresses: list[int] = []
+    together = 0
     for tensor in tensors:
         if tensor is None:
+            addresses.append(0)
             key.append(None)
         else:
+            address = tensor.data_ptr()
+            together |= address
+            addresses.append(address)
             key += (tensor.dtype, tensor.shape, tensor.stride())
+    if together % 16:
+        key.append(tuple(address % 16 for address in addresses))
     kind = tuple(key)
     plan = _plans.get(kind, kind)
     if plan is None:

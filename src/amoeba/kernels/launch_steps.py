@@ -50,8 +50,9 @@ class Allocation(NamedTuple):
     device: torch.device
 
     def run(self, tensors: list[Any], addresses: list[int], stream: Any) -> None:
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        tensors[self.slot], addresses[self.slot] = made, made.data_ptr()
+        slot, size, stride, dtype, device = self
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        tensors[slot], addresses[slot] = made, made.data_ptr()
 
     def slots(self) -> set[int]:
         return set()
