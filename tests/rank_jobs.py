@@ -108,6 +108,52 @@ def with_and_without_checkpointing(rank: int) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
 
 
+def peers_as_collective(rank: int, count: int, steps: list[tuple[int, ...]], **options: Any) -> tuple[list[bool], int]:
+    """Whether output and gradients by `peers` have the bits of `collective`; and how often the hosts of the former
+    talked. steps: tokens of each rank in each of them."""
+    layers = {name: sharded_layer(count, transport=name) for name in ("peers", "collective")}
+    layers["peers"] = replace(layers["peers"], **options)
+    equal, talked = [], 0
+    for step, tokens_of in enumerate(steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x_TH, dy_TH = (torch.randn(tokens_of[rank], H, generator=generator) for _ in range(2))
+        expert_TK = torch.randint(-1, E + 1, (tokens_of[rank], 2), generator=generator)
+        weight_TK = torch.rand(tokens_of[rank], 2, generator=generator)
+        found = []
+        for name, layer in layers.items():
+            before = layer.ranks._exchanges
+            wanted = [t.detach().requires_grad_() for t in (x_TH, weight_TK)]
+            wanted += [t.requires_grad_() for t in layer.local.tensors() if t is not None]
+            y_TH = experts(wanted[0], Routing(expert_TK, wanted[1]), layer)
+            found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
+            talked += (layer.ranks._exchanges - before) * (name == "peers")
+        equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+    return equal, talked
+
+
+def too_many_for_peers(rank: int, **most: int) -> str:
+    """Both ranks come with more than was agreed on."""
+    try:
+        experts(*tokens(), replace(sharded_layer(2, transport="peers"), **most))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def wait_for_peers_in_vain(rank: int) -> str:
+    """Rank 1 comes once, and not again: what rank 0 says, whose kernel waited."""
+    layer = replace(sharded_layer(2, transport="peers"), most_tokens=8)
+    experts(*tokens(), layer)
+    if rank == 1:
+        return "elsewhere"
+    layer.ranks.deadline = 0.5
+    try:
+        experts(*tokens(), layer)
+    except RankLost as error:
+        return str(error)
+    return "nothing"
+
+
 def train_a_model(rank: int, count: int, steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses of the global batch and norms of its gradient; the parameters that all ranks have, afterwards."""
     import amoeba
@@ -177,6 +223,43 @@ def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
         norm = clip_gradients(layer.parameters(), 1.0, Ranks(deadline=30.0)).item()
         results.append((errors, norm, torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0).item()))
     return results
+
+
+def train_fully_sharded(rank: int, steps: int) -> list[tuple[float, float]]:
+    """`train_a_model` over two by two ranks: experts placed over two, their shares and all else sharded by FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    import amoeba
+    from amoeba.parallel import clip_gradients
+    from tiny_models import build
+
+    mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep")), init_device_mesh("cpu", (4,))
+    make = functools.partial(shard_experts, ranks=Ranks(mesh["ep"].get_group(), 30.0))
+    amoeba.register_placement(replace(RANKS, name="two ranks", make=make))
+    model, ranks = build("qwen3_moe").train(), Ranks(deadline=30.0)
+    amoeba.place_experts(model, "two ranks")
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["efsdp"])
+        fully_shard(layer, mesh=every)
+    fully_shard(model, mesh=every)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    history = []
+    for _ in range(steps):
+        ids = torch.randint(0, model.config.vocab_size, (4, 12), generator=generator)
+        mine = ids.chunk(4)[rank]
+        optimizer.zero_grad()
+        loss = model(input_ids=mine, labels=mine, use_cache=False).loss / 4
+        loss.backward()
+        norm = clip_gradients(model.parameters(), 1.0, ranks)
+        optimizer.step()
+        history.append((ranks.add_up(loss.detach(), "losses").item(), norm.item()))
+    return history
 
 
 class RoutedLayer(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -87,3 +88,8 @@ def test_views_and_operations_that_write_to_their_arguments_are_told_apart() -> 
     views = {"transpose", "slice", "view", "as_strided", "detach", "unsqueeze", "select"}
     assert {name for name, (view, _) in seen.items() if view} == views
     assert {name for name, (_, writes) in seen.items() if writes} == {"zero_", "add_", "copy_"}
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+def test_torch_has_memory_that_other_processes_reach() -> None:
+    assert torch_internals.why_not_symmetric_memory() is None

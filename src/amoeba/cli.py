@@ -116,19 +116,26 @@ def bench(
     shape: Annotated[
         list[str] | None, typer.Option("--shape", help="A name (small, qwen3_30b, ...) or T,H,I,E,K; may be repeated.")
     ] = None,
-    suite: Annotated[str | None, typer.Option("--suite", help="small, cpu, gpu, or model: whole models.")] = None,
+    suite: Annotated[
+        str | None, typer.Option("--suite", help="small, cpu, gpu, model (whole models) or stream (streamed experts).")
+    ] = None,
     dtype: Dtypes = None,
     device: Device = "auto",
     passes: Annotated[
         str,
         typer.Option(
-            "--pass", help="forward, training (forward and backward) or both; models: training, lora, decode."
+            "--pass",
+            help="forward, training (forward and backward) or both; models: training, lora, decode; stream: decode, "
+            "disk, lora.",
         ),
     ] = "both",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds at least.")] = 20,
     peer: Annotated[
         list[str] | None,
-        typer.Option("--peer", help="eager, batched_mm, grouped_mm, loop or kt_kernel; default: all. May be repeated."),
+        typer.Option(
+            "--peer",
+            help="eager, batched_mm, grouped_mm, sonicmoe, liger, loop or kt_kernel; default: all. May be repeated.",
+        ),
     ] = None,
     ours: Annotated[
         list[str] | None,
@@ -156,6 +163,16 @@ def bench(
             candidates = bench_models.choose_candidates(problems, ours or [], peer or [])
             path = bench_command.free_path(out)
         document, ok = bench_models.run(problems, repeats, candidates, path, output)
+        finish(output, document, ok, json)
+        return
+    if suite == "stream":
+        with usage():
+            from amoeba.commands import bench_stream
+
+            bench_stream.check_options(dtype or [], ours or [], peer or [], sustained)
+            problem = bench_stream.choose_problem(shape or [], passes, parse_device(device))
+            path = bench_command.free_path(out)
+        document, ok = bench_stream.run(problem, repeats, path, output)
         finish(output, document, ok, json)
         return
     with usage():

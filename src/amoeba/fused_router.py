@@ -55,10 +55,18 @@ def why_not_shape(dtype: torch.dtype, config: RouterConfig) -> str | None:
     return None
 
 
-def fused_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32): `route` without noise and capacity."""
+def fused_route(
+    logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None, *, scores: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32): `route` without noise and capacity.
+
+    scores: False where nobody reads them; they are empty then, and nothing is kept of them, unless the gradient of
+    weights that are not renormalised needs them.
+    """
     bias_E = None if bias_E is None else bias_E.detach()
-    weight_TK, scores_TE, expert_TK = _operator(logits_TE, bias_E, *(getattr(config, name) for name in _FIELDS))
+    renormalised = config.renormalize or config.score == "topk_softmax"
+    flat = (getattr(config, name) for name in _FIELDS)
+    weight_TK, scores_TE, expert_TK = _operator(logits_TE, bias_E, scores or not renormalised, *flat)
     return expert_TK, weight_TK, scores_TE
 
 
@@ -66,34 +74,34 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _forward(logits_TE: Tensor, bias_E: Tensor | None, *config: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(logits_TE: Tensor, bias_E: Tensor | None, scores: bool, *config: Any) -> tuple[Tensor, Tensor, Tensor]:
     from amoeba.kernels.router import router_forward
 
-    expert_TK, weight_TK, scores_TE = router_forward(logits_TE, RouterConfig(*config), bias_E)
+    expert_TK, weight_TK, scores_TE = router_forward(logits_TE, RouterConfig(*config), bias_E, scores=scores)
     return weight_TK, scores_TE, expert_TK
 
 
-def _fake(logits_TE: Tensor, bias_E: Tensor | None, *config: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(logits_TE: Tensor, bias_E: Tensor | None, scores: bool, *config: Any) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits_TE.shape
     top_k = RouterConfig(*config).top_k
     return (
         logits_TE.new_empty((num_tokens, top_k), dtype=torch.float32),
-        logits_TE.new_empty((num_tokens, num_experts), dtype=torch.float32),
+        logits_TE.new_empty((num_tokens, num_experts) if scores else 0, dtype=torch.float32),
         logits_TE.new_empty((num_tokens, top_k), dtype=torch.int64),
     )
 
 
 def _keep(arguments: tuple) -> tuple:
     """1 - σ(x) cannot be had from σ(x) close to 1; a softmax needs nothing of the logits but their dtype."""
-    logits_TE, _, *config = arguments
+    logits_TE, _, scores, *config = arguments
     kept = logits_TE if RouterConfig(*config).score == "sigmoid" else logits_TE.new_empty(0)
-    return kept, None, *config
+    return kept, None, scores, *config
 
 
 def _backward(arguments: tuple, saved: tuple, gradients: Sequence[Any], needs: Sequence[bool]) -> list:
     from amoeba.kernels.router import router_backward
 
-    logits_TE, _, *flat = arguments
+    logits_TE, _, _, *flat = arguments
     weight_TK, scores_TE, expert_TK = saved
     config = RouterConfig(*flat)
     dweight_TK, dscores_TE = gradients
@@ -102,14 +110,20 @@ def _backward(arguments: tuple, saved: tuple, gradients: Sequence[Any], needs: S
 
 
 def _fake_backward(arguments: tuple, saved: tuple, gradients: Sequence[Any], needs: Sequence[bool]) -> list:
-    scores_TE = saved[1]
-    return [scores_TE.new_empty(scores_TE.shape, dtype=arguments[0].dtype)]
+    logits_TE, _, _, *flat = arguments
+    weight_TK = saved[0]
+    return [weight_TK.new_empty((weight_TK.shape[0], RouterConfig(*flat).num_experts), dtype=logits_TE.dtype)]
 
 
 # the ids come last: torch.library.opcheck adds up all results in the dtype of the first
 _operator = operators.define(
     "fused_router",
-    (Operand("logits", "Tensor", True), Operand("bias", "Tensor?"), *operands_of(RouterConfig)),
+    (
+        Operand("logits", "Tensor", True),
+        Operand("bias", "Tensor?"),
+        Operand("scores", "bool"),
+        *operands_of(RouterConfig),
+    ),
     ("weight", "scores", "expert"),
     forward=_forward,
     backward=_backward,

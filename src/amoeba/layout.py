@@ -53,11 +53,16 @@ def build_layout(expert_TK: Tensor, num_experts: int, *, rank: int = 0, most_row
     )
     if most_rows is None or most_rows >= rows:
         return found
-    if found.offs_E.device.type == "cpu" and int(found.offs_E[-1]) > most_rows:
-        expected = f"at least as many as slots with an expert, {int(found.offs_E[-1])}"
-        raise bad_value("most_rows", expected, most_rows, "leave it out where it is not known")
+    check_most_rows(most_rows, found.offs_E)
     slot_row_N = found.slot_row_N.clamp(max=most_rows)
     return Layout(found.order_N[:most_rows], slot_row_N, found.offs_E, found.row_id_N[:most_rows], top_k)
+
+
+def check_most_rows(most_rows: int, offs_E: Tensor) -> None:
+    """On a CPU. A GPU would be waited for: there it is the caller's to know."""
+    if offs_E.device.type == "cpu" and int(offs_E[-1]) > most_rows:
+        expected = f"at least as many as slots with an expert, {int(offs_E[-1])}"
+        raise bad_value("most_rows", expected, most_rows, "leave it out where it is not known")
 
 
 def build_layout_from_rows(expert_N: Tensor, row_id_N: Tensor, num_experts: int, *, top_k: int) -> Layout:

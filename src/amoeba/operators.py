@@ -140,6 +140,21 @@ def define(
     return Operator(name, lambda *args: _packed(call(*args)), lambda *args: _packed(call_backward(*args)))
 
 
+def define_forward(
+    name: str,
+    arguments: Sequence[Operand],
+    results: Sequence[str],
+    *,
+    forward: Callable[..., Sequence[Tensor]],
+    fake: Callable[..., Sequence[Tensor]],
+) -> None:
+    """Defines amoeba::<name>, for graphs in which nothing is differentiated any more."""
+    schema = ", ".join(str(argument) for argument in arguments)
+    _library.define(f"{name}({schema}) -> ({', '.join(['Tensor'] * len(results))})")
+    _library.impl(name, lambda *args: _unpacked(forward(*args)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"amoeba::{name}", lambda *args: _unpacked(fake(*args)), lib=_library)
+
+
 def _unpacked(found: Sequence[Tensor]) -> Any:
     """A schema of one result means the tensor itself."""
     return found[0] if len(found) == 1 else tuple(found)

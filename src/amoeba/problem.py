@@ -30,6 +30,7 @@ class Problem(NamedTuple):
     weights: Any  # a kind of weights, which its backends know: for most of them ExpertWeights
     lora: LoraFactors | None = None
     most_rows: int | None = None  # see `Routing`
+    onto_TH: Tensor | None = None  # y is this and the experts' sum; for operators that have it, and without a gradient
 
     @property
     def rows(self) -> int:

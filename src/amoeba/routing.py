@@ -37,7 +37,7 @@ class Routing:
     trusted:   the weights need no `check_values`, because `route` made them.
     chosen_TK: the choice before capacity dropped any slot; None if it is the same as expert_TK.
     most_rows: so many slots at most have an expert, where that is known without asking the device: buffers of sorted
-               rows are then no larger (on a CPU; GPU kernels do not use it yet). None: all may have one.
+               rows are then no larger. None: all may have one.
     """
 
     expert_TK: Tensor

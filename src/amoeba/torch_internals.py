@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,8 +25,10 @@ __all__ = [
     "is_batch_of_gradients",
     "is_view",
     "occupy_gpu",
+    "symmetric_memory",
     "transformed",
     "tree_leaves",
+    "why_not_symmetric_memory",
     "writes_to_arguments",
 ]
 
@@ -48,6 +51,25 @@ def custom_graph_pass() -> Any:
 def default_store() -> Any:
     """Where the processes of torch.distributed met, and can leave each other notes."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def why_not_symmetric_memory() -> str | None:
+    """Why this torch has no memory that other processes' GPUs reach; or None."""
+    try:
+        from torch.distributed import _symmetric_memory
+    except ImportError as error:
+        return str(error)
+    missing = [name for name in ("empty", "rendezvous") if not hasattr(_symmetric_memory, name)]
+    return f"torch {torch.__version__} has no {' and no '.join(missing)} for it" if missing else None
+
+
+def symmetric_memory(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
+    """Bytes on this GPU, and a handle whose buffer_ptrs are the addresses of all ranks' bytes. All ranks call it."""
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # several ranks on one GPU
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    return own, _symmetric_memory.rendezvous(own, group)
 
 
 @constant_when_traced  # torch.compile enters the transforms that it traces, and guards on the others

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from amoeba import rotary_attention
+from amoeba.integrations import fused_attention
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers, final_norm
 from amoeba.integrations.randomness import draws_random_numbers
 from amoeba.jobs import fast_paths, finetune
@@ -125,6 +127,39 @@ def test_a_cpu_attends_by_documents_where_no_layer_is_compiled(
     assert seen == [("amoeba" if by_documents else "sdpa", by_documents)]
 
 
+def wide_model(folder: Any) -> dict[str, Any]:
+    """With heads that our kernels serve."""
+    build("qwen3_moe", head_dim=64, hidden_size=64, vocab_size=300).config.save_pretrained(folder)
+    return {"model": str(folder), "vocab_size": 300, "accumulation": 1}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+def test_attention_from_one_projection_where_there_is_a_gpu_and_as_before_afterwards(
+    tmp_path, inputs, monkeypatch, caplog
+):
+    """A GPU's paths, with its kernels in the interpreter."""
+    told = wide_model(tmp_path / "model") | {"steps": 2, "sequence_length": 8, "held_out": 0.02, "batch_size": 1}
+    expected, _ = run(tmp_path / "plain", inputs, **told)
+    calls: list[str] = []
+    operator = rotary_attention._operator
+
+    def noted(*arguments: Any) -> Any:
+        calls.append("forward")
+        return operator(*arguments)
+
+    monkeypatch.setattr(rotary_attention, "_operator", noted)
+    monkeypatch.setattr(rotary_attention, "why_not", rotary_attention.why_not_shape)
+    monkeypatch.setattr(fast_paths, "_is_on_a_gpu", lambda trainer: True)
+    monkeypatch.setattr(fast_paths, "_waits_in_a_pass", lambda model: True)  # there is no graph to capture
+    with caplog.at_level("INFO", "amoeba"):
+        found, _ = run(tmp_path / "fused", inputs, **told)
+    assert "2 of 2 attention layers with norms and rotations by our kernels" in caplog.text
+    assert len(calls) >= 2 * told["steps"]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    weights = [kept_weights(tmp_path / name, "train") for name in ("plain", "fused")]
+    assert weights[0].keys() == weights[1].keys()
+
+
 def test_decoder_layers_are_the_stack_of_the_model():
     model = build("qwen3_moe")
     assert decoder_layers(model) == list(model.model.layers)
@@ -218,10 +253,7 @@ def _noted(function: Any, inside: list[bool]) -> Any:
 class TestOnAGpu:
     @pytest.fixture
     def told(self, inputs: Any) -> dict[str, Any]:
-        model = build("qwen3_moe", head_dim=64, hidden_size=64, vocab_size=300)
-        folder = inputs / "wide"
-        model.config.save_pretrained(folder)
-        return {"model": str(folder), "vocab_size": 300, "accumulation": 1}
+        return wide_model(inputs / "wide")
 
     def test_a_run_repeats_bit_by_bit_and_captured_passes_change_no_loss(self, told, inputs, tmp_path, monkeypatch):
         first, said = run(tmp_path / "first", inputs, **told)
@@ -243,6 +275,14 @@ class TestOnAGpu:
         compiled, said = run(tmp_path / "compiled", inputs, **told, compile="on")
         assert any("decoder layers compiled" in line for line in said)
         torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=2e-2, atol=2e-2)
+
+    def test_attention_from_one_projection_trains_alike(self, told, inputs, tmp_path, monkeypatch, caplog):
+        with caplog.at_level("INFO", "amoeba"):
+            fused, _ = run(tmp_path / "fused", inputs, **told, compile="on")
+        assert "2 of 2 attention layers with norms and rotations by our kernels" in caplog.text
+        monkeypatch.setattr(fused_attention, "recognise", lambda layer: "it is not wanted")
+        plain, _ = run(tmp_path / "plain", inputs, **told, compile="on")
+        torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), rtol=2e-2, atol=2e-2)
 
     def of_a_base_in_bf16(self, inputs: Any) -> dict[str, Any]:
         folder = inputs / "wide_base"

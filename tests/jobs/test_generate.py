@@ -427,6 +427,16 @@ def test_a_folder_without_config(folder):
     assert "expected a folder with a config.json" in refusal(folder, "Once")
 
 
+def test_a_run_in_place_of_its_model(folder, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    folder.rename(run / "model")
+    for config in (False, True):
+        if config:
+            (run / "config.json").write_text("{}")
+        assert f"Give the run's model: '{run / 'model'}'" in refusal(run, "Once")
+
+
 def test_a_folder_without_tokenizer(folder):
     for path in folder.glob("tokenizer*"):
         path.unlink()

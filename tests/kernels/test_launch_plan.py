@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,10 +21,12 @@ import triton.language as tl
 from amoeba import Activation, Routing, experts
 from amoeba.backends import sorted_rows
 from amoeba.backends import triton as backend
+from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels import launch, launch_plan
 from amoeba.kernels.choice import as_with
 from amoeba.kernels.launch import Quick, quick
 from amoeba.kernels.launch_plan import planned
+from amoeba.problem import Problem
 from small_layer import H, Layer, kernel_device
 
 DEVICE = kernel_device()
@@ -137,6 +140,28 @@ class TestALayer:
         found = [experts(x, routing, weights, backend="triton") for _ in range(3) for x in (x_TH, wide[:, :H], turned)]
         assert len(plans()) == 3
         assert all(torch.equal(y_TH, found[0]) for y_TH in found)
+
+    def test_each_field_of_a_problem_makes_another_kind(self):
+        """One that is left out of the key would be repeated with what it was at first."""
+        layer = Layer(bias=False, rank=2).to(DEVICE)
+        named = {name: tensor.detach() for name, tensor in layer.tensors.items()}
+        usual = Problem(named["x"], layer.expert_TK, named["weight"], layer.weights(named))
+        changes = {
+            "x_TH": torch.cat([usual.x_TH, usual.x_TH], 1)[:, :H],
+            "expert_TK": usual.expert_TK.int(),
+            "weight_TK": usual.weight_TK.double(),
+            "weights": replace(usual.weights, activation=Activation("gelu")),
+            "lora": layer.lora(named),
+            "most_rows": 1000,
+            "onto_TH": torch.ones_like(usual.x_TH),
+        }
+        assert set(changes) == set(Problem._fields)
+        for count, change in enumerate(({}, *({name: value} for name, value in changes.items())), 1):
+            problem = usual._replace(**change)
+            expected = sorted_rows.forward(problem, "h", TritonRows)[0]
+            for _ in range(3):
+                assert torch.equal(backend.BACKEND.forward(problem, "h")[0], expected), change.keys()
+            assert len(plans()) == count, change.keys()
 
 
 class TestWhatIsRepeated:

@@ -244,12 +244,30 @@ OPERATOR_CONFIGS = [CONFIGS[name] for name in ("softmax_not_renormalised", "sigm
 def test_the_operator_passes_opcheck(config, device):
     logits_TE, bias_E, *gradients = inputs(config, 9, device)
     operators, flat = torch.ops.amoeba, [getattr(config, name) for name in fused_router._FIELDS]
-    torch.library.opcheck(operators.fused_router.default, (logits_TE.clone().requires_grad_(), bias_E, *flat))
+    torch.library.opcheck(operators.fused_router.default, (logits_TE.clone().requires_grad_(), bias_E, True, *flat))
     expert_TK, weight_TK, scores_TE = fused_route(logits_TE, config, bias_E)
     for given in (gradients, (gradients[0], None), (None, gradients[1])):
-        saved = (*fused_router._keep((logits_TE, bias_E, *flat)), weight_TK, scores_TE, expert_TK)
+        saved = (*fused_router._keep((logits_TE, bias_E, True, *flat)), weight_TK, scores_TE, expert_TK)
         arguments = (*saved, *given, [True])
         torch.library.opcheck(operators.fused_router_backward.default, arguments)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax_not_renormalised", "sigmoid_biased"])
+def test_scores_that_nobody_reads_are_neither_written_nor_kept(name, device):
+    config = CONFIGS[name]
+    logits_TE, bias_E, dweight_TK, _ = inputs(config, 9, device)
+    found = []
+    for scores in (True, False):
+        leaf_TE = logits_TE.clone().requires_grad_()
+        kept: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.shape) or x, lambda x: x):
+            expert_TK, weight_TK, scores_TE = fused_route(leaf_TE, config, bias_E, scores=scores)
+        found.append((expert_TK, weight_TK.detach(), *torch.autograd.grad(weight_TK, leaf_TE, dweight_TK)))
+        without = not scores and config.renormalize
+        assert (scores_TE.numel() == 0) == without
+        rows = [shape for shape in kept if shape == logits_TE.shape]
+        assert len(rows) == (not without) + (config.score == "sigmoid")
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @quick(lambda config: config in OPERATOR_CONFIGS[:2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import rank_jobs
 from amoeba.parallel import Ranks
@@ -23,6 +24,14 @@ def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
             said, seconds = raised.value.results[rank]
             assert said.startswith(f"rank {rank} waited") and "from rank 2, who left no word" in said
             assert "the connection says" in said and seconds < 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="peers is interpreted on a CPU only where there is no GPU")
+def test_a_kernel_that_waits_has_the_same_deadline() -> None:
+    with LocalRanks(2) as processes:
+        vain, _ = processes.run(rank_jobs.wait_for_peers_in_vain, [(0,), (1,)])
+    assert vain.startswith("rank 0 waited 0.5 s on its device for ids and routing weights, exchange 2, from rank 1;")
+    assert "0 of 2 parts had come. Look at the output of rank 1" in vain
 
 
 def test_a_deadline_of_nothing_is_refused() -> None:

@@ -11,7 +11,8 @@ import torch
 import amoeba
 import rank_jobs
 from amoeba import Request, Routing, experts
-from amoeba.backends import eager
+from amoeba.backends import eager, triton
+from amoeba.backends.backend import Backend
 from amoeba.parallel import Owners, Ranks, ShardedExperts, shard_experts, shard_lora
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.sharded import is_own
@@ -126,16 +127,18 @@ class TestMostRows:
         for found, right in zip(self.run(backend, most_rows, recompute=recompute), expected, strict=True):
             assert torch.equal(found, right)
 
-    def test_what_is_saved_is_no_larger(self) -> None:
+    @pytest.mark.parametrize("backend", [eager.BACKEND, triton.BACKEND], ids=["eager", "triton"])
+    def test_what_is_saved_is_no_larger(self, backend: Backend) -> None:
         layer = Layer(tokens=5, expert_TK=self.expert_TK)
         given = layer.tensors["x"], self.expert_TK, layer.tensors["weight"], layer.weights(layer.tensors)
         with torch.no_grad():
-            _, saved = eager.BACKEND.forward(Problem(*given, most_rows=4), "h")
+            _, saved = backend.forward(Problem(*given, most_rows=4), "h")
         assert saved.h_NJ.shape[0] == saved.order_N.shape[0] == 4
 
-    def test_too_few_are_refused_and_nothing_is_dropped(self) -> None:
+    @pytest.mark.parametrize("name", ["eager", "triton"])
+    def test_too_few_are_refused_and_nothing_is_dropped(self, name: str) -> None:
         with pytest.raises(ValueError, match=r"most_rows: expected at least as many as slots with an expert, 4; got 3"):
-            self.run("eager", 3)
+            self.run(name, 3)
 
 
 def test_factors_of_all_experts_are_refused_and_those_of_the_share_are_taken() -> None:
@@ -155,7 +158,7 @@ def test_tracing_and_unknown_words_are_refused_with_a_reason(monkeypatch: pytest
     layer, (x_TH, routing) = rank_jobs.owners_of_one(), rank_jobs.tokens()
     with pytest.raises(ValueError, match=r"tokens: expected own or same; got 'all'"):
         ShardedExperts(layer.local, layer.owners, layer.ranks, tokens="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"transport: expected one of auto, collective; got 'pigeons'"):
+    with pytest.raises(ValueError, match=r"transport: expected one of auto, peers, collective; got 'pigeons'"):
         experts(x_TH, routing, ShardedExperts(layer.local, layer.owners, layer.ranks, transport="pigeons"))
     with pytest.raises(ValueError, match=r"local: expected the 5 experts that rank 0 owns; got 2 of them"):
         ShardedExperts(rank_jobs.ExpertWeights(*(t[:2] for t in layer.local.tensors()[:2])), layer.owners, layer.ranks)

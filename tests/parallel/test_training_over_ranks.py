@@ -25,6 +25,13 @@ def test_twenty_steps_have_the_losses_and_norms_of_one_process_with_the_same_bat
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=1e-5, atol=0)
 
 
+def test_a_placed_model_under_fsdp_trains_as_in_one_process(processes: LocalRanks) -> None:
+    """FSDP2 puts other tensors in the place of the experts' parameters in each pass."""
+    ((alone, _),) = processes.run(rank_jobs.train_a_model, [(0, 1, 5)])
+    for history in processes.run(rank_jobs.train_fully_sharded, [(rank, 5) for rank in range(4)]):
+        torch.testing.assert_close(torch.tensor(history), torch.tensor(alone), rtol=1e-5, atol=0)
+
+
 def test_fsdp_over_two_groups_of_two_ranks_has_the_gradients_and_the_norm_of_one_process(processes: LocalRanks) -> None:
     """Others divided experts by the size of the wrong mesh, or clipped each mesh by its own norm."""
     found = processes.run(rank_jobs.fully_sharded, [(rank,) for rank in range(4)])

@@ -26,6 +26,14 @@ from amoeba.stream.store.buffers import aligned_buffer
 
 # as CUDA's driver has them
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
+_COPIES = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *[ctypes.POINTER(ctypes.c_uint64)] * 3,
+    ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_int32),
+    ctypes.POINTER(ctypes.c_uint64),
+    *[ctypes.c_uint64] * 2,
+)
 _WRITE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 
 
@@ -61,8 +69,10 @@ class SimulatedDevice(Device):
     """
     waits:      the streams of events that the host waited for.
     fails_at:   the number of the copy whose call raises.
-    quick:      copies that were called by addresses.
+    quick:      copies that were called by addresses; calls_at_once: calls of several of these.
     """
+
+    copies_at_once = refuses_at_once = False  # whether there is such a call, and whether it is of use
 
     def __init__(self, seed: int = 0, *, inline: bool = False, fails_at: int | None = None) -> None:
         self.device = torch.device("cpu")
@@ -72,7 +82,7 @@ class SimulatedDevice(Device):
         self.lock, self.inline, self.fails_at = threading.RLock(), inline, fails_at
         self.random = random.Random(seed)
         self.waits: list[str] = []
-        self.copied = self.words = self.quick = 0
+        self.copied = self.words = self.quick = self.calls_at_once = 0
         self.closed = False
 
     @property
@@ -93,7 +103,8 @@ class SimulatedDevice(Device):
         self._enqueue(stream, lambda: target.copy_(source))
 
     def calls(self) -> Calls | None:
-        return Calls(_COPY(self._copy_at), _WRITE(self._write_at), ctypes.c_uint64(7))
+        at_once = _COPIES(self._copies_at) if self.copies_at_once else None
+        return Calls(_COPY(self._copy_at), _WRITE(self._write_at), at_once, ctypes.c_uint64(7))
 
     def _copy_at(self, target: int, source: int, size: int, stream: int) -> int:
         self.quick += 1
@@ -102,6 +113,18 @@ class SimulatedDevice(Device):
             return 700
         self._enqueue(self.copies, lambda: ctypes.memmove(target, source, size))
         return 0 if stream == 7 else 1
+
+    def _copies_at(self, targets, sources, sizes, count, attributes, first, attributes_count, stream) -> int:
+        """In any order."""
+        if list(attributes[:6]) != [1, 0, 0, 0, 0, 0] or (first[0], attributes_count) != (0, 1):
+            return 1
+        self.calls_at_once += 1
+        if self.refuses_at_once:
+            return 801
+        for number in self.random.sample(range(count), count):
+            if code := self._copy_at(targets[number], sources[number], sizes[number], stream):
+                return code
+        return 0
 
     def _write_at(self, stream: int, place: int, value: int, flags: int) -> int:
         self.words += 1

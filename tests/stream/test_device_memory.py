@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,6 +254,9 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said_once(code: int, 
         assert memory.shape == (size,) and memory.data_ptr() % 4096 == 0
     said = [each.message for each in caplog.records if "could not be pinned" in each.message]
     assert said == ([] if code == 0 else ["4 KiB of memory could not be pinned (CUDA error 2): copies are slower"])
+    device._driver = SimpleNamespace(quick_calls=lambda: ("copy", "write", "at once"))
+    device.copies = SimpleNamespace(cuda_stream=7)
+    assert device.calls().to_device_at_once == ("at once" if code == 0 else None)
     device.close()
     assert runtime.registered == ([] if code == 0 else [4096, 8192])
 

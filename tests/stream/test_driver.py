@@ -53,7 +53,10 @@ def test_each_thread_enters_the_context_once_ahead_of_its_first_copy() -> None:
 
 def test_quick_calls_are_those_of_the_library_that_keeps_the_lock_in_a_thread_that_has_entered() -> None:
     library, quick = Library(), Library()
-    assert Driver(library, 0, quick).quick_calls() == (quick.cuMemcpyHtoDAsync_v2, quick.cuStreamWriteValue32_v2)
+    copy, word, at_once = Driver(library, 0, quick).quick_calls()
+    assert (copy, word, at_once) == (quick.cuMemcpyHtoDAsync_v2, quick.cuStreamWriteValue32_v2, None)
+    quick.cuMemcpyBatchAsync_v2 = "of CUDA 13"
+    assert Driver(Library(), 0, quick).quick_calls()[2] == "of CUDA 13"
     assert [name for name, *_ in library.calls] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
 
 

@@ -343,9 +343,12 @@ def test_a_closed_memory_says_so() -> None:
 # --- copies first, tables afterwards ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["compiled", "in Python"])
+@pytest.fixture(params=["compiled", "compiled, copies at once", "in Python"])
 def language(request, monkeypatch) -> None:
     """Of what answers questions."""
+    if request.param == "compiled, copies at once":
+        monkeypatch.setattr(LiveDevice, "copies_at_once", True)
+        monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)
     if request.param == "in Python":
         monkeypatch.setattr(fast_path, "_library", lambda: None)
     elif fast_path._library() is None:
@@ -402,8 +405,40 @@ def test_where_all_are_in_host_memory_every_miss_takes_the_fast_path() -> None:
         served.ended()
         counters, parts = served.memory.cache.counters, 2
         assert served.device.quick == parts * (counters.from_host - long) > 0
+        assert bool(served.device.calls_at_once) is served.device.copies_at_once
         assert counters.requested == 28 == counters.hits + counters.from_host
         assert sum(counters.misses_of_layer) == counters.from_host
+
+
+def test_small_copies_are_called_one_by_one(monkeypatch) -> None:
+    if fast_path._library() is None:
+        pytest.skip("no compiler")
+    monkeypatch.setattr(LiveDevice, "copies_at_once", True)
+    with closing(Served(0, 3, E)) as served:
+        fill(served)
+        served.capture()
+        for _ in range(2):
+            served.replay([[0, 1], [0, 1]])
+            served.replay([[2, 3], [2, 3]])
+        served.ended()
+        assert served.device.quick and not served.device.calls_at_once
+
+
+def test_a_device_that_refuses_copies_at_once_is_asked_once_and_gets_them_one_by_one(monkeypatch) -> None:
+    if fast_path._library() is None:
+        pytest.skip("no compiler")
+    monkeypatch.setattr(LiveDevice, "copies_at_once", True)
+    monkeypatch.setattr(LiveDevice, "refuses_at_once", True)
+    monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)
+    with closing(Served(0, 3, E)) as served:
+        fill(served)
+        served.capture()
+        drawn = random.Random(0)
+        for _ in range(6):
+            served.replay(drawn_ids(drawn, 2, 2))
+        served.ended()
+        served.shown_as_it_is()
+        assert served.device.calls_at_once == 1 and served.device.quick
 
 
 def fill(served: Served) -> None:

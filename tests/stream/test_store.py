@@ -164,6 +164,13 @@ def test_threads_read_at_the_same_time(which, folder, packed):
             assert all(pool.map(read, range(48)))
 
 
+@pytest.fixture
+def threads_of_python(monkeypatch) -> None:
+    """Which read where nothing can be compiled, and where compiled ones did not succeed."""
+    monkeypatch.setattr(reading, "open_compiled_reads", lambda *_: None)
+
+
+@pytest.mark.usefixtures("threads_of_python")
 def test_an_expert_is_read_in_parts_of_a_megabyte(packed, monkeypatch):
     sizes, true = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: sizes.append(len(into[0])) or true(fd, into, at))
@@ -185,6 +192,7 @@ def test_each_part_is_told_when_it_is_there_and_all_parts_are_the_expert(packed,
     assert torch.equal(torch.cat([part for _, part in told]), whole) and len(told) == -(-size // PART)
 
 
+@pytest.mark.usefixtures("threads_of_python")
 def test_all_parts_of_an_expert_of_nine_megabytes_are_read_at_the_same_time(tmp_path, monkeypatch):
     """As one of Qwen3-30B is: with a thread less than parts, the last part would be read alone."""
     parts = 9
@@ -204,6 +212,7 @@ def test_all_parts_of_an_expert_of_nine_megabytes_are_read_at_the_same_time(tmp_
         reader.close()
 
 
+@pytest.mark.usefixtures("threads_of_python")
 @pytest.mark.parametrize("which", ["folder", "packed"])
 @pytest.mark.parametrize("when", ["open", "read", "never there", "no preadv", "short reads"])
 def test_any_way_of_reading_gives_the_same_bytes(when, which, folder, packed, monkeypatch, caplog):
@@ -336,6 +345,7 @@ def test_a_missing_file_is_named(copied, name):
         open_store(copied)
 
 
+@pytest.mark.usefixtures("threads_of_python")
 @pytest.mark.parametrize("which", ["folder", "packed"])
 def test_after_a_read_error_the_next_try_succeeds(which, folder, packed, monkeypatch):
     true, failing, reads = os.preadv, threading.Event(), []
@@ -358,6 +368,7 @@ def test_after_a_read_error_the_next_try_succeeds(which, folder, packed, monkeyp
         assert torch.equal(blob, plain)
 
 
+@pytest.mark.usefixtures("threads_of_python")
 def test_nothing_is_written_after_an_error(packed, monkeypatch):
     """A slot may be given to another expert as soon as `read` has failed."""
     true, begun, go_on = os.preadv, threading.Event(), threading.Event()

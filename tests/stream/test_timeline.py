@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import amoeba
 from amoeba.cli import app
 from amoeba.jobs import token_steps
-from amoeba.stream import attaching, timeline
+from amoeba.stream import attaching, gpu_spans, timeline
 from amoeba.stream.store import StoreError, open_store, reading
 from amoeba.stream.store.packing import pack
 from amoeba.stream.timeline import Timeline
@@ -153,6 +153,50 @@ def test_captured_steps_show_each_question(packed, tmp_path, monkeypatch) -> Non
     assert [event["args"]["layer"] for event in asked] == list(range(LAYERS)) * len(replays)
     assert all(len(event["args"]["missing"]) + len(event["args"]["there"]) == TOP_K for event in asked)
     assert len(named(rows["the model"], "until layer")) == len(asked)
+    if ON_GPU:
+        waits = [event for event in rows[gpu_spans.ROW] if event["cat"] == "wait"]
+        missed = [event["args"]["layer"] for event in asked[:-1] if event["args"]["missing"]]
+        assert [event["args"]["layer"] for event in waits] == missed
+
+
+def test_experts_that_are_copied_ahead_of_the_tables_are_shown_as_loads(packed, tmp_path, monkeypatch) -> None:
+    if not ON_GPU:
+        RepeatedSteps(monkeypatch)
+    with amoeba.stream.attach(packed, vram=vram(packed, TOP_K), ram="64MiB") as streamed:
+        streamed.trace(tmp_path / "run.json")
+        model = streamed.model
+        model.generation_config.update(eos_token_id=None, do_sample=False)
+        steps = token_steps.choose_steps(model, {"do_sample": False}, batch=1, prompt_tokens=3, new_tokens=6)
+        assert steps.decoder is not None, steps.reason
+        list(steps.decoder.generate([[5, 6, 7]], 6))
+        hits = streamed.report().host_hits
+    rows = checked(tmp_path / "run.json")
+    called = named(rows["the model"], "has", "copied from host memory")
+    assert sum(len(event["args"]["from_host"]) for event in called) == hits
+    assert named(rows["the model"], "tables follow")
+
+
+def test_spans_of_the_gpu_are_at_the_times_of_the_host_whatever_its_clock_says(tmp_path) -> None:
+    """Questions are seen 3 to 90 microseconds after they were asked; the clock wraps in the middle."""
+    found = Timeline(tmp_path / "run.json")
+    spans, began = gpu_spans.GpuSpans(found), found.now()
+    # layer, missing, asked and waited, in microseconds, and how late it was seen
+    steps = [[(0, 2, 10, 100, 3), (1, 0, 130, 0, 90)], [(0, 0, 200, 0, 10), (1, 1, 230, 50, 20)]]
+    for step in steps:
+        spans.begin_step()
+        for layer, missing, asked, waited, late in step:
+            clock = [(2**31 - 150 + each + 2**31) % 2**32 - 2**31 for each in (asked, asked + waited)]
+            spans.add(layer, missing, *clock, began + 1000 * (asked + late))
+    spans.add(5, 1, 0, 0, found.now())  # no clock
+    found.close()
+    (row,) = checked(tmp_path / "run.json").values()
+    start = row[0]["ts"] - 13
+    assert [(event["name"], round(event["ts"] - start), round(event["dur"])) for event in row] == [
+        ("layer 0 waits for 2", 13, 100),
+        ("experts of layer 0, then up to layer 1's router", 113, 20),
+        ("experts of layer 0, then up to layer 1's router", 203, 30),
+        ("layer 1 waits for 1", 233, 50),
+    ]
 
 
 def test_without_a_gpu_passes_reads_and_waits_are_shown(packed, tmp_path) -> None:

@@ -93,15 +93,19 @@ class PassesBackend(Backend):
 
     operator_name: of `torch.ops.amoeba`; the backend's own name, unless it is taken.
     traced:        what forward saves in a traced graph; None: backward calls forward again there.
+    adds_onto:     whether forward adds to a problem's onto_TH.
     """
 
     operator_name: ClassVar[str | None] = None
     traced: ClassVar[SavedRows | None] = None
+    adds_onto: ClassVar[bool] = False
 
     def __init__(self) -> None:
         (kind,) = self.kinds
         name = self.operator_name or self.name
-        self.operator = ExpertsOperator(name, kind, self.forward, self.backward, traced=self.traced)
+        self.operator = ExpertsOperator(
+            name, kind, self.forward, self.backward, traced=self.traced, adds_onto=self.adds_onto
+        )
 
     @abstractmethod
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Any]:

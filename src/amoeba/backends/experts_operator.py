@@ -14,6 +14,9 @@ operator to torch.compile, autocast and activation checkpointing. A traced graph
 `traced` tells them; without it backward calls forward again. Saved between the passes are x and what forward saves;
 x alone with save="inputs". LoRA factors are inputs like the weights; an A that gate and up share is one input, gate's,
 whose gradient a backend gives as one, or as gate's and up's parts.
+
+`torch.ops.amoeba.<name>_onto` has one more argument, to which y is added: for graphs that have their backward already
+(see `integrations.residual_sums`), since it has none.
 """
 
 from __future__ import annotations
@@ -64,7 +67,14 @@ class SavedRows(NamedTuple):
 
 class ExpertsOperator:
     def __init__(
-        self, name: str, kind: type, forward: Forward, backward: Backward, *, traced: SavedRows | None = None
+        self,
+        name: str,
+        kind: type,
+        forward: Forward,
+        backward: Backward,
+        *,
+        traced: SavedRows | None = None,
+        adds_onto: bool = False,
     ) -> None:
         self.name, self.kind, self.traced = name, kind, traced
         self.forward, self.backward = _without_autocast(forward), _without_autocast(_with_shared_a(backward))
@@ -94,6 +104,14 @@ class ExpertsOperator:
             saved=range(1, len(results)),
             overwrites_saved=True,
         )
+        if adds_onto:
+            operators.define_forward(
+                f"{name}_onto",
+                (*arguments, Operand("onto", "Tensor")),
+                results,
+                forward=self._forward_onto,
+                fake=lambda *given: self._fake(*given[:-1]),
+            )
 
     def __call__(self, problem: Problem, save: Save) -> Tensor:
         lora = problem.lora
@@ -146,12 +164,15 @@ class ExpertsOperator:
         has_lora = any(factor is not None for factor in tensors[-len(LORA_NAMES) :])
         return self.problem(tensors, tuple(constants), scaling if has_lora else None)
 
-    def _traced_forward(self, *arguments: Any) -> Sequence[Tensor]:
-        problem = self._of_arguments(arguments)
+    def _traced_forward(self, *arguments: Any, onto_TH: Tensor | None = None) -> Sequence[Tensor]:
+        problem = self._of_arguments(arguments)._replace(onto_TH=onto_TH)
         if self.traced is None:
             return (self.forward(problem, "nothing")[0],)
         y_TH, saved = self.forward(problem, "h" if arguments[-1] else "nothing")
         return (y_TH, *(saved or self.traced.nothing(problem.x_TH)))
+
+    def _forward_onto(self, *arguments: Any) -> Sequence[Tensor]:
+        return self._traced_forward(*arguments[:-1], onto_TH=arguments[-1])
 
     def _traced_backward(
         self, arguments: tuple, saved: Sequence[Tensor], gradients: Sequence[Any], needs: Sequence[bool]

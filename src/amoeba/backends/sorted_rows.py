@@ -109,7 +109,7 @@ def forward(problem: Problem, save: Save, rows_type: type[SortedRows]) -> tuple[
     if problem.rows == 0:
         width = problem.weights.gate_up_EJH.shape[1]
         h_NJ: Tensor | None = problem.x_TH.new_empty((0, width))
-        y_TH = torch.zeros_like(problem.x_TH)
+        y_TH = torch.zeros_like(problem.x_TH) if problem.onto_TH is None else problem.onto_TH.clone()
     else:
         h_NJ, a_NI = rows.up(save == "h")
         y_NH = rows.down(a_NI)

@@ -46,6 +46,7 @@ class TritonBackend(PassesBackend):
 
     name, summary, kinds = "triton", "our kernels on the GPU", (ExpertWeights,)
     traced = SavedRows(map_dtype=torch.int32, low_ranks=low_ranks)
+    adds_onto = True
 
     def preference(self, device: torch.device) -> int:
         return 10 if device.type == "cpu" else 40
@@ -61,17 +62,18 @@ class TritonBackend(PassesBackend):
         if save != "h" and _is_few(problem):
             from amoeba.kernels.decode import decode
 
-            return decode(problem), None
+            y_TH = decode(problem)
+            return y_TH if problem.onto_TH is None else problem.onto_TH + y_TH, None
         from amoeba.kernels.launch_plan import planned
 
         what = ("forward", self.name, save, *_constants(problem))
-        return planned(what, problem.tensors(), lambda: self._forward(problem, save))
+        return planned(what, _tensors(problem), lambda: self._forward(problem, save))
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         from amoeba.kernels.launch_plan import planned
 
         what = ("backward", self.name, needs, saved is None, graph_is_freed(), *_constants(problem))
-        tensors = (*problem.tensors(), dy_TH, *(saved or ()))
+        tensors = (*_tensors(problem), dy_TH, *(saved or ()))
         return planned(what, tensors, lambda: self._backward(problem, saved, dy_TH, needs))
 
     def _forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
@@ -85,10 +87,16 @@ class TritonBackend(PassesBackend):
         return sorted_rows.backward(problem, saved, dy_TH, needs, TritonRows)
 
 
+def _tensors(problem: Problem) -> tuple[Tensor | None, ...]:
+    """All that a pass reads."""
+    return *problem.tensors(), problem.onto_TH
+
+
 def _constants(problem: Problem) -> tuple:
-    """What a pass depends on besides its tensors."""
+    """What it depends on besides."""
     lora = problem.lora
-    return problem.weights.activation, None if lora is None else (lora.scaling, lora.shares_a)
+    of_lora = None if lora is None else (lora.scaling, lora.shares_a)
+    return problem.weights.activation, of_lora, problem.most_rows
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -24,6 +24,7 @@ from amoeba.kernels.addend import Addend
 from amoeba.kernels.combine import combine, slot_gradient
 from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
 from amoeba.kernels.sort import sort_rows
+from amoeba.layout import check_most_rows
 from amoeba.problem import Needs, Problem, Saved
 
 # What H and I have to be multiples of in the kernels for Hopper.
@@ -44,7 +45,7 @@ class TritonRows(SortedRows):
     @classmethod
     def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
         problem = with_plain_rows(problem)
-        kept: Sequence[Tensor] = saved[1:] if saved else sort_rows(problem.expert_TK, problem.weights.num_experts)
+        kept: Sequence[Tensor] = saved[1:] if saved else _sorted(problem)
         if why_not_hopper(problem) is not None:
             return TritonRows(problem, *kept)
         return HopperRows(problem._replace(x_TH=_in_whole_pieces(problem.x_TH)), *kept)
@@ -67,7 +68,7 @@ class TritonRows(SortedRows):
 
     def new_rows(self, width: int) -> Tensor:
         x_TH = self.problem.x_TH
-        return torch.empty((self.problem.rows, width), dtype=x_TH.dtype, device=x_TH.device)
+        return torch.empty((self.order_N.shape[0], width), dtype=x_TH.dtype, device=x_TH.device)
 
     def hidden(self) -> Tensor:
         h_NJ, a_NI = self.up(True)
@@ -130,8 +131,8 @@ class TritonRows(SortedRows):
 
     def combine(self, rows_NH: Tensor, *, weighted: bool) -> Tensor:
         out_TH = torch.empty_like(self.problem.x_TH)
-        weight_TK = self.problem.weight_TK if weighted else None
-        combine(rows_NH, self.slot_row_TK, weight_TK, out_TH)
+        weight_TK, onto_TH = (self.problem.weight_TK, self.problem.onto_TH) if weighted else (None, None)
+        combine(rows_NH, self.slot_row_TK, weight_TK, out_TH, onto_TH)
         return out_TH
 
     @property
@@ -315,7 +316,16 @@ class HopperRows(TritonRows):
     def table(self) -> Tensor:
         from amoeba.kernels.hopper import product
 
-        return product.tile_table(self.offs_E, self.problem.rows)
+        return product.tile_table(self.offs_E, self.order_N.shape[0])
+
+
+def _sorted(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """order_N, slot_row_N and offs_E; where fewer rows have an expert, order_N and all row buffers are as long."""
+    order_N, slot_row_N, offs_E = sort_rows(problem.expert_TK, problem.weights.num_experts)
+    if problem.most_rows is not None and problem.most_rows < problem.rows:
+        check_most_rows(problem.most_rows, offs_E)
+        order_N = order_N[: problem.most_rows]
+    return order_N, slot_row_N, offs_E
 
 
 def _rows_of_tokens(rows: Rows) -> Tensor:

@@ -7,6 +7,8 @@ write_new(path, document)
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
 from collections.abc import Sequence
@@ -23,9 +25,12 @@ from amoeba.machine import commit, machine, machine_kind, versions
 
 if TYPE_CHECKING:
     from amoeba.bench.models.suite import ModelReport  # needs more than torch
+    from amoeba.bench.stream.suite import StreamSuiteReport
 
 # 1: without `rest_ms` (it was 4 on a GPU), `sustained` and `models`. All that it has means the same in 2.
 FORMAT = 2
+# Whose speed is measured beside ours, or on which that depends; transformers and peft are among `versions`.
+PEER_PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "kt-kernel")
 
 
 def make_document(
@@ -35,10 +40,11 @@ def make_document(
     ceilings: Ceilings | None = None,
     finished: bool = True,
     models: Sequence[ModelReport] = (),
+    streams: Sequence[StreamSuiteReport] = (),
 ) -> dict[str, Any]:
     """load_before: the machine's load average before the first measurement; others' work distorts the times.
 
-    models: the reports of --suite model, which has no others.
+    models, streams: the reports of --suite model and of --suite stream, which have no others.
     finished: False while the run goes on, and for good where it was stopped.
     """
     return {
@@ -52,10 +58,21 @@ def make_document(
         "load_before": load_before,
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # passive: torch's threads do not spin while they wait
         "versions": versions(),
+        "peer_versions": _peer_versions(),
         "ceilings": None if ceilings is None else asdict(ceilings),
         "results": [_plain(report) for report in reports],
         "models": [asdict(report) for report in models],
+        "streams": [asdict(report) for report in streams],
     }
+
+
+def _peer_versions() -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in PEER_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _plain(report: Report) -> dict[str, Any]:

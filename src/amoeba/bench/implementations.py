@@ -1,6 +1,6 @@
-"""Who computes the experts: our backends through the seam, transformers' ways through its own module, and for experts
-with LoRA factors also our experts in every other placement (for inference in bf16, too), a loop over them in plain
-torch, and kt-kernel where it is installed.
+"""Who computes the experts: our backends through the seam, transformers' ways through its own module, SonicMoE and
+Liger where they are installed, and for experts with LoRA factors also our experts in every other placement (for
+inference in bf16, too), a loop over them in plain torch, and kt-kernel where it is installed.
 
     found, left_out = implementations(workload, training=True)
     y_TH = found[0].run()
@@ -21,6 +21,7 @@ from torch import Tensor
 from amoeba import cost
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of, explain
+from amoeba.bench.fused_libraries import FUSED_PEERS, fused_peers
 from amoeba.bench.implementation import Implementation
 from amoeba.bench.kt_kernel import kt_kernel_peers
 from amoeba.bench.workload import Workload
@@ -32,7 +33,7 @@ from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, ExpertWeights
 
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
-PEERS = (*TRANSFORMERS, "loop", "kt_kernel")
+PEERS = (*TRANSFORMERS, *FUSED_PEERS, "loop", "kt_kernel")
 THROUGH_TRANSFORMERS = "amoeba (transformers)"
 LOOP = "torch loop"
 _LORA_PEERS = {"loop": LOOP, "kt_kernel": "kt-kernel"}
@@ -58,6 +59,9 @@ def implementations(
             found, left_out = found + more_found, left_out | more_left_out
     others, others_left_out = _lora_peers(workload, peers) if lora else _transformers_ways(workload, training, peers)
     found, left_out = found + others, left_out | others_left_out
+    if not lora:
+        others, others_left_out = fused_peers(workload, peers)
+        found, left_out = found + others, left_out | others_left_out
     unwanted = [each.name for each in found if each.ours and not _is_wanted(each.name, ours)]
     return [each for each in found if each.name not in unwanted], left_out | dict.fromkeys(unwanted, _NOT_ASKED_FOR)
 
@@ -70,6 +74,7 @@ def _lora_peers(workload: Workload, peers: Sequence[str]) -> tuple[list[Implemen
     found: list[Implementation] = []
     without = (THROUGH_TRANSFORMERS, *map(_peer, TRANSFORMERS))
     left_out = dict.fromkeys(without, "transformers' experts take no factors")
+    left_out |= dict.fromkeys(FUSED_PEERS.values(), "its experts take no factors")
     for name, make in (("loop", _loops), ("kt_kernel", kt_kernel_peers)):
         if name in peers:
             more_found, more_left_out = make(workload)

@@ -222,7 +222,7 @@ def _check(candidate: Implementation, workload: Workload, training: bool, tolera
     checked = Measurement(candidate.name, candidate.ours, "timed", errors=errors)
     if not training:
         return checked
-    parameters = [workload.gate_up_EJH, workload.down_EHI]
+    parameters = [workload.gate_up_EJH, workload.down_EHI, *candidate.parameters]
     inputs = [workload.x_TH, workload.expert_TK, workload.weight_TK]
     return replace(
         checked,

@@ -40,16 +40,9 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """(B, heads, S, D) of query, key and value -> (B, S, heads, D)."""
-    beyond = {name for name, value in others.items() if value is not None} - _OF_NO_CONSEQUENCE - _OURS
-    if attention_mask is not None:
-        beyond.add("attention_mask")
-    if dropout:
-        beyond.add("dropout")
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        beyond.add("is_causal=False")
-    # transformers counts the query's own token; a window that holds the longest document hides nothing
-    window = None if sliding_window is None or sliding_window >= (max_length_q or 0) else sliding_window - 1
-    reason = f"has no {', '.join(sorted(beyond))}" if beyond else why_not(query, key, value, window)
+    beyond = arguments_beyond(module, attention_mask, dropout, is_causal, others)
+    window = window_of(sliding_window, max_length_q)
+    reason = f"has no {', '.join(beyond)}" if beyond else why_not(query, key, value, window)
     if cu_seq_lens_q is None or max_length_q is None:
         reason = reason or "is not told the documents (cu_seq_lens_q, max_length_q)"
     if reason is not None or cu_seq_lens_q is None or max_length_q is None:
@@ -59,6 +52,26 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     y = document_attention(q, k, v, cu_seq_lens_q, longest=max_length_q, scale=scale, window=window)
     return y.view(rows, length, *y.shape[1:]), None
+
+
+def arguments_beyond(
+    module: Any, attention_mask: Any, dropout: float, is_causal: bool | None, others: dict[str, Any]
+) -> list[str]:
+    """Which of a layer's arguments ask for more than causal attention of documents."""
+    beyond = {name for name, value in others.items() if value is not None} - _OF_NO_CONSEQUENCE - _OURS
+    if attention_mask is not None:
+        beyond.add("attention_mask")
+    if dropout:
+        beyond.add("dropout")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        beyond.add("is_causal=False")
+    return sorted(beyond)
+
+
+def window_of(sliding_window: int | None, longest: int | None) -> int | None:
+    """So many tokens before its own a query sees. transformers counts its own; a window that holds the longest document
+    hides nothing."""
+    return None if sliding_window is None or sliding_window >= (longest or 0) else sliding_window - 1
 
 
 # There is no mask of this name: transformers then makes none, and reads nothing back from the device to find out.

@@ -27,10 +27,8 @@ class CompiledLayers:
         self.modules = [*decoder_layers(model), *final_norm(model)]
 
     def begin(self) -> None:
-        from amoeba.integrations.joined_linears import JoinedLinears  # which imports the compiler
-
         keep_compiled_code()
-        options: dict[str, Any] = {"pre_grad_custom_pass": JoinedLinears()}
+        options = graph_passes()
         for module in self.modules:
             module.compile(options=options)  # for one shape; where a second one comes, for any
 
@@ -42,6 +40,18 @@ class CompiledLayers:
     def paused() -> AbstractContextManager:
         """For a batch of another shape, which is not worth compiling for."""
         return torch.compiler.set_stance("force_eager")
+
+
+def graph_passes() -> dict[str, Any]:
+    """What we change in the compiler's graphs, as its options."""
+    from amoeba.integrations.joined_linears import JoinedLinears  # which imports the compiler
+    from amoeba.integrations.residual_sums import KeptSums, SumsIntoExperts
+
+    return {
+        "pre_grad_custom_pass": JoinedLinears(),
+        "joint_custom_post_pass": KeptSums(),
+        "post_grad_custom_pre_pass": SumsIntoExperts(),
+    }
 
 
 def decoder_layers(model: Any) -> list[Any]:

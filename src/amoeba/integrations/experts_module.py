@@ -173,6 +173,15 @@ def placed_in(module: Any) -> AnyExperts | None:
     return None if known is None else known.placed
 
 
+def placed_now(module: Any, placed: AnyExperts) -> AnyExperts:
+    """Its placed experts; in other tensors where something has put such in its parameters' place, as FSDP2 does."""
+    tensors = placed.tensors()
+    now = [module._parameters.get(f"placed_{place}", tensor) for place, tensor in enumerate(tensors)]
+    if all(one is other for one, other in zip(now, tensors, strict=True)):
+        return placed
+    return placed.with_tensors(now)  # type: ignore[attr-defined]  # no other kind has parameters that train
+
+
 def has_placed_experts(model: nn.Module) -> bool:
     return any(placed_in(module) is not None for module in experts_modules(model).values())
 

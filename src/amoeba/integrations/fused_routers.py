@@ -102,7 +102,7 @@ class _FusedRouter:
         logits_TE = _logits(self, hidden_states.reshape(-1, hidden_states.shape[-1]))
         config, dtype = self.found
         if fused_router.why_not(logits_TE, config) is None:
-            expert_TK, weight_TK, _ = fused_router.fused_route(logits_TE, config, None)
+            expert_TK, weight_TK, _ = fused_router.fused_route(logits_TE, config, None, scores=False)
         else:
             routing = route(logits_TE, config)
             expert_TK, weight_TK = routing.expert_TK, routing.weight_TK

@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
 )
 _PICKLES = ("pytorch_model*.bin", "model*.bin", "model*.pt", "consolidated*", "*.pth", "*.ckpt")
 MOST_QUOTED = 400  # characters of what another package says
-ADAPTER_FOLDER = "adapter"  # in the folder of a run
+ADAPTER_FOLDER, MODEL_FOLDER = "adapter", "model"  # in the folder of a run
 
 
 def check_model(name: str) -> str:
@@ -51,7 +51,9 @@ def check_model(name: str) -> str:
         raise bad_value("MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), "mend the path")
     if not path.is_dir():
         raise bad_value("MODEL", "a folder", f"the file {name!r}", "give the folder it lies in")
-    remedy = "give the folder that save_pretrained wrote"
+    trained = path / MODEL_FOLDER
+    of_a_run = (trained / "config.json").is_file()
+    remedy = f"give the run's model: {str(trained)!r}" if of_a_run else "give the folder that save_pretrained wrote"
     if not (path / "config.json").is_file():
         raise bad_value("MODEL", "a folder with a config.json", f"{name!r}, which has none", remedy)
     check_json(path / "config.json")
@@ -60,7 +62,9 @@ def check_model(name: str) -> str:
             "MODEL",
             "a folder with a tokenizer (tokenizer.json)",
             f"{name!r}, which has none",
-            f"save the model's there: AutoTokenizer.from_pretrained(...).save_pretrained({name!r})",
+            remedy
+            if of_a_run
+            else f"save the model's there: AutoTokenizer.from_pretrained(...).save_pretrained({name!r})",
         )
     return str(path)
 

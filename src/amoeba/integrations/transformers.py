@@ -33,6 +33,7 @@ from amoeba.integrations.experts_module import (
     described,
     find_out,
     forget,
+    placed_now,
     stored,
 )
 from amoeba.integrations.quantised_models import experts_of_fp8_module, take_over_quantised
@@ -63,7 +64,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     routing = make(Routing, expert_TK=top_k_index, weight_TK=top_k_weights, trusted=True)
     adapter = module._modules.get(LORA)
     if found.placed is not None:
-        return _through_placed(found.placed, hidden_states, routing, adapter)
+        return _through_placed(placed_now(module, found.placed), hidden_states, routing, adapter)
     gate_up, down, gate_up_bias, down_bias = stored(module, found)
     x, dtype = hidden_states, hidden_states.dtype
     if dtype != gate_up.dtype and not torch.is_autocast_enabled(x.device.type):

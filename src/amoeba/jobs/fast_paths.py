@@ -5,6 +5,7 @@
 
 - the loss comes straight from the last hidden states (`integrations.fused_loss`),
 - documents that share a row are kept apart by attention over lengths, not by a mask (`integrations.attention`),
+  from one projection with norms and rotations by our kernels, where a layer has those (`integrations.fused_attention`),
 - the decoder layers are compiled, one code for all (`integrations.compiled_layers`),
 - forward and backward of a step are captured in a CUDA graph (`jobs.captured_step`).
 
@@ -50,6 +51,10 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
             _tell(taken, "the loss without all logits in memory", reason, say)
             reason = stack.enter_context(_documents_apart(trainer))
             _tell(taken, "attention by documents", reason, say)
+            if reason is None:
+                from amoeba.integrations.fused_attention import fused_attention
+
+                stack.enter_context(fused_attention(trainer.model))
         if compiles:
             began = time.monotonic()
             reason = stack.enter_context(_compiled(trainer))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from amoeba.integrations.model_folder import MODEL_FOLDER
+
 
 class Artifact(Protocol):
     """In the folder `name` of the run at its end.
@@ -25,7 +27,7 @@ class Artifact(Protocol):
 
 
 class WholeModel:
-    name = "model"
+    name = MODEL_FOLDER
 
     def gather(self, model: Any) -> None:
         """Nothing: the model is all here."""

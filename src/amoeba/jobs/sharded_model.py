@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from amoeba.errors import bad_value
 from amoeba.files import write_whole
 from amoeba.integrations.experts_module import described, experts_modules, hand_over, layout_of, place
-from amoeba.integrations.model_folder import load_config, load_model, load_rest, load_without_weights
+from amoeba.integrations.model_folder import (
+    MODEL_FOLDER,
+    load_config,
+    load_model,
+    load_rest,
+    load_without_weights,
+)
 from amoeba.integrations.own_tensors import own_tensors, sharded_modules
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.placement import RANKS
@@ -128,7 +134,7 @@ def count_parameters(model: nn.Module, ranks: Ranks | None, *, trained: bool = F
 class ShardedModel:
     """What a run over ranks keeps, see `jobs.kept_model.Artifact`."""
 
-    name = "model"
+    name = MODEL_FOLDER
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

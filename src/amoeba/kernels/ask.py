@@ -10,9 +10,10 @@ One program, in this order:
     2  slot_TK by the map of the layer, and a row for the host as `index_export` writes it, the serial last, behind a
        fence for the whole system: who reads this serial reads the rest of the row
     3  where nothing is missing, that is all: the host need not have looked
-    4  else it looks again and again at `arrived`, on the device, which the stream of copies writes behind the copies of
-       the missing experts; then reads the host's answer, which experts are in which slots now, puts that into the map,
-       and translates once more
+    4  else it looks again and again at the host's answer, which experts are in which slots now: the host gives it ahead
+       of the copies, so that the way over the link costs nothing while these run
+    5  then at `arrived`, on the device, which the stream of copies writes behind the copies of the missing experts;
+       puts the answer into the map, and translates once more
 
 `shown` is the map: slot of each of E experts (-1: in none), then the expert in each of S slots.
 
@@ -45,12 +46,15 @@ class Talk:
     questions: mapped, (RING, HEADER + ids): rows as `index_export` has them.
     answers:   mapped, (RING, 2 + 2 MOST): serial, count, experts, slots.
     trouble:   mapped, (1,): not 0 where a question got no answer.
+    times:     mapped, (RING, 2): 32 bits of the GPU's clock in microseconds, when it asked, and where it waited when it
+               went on; whole when the next question is. To be drawn; the interpreter has no such clock.
     """
 
     state: Tensor
     questions: Tensor
     answers: Tensor
     trouble: Tensor
+    times: Tensor
 
 
 def answer_length(experts: int, ids: int) -> int:
@@ -75,6 +79,7 @@ def ask(expert_TK: Tensor, slot_TK: Tensor, shown: Tensor, experts: int, talk: T
         talk.questions,
         talk.answers,
         talk.trouble,
+        talk.times,
         int(limit * 1e6),
         ids,
         EXPERTS=experts,
@@ -89,7 +94,7 @@ def ask(expert_TK: Tensor, slot_TK: Tensor, shown: Tensor, experts: int, talk: T
 
 
 @triton.jit
-def _fenced(value, ON_GPU: tl.constexpr):
+def fenced(value, ON_GPU: tl.constexpr):
     """The value, once all reads and writes ahead of it are done for the host too; those behind it come after."""
     if ON_GPU:
         fence: tl.constexpr = "fence.acq_rel.sys; mov.b32 $0, $1;"
@@ -98,7 +103,7 @@ def _fenced(value, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _microseconds(before, ON_GPU: tl.constexpr):
+def microseconds(before, ON_GPU: tl.constexpr):
     """A clock. Without a GPU each look at it takes a microsecond."""
     if ON_GPU:
         clock: tl.constexpr = "mov.u64 $0, %globaltimer;"
@@ -117,6 +122,7 @@ def _ask(
     questions,
     answers,
     trouble,
+    times,
     limit,
     N,
     EXPERTS: tl.constexpr,
@@ -131,29 +137,41 @@ def _ask(
     serial = tl.load(state) + 1
     place = serial & (RING - 1)
     row = questions + place * ROW
+    began = microseconds(tl.zeros((), tl.int64), ON_GPU)
+    if ON_GPU:
+        tl.store(times + 2 * place, began.to(tl.int32))
     misses = write_row(expert_N, shown, slot_N, row, N, EXPERTS, BINS, PIECE)
     tl.debug_barrier()  # every thread has written its part of the row, and read the serial
-    tl.store(row + 2, _fenced(serial, ON_GPU))
+    tl.store(row + 2, fenced(serial, ON_GPU))
     tl.store(state, serial)
     if misses > 0:
-        began = _microseconds(tl.zeros((), tl.int64), ON_GPU)
         now = began
         looks = serial * 0  # a number of the device, as a mask has to be
         stop = looks
+        answer = answers + place * (2 * MOST + 2)
         arrived = tl.load(state + 1, volatile=True)
+        told = tl.load(answer, volatile=True)
+        while (told != serial) & (arrived - serial < 0) & (stop == 0) & (now - began < limit):
+            stop = tl.load(trouble, volatile=True)
+            arrived = tl.load(state + 1, volatile=True)
+            told = tl.load(answer, volatile=True)
+            now = microseconds(now, ON_GPU)
+        fenced(told, ON_GPU)
+        tl.debug_barrier()
+        is_mine = tl.load(answer, volatile=True) == serial  # again: copies may have arrived between two looks
+        n = tl.arange(0, ENTRIES)
+        count = tl.load(answer + 1, volatile=True)
+        expert = tl.load(answer + 2 + n, mask=n < MOST, other=0, volatile=True)
+        slot = tl.load(answer + 2 + MOST + n, mask=n < MOST, other=-1, volatile=True)
         while (arrived - serial < 0) & (stop == 0) & (now - began < limit):
             stop = tl.load(trouble, mask=looks % LOOKS == 0, other=0, volatile=True)  # far away: on the host
             arrived = tl.load(state + 1, volatile=True)
-            now = _microseconds(now, ON_GPU)
+            now = microseconds(now, ON_GPU)
             looks += 1
-        arrived = _fenced(arrived, ON_GPU)
+        arrived = fenced(arrived, ON_GPU)
         tl.debug_barrier()
-        answer = answers + place * (2 * MOST + 2)
-        is_mine = (tl.load(answer, volatile=True) == serial) & (arrived - serial >= 0)
-        n = tl.arange(0, ENTRIES)
-        mask = n < tl.where(is_mine, tl.load(answer + 1, volatile=True), 0)
-        expert = tl.load(answer + 2 + n, mask=mask, other=0, volatile=True)
-        slot = tl.load(answer + 2 + MOST + n, mask=mask, other=-1, volatile=True)
+        is_served = is_mine & (arrived - serial >= 0)
+        mask = n < tl.where(is_served, count, 0)
         tl.store(shown + expert, slot, mask=mask)
         tl.store(shown + EXPERTS + slot, expert, mask=mask & (slot >= 0))
         tl.debug_barrier()  # the map is whole for every thread
@@ -161,5 +179,7 @@ def _ask(
         for first in range(0, N, PIECE):
             _, owned, found = translate(expert_N, shown, slot_N, first + tl.arange(0, PIECE), N, EXPERTS)
             lacking = tl.maximum(lacking, (owned & (found < 0)).to(tl.int32))
-        in_trouble = (tl.max(lacking, axis=0) > 0) | (is_mine == 0)
+        in_trouble = (tl.max(lacking, axis=0) > 0) | (is_served == 0)
         tl.store(trouble, tl.where(serial == 0, 1, serial), mask=in_trouble)
+        if ON_GPU:
+            tl.store(times + 2 * place + 1, now.to(tl.int32))

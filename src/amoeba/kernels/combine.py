@@ -3,6 +3,7 @@
 T tokens · K experts per token · N = T·K routed rows · H hidden
 
     combine(rows_NH, slot_row_TK, weight_TK, y_TH)            # y[t] = Σ_k weight[t, k] · rows[slot_row[t, k]]
+    combine(rows_NH, slot_row_TK, weight_TK, y_TH, onto_TH)   # y[t] = onto[t] + that
     slot_gradient(ds_N, slot_row_TK, None, d_weight_TK)       # d_weight[t, k] = ds[slot_row[t, k]]
 
 `slot_row_TK` holds sorted rows, and N for a sentinel: such a slot is not read and adds
@@ -45,10 +46,14 @@ def combine_tile(
     HAS_WEIGHT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
+    onto=None,
+    ONTO_STRIDE: tl.constexpr = 0,
 ):
     """One block of columns of a token; `token` is int64."""
     column = column_block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
+    if onto is not None:
+        residual = tl.load(onto + token * ONTO_STRIDE + column, mask=column < H, other=0.0).to(tl.float32)
     for first in range(0, K, AT_ONCE):
         for step in tl.static_range(AT_ONCE):  # unrolled: the loads do not wait for one another
             slot = token * K + first + step
@@ -58,6 +63,8 @@ def combine_tile(
             if HAS_WEIGHT:
                 values *= tl.load(weight + slot, mask=row < num_rows, other=0.0).to(tl.float32)
             total += values
+    if onto is not None:  # rounded before, as a sum of two tensors is
+        total = total.to(out.dtype.element_ty).to(tl.float32) + residual
     tl.store(out + token * OUT_STRIDE + column, total.to(out.dtype.element_ty), mask=column < H)
 
 
@@ -68,11 +75,13 @@ def _combine(
     slot_row,
     weight,
     out,
+    onto,
     num_rows,
     K: tl.constexpr,
     H: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
+    ONTO_STRIDE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -82,7 +91,7 @@ def _combine(
     token = (program // COLUMN_BLOCKS).to(tl.int64)
     combine_tile(
         token, program % COLUMN_BLOCKS, rows, slot_row, weight, out, num_rows, K, H, ROW_STRIDE, OUT_STRIDE,
-        HAS_WEIGHT, AT_ONCE, BLOCK,
+        HAS_WEIGHT, AT_ONCE, BLOCK, onto, ONTO_STRIDE,
     )  # fmt: skip
 
 
@@ -93,13 +102,18 @@ def combine_block(hidden: int, top_k: int) -> tuple[int, int]:
     return at_once, column_block(hidden, min(widest, max(narrowest, COMBINE_TILE // next_power_of_2(at_once))))
 
 
-def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor) -> Tensor:
-    """out[t] = Σ_k weight[t, k] · rows[slot_row[t, k]], in fp32 and in the order of k; weight None stands for ones."""
+def combine(
+    rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, onto_TH: Tensor | None = None
+) -> Tensor:
+    """out[t] = Σ_k weight[t, k] · rows[slot_row[t, k]], in fp32 and in the order of k; weight None stands for ones.
+    With `onto`, that sum is rounded, and onto[t] is added to it."""
     tokens, hidden = out_TH.shape
     top_k = slot_row_TK.shape[1]
     fit = have_lines(rows_NH, out_TH) and slot_row_TK.is_contiguous() and slot_row_TK.shape[0] == tokens
     fit = fit and rows_NH.shape[1] == hidden and (weight_TK is None or weight_TK.shape == slot_row_TK.shape)
-    check_arguments(fit, "rows that are contiguous inside", rows_NH=rows_NH, slot_row_TK=slot_row_TK, out_TH=out_TH)
+    fit = fit and (onto_TH is None or (have_lines(onto_TH) and onto_TH.shape == out_TH.shape))
+    given = {"rows_NH": rows_NH, "slot_row_TK": slot_row_TK, "out_TH": out_TH, "onto_TH": onto_TH}
+    check_arguments(fit, "rows that are contiguous inside", **given)
     if tokens == 0:
         return out_TH
     at_once, block = combine_block(hidden, top_k)
@@ -108,11 +122,13 @@ def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_
         slot_row_TK,
         None if weight_TK is None else weight_TK.contiguous(),
         out_TH,
+        onto_TH,
         slot_row_TK.numel(),
         K=top_k,
         H=hidden,
         ROW_STRIDE=rows_NH.stride(0),
         OUT_STRIDE=out_TH.stride(0),
+        ONTO_STRIDE=0 if onto_TH is None else onto_TH.stride(0),
         HAS_WEIGHT=weight_TK is not None,
         AT_ONCE=at_once,
         BLOCK=block,

@@ -47,13 +47,15 @@ def columns(config: RouterConfig) -> int:
     return next_power_of_2(groups) * next_power_of_2(size)
 
 
-def router_forward(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32)."""
+def router_forward(
+    logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None, *, scores: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32; without `scores` empty)."""
     num_tokens, num_experts = logits_TE.shape
     device = logits_TE.device
     expert_TK = torch.empty(num_tokens, config.top_k, dtype=torch.int64, device=device)
     weight_TK = torch.empty(num_tokens, config.top_k, dtype=torch.float32, device=device)
-    scores_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device)
+    scores_TE = torch.empty((num_tokens, num_experts) if scores else 0, dtype=torch.float32, device=device)
     if num_tokens == 0:
         return expert_TK, weight_TK, scores_TE
     groups, size = _groups(config)
@@ -63,7 +65,7 @@ def router_forward(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | Non
         None if bias_E is None else bias_E.float().contiguous(),
         expert_TK,
         weight_TK,
-        scores_TE,
+        scores_TE if scores else None,
         num_tokens,
         **_constants(config),
         GROUPS=groups,
@@ -89,8 +91,9 @@ def router_backward(
     config: RouterConfig,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of the logits, in `dtype`. logits_TE is read only where `needs_logits(config)`."""
-    num_tokens, num_experts = scores_TE.shape
+    """The gradient of the logits, in `dtype`. logits_TE is read only where `needs_logits(config)`. scores_TE may be
+    empty where they have no gradient and weights are renormalised."""
+    num_tokens, num_experts = weight_TK.shape[0], config.num_experts
     dlogits_TE = torch.empty(num_tokens, num_experts, dtype=dtype, device=scores_TE.device)
     if num_tokens == 0:
         return dlogits_TE
@@ -246,7 +249,8 @@ def _forward(
     top = tl.max(logit, axis=1)
     total = tl.sum(tl.exp(logit - top[:, None]), axis=1)
     score = _score(logit, top, total, SIGMOID)
-    tl.store(scores_TE + at, score, mask=inside & exists)
+    if scores_TE is not None:
+        tl.store(scores_TE + at, score, mask=inside & exists)
 
     if RANK_LOGITS or (bias_E is None and GROUPS == 1):
         choice = logit

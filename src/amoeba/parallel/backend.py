@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.registry import choose, explain
-from amoeba.parallel.exchange import copied, plan_exchange, summed
+from amoeba.parallel.exchange import combine, copied, dispatch, summed
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.choice import choose_transport
 from amoeba.routing import Routing
@@ -24,7 +24,6 @@ from amoeba.torch_internals import transformed
 
 class RanksBackend(Backend):
     name, summary, kinds = "ranks", "each rank computes the experts that it owns", (ShardedExperts,)
-    waits_on_gpu = True  # for the numbers of rows
 
     def why_not(self, request: Request) -> str | None:
         sharded = _sharded(request)
@@ -48,13 +47,13 @@ class RanksBackend(Backend):
     def _run_own(self, request: Request) -> Tensor:
         """Each rank has its own tokens."""
         sharded, x_TH, routing = _sharded(request), request.x_TH, request.routing
-        ranks, owners = sharded.ranks, sharded.owners
-        transport, _ = choose_transport(sharded.transport, ranks, x_TH.device)
+        transport, _ = choose_transport(sharded.transport, sharded.ranks, x_TH.device)
         assert transport is not None
-        exchange = plan_exchange(ranks, owners, transport, x_TH, routing.expert_TK, routing.weight_TK, _trains(request))
-        x_RH, expert_RK, weight_RK = exchange.dispatch(x_TH, routing.weight_TK)
-        mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=max(exchange.slots, 1))
-        return exchange.combine(self._compute_share(request, x_RH, mine))
+        exchange = transport.plan(sharded, x_TH, routing, _trains(request))
+        x_RH, expert_RK, weight_RK = dispatch(exchange, x_TH, routing.weight_TK)
+        most_rows = None if exchange.slots is None else max(exchange.slots, 1)
+        mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=most_rows)
+        return combine(exchange, self._compute_share(request, x_RH, mine))
 
     def _run_same(self, request: Request) -> Tensor:
         """All ranks have the same tokens."""

@@ -19,7 +19,7 @@ import contextlib
 import datetime
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ from amoeba.torch_internals import default_store
 
 # The others reach their deadlines a little later, and their notes are worth waiting for.
 _SECONDS_FOR_NOTES = 3.0
+_watched: list[Callable[[], None]] = []
 
 
-__all__ = ["RankLost", "Ranks", "as_bytes"]
+__all__ = ["RankLost", "Ranks", "as_bytes", "watch"]
 
 
 class Ranks:
@@ -52,6 +53,7 @@ class Ranks:
             raise bad_value("group", "a group that this process is in", "another one", "shard over its own group")
         self._names = [0] if group is None else dist.get_process_group_ranks(group)
         self._backends = {} if group is None else _backends(group)
+        self._members = ",".join(map(str, self._names))
         self._exchanges = 0
 
     def gather(self, numbers: Sequence[int], device: torch.device, what: str) -> list[list[int]]:
@@ -93,6 +95,33 @@ class Ranks:
         self._wait(dist.all_reduce(total, group=self.group, async_op=True), carrier, what)
         return total.to(tensor.device, tensor.dtype)
 
+    @property
+    def has_host_backend(self) -> bool:
+        """Whether numbers of the host travel without a GPU."""
+        return "cpu" in self._backends
+
+    def post(self, about: str, text: str) -> list[str]:
+        """What each rank has to say about something, by way of the group's store: said once, and read at any time."""
+        store, keys = default_store(), [f"amoeba {about} {self._members} {name}" for name in self._names]
+        store.set(keys[self.rank], text)
+        began = time.monotonic()
+        try:
+            store.wait(keys, datetime.timedelta(seconds=self.deadline))
+        except RuntimeError as error:
+            raise RankLost(self._told(about, time.monotonic() - began, error)) from error
+        return [store.get(key).decode() for key in keys]
+
+    def lost(self, what: str, whom: int, seen: str) -> RankLost:
+        """For a wait that was not the host's."""
+        self._exchanges += 1
+        failed = self._failed()
+        name = self._names[whom]
+        who = f"rank {name}, who failed: {failed[name]}" if name in failed else f"rank {name}"
+        return RankLost(
+            f"rank {self._names[self.rank]} waited {self.deadline:g} s on its device for {what}, from {who.rstrip('.')}"
+            f"; {seen}. {_advice([name])}"
+        )
+
     def leave_word(self, text: str) -> None:
         """For the others, who will wait for this rank in vain."""
         if self.count > 1:
@@ -117,6 +146,8 @@ class Ranks:
     def _wait(self, work: Any, carrier: torch.device, what: str) -> None:
         self._exchanges += 1
         began = time.monotonic()
+        for check in _watched:
+            check()
         try:
             if carrier.type == "cpu":
                 work.wait(datetime.timedelta(seconds=self.deadline))
@@ -141,12 +172,11 @@ class Ranks:
         # gloo begins with the place in its source, and goes on with what it is typically
         said = re.sub(r"^\[.*?\] ", "", one_line(error)).partition(". ")[0]
         reason = f"; the connection says: {said[:200]}" if dead else ""
-        suspects = _spoken(list(failed) or missing or list(elsewhere) or self._names)
+        suspects = list(failed) or missing or list(elsewhere) or self._names
         return (
             f"rank {name} waited {seconds:.1f} s (deadline {self.deadline:g} s) for {what}, "
             f"exchange {self._exchanges}, from {whom.rstrip('.')}{reason}. "
-            f"Look at the output of {suspects}: a rank that failed, was killed, took another way through the model, "
-            "or needs a longer deadline."
+            f"{_advice(suspects)}"
         )
 
     def _failed(self) -> dict[int, str]:
@@ -167,12 +197,11 @@ class Ranks:
         # the store may be gone together with the rank that kept it
         with contextlib.suppress(RuntimeError, ValueError):
             store = default_store()
-            group = ",".join(map(str, self._names))
-            store.set(f"amoeba waits {group} {self._names[self.rank]}", mine)
+            store.set(f"amoeba waits {self._members} {self._names[self.rank]}", mine)
             ends = time.monotonic() + _SECONDS_FOR_NOTES
             while len(notes) < len(others) and time.monotonic() < ends:
                 for name in others:
-                    key = f"amoeba waits {group} {name}"
+                    key = f"amoeba waits {self._members} {name}"
                     if name not in notes and store.check([key]):
                         notes[name] = store.get(key).decode()
                 time.sleep(0.05)
@@ -180,11 +209,23 @@ class Ranks:
         return missing, {name: note for name, note in notes.items() if note != mine}
 
 
+def watch(check: Callable[[], None]) -> None:
+    """check: raises what a device has noticed meanwhile; called whenever ranks exchange something."""
+    _watched.append(check)
+
+
 def as_bytes(rows: Tensor) -> Tensor:
     rows = rows.contiguous()
     if rows.stride(-1) != 1:  # of a single column any stride counts as contiguous
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.view(torch.uint8)
+
+
+def _advice(suspects: Sequence[int]) -> str:
+    return (
+        f"Look at the output of {_spoken(suspects)}: a rank that failed, was killed, took another way through the "
+        "model, or needs a longer deadline."
+    )
 
 
 def _spoken(names: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ would have them: no reduction is left to do, and what the loss is divided by is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -42,6 +42,10 @@ class ShardedExperts:
                the same then, too.
     transport: how tokens travel, "auto" for the fastest that serves these ranks.
     local_backend: what computes the own share, as `experts` takes it.
+    most_tokens: of one rank, in any pass; the same on all ranks. With it `peers` lets the hosts say nothing to each
+               other between the passes, as in a CUDA graph; all ranks' rows are then so many, most of them maybe empty.
+    most_rows: of slots with an expert here, in any pass. With it `peers` has buffers between the products of that size,
+               and not of one row for each slot of all ranks' tokens; more are an error, and are never dropped.
     """
 
     local: AnyExperts
@@ -50,6 +54,8 @@ class ShardedExperts:
     tokens: Tokens = "own"
     transport: str = "auto"
     local_backend: str = "auto"
+    most_tokens: int | None = None
+    most_rows: int | None = None
 
     placement = "ranks"
 
@@ -105,6 +111,10 @@ class ShardedExperts:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.local.tensors()
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> ShardedExperts:
+        """The same experts in other tensors, as FSDP2 gathers the share of a rank out of its shards in each pass."""
+        return replace(self, local=ExpertWeights.unchecked(*tensors, self.activation))
 
     def __deepcopy__(self, memo: dict) -> ShardedExperts:
         """Of the share alone: the ranks stay the same. A copied parameter forgets whose it is, and is told again."""

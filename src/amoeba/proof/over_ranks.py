@@ -45,6 +45,7 @@ class DividedCase:
     tokens:   of each rank, for "own"; else all of them are everybody's.
     owner:    of each expert; None for torch.chunk's rule.
     local:    the placement of each rank's own experts.
+    transport: how tokens travel.
     """
 
     case: Case
@@ -52,6 +53,7 @@ class DividedCase:
     mode: Tokens = "own"
     owner: tuple[int, ...] | None = None
     local: str = RESIDENT
+    transport: str = "auto"
 
     @property
     def name(self) -> str:
@@ -106,6 +108,7 @@ class Share(NamedTuple):
     mode: Tokens = "own"
     owner: tuple[int, ...] | None = None
     local: str = RESIDENT
+    transport: str = "auto"
 
 
 def compute_share(share: Share) -> dict[str, Tensor]:
@@ -121,7 +124,7 @@ def compute_share(share: Share) -> dict[str, Tensor]:
     if share.ranks > 1:
         ranks = Ranks(first_processes(share.ranks), _DEADLINE)
         owners = _owners(share.owner, given.num_experts, share.ranks)
-        weights = shard_experts(given, ranks, owners, make_local=make, tokens=share.mode)
+        weights = shard_experts(given, ranks, owners, make_local=make, tokens=share.mode, transport=share.transport)
         factors = {name: owners.take(t.detach(), ranks.rank).clone().requires_grad_() for name, t in factors.items()}
     elif make is not None:
         weights = make(given)
@@ -202,7 +205,8 @@ def whole(divided: DividedCase, dtype: torch.dtype) -> Share:
 
 
 def shares(divided: DividedCase, dtype: torch.dtype, ranks: int) -> list[Share]:
-    one = whole(divided, dtype)._replace(ranks=ranks, mode=divided.mode, owner=divided.owner)
+    one = whole(divided, dtype)
+    one = one._replace(ranks=ranks, mode=divided.mode, owner=divided.owner, transport=divided.transport)
     if divided.mode == "same":
         return [one] * ranks
     parts = {name: _cut(one.tensors[name], divided.tokens) for name in ("x", "weight", "dy")}

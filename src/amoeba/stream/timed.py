@@ -3,8 +3,8 @@
     time_calls(memory, Timeline("run.json"))
 
 The engine knows nothing of it and pays nothing for it: this stands around the calls of one memory that wait or load,
-from now on. Only the host's side is seen: a copy is there as the call that enqueues it, and where a pass ends on the
-host, the GPU may still compute it.
+from now on. Mostly the host's side is seen: a copy is there as the call that enqueues it, and where a pass ends on the
+host, the GPU may still compute it. In captured steps the GPU tells when it asked and when it went on (gpu_spans.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.gpu_spans import GpuSpans
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.timeline import Timeline
 
@@ -71,6 +72,8 @@ class _OnGpu:
         self._layers: list[int] = []  # of the replay that is served
         self._first = self._seen = 0  # its first question, and the latest that was seen
         self._channel: Any = None  # that is timed
+        self._spans = GpuSpans(timeline)
+        self._latest: tuple[int, int, int, int] | None = None  # serial, layer, missing and when it was seen
 
     def begin(self) -> None:
         memory, replays, around = self._memory, self._memory.replays, _Around(self._timeline)
@@ -116,6 +119,7 @@ class _OnGpu:
         if self._channel is None and passes.layers:
             self._channel = self._memory.replays.channel
             self._read, self._channel.read = self._channel.read, self.read
+            _Around(self._timeline).call(self._memory.replays._fast, "write_down", _of_fast_path)
         self._serve(passes, first)
 
     def read(self, serial: int) -> Any:
@@ -124,7 +128,18 @@ class _OnGpu:
             self._seen, layer = serial, self._layers[serial - self._first]
             name = f"layer {layer} asks: {len(missing)} of {len(missing) + len(there)} missing"
             self._timeline.note("question", name, _of(layer) | {"missing": list(missing), "there": list(there)})
+            self._add_spans(serial, layer, len(missing))
         return asked
+
+    def _add_spans(self, serial: int, layer: int, missing: int) -> None:
+        """Of the question before this one, whose times are whole now."""
+        if self._latest is not None:
+            before, its_layer, its_missing, seen = self._latest
+            asked, went_on = self._channel.times(before)
+            self._spans.add(its_layer, its_missing, asked, went_on, seen)
+        if serial == self._first:
+            self._spans.begin_step()
+        self._latest = serial, layer, missing, self._timeline.now()
 
     def _of_looking(self, serial: int) -> Described:
         layer = self._layers[serial - self._first]
@@ -150,6 +165,12 @@ def _of_loads(group: Any, layer: int, part: list[int]) -> Described:
         return None
     name = f"layer {layer} has {len(group.copied)} copied from host memory, {len(group.jobs)} read"
     return "load", name, _of(layer) | {"from_host": list(group.copied), "from_disk": list(group.jobs)}
+
+
+def _of_fast_path(_: Any, layer: int, serial: int, missing: list[int], there: list[int]) -> Described:
+    """The copies were called ahead of this, when it asked."""
+    name = f"layer {layer} has {len(missing)} copied from host memory, tables follow"
+    return "load", name, _of(layer) | {"from_host": list(missing), "from_disk": []}
 
 
 def _of_wait(_: Any, layer: int, group: Any) -> Described:

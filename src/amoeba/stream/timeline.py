@@ -5,6 +5,7 @@
     ...
     timeline.add("wait", "layer 3 waits for the disk", began, {"experts": [5, 9]})
     timeline.note("question", "layer 3 asks", {"missing": [5, 9]})
+    timeline.at_close.append(add_what_is_known_then)
     timeline.close()                                    # writes the file
 
 Every thread has a row of its own, in which what was called inside a call is drawn below it; `row` names another.
@@ -17,6 +18,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +48,7 @@ class Timeline:
             got = "a folder" if self.path.is_dir() else "a name in a folder that is not there"
             raise bad_value("--trace", "the name of a file to write", f"{path}, {got}", "name a file")
         self._events: list[_Event] = []
+        self.at_close: list[Callable[[], None]] = []
         self._began = time.perf_counter_ns()
         self._is_full = False
 
@@ -53,9 +56,18 @@ class Timeline:
     def now() -> int:
         return time.perf_counter_ns()
 
-    def add(self, kind: str, name: str, began: int, details: dict[str, Any], row: str | None = None) -> None:
-        """What ends now. Any thread may call it."""
-        self._append(_Event(row or _row(), kind, name, began, time.perf_counter_ns() - began, details))
+    def add(
+        self,
+        kind: str,
+        name: str,
+        began: int,
+        details: dict[str, Any],
+        row: str | None = None,
+        ended: int | None = None,
+    ) -> None:
+        """What ends now, or ended then. Any thread may call it."""
+        lasted = (time.perf_counter_ns() if ended is None else ended) - began
+        self._append(_Event(row or _row(), kind, name, began, lasted, details))
 
     def note(self, kind: str, name: str, details: dict[str, Any]) -> None:
         """What happens now."""
@@ -69,6 +81,8 @@ class Timeline:
             logger.warning("%s: what comes after the first %d events is left out", self.path, MOST_EVENTS)
 
     def close(self) -> None:
+        for add in self.at_close:
+            add()
         write_whole(self.path, json.dumps({"traceEvents": self._written(), "displayTimeUnit": "ms"}) + "\n")
 
     def _written(self) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ step = frozen_step(Frozen("grouped_mm", compiled=True), problem, stage)
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,12 @@ def our_factors(frozen: Frozen, problem: Problem, stage: Stage) -> Step:
     model = problem.model(frozen.experts, problem.dtype).train()
     lora.attach(model, LORA_RANK, LORA_ALPHA)
     return optimizer_step(model, frozen.compiled, problem)
+
+
+def why_not_peft(frozen: Frozen, problem: Problem) -> str | None:
+    if importlib.util.find_spec("peft") is None:
+        return "peft is not installed: pip install peft"
+    return frozen.why_not(problem)
 
 
 def peft_factors(frozen: Frozen, problem: Problem, stage: Stage) -> Step:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
 from amoeba.kernels.attention.bounds import bounds
 from amoeba.kernels.attention.forward import forward_kernel
@@ -74,8 +75,17 @@ def backward(
     ends_N1: Tensor,
     scale: float,
     window: int,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TQD, k_TGD, v_TGD))
+    """out: where dq, dk and dv are to be written, tokens a multiple of 16 bytes apart."""
+    if out is None:
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TQD, k_TGD, v_TGD))
+    else:
+        check_arguments(
+            all(_has_rows(x) for x in out), "the heads of a token side by side", dq=out[0], dk=out[1], dv=out[2]
+        )
+        dq, dk, dv = out
     delta_QT = torch.empty_like(logsumexp_QT)
     tokens = q_TQD.shape[0]
     scalars = scalars_of(logsumexp_QT, delta_QT, ends_N1, tokens, scale, window)
@@ -139,6 +149,10 @@ def _bound(kernel: Any, tile: Tile, **others: int) -> Any:
 def _rows(states: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """Copies of so many tokens of one head. The heads of a token lie one after the other; tokens may be apart."""
     tokens, heads, size = states.shape
-    if states.stride()[1:] != (size, 1) or states.stride(0) % 8:
+    if not _has_rows(states):
         states = states.contiguous()
     return TensorDescriptor(states, [tokens, heads * size], [states.stride(0), 1], list(block))
+
+
+def _has_rows(states: Tensor) -> bool:
+    return states.stride()[1:] == (states.shape[2], 1) and states.stride(0) % 8 == 0

@@ -5,16 +5,22 @@ transport, refused = choose_transport("auto", ranks, device)
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from amoeba.errors import bad_value
 from amoeba.parallel.ranks import Ranks
-from amoeba.parallel.transports import collective
+from amoeba.parallel.transports import collective, peers
 from amoeba.parallel.transports.transport import Transport
 
-TRANSPORTS: tuple[Transport, ...] = (collective.TRANSPORT,)
+TRANSPORTS: tuple[Transport, ...] = (peers.TRANSPORT, collective.TRANSPORT)
+
+logger = logging.getLogger("amoeba")
 
 
+@functools.lru_cache(maxsize=256)  # what ranks share does not change, and to find out takes longer than a small layer
 def choose_transport(name: str, ranks: Ranks, device: torch.device) -> tuple[Transport | None, dict[str, str]]:
     """The one asked for, or the first that has no reason against it; and the reasons against the others."""
     asked = [transport for transport in TRANSPORTS if name in ("auto", transport.name)]
@@ -23,8 +29,23 @@ def choose_transport(name: str, ranks: Ranks, device: torch.device) -> tuple[Tra
         raise bad_value("transport", f"one of {names}", repr(name), "leave it out for auto")
     refused: dict[str, str] = {}
     for transport in asked:
-        reason = transport.why_not(ranks, device)
+        reason = transport.why_not_by_itself(device) if name == "auto" else None
+        reason = reason or transport.why_not(ranks, device)
         if reason is None:
+            _announce(transport, ranks, device, refused)
             return transport, refused
         refused[transport.name] = reason
     return None, refused
+
+
+def _announce(transport: Transport, ranks: Ranks, device: torch.device, refused: dict[str, str]) -> None:
+    waits = transport.waits_on_gpu and device.type == "cuda"
+    logger.log(
+        logging.WARNING if waits else logging.INFO,
+        "tokens travel between %d ranks by %s, %s%s%s",
+        ranks.count,
+        transport.name,
+        transport.summary,
+        ", each pass waits for the GPU" if waits else "",
+        "".join(f"; {name} {reason}" for name, reason in refused.items()),
+    )

@@ -1,50 +1,62 @@
-"""What a transport is: rows to the ranks that own their experts, and back again, summed.
+"""What a transport is: a way by which rows reach the ranks that own their experts, and come back again, summed.
 
-T tokens · S rows sent · R rows received · W ranks
+T tokens · R rows received · K experts per token
 
-    rows_RH = transport.send_rows(ranks, route, x_TH, "tokens")
-    y_TH = transport.return_rows(ranks, route, y_RH, "sums of the experts")
+    exchange = transport.plan(sharded, x_TH, routing, gradients)      # on all ranks at once
+    x_RH, expert_RK, weight_RK = exchange.dispatch(x_TH, weight_TK)
+    y_TH = exchange.give_back(y_RH, "sums of the experts")
+    dy_RH = exchange.send(dy_TH, "gradients of sums")
 
-The two are each other's adjoint, so that each is the other's backward.
+The last two are each other's adjoint, so that each is the other's backward.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from amoeba.parallel.ranks import Ranks
+from amoeba.parallel.sharded import ShardedExperts
+from amoeba.routing import Routing
 
 
-class Route(NamedTuple):
-    """Which of this rank's tokens go where. A token goes once to each rank that owns one of its experts.
+class Exchange(ABC):
+    """Of one pass of one layer. Rows arrive by source, then by token, which is the order of row ids.
 
-    token_S:  the token of each row sent, by destination, then by token.
-    sent:     rows to each rank.
-    received: rows from each rank: they arrive by source, then by token, which is the order of row ids.
+    slots: of the rows received, so many have an expert here, at most; None where the host does not know.
     """
 
-    token_S: Tensor
-    sent: list[int]
-    received: list[int]
-    num_tokens: int
+    slots: int | None = None
+
+    @abstractmethod
+    def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x_RH; expert_RK, as the experts are known here and -1 for those of other ranks; and weight_RK."""
+
+    @abstractmethod
+    def send(self, rows_TH: Tensor, what: str) -> Tensor:
+        """rows_RH: each token's row at each rank that it goes to. what: in a word, for who waits in vain."""
+
+    @abstractmethod
+    def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
+        """Each token's sum over the ranks, added in the order of the ranks in fp32 or wider; 0 if it went nowhere."""
 
 
 class Transport(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
+    waits_on_gpu: ClassVar[bool] = False  # in each pass; nobody gets such a transport without being told
 
     @abstractmethod
     def why_not(self, ranks: Ranks, device: torch.device) -> str | None:
         """Why it cannot serve these ranks, as the rest of a sentence that begins with its name; or None."""
 
-    @abstractmethod
-    def send_rows(self, ranks: Ranks, route: Route, rows_TH: Tensor, what: str) -> Tensor:
-        """rows_RH: each token's row at each rank that it goes to. what: in a word, for who waits in vain."""
+    def why_not_by_itself(self, device: torch.device) -> str | None:
+        """Why it serves only who asks for it by name; or None."""
+        return None
 
     @abstractmethod
-    def return_rows(self, ranks: Ranks, route: Route, rows_RH: Tensor, what: str) -> Tensor:
-        """Each token's sum over the ranks, added in the order of the ranks in fp32 or wider; 0 if it went nowhere."""
+    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
+        """gradients: whether there will be a backward."""

@@ -39,12 +39,14 @@ class Channel:
         self._header, self._answer_header = HEADER, ANSWER_HEADER
         self._state = torch.zeros(2, dtype=torch.int32, device=device.device)
         questions, answers = device.mapped(self.ring, self._row), device.mapped(self.ring, 2 * self._most + 2)
-        trouble = device.mapped(1)
-        self._talk = Talk(self._state, questions, answers, trouble)
+        trouble, times = device.mapped(1), device.mapped(self.ring, 2)
+        self._talk = Talk(self._state, questions, answers, trouble, times)
         self._arrived = self._state[1:]
         self.arrived_word = self._arrived.data_ptr()
         self._addresses = questions.data_ptr(), answers.data_ptr()
-        self._questions, self._answers, self._trouble = (_ints(each) for each in (questions, answers, trouble))
+        self._questions, self._answers, self._trouble, self._times = (
+            _ints(each) for each in (questions, answers, trouble, times)
+        )
         self.serial = 0  # of the latest question that was expected
 
     def ask(self, shown: Tensor, experts: int, expert_TK: Tensor) -> Tensor:
@@ -78,6 +80,12 @@ class Channel:
         questions, first = self._questions, start + self._header
         second, end = first + questions[start], first + questions[start + 1]
         return questions[first:second].tolist(), questions[second:end].tolist()
+
+    def times(self, serial: int) -> tuple[int, int]:
+        """Of the GPU's clock, microseconds of 32 bits: when it asked, and where experts were missing when it went on.
+        Once the next question is there. Both 0 where there is no such clock."""
+        at = serial % self.ring * 2
+        return self._times[at], self._times[at + 1]
 
     def answer(self, serial: int, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Which experts are in which slots from now on, -1: in none."""

@@ -45,6 +45,7 @@ class Calls(NamedTuple):
 
     to_device: Any  # (target, source, bytes, stream)
     write_word: Any  # (stream, place, value, flags)
+    to_device_at_once: Any  # many, by arrays of these (see serve.cpp); None: there is no such call
     stream: Any
 
 
@@ -178,7 +179,10 @@ class CudaDevice(Device):
     def calls(self) -> Calls | None:
         if self._driver is None:
             return None
-        return Calls(*self._driver.quick_calls(), ctypes.c_uint64(self.copies.cuda_stream))
+        copy, write, at_once = self._driver.quick_calls()
+        if self._said_pageable:  # such copies wait for the host, together or alone
+            at_once = None
+        return Calls(copy, write, at_once, ctypes.c_uint64(self.copies.cuda_stream))
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()

@@ -42,11 +42,14 @@ class Driver:
         self._enter()
         _check(self._write(stream, place, value % 2**32, 0))  # 0: with a fence ahead of it
 
-    def quick_calls(self) -> tuple[Any, Any]:
+    def quick_calls(self) -> tuple[Any, Any, Any]:
         """Copy to the device and write a word, by arguments that are ctypes' numbers already: a third of the time, and
-        no other thread takes Python's lock in between."""
+        no other thread takes Python's lock in between. And many copies in one call, or None: drivers have that from
+        580 (CUDA 13) on."""
         self._enter()
-        return self._quick.cuMemcpyHtoDAsync_v2, self._quick.cuStreamWriteValue32_v2
+        quick = self._quick
+        at_once = getattr(quick, "cuMemcpyBatchAsync_v2", None)
+        return quick.cuMemcpyHtoDAsync_v2, quick.cuStreamWriteValue32_v2, at_once
 
     def _enter(self) -> None:
         """A thread that never called CUDA has no context."""

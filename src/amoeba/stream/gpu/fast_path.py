@@ -43,6 +43,9 @@ logger = logging.getLogger("amoeba")
 
 NOT_THERE, NOT_SERVED, SERVED = range(3)
 
+# Bytes of a copy that is called together with others. With smaller ones among them CUDA's call waits for all of them.
+LEAST_AT_ONCE = 256 * 1024
+
 # row, answer, most, serial, looks, layer, calls
 _SIGNATURES = {"amoeba_serve": (c_int, (c_void_p, c_void_p, c_int64, c_int32, c_int64, c_void_p, c_void_p))}
 
@@ -88,8 +91,9 @@ class FastPath:
         self._compiled: Any = None
         if calls is not None and (library := _library()) is not None:
             self._compiled = library.amoeba_serve
-            pointers = [ctypes.cast(call, c_void_p).value or 0 for call in (calls.to_device, calls.write_word)]
-            self._table = (c_uint64 * 4)(*pointers, calls.stream.value, channel.arrived_word)
+            functions = calls.to_device, calls.write_word, calls.to_device_at_once
+            pointers = [0 if call is None else ctypes.cast(call, c_void_p).value or 0 for call in functions]
+            self._table = (c_uint64 * 6)(*pointers, calls.stream.value, channel.arrived_word, LEAST_AT_ONCE)
             self._table_address = ctypes.addressof(self._table)
 
     def forget(self, layer: int) -> None:
@@ -166,7 +170,7 @@ class FastPath:
     def _serve(self, here: _Prepared, serial: int) -> int:
         """What serve.cpp does, in Python."""
         assert self._calls is not None
-        copy, write, stream = self._calls
+        copy, write, _, stream = self._calls
         with self._memory._counting:
             missing, there = self._channel.read(serial)
         count, blobs = len(missing), [here.blob_of[expert] for expert in missing]

@@ -119,7 +119,7 @@ class GpuReplays:
         if not memory.is_complete(layer):
             channel = self.channel
             serial = channel.expect(1)
-            self._ask(layer, torch.full_like(expert_TK, -1))
+            self.ask(layer, torch.full_like(expert_TK, -1))
             channel.go_on(serial)  # nobody waits: if a device cannot do it, it is to be known now
 
     @contextmanager
@@ -146,9 +146,9 @@ class GpuReplays:
         if len(passes.layers) >= len(memory.slots):
             raise CannotCapture(f"a step passes over some of its {len(memory.slots)} layers more than once")
         passes.layers.append(layer)
-        return self._ask(layer, expert_TK)
+        return self.ask(layer, expert_TK)
 
-    def _ask(self, layer: int, expert_TK: Tensor) -> Tensor:
+    def ask(self, layer: int, expert_TK: Tensor) -> Tensor:
         shown, entry = self._memory.export.shown(layer), self._memory.store.layers[layer]
         return self.channel.ask(shown, entry.experts, expert_TK)
 

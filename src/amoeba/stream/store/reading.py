@@ -6,6 +6,9 @@
 
 A single read of a megabyte does not use a disk fully; several at a time do. So ranges are cut into parts, which a few
 threads read; Python's lock is free meanwhile. `read` returns when all parts are read or have failed.
+
+One range that goes past the page cache is read by compiled threads, in smaller pieces (compiled_reads.py), where there
+is a compiler. If that fails, for whatever reason, it is read once more as above, which finds out why.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import NamedTuple
 
 from amoeba.errors import one_line
 from amoeba.stream.store.buffers import Memory
+from amoeba.stream.store.compiled_reads import CompiledReads, open_compiled_reads
 from amoeba.stream.store.error import StoreError
 from amoeba.stream.store.layers import BLOCK
 
@@ -30,6 +34,7 @@ logger = logging.getLogger("amoeba")
 PART = 2**20  # bytes of a read; part of the format too, since checksums are of parts
 # More than an expert has parts, mostly: one of 9 MiB by eight threads takes two turns, the second with a single read.
 THREADS = 16
+COMPILED_PER_THREAD = 2  # compiled threads for each: pieces are smaller, and threads cost less
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _AGAIN = "copy or download it again"
 
@@ -72,6 +77,10 @@ class ReadFile:
                 raise StoreError(self.path, expected, f"{offset + done}: it was cut short", _AGAIN)
             done += got
 
+    def direct_descriptor(self) -> int | None:
+        """For reads of whole blocks into whole pages."""
+        return self._direct if self._can_be_direct else None
+
     def close(self) -> None:
         os.close(self._buffered)
         if self._direct is not None:
@@ -105,6 +114,8 @@ class Reader:
     def __init__(self, *, threads: int = THREADS, direct: bool = True) -> None:
         self.direct = direct and bool(_DIRECT) and hasattr(os, "preadv")  # os.pread has memory of its own
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="amoeba-read")
+        self._threads = threads
+        self._compiled: CompiledReads | None = None
         self._files: dict[Path, ReadFile] = {}
         self._lock = threading.Lock()
         self._said_buffered = self._closed = False
@@ -115,10 +126,14 @@ class Reader:
                 raise StoreError(path, "an open store", "a closed one", "open it again with open_store")
             if path not in self._files:
                 self._files[path] = ReadFile(path, self)
+                if self._compiled is None and self.direct:
+                    self._compiled = open_compiled_reads(COMPILED_PER_THREAD * self._threads, PART)
             return self._files[path]
 
     def read(self, ranges: Sequence[Range], *, checksums: bool = False) -> list[int]:
         """The checksum of each part, in order, if asked for."""
+        if len(ranges) == 1 and (found := self._read_compiled(ranges[0], checksums)) is not None:
+            return found
         futures: list[Future[int]] = []
         last: Range | None = None  # is read by the calling thread, which would wait else
         try:
@@ -133,10 +148,31 @@ class Reader:
                 future.cancel()
             wait(futures)  # none writes into the caller's memory after an error
 
+    def _read_compiled(self, whole: Range, checksums: bool) -> list[int] | None:
+        """None where it is not for compiled threads, or did not succeed."""
+        memory, start, size, on_part = whole.memory, whole.start, whole.size, whole.memory.on_part
+        descriptor = whole.file.direct_descriptor()
+        is_whole = not (whole.offset | memory.address + start | size) % BLOCK and whole.needed == size > PART
+        if self._compiled is None or descriptor is None or not is_whole:
+            return None
+        found = [0] * -(-size // PART)
+
+        def told(begin: int, count: int) -> None:
+            if on_part is not None:
+                on_part(start + begin, count)
+            if checksums:
+                found[begin // PART] = zlib.crc32(memory.bytes[start + begin : start + begin + count])
+
+        wants_to_know = told if checksums or on_part is not None else None
+        is_read = self._compiled.read(descriptor, whole.offset, memory.address + start, size, wants_to_know)
+        return found if is_read else None
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
         self._pool.shutdown()
+        if self._compiled is not None:
+            self._compiled.close()
         while self._files:
             self._files.popitem()[1].close()
 

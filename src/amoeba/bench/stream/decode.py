@@ -1,0 +1,177 @@
+"""One token after another through streamed layers, beside the same layers resident: right first, then timed.
+
+The routing repeats itself as often as a model's does (stream/synthetic.py). A setting whose numbers are not those of
+the resident layers gets no times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amoeba.bench.stream.place import Place, StreamedMemory
+from amoeba.bench.stream.problem import StreamProblem
+from amoeba.bench.workload import relative_error
+from amoeba.experts import experts
+from amoeba.proof.conformance import TOLERANCE
+from amoeba.routing import Routing
+from amoeba.stream.store.store import Store
+from amoeba.weights import ExpertWeights
+
+# Tokens ahead of those that are timed, tokens that are compared, and runs of one token whose experts are all there.
+WARM, COMPARED, HITS = 32, 8, 50
+
+
+@dataclass(frozen=True)
+class Setting:
+    """slots, host_slots: experts of each layer in slots, and in pinned memory."""
+
+    name: str
+    slots: int
+    host_slots: int
+    is_on_disk: bool = False
+
+
+@dataclass(frozen=True)
+class DecodeMeasurement:
+    """us: microseconds of one layer. least_us: resident, plus what came over the link at its rate.
+
+    hits_us: where all experts are there, and only asking is left.
+    over_disk: the time over that of the bytes from the disk at its rate.
+    """
+
+    setting: str
+    layers: int
+    slots: int
+    host_slots: int
+    tokens: int
+    error: float
+    same_bits: bool
+    reason: str | None = None  # why it has no times
+    us: float | None = None
+    hits_us: float | None = None
+    least_us: float | None = None
+    over_least: float | None = None
+    hit_rate: float | None = None
+    bytes_up_per_token: float | None = None
+    bytes_down_per_token: float | None = None
+    bytes_from_disk_per_token: float | None = None
+    share_of_link: float | None = None
+    over_disk: float | None = None
+    waited_us: float | None = None  # on the host, for reads
+    export_us: float | None = None
+
+
+class Tokens:
+    """Layers, and the memory that a captured step reads and writes."""
+
+    def __init__(self, problem: StreamProblem, place: Place, kinds: Sequence, memory: StreamedMemory | None = None):
+        size, self.place, self._kinds = problem.size, place, kinds
+        generator = torch.Generator(problem.device).manual_seed(1)
+        x_TH = torch.empty(1, size.hidden, dtype=problem.dtype, device=problem.device)
+        self._x_TH = x_TH.normal_(generator=generator)
+        shape = len(kinds), 1, size.top_k
+        self._ids = torch.arange(size.top_k, dtype=torch.int64, device=problem.device).expand(shape).clone()
+        self._weight_TK = torch.full((1, size.top_k), 1 / size.top_k, dtype=torch.float32, device=problem.device)
+        self._y: list[Tensor] = []
+        self._step = place.repeated(self._run, memory)
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            self._y = [
+                experts(
+                    self._x_TH,
+                    Routing(self._ids[layer], self._weight_TK, trusted=True),
+                    kind,
+                    backend=self.place.backend if isinstance(kind, ExpertWeights) else "auto",
+                )
+                for layer, kind in enumerate(self._kinds)
+            ]
+
+    def outputs(self, ids: Tensor) -> list[Tensor]:
+        self.run([ids])
+        return [y_TH.clone() for y_TH in self._y]
+
+    def run(self, routes: Sequence[Tensor]) -> float:
+        """Seconds a token."""
+        self.place.wait()
+        began = time.perf_counter()
+        for ids in routes:
+            self._ids.copy_(ids)
+            self._step()
+        self.place.wait()
+        return (time.perf_counter() - began) / len(routes)
+
+
+def fill(memory: StreamedMemory) -> None:
+    """Every expert comes by once, so that the tiers are full."""
+    for layer, entry in enumerate(memory.store.layers):
+        if hasattr(memory, "turn"):
+            with memory.turn(layer):
+                for _ in memory.lend(layer, range(entry.experts)):
+                    pass
+        else:
+            for _ in memory.lend(layer, range(entry.experts), 1):
+                pass
+
+
+def measure(
+    problem: StreamProblem,
+    place: Place,
+    store: Store,
+    setting: Setting,
+    resident: Callable[[Tensor], list[Tensor]],
+    resident_us: float,
+    tokens: int,
+    link: float | None,
+    disk: float | None,
+) -> DecodeMeasurement:
+    """resident: outputs of the same layers. link, disk: bytes/s."""
+    layers = len(store.layers)
+    routes = problem.routes(layers, WARM + tokens)
+    with closing(place.memory(store, setting.slots, setting.host_slots)) as memory:
+        fill(memory)
+        place.wait()
+        streamed = Tokens(problem, place, memory.layers, memory)
+        worst, same_bits = 0.0, True
+        for ids in routes[-COMPARED:]:
+            found, truth = streamed.outputs(ids), resident(ids)
+            place.check(memory)
+            same_bits &= all(map(torch.equal, found, truth))
+            worst = max(worst, *map(relative_error, found, truth))
+        begun = setting.name, layers, setting.slots, setting.host_slots, tokens, worst, same_bits
+        if not worst <= TOLERANCE[problem.dtype]:
+            return DecodeMeasurement(*begun, reason=f"out of tolerance: {worst:.1e} from the resident layers")
+        streamed.run(routes[:WARM])
+        memory.cache.restart_counters()
+        waited = memory.waited_seconds
+        seconds = streamed.run(routes[WARM:])
+        place.check(memory)
+        counters, waited = memory.cache.restart_counters(), memory.waited_seconds - waited
+        hits = streamed.run([routes[-1]] * HITS)
+        export = None
+        if place.has_link and setting.slots < problem.size.experts:
+            export = place.export_us(memory, routes[-1][0])
+    per_layer, up = 1e6 / layers, counters.per_token(counters.host_bytes + counters.disk_bytes)
+    from_disk = counters.per_token(counters.disk_bytes)
+    least = resident_us + (0.0 if link is None else up / link * per_layer)
+    return DecodeMeasurement(
+        *begun,
+        us=seconds * per_layer,
+        hits_us=hits * per_layer,
+        least_us=least,
+        over_least=seconds * per_layer / least,
+        hit_rate=counters.top_hit_rate,
+        bytes_up_per_token=up,
+        bytes_down_per_token=counters.per_token(counters.written_bytes),
+        bytes_from_disk_per_token=from_disk,
+        share_of_link=None if link is None or not up else up / link / seconds,
+        over_disk=None if disk is None or not from_disk else seconds / (from_disk / disk),
+        waited_us=waited / tokens * per_layer,
+        export_us=export,
+    )

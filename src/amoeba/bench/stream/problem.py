@@ -1,0 +1,124 @@
+"""Layers whose experts are streamed, without a model around them: sizes by name, and the numbers that they get.
+
+problem = choose_problem(["qwen3_30b"], "both", torch.device("cuda"))
+problem.resident(2)          # random experts of the first two layers
+problem.routes(24, 200)      # expert ids of 200 tokens, (layers, 1, K) each, as often repeated as a model does
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.cpu.pointers import CPU
+from amoeba.errors import bad_value
+from amoeba.machine import available_memory
+from amoeba.stream.sizes import show_size
+from amoeba.stream.store.layers import LayerEntry, layer_entry
+from amoeba.stream.synthetic import Locality, synthetic_trace
+from amoeba.stream.trace import LayerShape
+from amoeba.weights import ExpertWeights
+
+Part = Literal["decode", "disk", "lora"]
+PARTS: tuple[Part, ...] = ("decode", "disk", "lora")
+
+
+@dataclass(frozen=True)
+class StreamSize:
+    """
+    layers:      of a token; disk_layers: of those that are read from the disk as well.
+    lora_layers, lora_tokens, rank: of the fine-tuning step.
+    """
+
+    name: str
+    layers: int
+    disk_layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    lora_layers: int
+    lora_tokens: int
+    rank: int = 16
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        StreamSize("tiny", 2, 2, 16, 2, 32, 16, lora_layers=2, lora_tokens=9, rank=2),
+        StreamSize("small", 4, 4, 32, 4, 512, 256, lora_layers=2, lora_tokens=256),
+        StreamSize("qwen3_30b", 24, 8, 128, 8, 2048, 768, lora_layers=4, lora_tokens=4096),
+    )
+}
+
+
+@dataclass(frozen=True)
+class StreamProblem:
+    size: StreamSize
+    device: torch.device
+    parts: tuple[Part, ...] = PARTS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def entry(self) -> LayerEntry:
+        size = self.size
+        sizes = size.experts, size.hidden, size.intermediate
+        return layer_entry("experts", *sizes, Activation(), self.dtype, False)
+
+    def resident(self, layers: int) -> list[ExpertWeights]:
+        size, found = self.size, []
+        for layer in range(layers):
+            generator = torch.Generator(self.device).manual_seed(layer)
+            gate_up_EJH = torch.empty(
+                size.experts, 2 * size.intermediate, size.hidden, device=self.device, dtype=self.dtype
+            )
+            down_EHI = torch.empty(size.experts, size.hidden, size.intermediate, device=self.device, dtype=self.dtype)
+            for matrix in (gate_up_EJH, down_EHI):
+                matrix.normal_(0, matrix.shape[2] ** -0.5, generator=generator)
+            found.append(ExpertWeights(gate_up_EJH, down_EHI, activation=Activation()))
+        return found
+
+    def routes(self, layers: int, tokens: int) -> list[Tensor]:
+        size = self.size
+        trace = synthetic_trace(Locality(), [LayerShape(size.experts, size.top_k, 1)] * layers, tokens)
+        shape = layers, 1, size.top_k
+        return [
+            torch.tensor(list(each.ids), dtype=torch.int64, device="cpu").view(shape).to(self.device)
+            for each in trace.passes
+        ]
+
+
+def check_room(problem: StreamProblem) -> None:
+    """Refuses what cannot fit: resident experts and slots on the device, as much again pinned on the host."""
+    size, of_layer = problem.size, problem.size.experts * problem.entry.expert_bytes
+    has_link = problem.device.type == "cuda"
+    layers = size.layers if has_link and "decode" in problem.parts else size.disk_layers
+    needs = {"device": (2 * layers * of_layer, available_memory(problem.device))}
+    if has_link:
+        needs["host"] = layers * of_layer, available_memory(CPU)
+    for where, (needed, free) in needs.items():
+        if free is not None and needed > free:
+            expected = f"{show_size(needed)} of memory on the {where} for {size.name}"
+            raise bad_value("--shape", expected, f"{show_size(free)} free", "--shape small needs a few hundred MiB")
+
+
+def choose_problem(shapes: Sequence[str], passes: str, device: torch.device) -> StreamProblem:
+    name = shapes[0] if shapes else "qwen3_30b" if device.type == "cuda" else "small"
+    if len(shapes) > 1 or name not in SIZES:
+        raise bad_value("--shape", f"one of {', '.join(SIZES)} with --suite stream", ", ".join(shapes), "give one name")
+    parts = [part for part in PARTS if passes in ("both", part)]
+    if not parts:
+        raise bad_value(
+            "--pass", f"one of {', '.join(PARTS)} with --suite stream", repr(passes), "leave it out for all"
+        )
+    problem = StreamProblem(SIZES[name], device, tuple(parts))
+    check_room(problem)
+    return problem

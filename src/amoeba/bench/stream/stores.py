@@ -1,0 +1,81 @@
+"""Where the experts of the benchmark come from: resident ones that are copied, or files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+
+import torch
+
+from amoeba.bench.stream.problem import StreamProblem
+from amoeba.stream.store.buffers import Memory
+from amoeba.stream.store.reading import Range, Reader
+from amoeba.stream.store.store import Store
+from amoeba.weights import ExpertWeights
+
+
+class ResidentStore(Store):
+    """Experts copied from resident ones: fills pinned memory without a disk. As many threads as like may read."""
+
+    def __init__(self, problem: StreamProblem, resident: Sequence[ExpertWeights]) -> None:
+        self.folder, self.rest = Path(), {}
+        self.layers = (problem.entry,) * len(resident)
+        self._resident, self._thread = resident, threading.local()
+
+    def _read(self, layer: int, expert: int, memory: Memory) -> None:
+        weights = self._resident[layer]
+        views = self.layers[layer].views(memory.tensor)
+        if not weights.gate_up_EJH.is_cuda:
+            views.gate_up_JH.copy_(weights.gate_up_EJH[expert])
+            views.down_HI.copy_(weights.down_EHI[expert])
+            return
+        if not hasattr(self._thread, "stream"):
+            self._thread.stream = torch.cuda.Stream(weights.device)
+        with torch.cuda.stream(self._thread.stream):
+            views.gate_up_JH.copy_(weights.gate_up_EJH[expert], non_blocking=True)
+            views.down_HI.copy_(weights.down_EHI[expert], non_blocking=True)
+        self._thread.stream.synchronize()
+
+    def close(self) -> None:
+        """There are no files."""
+
+
+class FileStore(Store):
+    """The same in files as `amoeba pack` writes them, read as a packed store is, but for checksums. Several memories
+    may use it one after another; `end` closes the files."""
+
+    def __init__(self, problem: StreamProblem, resident: Sequence[ExpertWeights], folder: Path) -> None:
+        entry = problem.entry
+        self.folder, self.rest, self.layers = folder, {}, (entry,) * len(resident)
+        self._reader = Reader()
+        for layer, weights in enumerate(resident):
+            blobs = torch.zeros(entry.experts, entry.expert_bytes, dtype=torch.uint8, device=weights.device)
+            views = entry.views(blobs)
+            views.gate_up_JH.copy_(weights.gate_up_EJH)
+            views.down_HI.copy_(weights.down_EHI)
+            with open(self._file(layer), "wb") as file:
+                file.write(blobs.cpu().numpy().data)
+                file.flush()
+                os.fsync(file.fileno())  # written back later it would be in the way of what is measured
+
+    def _file(self, layer: int) -> Path:
+        return self.folder / f"{layer:05}.bin"
+
+    def _read(self, layer: int, expert: int, memory: Memory) -> None:
+        size = self.expert_bytes(layer)
+        self._reader.read([Range(self._reader.file(self._file(layer)), expert * size, size, memory, 0, size)])
+
+    def first(self, layers: int) -> FileStore:
+        """The same files, so many layers of them."""
+        found = copy(self)
+        found.layers = self.layers[:layers]
+        return found
+
+    def close(self) -> None:
+        """A memory that is closed closes its store; the next one goes on with it."""
+
+    def end(self) -> None:
+        self._reader.close()

@@ -1,0 +1,152 @@
+"""Runs the benchmark of streamed experts: resident layers, then fewer and fewer of their experts in slots.
+
+report = run_stream(choose_problem([], "both", torch.device("cuda")), tokens=200)
+report.decodes[0].us
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from amoeba.bench.stream import lora
+from amoeba.bench.stream.decode import WARM, DecodeMeasurement, Setting, Tokens, measure
+from amoeba.bench.stream.lora import LoraMeasurement
+from amoeba.bench.stream.place import Place, place_of
+from amoeba.bench.stream.problem import StreamProblem, StreamSize
+from amoeba.bench.stream.stores import FileStore, ResidentStore
+from amoeba.stream.bandwidth import read_rate
+from amoeba.stream.store.store import Store
+from amoeba.weights import ExpertWeights
+
+# Of the tokens: a read takes a hundred times as long as a copy.
+_TOKENS_FROM_DISK = 4
+
+
+@dataclass
+class StreamSuiteReport:
+    """Rates are bytes/s: of the link with large copies, and of the disk with experts read as a run reads them."""
+
+    size: StreamSize
+    device: str
+    dtype: str
+    expert_bytes: int
+    link_bytes_per_second: float | None = None
+    disk_bytes_per_second: float | None = None
+    resident_us: float | None = None  # of one layer
+    decodes: list[DecodeMeasurement] = field(default_factory=list)
+    lora: LoraMeasurement | None = None
+
+    @property
+    def wrong(self) -> list[str]:
+        """Reasons of ours without times."""
+        return [each.reason for each in (*self.decodes, self.lora) if each is not None and each.reason is not None]
+
+
+def settings(experts: int, has_link: bool) -> list[Setting]:
+    quarter, half = max(1, experts // 4), max(1, experts // 2)
+    if not has_link:
+        shares = ("100 %", experts), ("50 %, rest on disk", half), ("25 %, rest on disk", quarter)
+        return [Setting(name, slots, 0, slots < experts) for name, slots in shares]
+    return [
+        Setting("100 %", experts, 0),
+        Setting("50 %, all in pinned memory", half, experts),
+        Setting("25 %, all in pinned memory", quarter, experts),
+        Setting("25 %, 25 % in pinned memory, rest on disk", quarter, quarter, is_on_disk=True),
+    ]
+
+
+def run_stream(
+    problem: StreamProblem,
+    tokens: int,
+    folder: Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    so_far: Callable[[StreamSuiteReport], None] = lambda report: None,
+    make_place: Callable[[], Place] | None = None,
+) -> StreamSuiteReport:
+    """folder: for the files of experts, on the disk that is to be measured; None: where temporary files go.
+    so_far: called with what there is of the report after each setting."""
+    size = problem.size
+    report = StreamSuiteReport(
+        size, problem.device.type, str(problem.dtype).removeprefix("torch."), problem.entry.expert_bytes
+    )
+    with ExitStack() as stack:
+        place = stack.enter_context(place_of(problem.device) if make_place is None else make_place())
+        report.link_bytes_per_second = place.link_rate()
+        wanted = [
+            each
+            for each in settings(size.experts, place.has_link)
+            if ("disk" if each.is_on_disk else "decode") in problem.parts
+        ]
+        wants_lora = "lora" in problem.parts
+        layers = [size.layers if place.has_link and not each.is_on_disk else size.disk_layers for each in wanted]
+        resident = problem.resident(max([*layers, size.lora_layers if wants_lora else 1]))
+        files = None
+        if any(each.is_on_disk for each in wanted) or not place.has_link:
+            progress(f"{size.name}: writing {size.disk_layers} layers of experts to the disk")
+            files = stack.enter_context(_files(problem, resident[: size.disk_layers], folder))
+            report.disk_bytes_per_second = read_rate(files).bytes_per_second
+        if wanted:
+            _decodes(problem, place, resident, files, wanted, tokens, report, progress, so_far)
+        if wants_lora:
+            progress(f"{size.name}: a fine-tuning step over {size.lora_layers} layers")
+            some = resident[: size.lora_layers]
+            store: Store = ResidentStore(problem, some)
+            rate = report.link_bytes_per_second
+            if not place.has_link:
+                assert files is not None
+                store, rate = files.first(len(some)), report.disk_bytes_per_second
+            report.lora = lora.measure(problem, place, store, some, rate)
+            so_far(report)
+    return report
+
+
+def _decodes(
+    problem: StreamProblem,
+    place: Place,
+    resident: list[ExpertWeights],
+    files: FileStore | None,
+    wanted: list[Setting],
+    tokens: int,
+    report: StreamSuiteReport,
+    progress: Callable[[str], None],
+    so_far: Callable[[StreamSuiteReport], None],
+) -> None:
+    by_layers: dict[int, Tokens] = {}
+
+    def of_resident(layers: int) -> Tokens:
+        if layers not in by_layers:
+            by_layers[layers] = Tokens(problem, place, resident[:layers])
+        return by_layers[layers]
+
+    most = len(resident)
+    routes = problem.routes(most, WARM + tokens)
+    progress(f"{problem.size.name}: {most} layers, resident")
+    of_resident(most).run(routes[:WARM])
+    report.resident_us = of_resident(most).run(routes[WARM:]) * 1e6 / most
+    for setting in wanted:
+        progress(f"{problem.size.name}: {setting.name}")
+        store: Store = ResidentStore(problem, resident[: problem.size.layers])
+        if setting.is_on_disk or not place.has_link:
+            assert files is not None
+            store = files
+        count = max(1, tokens // _TOKENS_FROM_DISK) if setting.is_on_disk else tokens
+        truth = of_resident(len(store.layers)).outputs
+        rates = report.link_bytes_per_second, report.disk_bytes_per_second
+        report.decodes.append(measure(problem, place, store, setting, truth, report.resident_us, count, *rates))
+        so_far(report)
+        gc.collect()  # slots of this setting, ahead of those of the next
+
+
+@contextmanager
+def _files(problem: StreamProblem, resident: list[ExpertWeights], folder: Path | None) -> Iterator[FileStore]:
+    with tempfile.TemporaryDirectory(prefix="amoeba-bench-", dir=folder) as made:
+        store = FileStore(problem, resident, Path(made))
+        try:
+            yield store
+        finally:
+            store.end()

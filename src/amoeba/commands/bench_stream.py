@@ -1,0 +1,145 @@
+"""`amoeba bench --suite stream`: experts beyond memory: a table of settings, a fine-tuning step, the document."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from amoeba.bench.document import make_document, write_again, write_new
+from amoeba.bench.stream.decode import WARM, DecodeMeasurement
+from amoeba.bench.stream.place import Place
+from amoeba.bench.stream.problem import PARTS, StreamProblem, choose_problem
+from amoeba.bench.stream.suite import StreamSuiteReport, run_stream
+from amoeba.commands.bench import three_digits, warn_if_busy
+from amoeba.commands.output import Output, strict_json
+from amoeba.errors import bad_value
+
+__all__ = ["check_options", "choose_problem", "run"]
+
+TOKENS_PER_REPEAT = 10
+
+
+def check_options(dtypes: Sequence[str], ours: Sequence[str], peers: Sequence[str], sustained: float | None) -> None:
+    given = {
+        "--dtype": dtypes,
+        "--ours": ours,
+        "--peer": peers,
+        "--sustained": [] if sustained is None else [sustained],
+    }
+    for option, values in given.items():
+        if values:
+            found = ", ".join(map(str, values))
+            raise bad_value(
+                option, "none with --suite stream", found, "it measures one engine, beside resident experts"
+            )
+
+
+def command_line(problem: StreamProblem, repeats: int) -> str:
+    """The command that measures the same again."""
+    words = ["amoeba", "bench", "--suite", "stream", "--device", problem.device.type, "--shape", problem.size.name]
+    words += [] if problem.parts == PARTS else ["--pass", problem.parts[0]]
+    return shlex.join([*words, "--repeats", str(repeats)])
+
+
+def run(
+    problem: StreamProblem,
+    repeats: int,
+    path: Path | None,
+    output: Output,
+    make_place: Callable[[], Place] | None = None,
+) -> tuple[dict[str, Any], bool]:
+    """Prints the table; returns the document, and False if a setting did not give the numbers of resident experts."""
+    load, command, written = warn_if_busy(output), command_line(problem, repeats), list[Path]()
+
+    def written_down(report: StreamSuiteReport, finished: bool) -> dict[str, Any]:
+        document = strict_json(make_document([], command, load, None, finished, streams=[report]))
+        if path is not None:
+            (write_again if written else write_new)(path, document)
+            written.append(path)
+        return document
+
+    def keep(report: StreamSuiteReport) -> None:
+        """After each setting: what is measured is not lost where the rest is stopped."""
+        written_down(report, finished=False)
+
+    report = run_stream(problem, TOKENS_PER_REPEAT * repeats, None, output.progress, keep, make_place)
+    _print(report, output)
+    document = written_down(report, finished=True)
+    if path is not None:
+        output.heading(f"written to {path}")
+    return document, not report.wrong
+
+
+def _print(report: StreamSuiteReport, output: Output) -> None:
+    size = report.size
+    sizes = f"E={size.experts} K={size.top_k} H={size.hidden} I={size.intermediate}"
+    timed = [each for each in report.decodes if each.reason is None]
+    if timed:
+        rows = [_row(each, report) for each in timed]
+        if report.resident_us is not None:
+            rows.insert(
+                0, dict.fromkeys(rows[0], "") | {"": "resident", "us a layer": three_digits(report.resident_us)}
+            )
+        title = f"{size.name} ({sizes}) one token after another, {report.dtype} on {report.device}"
+        output.table(title, list(rows[0]), [list(row.values()) for row in rows])
+    for line in _notes(report, timed):
+        output.line(f"  {line}")
+    for each in report.decodes:
+        if each.reason is not None:
+            output.line(f"  {each.setting}: refused, {each.reason}", style="bold red")
+
+
+def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
+    assert found.us is not None and found.hits_us is not None and found.hit_rate is not None
+    has_link = report.link_bytes_per_second is not None
+    row = {
+        "": found.setting,
+        "layers": str(found.layers),
+        "us a layer": three_digits(found.us),
+        "all there": three_digits(found.hits_us),
+        "hits": f"{found.hit_rate:.1%}",
+    }
+    if has_link:
+        row |= {
+            "MB up": _mb(found.bytes_up_per_token),
+            "x least": f"{found.over_least:.2f}",
+            "of link": "-" if found.share_of_link is None else f"{found.share_of_link:.0%}",
+            "ids us": "-" if found.export_us is None else three_digits(found.export_us),
+        }
+    if report.disk_bytes_per_second is not None:
+        over = "-" if found.over_disk is None else f"{found.over_disk:.2f}"
+        row |= {"MB disk": _mb(found.bytes_from_disk_per_token), "x disk": over}
+    return row | {"bits": "same" if found.same_bits else f"{found.error:.0e}"}
+
+
+def _notes(report: StreamSuiteReport, timed: Sequence[DecodeMeasurement]) -> list[str]:
+    lines = []
+    rates = (("link", report.link_bytes_per_second), ("disk", report.disk_bytes_per_second))
+    known = [f"{name} {rate / 1e9:.3g} GB/s" for name, rate in rates if rate is not None]
+    if known:
+        lines.append(f"measured here: {', '.join(known)}; an expert has {report.expert_bytes / 1e6:.3g} MB")
+    if timed:
+        lines.append(
+            f"MB: a token; {WARM} tokens ahead of those that are timed; all there: a token that asks for the same again"
+        )
+        if report.link_bytes_per_second is not None:
+            lines.append(
+                "x least: over resident + bytes at the link's rate; ids us: from the kernel's end to the ids read"
+            )
+        if report.disk_bytes_per_second is not None:
+            lines.append("x disk: over the bytes from the disk at its rate")
+    if (lora := report.lora) is not None:
+        about = f"LoRA step, {lora.layers} layers, {lora.tokens} tokens, rank {lora.rank}, {lora.slots} slots"
+        if lora.reason is not None:
+            return [*lines, f"{about}: refused, {lora.reason}"]
+        assert lora.ms is not None and lora.resident_ms is not None and lora.share_of_link is not None
+        of_what = "link" if report.link_bytes_per_second is not None else "disk"
+        moved = f"{(lora.bytes_per_step or 0) / 1e9:.3g} GB at {lora.share_of_link:.0%} of the {of_what}"
+        lines.append(f"{about}: {three_digits(lora.ms)} ms ({three_digits(lora.resident_ms)} resident), {moved}")
+    return lines
+
+
+def _mb(count: float | None) -> str:
+    return "-" if count is None else three_digits(count / 1e6)

@@ -1,0 +1,241 @@
+"""The attention layers of a Hugging Face model from one joined projection, with norms and rotations by our kernels.
+
+Q query heads · G key and value heads · D of a head
+
+    with fused_attention(model) as found:       # how many layers, of how many, and why not the others
+        model(...)                              # with our attention, and told the documents
+
+Taken are layers that norm queries and keys head by head and rotate all of a head, as Qwen3's do. A layer is recognised
+by evaluating it: what it hands to attention, for a few random tokens, norm weights and rotations, is what these
+formulas give, and what it returns is its output projection of attention's result. Parameters stay where they are, so
+the model is saved as ever. Where a call wants something else (a mask, a cache, another attention) the layer's own code
+runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AttentionInterface
+
+from amoeba import rotary_attention
+from amoeba.integrations.attention import NAME, arguments_beyond, attend, window_of
+
+logger = logging.getLogger("amoeba")
+
+_LINEARS = "q_proj", "k_proj", "v_proj", "o_proj"
+_NORMS = "q_norm", "k_norm"
+_TOKENS = 16
+_TOLERANCE = 2e-2  # relative L2; bf16 rounds a few times
+
+
+class Found(NamedTuple):
+    layers: int
+    of: int
+    reasons: tuple[str, ...]  # each once
+
+
+class _Form(NamedTuple):
+    """What the layer's parameters do not say."""
+
+    eps: float
+    scale: float
+    window: int | None
+
+
+@contextmanager
+def fused_attention(model: nn.Module) -> Iterator[Found]:
+    candidates = [module for module in model.modules() if all(hasattr(module, name) for name in _LINEARS)]
+    changed, reasons = [], []
+    for module in candidates:
+        form = recognise(module)
+        if isinstance(form, _Form):
+            own: Any = type(module)
+            changed.append((module, own))
+            module.__class__ = _fused(own, form)
+        else:
+            reasons.append(form)
+    found = Found(len(changed), len(candidates), tuple(dict.fromkeys(reasons)))
+    logger.info("%d of %d attention layers with norms and rotations by our kernels", found.layers, found.of)
+    for reason in found.reasons:
+        logger.info("an attention layer stays as it is: %s", reason)
+    try:
+        yield found
+    finally:
+        for module, own in changed:
+            module.__class__ = own
+
+
+def recognise(module: Any) -> _Form | str:
+    """Its form, or why it is left as it is."""
+    if isinstance(module, _FusedAttention):
+        return "it is fused already"
+    norms: list[Any] = [getattr(module, name, None) for name in _NORMS]
+    linears = [getattr(module, name) for name in _LINEARS]
+    if not all(isinstance(getattr(norm, "weight", None), Tensor) for norm in norms):
+        return f"it has no {' and '.join(_NORMS)}"
+    if not all(type(linear) is nn.Linear for linear in linears) or any(_hooks(each) for each in (*linears, *norms)):
+        return "its projections are not plain linear layers"
+    size = norms[0].weight.numel()
+    if norms[0].weight.shape != norms[1].weight.shape or any(linear.out_features % size for linear in linears[:3]):
+        return "its norms are not those of a head"
+    eps, of_keys = (getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms)
+    if not isinstance(eps, float) or eps != of_keys:
+        return "its norms do not have one epsilon that they tell"
+    training = module.training
+    try:
+        return _evaluated(module.train(), linears, size, eps)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # it wants other arguments
+        return f"it could not be tried: {type(error).__name__}: {error}"
+    finally:
+        module.train(training)
+
+
+@torch.no_grad()
+def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float) -> _Form | str:
+    weight = linears[0].weight
+    heads = linears[0].out_features // size
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return drawn.to(weight.device, weight.dtype)
+
+    hidden, attended = random(1, _TOKENS, weight.shape[1]), random(1, _TOKENS, heads, size)
+    cos, sin, q_weight, k_weight = random(1, _TOKENS, size), random(1, _TOKENS, size), random(size), random(size)
+    seen: list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = []
+
+    def note(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+        seen.append((q, k, v, options))
+        return attended, None
+
+    with _attention(module.config, note):
+        own_weights = {"q_norm.weight": q_weight, "k_norm.weight": k_weight}
+        arguments = {"hidden_states": hidden, "position_embeddings": (cos, sin), "attention_mask": None}
+        returned = functional_call(module, own_weights, kwargs=arguments)
+    if len(seen) != 1 or not isinstance(returned, tuple):
+        return "it does not attend once"
+    *given, options = seen[0]
+    scale, window = options.pop("scaling", None), options.pop("sliding_window", None)
+    beyond = arguments_beyond(module, None, options.pop("dropout", 0.0), options.pop("is_causal", None), options)
+    if beyond or not isinstance(scale, float):
+        return f"it wants more of attention: {', '.join(beyond) or 'a scale of its own'}"
+    q, k, v = (linear(hidden).view(1, _TOKENS, -1, size).transpose(1, 2) for linear in linears[:3])
+    expected = _normed_and_rotated(q, q_weight, cos, sin, eps), _normed_and_rotated(k, k_weight, cos, sin, eps), v
+    pairs = [*zip(given, expected, strict=True), (returned[0], linears[3](attended.flatten(2)))]
+    if not all(got.shape == wanted.shape and _distance(got, wanted) <= _TOLERANCE for got, wanted in pairs):
+        return "it computes something else"
+    reason = rotary_attention.why_not(weight, heads, k.shape[1], size, scale)
+    return _Form(eps, scale, window) if reason is None else f"our kernel {reason}"
+
+
+@contextmanager
+def _attention(config: Any, function: Any) -> Iterator[None]:
+    """`function` in place of ours."""
+    own = config._attn_implementation
+    AttentionInterface.register(NAME, function)
+    try:
+        config._attn_implementation = NAME
+        yield
+    finally:
+        config._attn_implementation = own
+        AttentionInterface.register(NAME, attend)
+
+
+def _normed_and_rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    x, weight, cos, sin = x.float(), weight.float(), cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+    m = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+    first, second = m.chunk(2, -1)
+    return m * cos + torch.cat([-second, first], -1) * sin
+
+
+def _distance(got: Tensor, wanted: Tensor) -> float:
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-30))
+
+
+def _hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+class _FusedAttention:
+    """Mixed in before the layer's own class."""
+
+    form: _Form
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        layer: Any = self
+        plain = attention_mask is None and past_key_values is None and layer.config._attn_implementation == NAME
+        if not plain or not _serves(layer, hidden_states, position_embeddings, others):
+            return super().forward(  # type: ignore[misc]
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **others,
+            )
+        form, size = self.form, layer.q_norm.weight.shape[0]
+        cos, sin = (table.reshape(-1, size) for table in position_embeddings)
+        weights, biases = zip(*((linear.weight, linear.bias) for linear in _projections(layer)), strict=True)
+        bias = None if biases[0] is None else torch.cat(biases)
+        qkv = nn.functional.linear(hidden_states, torch.cat(weights), bias)
+        y_TQD = rotary_attention.rotary_attention(
+            qkv.flatten(0, 1),
+            layer.q_norm.weight,
+            layer.k_norm.weight,
+            cos,
+            sin,
+            others["cu_seq_lens_q"],
+            query_heads=layer.q_proj.out_features // size,
+            eps=form.eps,
+            scale=form.scale,
+            window=window_of(form.window, others["max_length_q"]),
+        )
+        return layer.o_proj(y_TQD.view(*hidden_states.shape[:-1], -1)), None
+
+
+def _serves(layer: Any, hidden: Tensor, tables: tuple[Tensor, Tensor], others: dict[str, Any]) -> bool:
+    """Whether one joined product and our operator do what is asked for."""
+    linears, norms = _projections(layer), [layer.q_norm, layer.k_norm]
+    size = layer.q_norm.weight.shape[0]
+    beyond = {name: value for name, value in others.items() if name not in ("cu_seq_lens_q", "max_length_q")}
+    documents = others.get("cu_seq_lens_q") is not None and others.get("max_length_q") is not None
+    if not documents or arguments_beyond(layer, None, 0.0, None, beyond):
+        return False
+    rows, length = hidden.shape[0], hidden.shape[1]
+    if any(table.shape[1:] != (length, size) or table.shape[0] not in (1, rows) for table in tables):
+        return False  # rotates a part of a head
+    if torch.is_autocast_enabled(hidden.device.type):
+        return False
+    of_layer = [module.weight for module in (*linears, *norms)]
+    if any(tensor.dtype != hidden.dtype for tensor in (*of_layer, *tables)):
+        return False
+    # weights of which some are trained and some not: a joined gradient would be computed for all
+    if len({linear.weight.requires_grad for linear in linears}) > 1 or len({x.bias is None for x in linears}) > 1:
+        return False
+    heads, key_heads = (linear.out_features // size for linear in linears[:2])
+    return rotary_attention.why_not(hidden, heads, key_heads, size, layer.form.scale) is None
+
+
+def _projections(layer: Any) -> list[nn.Linear]:
+    return [layer.q_proj, layer.k_proj, layer.v_proj]
+
+
+@functools.cache
+def _fused(own: type, form: _Form) -> type:
+    return type(own.__name__, (_FusedAttention, own), {"form": form, "__module__": own.__module__})

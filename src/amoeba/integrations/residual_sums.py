@@ -1,0 +1,119 @@
+"""The sums of a residual stream where torch.compile makes a training step: written once, and by the experts' kernel.
+
+    sum = x + attention(norm(x))        a sum that backward needs is kept: one tensor is read in place of two, which are
+                                        as large, and the sum behind the experts reads it, too
+    y = sum + experts(norm(sum))        -> experts_onto(norm(sum), sum): what the experts give is not written and read
+                                        again only to be added
+
+    module.compile(options={"joint_custom_post_pass": KeptSums(), "post_grad_custom_pre_pass": SumsIntoExperts()})
+
+Results have the same bits. The second pass comes when backward is a graph of its own: of a sum it needs nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from amoeba.torch_internals import custom_graph_pass
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+
+
+class KeptSums(custom_graph_pass()):  # type: ignore[misc]
+    """Over the graph of forward and backward together, before the compiler decides what is kept between them."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        of_backward: set[fx.Node] = set()
+        for node in graph.nodes:
+            if _is_gradient_of_output(node) or any(each in of_backward for each in node.all_input_nodes):
+                of_backward.add(node)
+            elif _is_sum(node):
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # where checkpointing has no say in it
+
+    def uuid(self) -> str:
+        """Of this version; compiled code is kept under it."""
+        return "amoeba.integrations.residual_sums.KeptSums 1"
+
+
+class SumsIntoExperts(custom_graph_pass()):  # type: ignore[misc]
+    """Over each pass's own graph."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if _is_sum(node):
+                for residual, added in (node.args, reversed(node.args)):
+                    experts, y = _experts_behind(added)
+                    if experts is not None and _comes_before(graph, residual, experts):
+                        _join(graph, experts, y, residual, node)
+                        break
+
+    def uuid(self) -> str:
+        return "amoeba.integrations.residual_sums.SumsIntoExperts 1"
+
+
+def _is_gradient_of_output(node: fx.Node) -> bool:
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Of two tensors that are as large as it is, and of its dtype."""
+    if node.op != "call_function" or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return False
+    kinds = [_kind(each) for each in (node, *node.args)]
+    return kinds[0] is not None and kinds[0] == kinds[1] == kinds[2]
+
+
+def _kind(node: Any) -> tuple | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    return value.shape, value.dtype, value.device
+
+
+def _experts_behind(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
+    """The call of our operator whose y this is, seen otherwise or as it is, and y, if nobody else reads that."""
+    while node.op == "call_function" and node.target in _VIEWS and len(node.users) == 1:
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:
+        return None, node
+    experts: Any = node.args[0]
+    return (experts if _with_addend(experts) is not None else None), node
+
+
+def _with_addend(experts: fx.Node) -> Any:
+    namespace, _, name = str(experts.target).partition(".")  # amoeba.triton.default
+    if experts.op != "call_function" or namespace != "amoeba":
+        return None
+    found = getattr(torch.ops.amoeba, f"{name.removesuffix('.default')}_onto", None)
+    return None if found is None else found.default
+
+
+def _comes_before(graph: fx.Graph, node: fx.Node, other: fx.Node) -> bool:
+    return next(each for each in graph.nodes if each is node or each is other) is node
+
+
+def _join(graph: fx.Graph, experts: fx.Node, y: fx.Node, residual: fx.Node, total: fx.Node) -> None:
+    shape, residual_value = y.meta["val"].shape, residual.meta["val"]
+    with graph.inserting_before(experts):
+        flat = graph.call_function(torch.ops.aten.reshape.default, (residual, list(shape)))
+        flat.meta["val"] = residual_value.reshape(shape)
+        joined = graph.call_function(_with_addend(experts), (*experts.args, flat), dict(experts.kwargs))
+        joined.meta = dict(experts.meta)
+        if (
+            "eager_input_vals" in joined.meta
+        ):  # by which the compiler lays arguments out: those that it knows, no others
+            arguments, options = joined.meta["eager_input_vals"]
+            joined.meta["eager_input_vals"] = (*arguments, flat.meta["val"]), options
+    experts.replace_all_uses_with(joined)
+    graph.erase_node(experts)
+    with graph.inserting_before(total):
+        out = graph.call_function(torch.ops.aten.reshape.default, (y, list(total.meta["val"].shape)))
+        out.meta["val"] = total.meta["val"]
+    total.replace_all_uses_with(out)
+    graph.erase_node(total)
+    graph.eliminate_dead_code()

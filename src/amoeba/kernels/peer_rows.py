@@ -1,0 +1,407 @@
+"""Rows that go from the memory of one rank straight into that of another, and what says that they are there.
+
+T tokens of this rank · R rows here, those of all ranks by (rank, token) · K experts per token · H columns · W ranks
+
+    push_slots(post, plan, rank_TK, local_TK, weight_TK, goes_WT)    # for each rank which of its experts a token wants
+    expert_RK, weight_RK = take_slots(post, plan, weight_TK, comes_R)
+    push_rows(post, plan.there, ROWS, x_TH, goes_WT)                 # a token once to each rank that it goes to
+    x_RH = own_rows(post, plan, x_TH, comes_R)                       # while the others' are under way
+    take_rows(post, plan, x_RH, comes_R)
+    push_rows(post, plan.back, SUMS, y_RH, comes_R)                  # what the experts here made of it
+    y_TH = add_rows(post, plan, SUMS, y_RH, goes_WT)                 # by rank, in fp32
+
+Every rank has a heap, which the others reach by its address: counters, then for each channel W cells, cell r for what
+comes from rank r. A row lies in its cell at its token's number: nobody needs to know how many rows there are, so that
+neither the host nor another rank is asked.
+
+Counters only grow, and are never cleared. `epochs` counts the exchanges of a channel, on the device, so that a CUDA
+graph that is replayed counts on. Of rank r's heap
+
+    arrived[channel, s]   programs of rank s that have written all their rows into cell s: PUSHERS for each epoch
+    taken[channel, d]     programs of rank d that have read all that r put into d's heap: TAKERS for each epoch
+
+An exchange is three launches: `push` waits until what it sent before was taken, writes, and adds to `arrived`; one
+program waits until all have arrived (alone, so that the other SMs stay free for what the others wait for); then all
+are read, and `taken` is added to. All of a rank's sends come before its first wait: no circle of ranks can wait.
+
+A wait ends after `limit`. Then (channel, rank waited for, epoch, seen, expected, which counter) is written to `record`
+on the host, sums become NaN, and nothing waits any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.kernels.launch import next_power_of_2, quick
+from amoeba.kernels.peer_counters import (
+    ARRIVED,
+    CHANNELS,
+    CROWDED,
+    TAKEN,
+    add_one,
+    counter_of,
+    tell,
+    wait_for,
+    wait_for_arrivals,
+)
+
+SLOTS, ROWS, SUMS, GRADIENTS = range(4)
+# Programs that write to other ranks: few, for the SMs are wanted. They and those that read what came have to be as many
+# on every rank. The interpreter runs one after another.
+PUSHERS, TAKERS = 16, 64
+PUSHERS_INTERPRETED = TAKERS_INTERPRETED = 2
+# Without a GPU there is no clock in a kernel, and so many looks take about a second.
+LOOKS_PER_SECOND = 10_000
+_BYTES_OF_TILE = 131072  # of fp32, by 16 warps: 128 bytes of bf16 of each thread are under way at once
+_WARPS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Post:
+    """What the ranks have made once.
+
+    addresses: int64 (W,), of every rank's heap as this process reaches it.
+    epochs:    int64 (CHANNELS,), on the device, this rank's own.
+    trouble:   int64 (1,), the same: not 0 after a wait in vain.
+    record:    int64 (RECORD,), on the host, where the device writes it.
+    cell_at:   of each channel, the first byte of its cells in a heap.
+    cell_size: of each channel, in bytes.
+    tokens:    of one rank at most.
+    """
+
+    addresses: Tensor
+    epochs: Tensor
+    trouble: Tensor
+    record: Tensor
+    cell_at: tuple[int, ...]
+    cell_size: tuple[int, ...]
+    tokens: int
+    rank: int
+    count: int
+    seconds: float
+
+    @property
+    def limit(self) -> int:
+        return int(self.seconds * (1e6 if self.addresses.is_cuda else LOOKS_PER_SECOND))
+
+    @property
+    def pushers(self) -> int:
+        return PUSHERS if self.addresses.is_cuda else PUSHERS_INTERPRETED
+
+    @property
+    def takers(self) -> int:
+        return TAKERS if self.addresses.is_cuda else TAKERS_INTERPRETED
+
+    def constants(self, channel: int) -> dict[str, Any]:
+        return {"CHANNEL": channel, "RANKS": self.count, "ON_GPU": self.addresses.is_cuda}
+
+    @property
+    def waiting(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.addresses, self.epochs, self.trouble, self.record
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where rows are: int64 (3, W), of each rank the first row, the first entry of what says which go, and how many.
+
+    there: of this rank's tokens, in x_TH and goes_WT.
+    back:  of each rank's tokens, in x_RH and comes_R.
+    """
+
+    there: Tensor
+    back: Tensor
+    tokens: int
+    rows: int
+
+
+def heap_layout(ranks: int, tokens: int, top_k: int, row_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """cell_at and cell_size of a `Post`, and the bytes of a heap."""
+    tokens = tokens_of_cells(tokens)
+    slots = tokens * top_k
+    sizes = (slots * (4 + 8), tokens * row_bytes, tokens * row_bytes, slots * 8)
+    at = [_whole(2 * CHANNELS.value * ranks * 8)]
+    for size in sizes:
+        at.append(_whole(at[-1] + ranks * size))
+    return tuple(at[:-1]), sizes, at[-1]
+
+
+def tokens_of_cells(tokens: int) -> int:
+    """So that each cell begins at a multiple of 16 bytes."""
+    return -(-max(tokens, 1) // 16) * 16
+
+
+def _whole(size: int) -> int:
+    return -(-size // 256) * 256
+
+
+def push_slots(post: Post, plan: Plan, rank_TK: Tensor, local_TK: Tensor, weight_TK: Tensor, goes_WT: Tensor) -> None:
+    """rank_TK, local_TK: int64, the owner of each slot and the expert's id there. Writes goes_WT, uint8."""
+    tokens, top_k = weight_TK.shape
+    _push_slots[(post.pushers,)](
+        rank_TK, local_TK, weight_TK, goes_WT, *post.waiting, post.cell_at[SLOTS], post.cell_size[SLOTS], post.tokens,
+        tokens, plan.tokens, post.rank, post.limit, K=top_k, TAKERS=post.takers, **_slot_tile(top_k),
+        **post.constants(SLOTS), num_warps=4,
+    )  # fmt: skip
+
+
+def take_slots(
+    post: Post, plan: Plan, weight_TK: Tensor, comes_R: Tensor, most_rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """expert_RK (int32) and weight_RK. Writes comes_R, uint8: whether a row has an expert here.
+
+    most_rows: where more slots have one, none has: nothing is written behind the end of a buffer, and the host is told.
+    """
+    top_k = weight_TK.shape[1]
+    _wait_for_all(post, SLOTS)
+    expert_RK = torch.empty((plan.rows, top_k), dtype=torch.int32, device=weight_TK.device)
+    weight_RK = torch.empty((plan.rows, top_k), dtype=weight_TK.dtype, device=weight_TK.device)
+    _take_slots[(post.takers,)](
+        expert_RK, weight_RK, comes_R, plan.back, post.addresses, post.cell_at[SLOTS], post.cell_size[SLOTS],
+        post.tokens, post.rank, K=top_k, **_slot_tile(top_k), **post.constants(SLOTS), num_warps=4,
+    )  # fmt: skip
+    if most_rows is not None and most_rows < expert_RK.numel():
+        slots = expert_RK.numel()
+        _refuse_too_many[(1,)](
+            expert_RK, post.epochs, post.trouble, post.record, slots, most_rows, BLOCK=16384, CHANNEL=SLOTS,
+            ON_GPU=expert_RK.is_cuda, num_warps=16,
+        )  # fmt: skip
+    return expert_RK, weight_RK
+
+
+def push_rows(post: Post, places: Tensor, channel: int, rows: Tensor, wanted: Tensor) -> None:
+    """places: of a `Plan`. wanted: goes_WT or comes_R."""
+    width = rows.shape[1]
+    _push_rows[(post.pushers,)](
+        rows, wanted, places, *post.waiting, post.cell_at[channel], post.cell_size[channel], post.rank, post.limit,
+        TAKERS=post.takers, **_tile(rows, width), **post.constants(channel), num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def own_rows(post: Post, plan: Plan, rows_TH: Tensor, comes_R: Tensor) -> Tensor:
+    """Room for the rows of all ranks' tokens, those of this rank copied; who does not come holds anything."""
+    out_RH = torch.empty((plan.rows, rows_TH.shape[1]), dtype=rows_TH.dtype, device=rows_TH.device)
+    _copy_rows(post, plan, rows_TH, out_RH, comes_R, OWN=True)
+    return out_RH
+
+
+def take_rows(post: Post, plan: Plan, out_RH: Tensor, comes_R: Tensor) -> None:
+    """The rows of the other ranks' tokens."""
+    _wait_for_all(post, ROWS)
+    _copy_rows(post, plan, out_RH, out_RH, comes_R, OWN=False)
+
+
+def _copy_rows(post: Post, plan: Plan, rows: Tensor, out_RH: Tensor, comes_R: Tensor, **which: bool) -> None:
+    _take_rows[(post.takers,)](
+        rows, comes_R, out_RH, plan.back, post.addresses, post.cell_at[ROWS], post.cell_size[ROWS], post.rank,
+        **which, **_tile(rows, rows.shape[1]), **post.constants(ROWS), num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def add_rows(post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor) -> Tensor:
+    """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere."""
+    tokens, width = goes_WT.shape[1], rows_RH.shape[1]
+    _wait_for_all(post, channel)
+    out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
+    _add_rows[(post.takers,)](
+        rows_RH, goes_WT, out_TH, plan.back, post.addresses, post.trouble, post.cell_at[channel],
+        post.cell_size[channel], tokens, post.rank, WIDE=rows_RH.dtype == torch.float64, **_tile(rows_RH, width),
+        **post.constants(channel), num_warps=_WARPS,
+    )  # fmt: skip
+    return out_TH
+
+
+def _wait_for_all(post: Post, channel: int) -> None:
+    wait_for_arrivals[(1,)](
+        *post.waiting, post.rank, post.limit, PUSHERS=post.pushers, **post.constants(channel), num_warps=1
+    )
+
+
+def _slot_tile(top_k: int) -> dict[str, int]:
+    return {"BLOCK_T": 64, "BLOCK_K": next_power_of_2(top_k)}
+
+
+def _tile(rows: Tensor, width: int) -> dict[str, Any]:
+    columns = min(next_power_of_2(width), 2048)
+    aligned = rows.data_ptr() % 16 == 0 and width * rows.element_size() % 16 == 0
+    return {"H": width, "BLOCK_T": max(_BYTES_OF_TILE // 4 // columns, 1), "BLOCK_H": columns, "ALIGNED": aligned}
+
+
+@quick
+@triton.jit(do_not_specialize=["slots", "most_rows"])
+def _refuse_too_many(
+    expert_RK, epochs, trouble, record, slots, most_rows,
+    BLOCK: tl.constexpr, CHANNEL: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    counts = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, slots, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        counts += (tl.load(expert_RK + at, mask=at < slots, other=-1) >= 0).to(tl.int32)
+    owned = tl.sum(counts, axis=0)
+    if owned > most_rows:
+        epoch = tl.load(epochs + CHANNEL)
+        tell(trouble, record, owned * 0, epoch, owned, most_rows, CROWDED, CHANNEL, ON_GPU)
+        for first in range(0, slots, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(expert_RK + at, tl.full((BLOCK,), -1, tl.int32), mask=at < slots)
+
+
+@quick
+@triton.jit(do_not_specialize=["tokens", "count", "rank", "limit"])
+def _push_slots(
+    rank_TK, local_TK, weight_TK, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, most_tokens,
+    tokens, count, rank, limit,
+    K: tl.constexpr, TAKERS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """count: rows that the others expect; those behind the tokens have no expert."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(epochs + CHANNEL)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    for step in range(0, RANKS):
+        dest = (rank + step) % RANKS
+        if step > 0:
+            taken = counter_of(addresses, rank, dest, TAKEN, CHANNEL, RANKS)
+            wait_for(taken, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, CHANNEL, ON_GPU)
+        cell = tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size
+        weights = cell.to(tl.pointer_type(weight_TK.dtype.element_ty))
+        ids = (cell + most_tokens.to(tl.int64) * (K * 8)).to(tl.pointer_type(tl.int32))
+        for first in range(program * BLOCK_T, count, programs * BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            at = t.to(tl.int64)[:, None] * K + k
+            inside = (t < tokens)[:, None] & (k < K)
+            mine = inside & (tl.load(rank_TK + at, mask=inside, other=-1) == dest)
+            expert = tl.where(mine, tl.load(local_TK + at, mask=inside, other=0), -1).to(tl.int32)
+            weight = tl.load(weight_TK + at, mask=inside, other=0)
+            expected = (t < count)[:, None] & (k < K)
+            tl.store(ids + at, expert, mask=expected)
+            tl.store(weights + at, weight, mask=expected)
+            goes = tl.max(mine.to(tl.int32), axis=1).to(tl.uint8)
+            tl.store(goes_WT + dest.to(tl.int64) * tokens + t, goes, mask=t < tokens)
+        if step > 0:
+            add_one(counter_of(addresses, dest, rank, ARRIVED, CHANNEL, RANKS))
+
+
+@quick
+@triton.jit(do_not_specialize=["rank"])
+def _take_slots(
+    expert_RK, weight_RK, comes_R, places, addresses, cell_at, cell_size, most_tokens, rank,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    for source in range(0, RANKS):
+        cell = tl.load(addresses + rank) + cell_at + source * cell_size.to(tl.int64)
+        weights = cell.to(tl.pointer_type(weight_RK.dtype.element_ty))
+        ids = (cell + most_tokens.to(tl.int64) * (K * 8)).to(tl.pointer_type(tl.int32))
+        first_row, count = tl.load(places + source), tl.load(places + 2 * RANKS + source)
+        for first in range(program * BLOCK_T, count.to(tl.int32), programs * BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            at = t.to(tl.int64)[:, None] * K + k
+            inside = (t < count)[:, None] & (k < K)
+            expert = tl.load(ids + at, mask=inside, other=-1)
+            tl.store(expert_RK + first_row * K + at, expert, mask=inside)
+            tl.store(weight_RK + first_row * K + at, tl.load(weights + at, mask=inside, other=0), mask=inside)
+            comes = (tl.max(expert, axis=1) >= 0).to(tl.uint8)
+            tl.store(comes_R + first_row + t, comes, mask=t < count)
+    for step in range(1, RANKS):
+        add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
+
+
+@triton.jit
+def _rows_at(address, like, ALIGNED: tl.constexpr):
+    """ALIGNED: 16 bytes at a time may be read and written."""
+    rows = address.to(tl.pointer_type(like.dtype.element_ty))
+    if ALIGNED:
+        rows = tl.multiple_of(rows, 16)
+    return rows
+
+
+@quick
+@triton.jit(do_not_specialize=["rank", "limit"])
+def _push_rows(
+    rows, wanted, places, addresses, epochs, trouble, record, cell_at, cell_size, rank, limit,
+    TAKERS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr,
+    CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(epochs + CHANNEL)
+    for step in range(1, RANKS):  # each rank begins with another one
+        dest = (rank + step) % RANKS
+        taken = counter_of(addresses, rank, dest, TAKEN, CHANNEL, RANKS)
+        wait_for(taken, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, CHANNEL, ON_GPU)
+        cell = _rows_at(tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size, rows, ALIGNED)
+        source = rows + tl.load(places + dest) * H
+        wanted_T = wanted + tl.load(places + RANKS + dest)
+        count = tl.load(places + 2 * RANKS + dest)
+        for first in range(program * BLOCK_T, count.to(tl.int32), programs * BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            goes = tl.load(wanted_T + t, mask=t < count, other=0) != 0
+            for column in range(0, H, BLOCK_H):
+                c = column + tl.arange(0, BLOCK_H)
+                at = t.to(tl.int64)[:, None] * H + c[None, :]
+                mask = goes[:, None] & (c < H)[None, :]
+                tl.store(cell + at, tl.load(source + at, mask=mask), mask=mask)
+        add_one(counter_of(addresses, dest, rank, ARRIVED, CHANNEL, RANKS))
+
+
+@quick
+@triton.jit(do_not_specialize=["rank"])
+def _take_rows(
+    rows_TH, comes_R, out_RH, places, addresses, cell_at, cell_size, rank,
+    OWN: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr,
+    CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for step in range(0 if OWN else 1, 1 if OWN else RANKS):
+        source = (rank + step) % RANKS
+        if OWN:
+            rows = rows_TH
+        else:
+            cell = tl.load(addresses + rank) + cell_at + source.to(tl.int64) * cell_size
+            rows = _rows_at(cell, rows_TH, ALIGNED)
+        first_row, count = tl.load(places + source), tl.load(places + 2 * RANKS + source)
+        for first in range(program * BLOCK_T, count.to(tl.int32), programs * BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            comes = tl.load(comes_R + first_row + t, mask=t < count, other=0) != 0
+            for column in range(0, H, BLOCK_H):
+                c = column + tl.arange(0, BLOCK_H)
+                at = t.to(tl.int64)[:, None] * H + c[None, :]
+                mask = comes[:, None] & (c < H)[None, :]
+                tl.store(out_RH + first_row * H + at, tl.load(rows + at, mask=mask), mask=mask)
+    for step in range(1, 1 if OWN else RANKS):
+        add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
+
+
+@quick
+@triton.jit(do_not_specialize=["tokens", "rank"])
+def _add_rows(
+    rows_RH, goes_WT, out_TH, places, addresses, trouble, cell_at, cell_size, tokens, rank,
+    WIDE: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr,
+    CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lost = tl.load(trouble) != 0
+    own = rows_RH.to(tl.int64) + tl.load(places + rank) * (H * (rows_RH.dtype.element_ty.primitive_bitwidth // 8))
+    for first in range(program * BLOCK_T, tokens, programs * BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        for column in range(0, H, BLOCK_H):
+            c = column + tl.arange(0, BLOCK_H)
+            at = t.to(tl.int64)[:, None] * H + c[None, :]
+            inside = (t < tokens)[:, None] & (c < H)[None, :]
+            total = tl.zeros((BLOCK_T, BLOCK_H), tl.float64 if WIDE else tl.float32)
+            for source in range(0, RANKS):
+                cell = tl.load(addresses + rank) + cell_at + source * cell_size.to(tl.int64)
+                rows = _rows_at(tl.where(source == rank, own, cell), rows_RH, ALIGNED)
+                goes = tl.load(goes_WT + source * tokens.to(tl.int64) + t, mask=t < tokens, other=0) != 0
+                total += tl.load(rows + at, mask=goes[:, None] & inside, other=0).to(total.dtype)
+            total = tl.where(lost, float("nan"), total)
+            tl.store(out_TH + at, total.to(out_TH.dtype.element_ty), mask=inside)
+    for step in range(1, RANKS):
+        add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))

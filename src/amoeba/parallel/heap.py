@@ -1,0 +1,63 @@
+"""Memory of one rank that all ranks of its group reach: the symmetric heap of the transport `peers`.
+
+W ranks
+
+    heap = open_heap(ranks, device, nbytes)     # on all ranks at once
+    heap.addresses                              # of each rank's, as this process reaches it
+
+On GPUs it is torch's symmetric memory. Without one it is a file that the processes map, so that the same kernels run
+there in Triton's interpreter, over real processes. A group has one heap per device, which is never given back while it
+serves: making it takes seconds on a GPU, and must not happen while kernels wait.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.parallel.ranks import Ranks
+from amoeba.torch_internals import symmetric_memory
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, eq=False)
+class Heap:
+    addresses: Tensor  # int64 (W,), on the device
+    nbytes: int
+    kept: Any  # the mappings, which last as long as this
+
+
+def open_heap(ranks: Ranks, device: torch.device, nbytes: int) -> Heap:
+    """Of zeros, before any rank goes on."""
+    make = _on_gpus if device.type == "cuda" else _in_files
+    own, places, kept = make(ranks, device, nbytes)
+    own.zero_()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    ranks.gather([nbytes], torch.device("cpu"), "the others' heaps")
+    return Heap(torch.tensor(places, dtype=torch.int64, device=device), nbytes, kept)
+
+
+def _on_gpus(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[Tensor, list[int], Any]:
+    own, handle = symmetric_memory(nbytes, device, ranks.group)
+    return own, list(handle.buffer_ptrs), (own, handle)
+
+
+def _in_files(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[Tensor, list[int], Any]:
+    file, name = tempfile.mkstemp(prefix="amoeba-heap-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+    try:
+        os.ftruncate(file, nbytes)
+        names = ranks.gather_texts(name, "the others' heaps")
+        maps = [torch.from_file(each, shared=True, size=nbytes, dtype=torch.uint8) for each in names]
+        ranks.gather([nbytes], device, "the others' heaps")
+    finally:
+        os.close(file)
+        os.unlink(name)
+    return maps[ranks.rank], [each.data_ptr() for each in maps], maps

@@ -1,0 +1,286 @@
+"""`peers`: kernels that write rows straight into the other ranks' memory, within one machine (NVLink, or one GPU).
+
+T tokens · K experts per token · R rows of all ranks · H hidden · W ranks
+
+Nothing waits for the GPU. The hosts tell each other how many tokens they have, unless `most_tokens` says what is the
+most; a cell of the heap grows when more come. What goes where, the kernels see (`amoeba.kernels.peer_rows`). Rows here
+are those of all ranks' tokens, by (rank, token), also those that do not come: they have no expert, and nobody reads
+them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from amoeba.errors import bad_value
+from amoeba.parallel.agreement import agree, facts_of
+from amoeba.parallel.heap import Heap, open_heap
+from amoeba.parallel.owners import Owners
+from amoeba.parallel.ranks import Ranks, watch
+from amoeba.parallel.sharded import ShardedExperts
+from amoeba.parallel.transports.transport import Exchange, Transport
+from amoeba.routing import Routing
+from amoeba.torch_internals import why_not_symmetric_memory
+
+if TYPE_CHECKING:
+    from amoeba.kernels.peer_rows import Plan, Post
+
+_HOST = torch.device("cpu")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+# of the channels of `peer_rows`, for who waits in vain
+_NAMES = (
+    "ids and routing weights",
+    "tokens or gradients of sums",
+    "sums of the experts or gradients of tokens",
+    "gradients of routing weights",
+)
+
+
+class Peers(Transport):
+    name, summary = "peers", "kernels that write to the other ranks' memory, on one machine"
+
+    def why_not_by_itself(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else f"is for GPUs, x is on {device.type}"
+
+    def why_not(self, ranks: Ranks, device: torch.device) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "needs Triton"
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"needs GPUs (or TRITON_INTERPRET=1, to try it), x is on {device.type}"
+        if ranks.count == 1:
+            return None
+        if not ranks.has_host_backend:
+            return "needs a group in which hosts can talk, too: init_process_group('cpu:gloo,cuda:nccl')"
+        if device.type == "cuda" and (reason := why_not_symmetric_memory()) is not None:
+            return f"needs torch's symmetric memory: {reason}"
+        return _why_not_between(_places(ranks, device), device)
+
+    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
+        office = _office(sharded.ranks, x_TH.device)
+        facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
+        tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
+        plan = _plan(tuple(tokens), routing.num_tokens, office)
+        return PeerExchange(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
+
+
+class PeerExchange(Exchange):
+    def __init__(
+        self, office: Office, owners: Owners, expert_TK: Tensor, plan: Plan, most_rows: int | None = None
+    ) -> None:
+        self.office, self.plan, self.slots = office, plan, most_rows
+        self.rank_TK, self.local_TK = owners.find(expert_TK)
+        device, tokens = expert_TK.device, expert_TK.shape[0]
+        self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
+        self.comes_R = torch.empty(plan.rows, dtype=torch.uint8, device=device)
+
+    def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows are under way while ids and weights arrive, which say what to do with them."""
+        from amoeba.kernels.peer_rows import push_slots, take_slots
+
+        post, x_TH, weight_TK = self.office.checked(), x_TH.contiguous(), weight_TK.contiguous()
+        push_slots(post, self.plan, self.rank_TK, self.local_TK, weight_TK, self.goes_WT)
+        self._push(x_TH)
+        expert_RK, weight_RK = take_slots(post, self.plan, weight_TK, self.comes_R, self.slots)
+        return self._take(x_TH), expert_RK, weight_RK
+
+    def send(self, rows_TH: Tensor, what: str) -> Tensor:
+        rows_TH = rows_TH.contiguous()
+        self._push(rows_TH)
+        return self._take(rows_TH)
+
+    def _push(self, rows_TH: Tensor) -> None:
+        from amoeba.kernels.peer_rows import ROWS, push_rows
+
+        with self.office.beside():
+            push_rows(self.office.checked(), self.plan.there, ROWS, rows_TH, self.goes_WT)
+
+    def _take(self, rows_TH: Tensor) -> Tensor:
+        from amoeba.kernels.peer_rows import own_rows, take_rows
+
+        post = self.office.checked()
+        rows_RH = own_rows(post, self.plan, rows_TH, self.comes_R)
+        self.office.join()
+        take_rows(post, self.plan, rows_RH, self.comes_R)
+        return rows_RH
+
+    def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
+        from amoeba.kernels.peer_rows import GRADIENTS, SUMS, add_rows, push_rows
+
+        post, rows_RH = self.office.checked(), rows_RH.contiguous()
+        channel = GRADIENTS if what == "gradients of routing weights" else SUMS
+        push_rows(post, self.plan.back, channel, rows_RH, self.comes_R)
+        return add_rows(post, self.plan, channel, rows_RH, self.goes_WT)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a heap: the most tokens of a rank, experts per token, and bytes of a row."""
+
+    tokens: int
+    top_k: int
+    row_bytes: int
+
+    def holds(self, other: Size) -> bool:
+        return self.tokens >= other.tokens and self.top_k >= other.top_k and self.row_bytes >= other.row_bytes
+
+    def joined(self, other: Size) -> Size:
+        return Size(*(max(one, two) for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+class Office:
+    """The heap of a group on one device, and what its kernels are told. All layers of a model share it."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+        self.size = Size(0, 0, 0)
+        self.agreed: tuple[Any, ...] | None = None
+        self._heap: Heap | None = None
+        self._post: Post | None = None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        watch(self.check)
+
+    def prepare(
+        self, ranks: Ranks, facts: dict[str, int], x_TH: Tensor, routing: Routing, most_tokens: int | None
+    ) -> Sequence[int]:
+        """The numbers of tokens of all ranks, or what is the most; and a heap that holds so many."""
+        self.ranks, tokens = ranks, routing.num_tokens
+        if self._post is not None and self._post.seconds != ranks.deadline:
+            self._post = replace(self._post, seconds=ranks.deadline)
+        if most_tokens is not None and tokens > most_tokens:
+            raise bad_value("x_TH", f"at most most_tokens={most_tokens} tokens", tokens, "allow as many as will come")
+        same = (most_tokens, *facts.values())
+        if most_tokens is not None and same == self.agreed:
+            return [most_tokens] * ranks.count
+        facts = facts | {"most_tokens": -1 if most_tokens is None else most_tokens}
+        told = [count for (count,) in agree(ranks, facts, [tokens], _HOST, "the numbers of tokens to come")]
+        counts = told if most_tokens is None else [most_tokens] * ranks.count
+        self.agreed = same
+        needed = Size(max(*counts, 1), routing.top_k, x_TH.shape[1] * x_TH.element_size())
+        if not self.size.holds(needed):
+            self._grow(ranks, self.size.joined(needed))
+        return counts
+
+    def _grow(self, ranks: Ranks, size: Size) -> None:
+        from amoeba.kernels.peer_counters import CHANNELS, RECORD
+        from amoeba.kernels.peer_rows import Post, heap_layout, tokens_of_cells
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        ranks.gather([size.tokens], _HOST, "the others to be done with the heap")
+        self._heap = self._post = None
+        cell_at, cell_size, nbytes = heap_layout(ranks.count, *vars(size).values())
+        self._heap = open_heap(ranks, self.device, nbytes)
+        self._post = Post(
+            self._heap.addresses,
+            epochs=torch.zeros(CHANNELS.value, dtype=torch.int64, device=self.device),
+            trouble=torch.zeros(1, dtype=torch.int64, device=self.device),
+            record=torch.zeros(RECORD, dtype=torch.int64, device=_HOST, pin_memory=self.device.type == "cuda"),
+            cell_at=cell_at,
+            cell_size=cell_size,
+            tokens=tokens_of_cells(size.tokens),
+            rank=ranks.rank,
+            count=ranks.count,
+            seconds=ranks.deadline,
+        )
+        self.size = size
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is launched inside need not be done before what follows, until `join`."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def checked(self) -> Post:
+        self.check()
+        assert self._post is not None
+        return self._post
+
+    def check(self) -> None:
+        """RankLost if a kernel gave up waiting, ValueError if more rows came than fit. The host looks at its own
+        memory, and waits for nothing."""
+        from amoeba.kernels.peer_counters import CROWDED, TAKEN
+
+        post = self._post
+        if post is None or not post.record[0]:
+            return
+        _, channel, whom, epoch, seen, expected, which = post.record.tolist()
+        if which == CROWDED.value:
+            needed = f"room for all slots with an expert of rank {self.ranks.rank}, {seen} in exchange {epoch}"
+            raise bad_value("most_rows", needed, expected, "allow more, or leave it out for room for all")
+        of_taken = which == TAKEN.value
+        what = f"{_NAMES[channel]}, exchange {epoch}"
+        parts = post.takers if of_taken else post.pushers
+        found = f"{max(seen - expected + parts, 0)} of {parts} parts {'were taken' if of_taken else 'had come'}"
+        raise self.ranks.lost(f"{what} to be taken" if of_taken else what, whom, found)
+
+
+_offices: dict[tuple[Any, torch.device], Office] = {}  # one per group and device, made once
+
+
+def _office(ranks: Ranks, device: torch.device) -> Office:
+    if (ranks.group, device) not in _offices:
+        _offices[ranks.group, device] = Office(ranks, device)
+    return _offices[ranks.group, device]
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(counts: tuple[int, ...], tokens: int, office: Office) -> Plan:
+    """counts: rows of each rank's tokens here; tokens: of this rank."""
+    from amoeba.kernels.peer_rows import Plan
+
+    ranks = range(len(counts))
+    first = [sum(counts[:rank]) for rank in ranks]
+    there = [[0 for _ in ranks], [rank * tokens for rank in ranks], [tokens for _ in ranks]]
+    tables = [torch.tensor(table, dtype=torch.int64, device=_HOST) for table in (there, [first, first, list(counts)])]
+    if office.device.type == "cuda":  # only from pinned memory is a copy sure not to wait for the device
+        tables = [table.pin_memory().to(office.device, non_blocking=True) for table in tables]
+    return Plan(tables[0], tables[1], counts[office.ranks.rank], sum(counts))
+
+
+def _places(ranks: Ranks, device: torch.device) -> list[str]:
+    """Of each rank its machine and its device."""
+    unit = "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
+    machine = _BOOT.read_text().strip() if _BOOT.is_file() else platform.node()
+    return ranks.post(f"place on {device.type}", f"{machine} {platform.node()} {unit}")
+
+
+def _why_not_between(places: list[str], device: torch.device) -> str | None:
+    machine, node, _ = places[0].split(" ")
+    for rank, place in enumerate(places):
+        other, other_node, unit = place.split(" ")
+        if other != machine:
+            return f"needs all ranks on one machine; rank 0 is on {node}, rank {rank} on {other_node}"
+        if unit and not _reaches(device, unit):
+            return f"needs GPUs that reach each other's memory; {device} and that of rank {rank} do not"
+    return None
+
+
+def _reaches(device: torch.device, unit: str) -> bool:
+    """Whether the GPU can reach that one's memory, as far as this process sees it."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == unit:
+            own = torch.cuda.current_device() if device.index is None else device.index
+            return index == own or torch.cuda.can_device_access_peer(own, index)
+    return True
+
+
+TRANSPORT = Peers()

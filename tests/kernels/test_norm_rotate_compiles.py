@@ -1,0 +1,79 @@
+"""The kernels that norm and rotate compile for a GPU, here without one: 16 bytes at a time, and none of them twice.
+
+Narrower accesses would be as right and slower, and no other test would see them. It runs in a process of its own, this
+file as a program, since Triton's interpreter cannot compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+pytestmark = pytest.mark.thorough
+
+ACCESSES = re.compile(r"\b(?:ld|st)\.(?:global|local|shared)(?:\.\w+)*")
+# weights and rotations of queries and of keys, rows, gradients: each in two halves
+LOADS = {"forward": 12, "backward": 20, "frozen": 20}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
+    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    surroundings |= {
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cubins")),
+    }
+    finished = subprocess.run([sys.executable, __file__], env=surroundings, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kernel", LOADS)
+def test_rows_are_read_and_written_16_bytes_at_a_time(kernels, kernel, size):
+    counts = kernels[f"{kernel} {size}"]
+    assert counts["ld.global.v4.b32"] == LOADS[kernel] and counts["st.global.v4.b32"] == 4
+    loads = {name: count for name, count in counts.items() if name.startswith("ld.global")}
+    assert sum(loads.values()) == LOADS[kernel]
+    assert not any(".local" in name for name in counts)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "frozen"])
+def test_without_sums_nothing_goes_through_shared_memory(kernels, kernel):
+    assert not any(".shared" in name for name in kernels[f"{kernel} 64"])
+
+
+def main() -> None:
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from amoeba.kernels import norm_rotate as kernels
+
+    scalars = {"tokens": "i32", "num_rotations": "i32", "eps": "fp32", "sums": "*fp32"}
+    found = {}
+    for size in (64, 128):
+        for name in LOADS:
+            kernel = kernels._norm_rotate if name == "forward" else kernels._norm_rotate_backward
+            tile = kernels.FORWARD if name == "forward" else kernels.BACKWARD
+            constants = kernels._constants(tile, 16, 4, size) | {"STRIDE": 24 * size}
+            warps = constants.pop("num_warps")
+            if name != "forward":
+                constants |= {"D_STRIDE": 24 * size, "OF_WEIGHTS": name == "backward", "REPEATS": tile.repeats}
+            names = kernel.kernel.arg_names
+            types = {each: "constexpr" if each in constants else scalars.get(each, "*bf16") for each in names}
+            aligned = {(at,): [["tt.divisibility", 16]] for at, each in enumerate(names) if types[each][0] == "*"}
+            source = ASTSource(kernel.kernel, types, constexprs=constants, attrs=aligned)
+            code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+            found[f"{name} {size}"] = Counter(ACCESSES.findall(code))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

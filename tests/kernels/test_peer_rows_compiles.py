@@ -1,0 +1,75 @@
+"""The kernels of `peers` compile for Hopper, here without a GPU: 16 bytes at a time, and counters for the whole system.
+
+What a counter says must not be seen before what it stands for, nor by one GPU alone: no test on one machine would fail
+for sure. In a process of its own, this file as a program, since Triton's interpreter cannot compile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from test_hopper_compiles import compiled_by
+
+pytestmark = pytest.mark.thorough  # compiles for some seconds
+
+KINDS = {
+    "ld.global.v4.b32": "load16",
+    "st.global.v4.b32": "store16",
+    "bar.sync": "barrier",
+    "atom.global.sys.release.add": "add",
+    "red.global.sys.release.add": "add",
+    "ld.global.sys.acquire": "look",
+    "globaltimer": "clock",
+}
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory) -> dict[str, str]:
+    return compiled_by(__file__, tmp_path_factory.mktemp("cubins"))
+
+
+@pytest.mark.parametrize("kernel", ["push", "take", "add"])
+def test_rows_go_16_bytes_at_a_time_and_the_counter_is_added_to_behind_a_barrier(order, kernel: str) -> None:
+    assert re.search(r"load16 .*store16 (\w+ )*barrier add( barrier)?$", order[kernel]), order[kernel]
+    assert order[kernel].count("add") == 1
+
+
+@pytest.mark.parametrize("kernel", ["push", "wait"])
+def test_a_wait_looks_with_acquire_and_at_the_clock(order, kernel: str) -> None:
+    assert re.search(r"look .*clock .*look .*clock", order[kernel]), order[kernel]
+
+
+def main() -> dict[str, str]:
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from amoeba.kernels import peer_rows as module
+
+    pointers = dict.fromkeys(("addresses", "epochs", "trouble", "record", "places"), "*i64")
+    pointers |= dict.fromkeys(("rows", "rows_TH", "rows_RH", "out_RH", "out_TH"), "*bf16")
+    pointers |= dict.fromkeys(("wanted", "comes_R", "goes_WT"), "*u8")
+    numbers = dict.fromkeys(("cell_at", "cell_size", "rank", "limit", "tokens"), "i32")
+    constants = {"H": 2048, "BLOCK_T": 8, "BLOCK_H": 2048, "ALIGNED": True, "RANKS": 2, "ON_GPU": True, "CHANNEL": 1}
+    constants |= {"TAKERS": 64, "PUSHERS": 16, "OWN": False, "WIDE": False}
+    kernels = {"push": "_push_rows", "take": "_take_rows", "add": "_add_rows", "wait": "wait_for_arrivals"}
+    found = {}
+    for name, function in kernels.items():
+        kernel = getattr(module, function).kernel
+        arguments = kernel.arg_names
+        signature = {each: (pointers | numbers).get(each, "constexpr") for each in arguments}
+        whole = [each for each in arguments if each in pointers or each.startswith("cell")]
+        attributes = {(arguments.index(each),): [["tt.divisibility", 16]] for each in whole}
+        known = {each: value for each, value in constants.items() if each in arguments}
+        source = ASTSource(kernel, signature, constexprs=known, attrs=attributes)
+        warps = 1 if name == "wait" else 16
+        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+        met = re.findall("|".join(re.escape(each) for each in KINDS), ptx)
+        found[name] = " ".join(KINDS[each] for each in met)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))

@@ -1,0 +1,127 @@
+"""`peers`, its kernels in Triton's interpreter over real processes that share memory: rows, counters, capacity.
+
+Where there is a GPU, two processes share it instead.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import rank_jobs
+from amoeba.kernels import peer_rows
+from amoeba.parallel.processes import LocalRanks
+from amoeba.parallel.transports import choice, peers
+from amoeba.proof.cases import SILU, Case
+from amoeba.proof.over_ranks import DividedCase, Share, check_divided, compute_share, joined, shares, whole
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
+EVERYTHING = Case(23, 4, SILU, True, "sentinels", num_experts=10, lora="all", rank=5)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("ranks", "divided"),
+    [
+        (2, DividedCase(EVERYTHING, (23, 0), transport="peers")),
+        (3, DividedCase(Case(23, 1, pattern="all_on_one", num_experts=2), (4, 0, 19), transport="peers")),
+    ],
+    ids=["everything, a rank without tokens", "all on one expert, a rank without experts"],
+)
+def test_every_gradient_is_right_and_has_the_bits_of_one_process(
+    processes: LocalRanks, ranks: int, divided: DividedCase
+) -> None:
+    errors, unequal = check_divided(divided, torch.float32, processes, ranks)
+    assert max(errors.values()) < 1e-6 and not unequal
+
+
+@interpreted
+def test_step_after_step_it_has_the_bits_of_collective_while_numbers_of_tokens_change(processes: LocalRanks) -> None:
+    """The heap grows, cells are used again, and rows that were there before are not read."""
+    steps = [(3, 5), (40, 0), (5, 70), (0, 0), (2, 1)]
+    for equal, _ in processes.run(rank_jobs.peers_as_collective, [(rank, 2, steps) for rank in range(2)]):
+        assert len(equal) == 5 * len(steps) and all(equal)
+
+
+@interpreted
+def test_with_a_fixed_capacity_hosts_talk_once_and_too_many_tokens_are_refused(processes: LocalRanks) -> None:
+    jobs = [(rank, 2, steps, 9, 20) for rank in range(2) for steps in [[(3, 5)], [(3, 5), (9, 0), (1, 2)]]]
+    once, often = (processes.run(with_capacity, [jobs[at], jobs[at + 2]]) for at in range(2))
+    for (equal, talked), (also_equal, talked_often) in zip(once, often, strict=True):
+        assert all(equal + also_equal)
+        assert talked_often <= talked  # the first time they agreed, and made room
+    for said in processes.run(too_many, [(rank, {"most_tokens": 5}) for rank in range(2)]):
+        assert said.startswith("x_TH: expected at most most_tokens=5 tokens; got 7")
+
+
+@interpreted
+def test_more_rows_than_there_is_room_for_are_refused_with_the_numbers_and_none_is_dropped() -> None:
+    with LocalRanks(2) as processes:  # which cannot go on afterwards
+        both = processes.run(too_many, [(rank, {"most_rows": 3}) for rank in range(2)])
+    chosen_TK = rank_jobs.tokens()[1].expert_TK
+    slots = [2 * int((chosen_TK < 3).sum()), 2 * int((chosen_TK >= 3).sum())]  # rank 0 owns three experts of five
+    for rank, said in enumerate(both):
+        asked = f"expected room for all slots with an expert of rank {rank}, {slots[rank]} in exchange 1; got 3."
+        assert said.startswith(f"most_rows: {asked}")
+
+
+def with_capacity(
+    rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int, most_rows: int
+) -> tuple[list[bool], int]:
+    return rank_jobs.peers_as_collective(rank, count, steps, most_tokens=most_tokens, most_rows=most_rows)
+
+
+def too_many(rank: int, most: dict[str, int]) -> str:
+    return rank_jobs.too_many_for_peers(rank, **most)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["peers", "collective"])
+def test_processes_that_share_a_gpu_have_the_gradients_of_one(transport: str) -> None:
+    divided = DividedCase(EVERYTHING, (20, 0, 3), transport=transport)
+    with LocalRanks(3) as processes:
+        parts = processes.run(on_gpu, [(share,) for share in shares(divided, torch.float32, 3)])
+        (alone,) = processes.run(on_gpu, [(whole(divided, torch.float32),)])
+    for name, found in joined(divided, parts, 3).items():
+        if name in ("output", "inference", "x"):
+            torch.testing.assert_close(found, alone[name], rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(found, alone[name]), name
+
+
+def on_gpu(share: Share) -> dict[str, torch.Tensor]:
+    tensors = {name: tensor.cuda() for name, tensor in share.tensors.items()}
+    found = compute_share(share._replace(tensors=tensors, expert_TK=share.expert_TK.cuda()))
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def test_auto_says_what_it_chose_and_why_not_what_is_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu, alone = torch.device("cpu"), rank_jobs.owners_of_one().ranks
+    assert peers.TRANSPORT.why_not(alone, cpu) is None or torch.cuda.is_available()
+    with caplog.at_level(logging.INFO, "amoeba"):
+        transport, refused = choice.choose_transport("auto", alone, cpu)
+    assert "by collective, torch's all_to_all, by gloo or NCCL; peers is for GPUs, x is on cpu" in caplog.text
+    assert transport is not None and transport.name == "collective" and refused == {"peers": "is for GPUs, x is on cpu"}
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert peers.TRANSPORT.why_not(alone, cpu) == "needs GPUs (or TRITON_INTERPRET=1, to try it), x is on cpu"
+    between = peers._why_not_between(["boot1 here ", "boot1 here ", "boot2 there "], cpu)
+    assert between == "needs all ranks on one machine; rank 0 is on here, rank 2 on there"
+    assert peers._why_not_between(["boot1 here "] * 3, cpu) is None
+
+
+@interpreted
+def test_sums_are_nan_after_a_wait_in_vain_so_that_nobody_goes_on_with_them() -> None:
+    """The host may have enqueued more by then: it looks again when the ranks next exchange something."""
+    (layer,), addresses = torch.zeros(1, 4096, dtype=torch.uint8).split(1), torch.empty(1, dtype=torch.int64)
+    addresses[0] = layer.data_ptr()
+    places, numbers = torch.tensor([[0], [0], [3]]), [torch.zeros(size, dtype=torch.int64) for size in (4, 1, 7)]
+    at, sizes, _ = peer_rows.heap_layout(1, 3, 2, 8)
+    post = peer_rows.Post(addresses, *numbers, at, sizes, tokens=16, rank=0, count=1, seconds=1.0)
+    plan, rows_RH, goes_WT = peer_rows.Plan(places, places, 3, 3), torch.rand(3, 2), torch.ones(1, 3, dtype=torch.uint8)
+    assert torch.equal(peer_rows.add_rows(post, plan, peer_rows.SUMS, rows_RH, goes_WT), rows_RH)
+    post.trouble.fill_(1)
+    assert peer_rows.add_rows(post, plan, peer_rows.SUMS, rows_RH, goes_WT).isnan().all()

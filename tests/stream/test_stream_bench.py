@@ -1,0 +1,206 @@
+"""`amoeba bench --suite stream`: settings are compared with resident layers, then timed, and written down.
+
+Threads stand for the GPU here (simulated_device.py), so its times mean nothing; that there are some is what is tested.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from simulated_device import LiveDevice, RepeatedFunction
+
+from amoeba.bench.stream import decode, place, stores, suite
+from amoeba.bench.stream.problem import SIZES, StreamProblem, choose_problem
+from amoeba.commands import bench_stream
+from amoeba.commands.output import Output
+
+CPU = torch.device("cpu")
+TINY = StreamProblem(SIZES["tiny"], CPU)
+# Triton's interpreter takes a tenth of a second for a layer
+TINIEST = StreamProblem(
+    replace(SIZES["tiny"], layers=1, disk_layers=1, lora_layers=1, lora_tokens=2), CPU, ("decode", "disk")
+)
+
+
+class SimulatedPlace(place.LinkedPlace):
+    """Steps wait for themselves: nothing here orders a copy of ids behind them."""
+
+    def __init__(self) -> None:
+        self._devices: list[LiveDevice] = []
+
+    def device(self) -> LiveDevice:
+        self._devices.append(LiveDevice(inline=True))
+        return self._devices[-1]
+
+    def repeated(self, run: Callable[[], None], memory=None) -> Callable[[], None]:
+        if memory is None:
+            return run
+        step = RepeatedFunction(memory.device, memory.replays, run)
+
+        def repeat() -> None:
+            step.replay()
+            memory.device.record(memory.device.compute).wait()
+
+        return repeat
+
+    def wait(self) -> None:
+        for device in self._devices:
+            if not device.closed:
+                device.record(device.compute).wait()
+
+    def link_rate(self) -> float:
+        return 1e9
+
+    def export_us(self, memory, expert_TK) -> float:
+        return 3.0
+
+    def close(self) -> None:
+        assert all(device.closed for device in self._devices)
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch) -> None:
+    for name, value in (("WARM", 3), ("COMPARED", 1), ("HITS", 1)):
+        monkeypatch.setattr(decode, name, value)
+    monkeypatch.setattr(suite, "WARM", 3)
+
+
+@pytest.mark.parametrize("has_link", [False, True])
+def test_every_setting_is_right_and_timed(has_link: bool, tmp_path: Path) -> None:
+    seen: list[int] = []
+    report = suite.run_stream(
+        TINIEST if has_link else TINY,
+        2 if has_link else 40,
+        tmp_path,
+        so_far=lambda found: seen.append(len(found.decodes)),
+        make_place=SimulatedPlace if has_link else None,
+    )
+    assert not report.wrong and not list(tmp_path.iterdir())
+    assert [each.setting for each in report.decodes] == [each.name for each in suite.settings(16, has_link)]
+    assert sorted(set(seen)) == [*range(1, len(report.decodes) + 1)]
+    for each in report.decodes:
+        is_whole = each.slots == 16
+        assert each.same_bits and each.error == 0 and each.us > 0 and each.hits_us > 0 and each.over_least > 0
+        assert (each.bytes_up_per_token == 0) == (each.hit_rate == 1) and (each.hit_rate == 1 or not is_whole)
+        assert (each.over_disk is None) == (each.bytes_from_disk_per_token == 0)
+        assert each.bytes_from_disk_per_token == 0 or "disk" in each.setting
+        assert (each.share_of_link is None) == (not has_link or each.bytes_up_per_token == 0)
+        assert (each.export_us is None) == (not has_link or is_whole)
+    if not has_link:
+        assert [each.over_disk is None for each in report.decodes] == [True, False, False]
+    assert report.disk_bytes_per_second > 0 and report.resident_us > 0
+    if not has_link:
+        check_lora(report)
+
+
+def check_lora(report: suite.StreamSuiteReport) -> None:
+    lora = report.lora
+    assert lora.same_bits and lora.ms > 0 and lora.resident_ms > 0 and lora.share_of_link > 0
+    assert lora.bytes_per_step > 0 and lora.bytes_per_step % report.expert_bytes == 0
+
+
+@pytest.mark.thorough
+def test_a_fine_tuning_step_over_a_link_is_right_and_timed(tmp_path: Path) -> None:
+    check_lora(suite.run_stream(replace(TINIEST, parts=("lora",)), 1, tmp_path, make_place=SimulatedPlace))
+
+
+def test_only_what_was_asked_for_is_measured(tmp_path: Path) -> None:
+    report = suite.run_stream(choose_problem(["tiny"], "lora", CPU), 4, tmp_path)
+    assert not report.decodes and report.resident_us is None and report.lora.ms > 0
+    report = suite.run_stream(choose_problem(["tiny"], "disk", CPU), 4, tmp_path)
+    assert [each.slots for each in report.decodes] == [8, 4] and report.lora is None
+
+
+def test_experts_that_differ_from_the_resident_ones_get_no_times(tmp_path: Path, monkeypatch) -> None:
+    true = stores.FileStore._read
+
+    def wrong(self, layer, expert, memory) -> None:
+        true(self, layer, expert, memory)
+        memory.tensor.view(torch.float32).mul_(1.5)
+
+    monkeypatch.setattr(stores.FileStore, "_read", wrong)
+    report = suite.run_stream(choose_problem(["tiny"], "both", CPU), 4, tmp_path)
+    assert len(report.wrong) == len(report.decodes) + 1 == 4
+    assert all("out of tolerance" in reason for reason in report.wrong)
+    assert all(each.us is None for each in report.decodes) and report.lora.ms is None
+
+
+def test_the_command_prints_a_table_and_writes_the_document(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "found.json"
+    document, is_right = bench_stream.run(TINY, 1, path, Output())
+    assert is_right and document["finished"] and document["commit"] and document["machine"]
+    assert document["command"] == "amoeba bench --suite stream --device cpu --shape tiny --repeats 1"
+    assert json.loads(path.read_text()) == document
+    (found,) = document["streams"]
+    assert found["decodes"][0]["setting"] == "100 %" and found["lora"]["ms"] > 0
+    printed = capsys.readouterr().out
+    for text in ("resident", "25 %, rest on disk", "x disk", "LoRA step", "of the disk", "GB/s"):
+        assert text in printed
+
+
+def test_with_a_link_the_table_has_its_share(capsys) -> None:
+    sizes = SIZES["qwen3_30b"], "cuda", "bfloat16", 9437184, 55e9, 2.5e9, 20.9
+    quarter = decode.DecodeMeasurement(
+        "25 %, all in pinned memory",
+        24,
+        32,
+        128,
+        200,
+        0.0,
+        True,
+        None,
+        328.0,
+        24.0,
+        283.0,
+        1.16,
+        0.809,
+        346e6,
+        0.0,
+        0.0,
+        0.8,
+    )
+    wrong = decode.DecodeMeasurement("50 %", 24, 64, 128, 200, 0.5, False, "out of tolerance")
+    bench_stream._print(suite.StreamSuiteReport(*sizes, [quarter, wrong]), Output())
+    printed = capsys.readouterr().out
+    for text in ("20.9", "328", "x least", "1.16", "of link", "80%", "link 55 GB/s, disk 2.5 GB/s", "refused, out of"):
+        assert text in printed
+
+
+@pytest.mark.parametrize(
+    ("shapes", "passes", "said"),
+    [
+        (["qwen3"], "both", "one of tiny, small, qwen3_30b"),
+        (["tiny", "small"], "both", "Give one name"),
+        (["tiny"], "training", "one of decode, disk, lora"),
+    ],
+)
+def test_what_it_does_not_measure_is_refused(shapes, passes, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        choose_problem(shapes, passes, CPU)
+
+
+def test_a_size_without_room_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("amoeba.bench.stream.problem.available_memory", lambda device: 10_000)
+    with pytest.raises(ValueError, match="of memory on the device for tiny"):
+        choose_problem(["tiny"], "both", CPU)
+
+
+@pytest.mark.parametrize(
+    "option", [{"dtypes": ["float32"]}, {"ours": ["triton"]}, {"peers": ["loop"]}, {"sustained": 2.0}]
+)
+def test_options_of_other_suites_are_refused(option) -> None:
+    given = {"dtypes": [], "ours": [], "peers": [], "sustained": None} | option
+    with pytest.raises(ValueError, match="none with --suite stream"):
+        bench_stream.check_options(**given)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_setting_is_right_and_timed(tmp_path: Path) -> None:
+    report = suite.run_stream(StreamProblem(SIZES["small"], torch.device("cuda")), 8, tmp_path)
+    assert not report.wrong and all(each.same_bits for each in report.decodes) and report.lora.same_bits
+    assert all(0 < each.export_us < 1000 for each in report.decodes if each.slots < 32)
