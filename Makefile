@@ -7,6 +7,8 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 NEEDS := aMoEba needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)
 # Threads that wait give their core away instead of spinning: on a busy machine five times faster (docs/log.md).
 YIELDING := OMP_WAIT_POLICY=passive
+# What one process compiles, the next one finds, whatever the environment says: tests start a hundred of them.
+KEEPING := PYTHONDONTWRITEBYTECODE=
 # Of 11,000 files, the 5,000 that hardly any process imports are compiled by the first that does.
 SELDOM := /(tests|_internal|lexers|mypyc?|pip|setuptools|transformers/models/(?!auto/)\w+)/
 # what `make bench` measures, for example: make bench BENCH="--suite cpu --out benchmarks/results"
@@ -32,15 +34,15 @@ test: $(INSTALLED)
 	$(MAKE) --no-print-directory -j2 test-here test-older-cpus
 
 test-here: $(INSTALLED)
-	$(YIELDING) $(BIN)/python -m pytest -n auto --dist worksteal
+	$(YIELDING) $(KEEPING) $(BIN)/python -m pytest -n auto --dist worksteal
 
 # What depends on the CPU once more, with its newer features hidden.
 test-older-cpus: $(INSTALLED)
-	$(YIELDING) $(BIN)/python tests/older_cpus.py
+	$(YIELDING) $(KEEPING) $(BIN)/python tests/older_cpus.py
 
 # The whole cross products, of which `test` takes a selection.
 test-thorough: $(INSTALLED)
-	$(YIELDING) $(BIN)/python -m pytest -n auto --dist worksteal -m "thorough and not gpu"
+	$(YIELDING) $(KEEPING) $(BIN)/python -m pytest -n auto --dist worksteal -m "thorough and not gpu"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -12,6 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
+
+# Of a test that stands for what a GPU does, in Triton's interpreter, where others of its kind run every time.
+without_a_gpu_thorough = pytest.mark.gpu if torch.cuda.is_available() else pytest.mark.thorough
 
 
 def quick(case: Callable[..., bool]) -> pytest.MarkDecorator:

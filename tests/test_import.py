@@ -16,6 +16,7 @@ from typer.main import get_command
 import amoeba
 from amoeba.cli import app
 from amoeba.torch_internals import constant_when_traced
+from selection import quick
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
@@ -123,6 +124,7 @@ WAITING = """
 """
 
 
+@quick(lambda words, given: given or words in ("train", "-v bench", "doctor"))
 @pytest.mark.parametrize(
     ("words", "given", "expected"),
     [

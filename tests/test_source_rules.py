@@ -4,6 +4,7 @@ guards a caller vanishes under `python -O`."""
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +27,13 @@ def files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(), str(path))
+
+
 def broken_rules(path: Path, rule) -> list[str]:
-    tree = ast.parse(path.read_text(), str(path))
-    return [f"{path.relative_to(SOURCE.parent)}:{line}: {what}" for line, what in rule(tree)]
+    return [f"{path.relative_to(SOURCE.parent)}:{line}: {what}" for line, what in rule(parsed(path))]
 
 
 def allocations_without_dtype_or_device(tree: ast.AST) -> Iterator[tuple[int, str]]:

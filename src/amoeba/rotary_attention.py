@@ -9,7 +9,8 @@ R tokens of the rotations · N documents
 
 One differentiable operator, so that values are read from the projection where they lie and the gradients of all three
 are written where the projection's backward reads them: nothing is copied, split or joined. Kept for backward: the
-projection, normed and rotated queries and keys, the result. A token t is rotated by row t % R of cos and sin.
+projection and the result. Backward norms and rotates queries and keys once more: in a training step of 107 ms that is
+half a millisecond, for 0.9 GiB of 27 (1.27B parameters, H200). A token t is rotated by row t % R of cos and sin.
 Importing this file does not import Triton: the first call does.
 """
 
@@ -86,34 +87,32 @@ def _split(qkv_TC: Tensor, qk_TPD: Tensor, query_heads: int) -> tuple[Tensor, Te
 def _forward(
     qkv_TC: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, cos_RD: Tensor, sin_RD: Tensor, ends_N1: Tensor,
     query_heads: int, eps: float, scale: float, window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from amoeba.kernels import attention
     from amoeba.kernels.norm_rotate import norm_rotate
 
     qk_TPD = norm_rotate(qkv_TC, q_weight_D, k_weight_D, cos_RD, sin_RD, query_heads=query_heads, eps=eps)
-    y_TQD, logsumexp_QT = attention.forward(*_split(qkv_TC, qk_TPD, query_heads), ends_N1, scale, window)
-    return y_TQD, logsumexp_QT, qk_TPD
+    return attention.forward(*_split(qkv_TC, qk_TPD, query_heads), ends_N1, scale, window)
 
 
 def _fake(
     qkv_TC: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, cos_RD: Tensor, sin_RD: Tensor, ends_N1: Tensor,
     query_heads: int, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     tokens, size = qkv_TC.shape[0], q_weight_D.shape[0]
-    key_heads = (qkv_TC.shape[1] // size - query_heads) // 2
     return (
         qkv_TC.new_empty((tokens, query_heads, size)),
         qkv_TC.new_empty((query_heads, tokens), dtype=torch.float32),
-        qkv_TC.new_empty((tokens, query_heads + key_heads, size)),
     )
 
 
 def _backward(arguments: tuple, saved: tuple, gradients: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
     from amoeba.kernels import attention
-    from amoeba.kernels.norm_rotate import norm_rotate_backward_
+    from amoeba.kernels.norm_rotate import norm_rotate, norm_rotate_backward_
 
     qkv_TC, q_weight_D, k_weight_D, cos_RD, sin_RD, ends_N1, query_heads, eps, scale, window = arguments
-    y_TQD, logsumexp_QT, qk_TPD = saved
+    y_TQD, logsumexp_QT = saved
+    qk_TPD = norm_rotate(qkv_TC, q_weight_D, k_weight_D, cos_RD, sin_RD, query_heads=query_heads, eps=eps)
     dqkv_TC = torch.empty_like(qkv_TC, memory_format=torch.contiguous_format)
     dqk_TPD = dqkv_TC[:, : qk_TPD.shape[1] * qk_TPD.shape[2]].view(qk_TPD.shape)
     dy_TQD = gradients[0].contiguous()
@@ -143,9 +142,9 @@ _operator = operators.define(
         Operand("scale", "float"),
         Operand("window", "int"),
     ),
-    results=("y", "logsumexp", "qk"),
+    results=("y", "logsumexp"),
     forward=_forward,
     backward=_backward,
     fake=_fake,
-    saved=(0, 1, 2),
+    saved=(0, 1),
 )

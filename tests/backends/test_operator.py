@@ -131,14 +131,14 @@ class TestCompiled:
             y_TH = compiled(named["x"], layer.expert_TK, named["weight"], layer.weights(named))
         torch.testing.assert_close(y_TH, expected["output"])
 
-    @quick(lambda backend: backend in ("cpu", "triton"))
+    @quick(lambda backend: backend == "triton")
     def test_one_graph_with_lora(self, backend):
         layer = Layer(GPT_OSS, rank=5)
         plain, compiled, counted = self.compiled(GPT_OSS, backend)
         assert_same(self.gradients(compiled, layer), self.gradients(plain, layer), exactly=True)
         assert counted.frame_count == 1
 
-    @quick(lambda backend: backend in ("cpu", "triton"))
+    @quick(lambda backend: backend == "cpu")
     def test_one_graph_for_any_number_of_tokens(self, backend):
         plain, compiled, counted = self.compiled(Activation(), backend, dynamic=True)
         graphs = set()
@@ -265,7 +265,7 @@ class TestOpcheck:
         operator = getattr(torch.ops.amoeba, backend).default
         torch.library.opcheck(operator, (*self.arguments(Layer(GPT_OSS, tokens=tokens, rank=rank)), save_h))
 
-    @quick(lambda backend, bias, rank: backend == "triton" or (backend == "cpu" and bias))
+    @quick(lambda backend, rank: backend == "triton" or (backend == "cpu" and rank > 0))
     @pytest.mark.parametrize(("bias", "rank"), [(True, 0), (False, 0), (True, 5)])
     def test_backward(self, backend, bias, rank):
         if backend == "triton" and (rank or not bias):

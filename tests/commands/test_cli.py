@@ -373,9 +373,11 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
     tiny = ("--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1")
-    # as `python -m amoeba`, with ceilings that take no seconds
+    # as `python -m amoeba`, with ceilings that take no seconds, and without peers that take as long to import
     start = f"""
-        import runpy
+        import atexit, logging, runpy, sys
+        sys.modules["transformers"] = None
+        atexit.register(logging.getLogger("amoeba.experts").info, "said by the library")
         from amoeba.bench import ceilings, timing
         timing.LEAST_SECONDS = 0.0
         ceilings.SIZES["cpu"] = ceilings.{SMALL}
@@ -385,7 +387,7 @@ def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["document"] == "amoeba bench"
-    assert "amoeba: experts of torch.float32 on cpu: backend" in done.stderr
+    assert "amoeba: said by the library" in done.stderr
 
 
 # Runs commands one after another as `python -m amoeba` does, where some packages cannot be imported: each set of them
@@ -449,14 +451,8 @@ BAD_USAGE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def run_without(tmp_path_factory):
-    """Exit code, stdout and stderr of a command, by the packages that are not there."""
-    into = str(tmp_path_factory.mktemp("bench"))
-    helps = [(*words, "--help") for words, _ in all_commands()]
-    bench = (*BENCH, "--out", into)
-    commands = {TORCH_ALONE: [VERIFY, bench, bench, ("doctor", "--json"), *BAD_USAGE, *helps]}
-    commands |= {(name,): [("--version",), VERIFY[:-1]] for name in ("typer", "rich")}
+def run_without(commands):
+    """Exit code, stdout and stderr of each command, by the packages that are not there."""
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WITHOUT)],
         input=pickle.dumps((FEW, SMALL, FOR_EVER, commands)),
@@ -468,6 +464,14 @@ def run_without(tmp_path_factory):
     answers = dict(zip(commands, map(json.loads, ran.stdout.splitlines()), strict=True))
     assert not any(answer["present"] for answer in answers.values())
     return {absent: list(zip(commands[absent], answer["done"], strict=True)) for absent, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def told_without():
+    """What the commands say at once."""
+    helps = [(*words, "--help") for words, _ in all_commands()]
+    commands = {TORCH_ALONE: [*BAD_USAGE, *helps]}
+    return run_without(commands | {(name,): [("--version",), VERIFY[:-1]] for name in ("typer", "rich")})
 
 
 def outline(value):
@@ -483,9 +487,11 @@ def without_errors(text: str) -> str:
 
 
 @pytest.mark.thorough
-def test_with_torch_alone_the_commands_say_and_return_the_same(run_without, tmp_path):
-    (_, plain_verify), (words, plain_bench), (_, again), (_, doctor) = run_without[TORCH_ALONE][:4]
-    folder = Path(words[-1])
+def test_with_torch_alone_the_commands_say_and_return_the_same(tmp_path):
+    folder = tmp_path / "without"
+    bench = (*BENCH, "--out", str(folder))
+    ran = run_without({TORCH_ALONE: [VERIFY, bench, bench, ("doctor", "--json")]})
+    plain_verify, plain_bench, again, doctor = (done for _, done in ran[TORCH_ALONE])
 
     expected = invoke(*VERIFY)
     code, out, _ = plain_verify
@@ -493,7 +499,7 @@ def test_with_torch_alone_the_commands_say_and_return_the_same(run_without, tmp_
     assert without_errors(out).splitlines()[:-1] == without_errors(expected.stdout).splitlines()[:-1]
     assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
 
-    expected = invoke(*BENCH, "--out", str(tmp_path))
+    expected = invoke(*BENCH, "--out", str(tmp_path / "with"))
     code, out, err = plain_bench
     assert (code, expected.exit_code) == (0, 0), err
     (written,) = folder.iterdir()
@@ -518,8 +524,8 @@ def test_with_torch_alone_the_commands_say_and_return_the_same(run_without, tmp_
     assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
 
 
-def test_with_torch_alone_bad_usage_exits_with_2(run_without):
-    ran = [(words, done) for words, done in run_without[TORCH_ALONE] if words in BAD_USAGE]
+def test_with_torch_alone_bad_usage_exits_with_2(told_without):
+    ran = [(words, done) for words, done in told_without[TORCH_ALONE] if words in BAD_USAGE]
     assert len(ran) == len(BAD_USAGE)
     for words, (code, out, err) in ran:
         expected = invoke(*words)
@@ -531,8 +537,8 @@ def test_with_torch_alone_bad_usage_exits_with_2(run_without):
             assert "usage: amoeba" in err
 
 
-def test_with_torch_alone_every_option_is_there(run_without):
-    helps = {words[:-1]: done for words, done in run_without[TORCH_ALONE] if words[-1:] == ("--help",)}
+def test_with_torch_alone_every_option_is_there(told_without):
+    helps = {words[:-1]: done for words, done in told_without[TORCH_ALONE] if words[-1:] == ("--help",)}
     assert ("stream", "simulate") in helps
     for words, command in all_commands():
         code, out, _ = helps[words]
@@ -543,8 +549,8 @@ def test_with_torch_alone_every_option_is_there(run_without):
 
 
 @pytest.mark.parametrize("absent", ["typer", "rich"])
-def test_with_only_one_of_typer_and_rich_the_commands_run(run_without, absent):
-    (_, version), (_, verify) = run_without[(absent,)]
+def test_with_only_one_of_typer_and_rich_the_commands_run(told_without, absent):
+    (_, version), (_, verify) = told_without[(absent,)]
     assert version[:2] == [0, invoke("--version").stdout]
     assert verify[0] == 0
     assert without_errors(verify[1]) == without_errors(invoke(*VERIFY[:-1]).stdout)

@@ -37,6 +37,7 @@ def test_the_core_agrees_with_plain_loops_on_other_instruction_sets(architecture
     assert "worst relative error" in done.stdout
 
 
+@pytest.mark.thorough  # without a compiler: test_library_cache.py
 def test_without_the_core_the_layer_runs_on_torch_and_says_so() -> None:
     program = """
 import logging, torch

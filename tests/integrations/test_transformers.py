@@ -639,15 +639,17 @@ def test_compiled_experts(model_type: str, eager_call_first: bool, recorder: Rec
     if eager_call_first:
         run_experts(module, "amoeba", experts_inputs(tokens=5, top_k=2))
     # another number of tokens is another graph, of the same code for every model
-    assert_compiled_equals_eager(module, recorder, 19, *((7, 1) if model_type in ("gpt_oss", "muse_spark") else ()))
+    assert_compiled_equals_eager(module, recorder, 19, *((1,) if eager_call_first else ()))
     assert recorder.own_functions_called == (MODELS[model_type] is None)
 
 
+@quick(lambda layout: layout in ("plain", "bias", "ungated"))
 @pytest.mark.parametrize("layout", ["plain", "transposed", "bias", "ungated", "norm"])
 def test_compiled_layouts_without_an_eager_call(layout: str, recorder: Recorder) -> None:
     assert_compiled_equals_eager(make_experts(**LAYOUTS[layout]), recorder, 19)
 
 
+@quick(lambda gate: gate in (_up_first, _scaled_by_a_parameter))
 @pytest.mark.parametrize("gate", [_up_first, _in_bf16, _hidden_clamp, _scaled_by_a_parameter])
 def test_compiled_unknown_gate_without_an_eager_call(gate: Any, recorder: Recorder) -> None:
     module = make_experts(gate)
@@ -659,7 +661,7 @@ def test_compiled_unknown_gate_without_an_eager_call(gate: Any, recorder: Record
 SILU_BY_NAME = type("SiLUActivation", (nn.Tanh,), {})()  # a familiar name is not enough
 
 
-@quick(lambda act_fn, has_gate: type(act_fn) is nn.Tanh or (has_gate and act_fn in (F.silu, SILU_BY_NAME)))
+@quick(lambda act_fn, has_gate: has_gate and (type(act_fn) is nn.Tanh or act_fn is F.silu))
 @pytest.mark.parametrize("act_fn", [nn.GELU(approximate="tanh"), nn.Tanh(), nn.Softplus(beta=2), F.silu, SILU_BY_NAME])
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_compiled_act_fn_that_its_class_does_not_tell(act_fn: Any, has_gate: bool, recorder: Recorder) -> None:

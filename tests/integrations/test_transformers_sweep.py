@@ -26,6 +26,7 @@ LEAST_WHOLE_MODELS = 35
 CASES = [(model_type, name) for model_type, names in experts_classes().items() for name in names]
 
 
+@pytest.mark.thorough  # one of each kind: test_transformers.py
 @pytest.mark.filterwarnings("ignore")
 def test_every_model_type_with_experts() -> None:
     whole: list[str] = []

@@ -81,6 +81,7 @@ def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(comma
         assert graphs() == 2, "one code for both layers, one for the last norm, none for short evaluations"
 
 
+@pytest.mark.thorough
 def test_long_evaluations_have_compiled_layers_too(tmp_path, inputs, compiled_layers, monkeypatch):
     monkeypatch.setattr(fast_paths, "WORTH_COMPILING", 0.0)
     run(tmp_path / "run", inputs, compile="on", held_out=0.5, **SHORT)

@@ -252,6 +252,7 @@ def test_a_trained_router_is_in_the_adapter(finished: tuple[Path, Any, Quiet], b
     assert all(not torch.equal(t, before[n.removeprefix("base_model.model.")]) for n, t in routers.items())
 
 
+@quick(lambda changes: "dtype" not in changes)  # bf16 takes long where a CPU emulates it
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"dtype": "bfloat16", "train_router": True}])
 def test_other_ways_to_run_learn_too(changes: dict[str, Any], base: Path, data: str, tmp_path: Path) -> None:
     report = finetune(settings(tmp_path / "run", base, data, accumulation=1, **changes), Quiet())

@@ -33,15 +33,20 @@ from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, kept_weights, make_inputs, ti
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 COMMANDS = ("train", "finetune")
+SIGNALS = {"train": signal.SIGINT, "finetune": signal.SIGTERM}
 
 
 class Terminator(Quiet):
-    """Sends SIGTERM after step 9, between the checkpoints of step 8 and of step 12."""
+    """Sends a signal after step 9, between the checkpoints of step 8 and of step 12."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__()
+        self.signal_number = signal_number
 
     def step(self, line: dict[str, Any], total: int) -> None:
         super().step(line, total)
         if line["step"] == 9:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.signal_number)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,7 @@ def whole(command: str, inputs: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def terminated(command: str, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Quiet]:
-    folder, console = tmp_path_factory.mktemp("terminated") / "run", Terminator()
+    folder, console = tmp_path_factory.mktemp("terminated") / "run", Terminator(SIGNALS[command])
     return folder, tiny_run(tiny_settings(command, folder, inputs), console), console
 
 
@@ -92,12 +97,12 @@ def resume(run: Path, command: str, **options: Any) -> tuple[Any, Quiet]:
     return tiny_run(settings_of(KINDS[command], str(run), None, {}), console, resume=True, **options), console
 
 
-# --- SIGTERM, and where a run goes on
+# --- control-C, SIGTERM, and where a run goes on
 
 
-def test_sigterm_writes_a_checkpoint_and_says_how_to_go_on(terminated: tuple[Path, Any, Quiet], command: str) -> None:
+def test_a_signal_writes_a_checkpoint_and_says_how_to_go_on(terminated: tuple[Path, Any, Quiet], command: str) -> None:
     folder, report, console = terminated
-    assert (report.interrupted, report.exit_code, report.steps) == (True, 143, 9)
+    assert (report.interrupted, report.exit_code, report.steps) == (True, 128 + SIGNALS[command], 9)
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-8", "checkpoint-9"]
     assert f"stopped at step 9; go on with: amoeba {command} --resume {folder}" in console.said
     assert not (folder / KEPT[command]).exists()

@@ -16,6 +16,7 @@ pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 from amoeba.jobs import time_budget
 from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import TrainSettings
+from selection import quick
 from tiny_runs import KINDS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 STEPS, FITTING = 60, 16
@@ -43,6 +44,7 @@ def timed(command: str, folder: Path, inputs: Path, **changes: Any) -> Any:
     return tiny_settings(command, folder, inputs, **told | changes)
 
 
+@quick(lambda command: command == "train")
 @pytest.mark.parametrize("command", list(KINDS))
 @pytest.mark.usefixtures("one_second_between_looks")
 def test_as_many_steps_as_fit_and_a_rate_that_falls_towards_the_last(

@@ -20,6 +20,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 from amoeba.jobs.presets import find_preset
 from amoeba.jobs.settings import TrainSettings, load_settings
 from amoeba.jobs.train import train
+from selection import quick
 from tiny_runs import Quiet
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,7 @@ def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
     assert step_losses(folder)[-4:] == step_losses(finished[0])[-4:]
 
 
+@pytest.mark.thorough  # within this process: tests/jobs/test_resume.py
 def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
     folder = tmp_path / "stopped"
     flags = [
@@ -208,6 +210,7 @@ def test_the_z_loss_keeps_router_logits_smaller(tmp_path: Path, corpus_file: str
     assert norms[1] < 0.9 * norms[0]
 
 
+@quick(lambda model: model == "gpt_oss")
 @pytest.mark.parametrize("model", ["mixtral", "olmoe", "gpt_oss"])
 def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str) -> None:
     report = train(settings(tmp_path / model, corpus_file, model=model, steps=4), Quiet())

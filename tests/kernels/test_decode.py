@@ -160,7 +160,7 @@ ADAPTED = [
 ]
 
 
-@quick(lambda case, way: way == AT_ONCE or case in ADAPTED[:2])
+@quick(lambda case, way: case in ADAPTED[:2] or (way == AT_ONCE and case in ADAPTED[::2]))
 @WAYS
 @pytest.mark.parametrize("case", ADAPTED, ids=lambda case: case.name)
 def test_factors_agree_with_the_reference(case, way, device, monkeypatch):
@@ -168,6 +168,7 @@ def test_factors_agree_with_the_reference(case, way, device, monkeypatch):
     assert_agrees(case, way, device)
 
 
+@quick(lambda case: case in MORE[::2])
 @pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
 def test_factors_of_shared_experts_agree_with_the_reference(case, device):
     assert_agrees(dataclasses.replace(case, lora="all", rank=5), BY_EXPERT, device)
@@ -189,6 +190,7 @@ def factors(problem, shared, ranks, device):
     return LoraFactors(**made, scaling=0.5)
 
 
+@quick(lambda activation, shared, ranks: (activation is SILU) == (shared or ranks[1] == 0))
 @WAYS
 @pytest.mark.parametrize("activation", [SILU, CLAMPED_SWIGLU], ids=str)
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_logits_gradients_and_bias_may_have_any_strides(device):
 OPERATOR_CONFIGS = [CONFIGS[name] for name in ("softmax_not_renormalised", "sigmoid_biased", "groups_of_three")]
 
 
-@quick(lambda config: config in OPERATOR_CONFIGS[:2])  # without a bias and with one; groups are the kernel's affair
+@quick(lambda config: config == OPERATOR_CONFIGS[1])  # with a bias; groups are the kernel's affair
 @pytest.mark.parametrize("config", OPERATOR_CONFIGS)
 def test_the_operator_passes_opcheck(config, device):
     logits_TE, bias_E, *gradients = inputs(config, 9, device)

@@ -115,7 +115,7 @@ def passes(watched: Watched, seed: int, count: int, prefetches: bool = False) ->
 
 @pytest.mark.parametrize(("slots", "host_slots"), [(1, 0), (2, 3), (3, 1), (5, 2), (E, E)])
 def test_slots_hold_what_they_are_said_to_hold_at_any_speed(slots: int, host_slots: int) -> None:
-    for seed in range(12):
+    for seed in range(6):
         with closing(Watched(seed, slots, host_slots)) as watched:
             watched.store.slow = seed % 3 == 0
             passes(watched, seed, 16, prefetches=seed % 2 == 0)
@@ -123,8 +123,8 @@ def test_slots_hold_what_they_are_said_to_hold_at_any_speed(slots: int, host_slo
 
 @pytest.mark.parametrize("prefetches", [False, True])
 def test_copies_and_reads_that_fail_leave_nothing_wrong(prefetches: bool) -> None:
-    for seed in range(16):
-        with closing(Watched(seed, 3, 2, fails_at=5 + 3 * seed)) as watched:
+    for seed in range(10):
+        with closing(Watched(seed, 3, 2, fails_at=5 + 5 * seed)) as watched:
             watched.store.failing = {(seed % 2, seed % E)}
             drawn = random.Random(seed)
             for _ in range(14):

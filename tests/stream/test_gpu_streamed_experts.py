@@ -86,7 +86,7 @@ def test_outputs_are_those_of_resident_experts(slots: int, dtype: torch.dtype) -
     resident = weights_of(dtype, bias=True)
     for host_slots in (0,) if slots == 1 else (2,):
         with closing(memory_of(resident, slots, host_slots)) as memory:
-            for tokens in (0, 1, 3, 7, 1, 66):
+            for tokens in (0, 1, 3, 7, 1, 66) if slots == 3 or DEVICE.type == "cuda" else (1, 7):
                 x_TH, routing = routed(tokens, dtype, sentinels=tokens in (7, 66))
                 with torch.no_grad():
                     expected = by_triton(x_TH, routing, resident)
@@ -183,7 +183,7 @@ class FailingStore(MemoryStore):
         super()._read(layer, expert, memory)
 
 
-@quick(lambda slots, tokens: (slots, tokens) in ((3, 1), (3, 66)))
+@quick(lambda slots, tokens: DEVICE.type == "cuda" or (slots, tokens) == (3, 1))
 @pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (3, 1), (3, 66), (E, 66)])
 def test_after_a_failed_read_slots_are_free_and_the_next_try_is_right(slots: int, tokens: int) -> None:
     resident = weights_of()

@@ -32,6 +32,7 @@ from amoeba.stream.gpu import budgets
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
+from selection import without_a_gpu_thorough
 from tiny_models import EXPERTS, build
 from tiny_runs import Quiet, make_inputs
 
@@ -106,7 +107,6 @@ def streamed(inputs, tmp_path_factory) -> Run:
     return Run(folder, report, console.said)
 
 
-@pytest.mark.thorough
 def test_losses_and_adapter_are_those_of_resident_experts(streamed, inputs, tmp_path) -> None:
     resident = finetune(settings(inputs, tmp_path / "run", "base", experts="resident"), Quiet())
     report = streamed.report
@@ -127,6 +127,7 @@ def test_losses_and_adapter_are_those_of_resident_experts(streamed, inputs, tmp_
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+@without_a_gpu_thorough  # with streaming to the CPU: tests/jobs/test_stream_parts.py
 def test_a_run_that_goes_on_with_another_budget_ends_as_it_would_have(streamed, inputs, tmp_path) -> None:
     run, budgets = tmp_path / "run", ["--vram", vram(inputs, EXPERTS), "--ram", "1MiB"]
     shutil.copytree(streamed.folder, run)
@@ -140,6 +141,7 @@ def test_a_run_that_goes_on_with_another_budget_ends_as_it_would_have(streamed, 
         assert torch.equal(tensor, expected[name]), name
 
 
+@without_a_gpu_thorough
 def test_the_adapter_serves_streamed_and_resident_experts(streamed, inputs) -> None:
     def generated(model: str, *more: str) -> list[int]:
         asked = ["generate", str(inputs / model), "In one words", "--adapter", streamed.report.adapter]

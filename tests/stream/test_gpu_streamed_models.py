@@ -35,7 +35,7 @@ from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
 from amoeba.stream.store.packing import pack
 from amoeba.stream.trace import read_trace
-from selection import quick
+from selection import quick, without_a_gpu_thorough
 from tiny_models import EXPERTS, LAYERS
 
 ON_GPU = torch.cuda.is_available()
@@ -127,6 +127,7 @@ def test_tokens_and_logits_are_those_of_the_resident_model(slots: int, dtype: to
     assert report.host_hits > 0 or slots == EXPERTS
 
 
+@without_a_gpu_thorough  # of a single layer: test_gpu_streamed_experts.py
 def test_lora_beside_streamed_experts_has_the_gradients_of_resident_ones(stores) -> None:
     def trained(model: Any) -> dict[str, Tensor]:
         lora.attach(model, r=3, alpha=6)

@@ -63,14 +63,14 @@ def way(request, monkeypatch) -> str:
     return request.param
 
 
-@quick(lambda kind, dtype: kind == "silu" or dtype == (torch.bfloat16 if kind == "gpt_oss" else torch.float32))
+@quick(lambda kind, dtype: dtype == {"silu": torch.float16, "gpt_oss": torch.bfloat16}.get(kind, torch.float32))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["silu", "bias", "gpt_oss", "relu2"])
 def test_outputs_are_those_of_resident_experts(way: str, kind: str, dtype: torch.dtype) -> None:
     activation = {"gpt_oss": CLAMPED, "relu2": Activation("relu2", gated=False)}.get(kind)
     resident = weights_of(dtype, activation, bias=kind in ("bias", "gpt_oss"))
-    for tokens in (0, 1, 4, 7, 8, 300):
-        x_TH, routing = routed(tokens, dtype, sentinels=tokens in (4, 7, 300))
+    for tokens in (0, 1, 4, 7, 8, 120):
+        x_TH, routing = routed(tokens, dtype, sentinels=tokens in (4, 7, 120))
         expected = experts(x_TH, routing, resident)
         for slots in SLOTS:
             streamed = stream_from_memory(resident, slots)
@@ -82,11 +82,12 @@ def test_outputs_are_those_of_resident_experts(way: str, kind: str, dtype: torch
                     assert torch.equal(y_TH, expected), (tokens, slots, again)
 
 
+@quick(lambda dtype, recompute: recompute == (dtype == torch.bfloat16))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 def test_lora_gradients_are_those_beside_resident_experts(way: str, dtype: torch.dtype, recompute: bool) -> None:
     resident = weights_of(dtype, bias=True)
-    for tokens in (1, 7, 150):
+    for tokens in (1, 7, 90):
         x_TH, routing = routed(tokens, dtype, sentinels=tokens == 7)
         dy_TH = torch.randn(tokens, H, generator=torch.Generator().manual_seed(3)).to(dtype)
         expected = gradients(resident, x_TH, routing, dy_TH, recompute)

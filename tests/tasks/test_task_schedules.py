@@ -12,6 +12,7 @@ from amoeba.proof.schedules import TOLERANCE, ScheduleCase, make_case, random_ca
 from amoeba.tasks.graph import Kind
 from amoeba.tasks.simulate import Pace, Script, simulate
 from amoeba.tasks.sizes import Sizes, Tiling
+from selection import quick
 
 SMALL = Tiling(
     rows=2,
@@ -42,6 +43,7 @@ def check(case: ScheduleCase, job: list[list[Script]], seed: int) -> None:
     assert max(errors.values()) < TOLERANCE, errors
 
 
+@quick(lambda chunk: chunk < CHUNKS // 2)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_250_random_schedules_of_random_layers(chunk):
     for number in range(chunk * CASES, (chunk + 1) * CASES):

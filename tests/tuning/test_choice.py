@@ -20,6 +20,7 @@ from amoeba.kernels.candidates import bucket, candidates, shared_bytes
 from amoeba.kernels.choice import configuration_on, tile_key
 from amoeba.kernels.configuration import DTYPES, ROLES, configuration
 from amoeba.kernels.decode.candidates import candidates as decode_candidates
+from selection import quick
 
 CPU = torch.device("cpu")
 PROBLEM: dict[str, Any] = {"rows": 4096, "experts": 8, "reduction": 256, "columns": 512, "dtype": torch.float16}
@@ -185,6 +186,7 @@ def test_rows_per_expert_are_taken_together():
     ]  # fmt: skip
 
 
+@quick(lambda dtype: dtype == torch.float16)
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_what_is_found_for_some_rows_is_a_candidate_for_all_that_share_the_search(role, dtype):

@@ -13,7 +13,6 @@ renamings and conversions, as in loading.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ import torch
 from torch import Tensor
 
 from amoeba.errors import bad_value
-from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules, layout_of
+from amoeba.integrations.checkpoint_names import sort_names
+from amoeba.integrations.experts_module import ExpertsModule, described, layout_of
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.formats import E8M0, MXFP4, Format, format_named, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix
@@ -52,41 +52,22 @@ def format_of(facts: Mapping[str, Any]) -> Format | None:
 class QuantisedFiles:
     def __init__(self, folder: Path, model: Any, facts: Mapping[str, Any]) -> None:
         """model: without weights, on the meta device."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
         found = format_of(facts)
         assert found is not None
         self.format, self._is_ours = found, facts["quant_method"] == OURS
         self._file_of = _files(folder)
         self._open: dict[Path, Any] = {}
-        transforms = get_model_conversion_mapping(model)
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
-        parameters, prefix = model.state_dict(), model.base_model_prefix
-        inside = tuple(f"{name}." for name in experts_modules(model))
-        self._rest: list[str] = []
-        # parameter -> pattern of its conversion, None without one -> names of weights, experts in their order
-        self._sources: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for name in sorted({_weight_of(name) for name in self._file_of}, key=_natural):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
-            if target not in parameters and name in parameters:
-                target, pattern = rename_source_key(name, [], [], prefix, parameters)
-            if target in parameters and target.startswith(inside):
-                self._sources[target][pattern].append(name)
-            elif target in parameters:
-                self._rest.append(name)
+        self._names = sort_names(model, {_weight_of(name) for name in self._file_of})
 
     def has_quantised_experts(self) -> bool:
-        names = (name for sources in self._sources.values() for names in sources.values() for name in names)
+        names = (name for sources in self._names.of_experts.values() for names in sources.values() for name in names)
         return any(self._is_quantised(name) for name in names)
 
     def rest(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Linears of attention, for one, which transformers computes in FP8 without a backward: dequantised."""
         return {
             name: self._quantised(name).dequantise(dtype) if self._is_quantised(name) else self._read(name)
-            for name in self._rest
+            for name in self._names.rest
         }
 
     def experts(self, name: str, module: Any, dtype: torch.dtype) -> BlockScaledExperts:
@@ -114,11 +95,9 @@ class QuantisedFiles:
 
     def _matrix(self, parameter: str, found: ExpertsModule, columns: int) -> QuantisedMatrix:
         """All experts' matrices of a parameter, whatever number of tensors they are in."""
-        sources = self._sources.get(parameter)
+        sources, converter = self._names.sources(parameter), self._names.converter(parameter)
         if not sources:
             raise bad_value("MODEL", f"weights for {parameter}", "none in the checkpoint", "download it again")
-        pattern = next(iter(sources))
-        converter = self._converters.get(pattern)
         if converter is None:
             return self._quantised(self._one(parameter), columns)
         patterns = list(converter.source_patterns)
@@ -167,7 +146,7 @@ class QuantisedFiles:
         return any(name + suffix in self._file_of for suffix in (BLOCKS, SCALE_INV))
 
     def _one(self, parameter: str) -> str:
-        names = [name for names in self._sources[parameter].values() for name in names]
+        names = [name for names in self._names.sources(parameter).values() for name in names]
         if len(names) != 1:
             raise bad_value("MODEL", f"one tensor for {parameter}", f"{len(names)}", "download the checkpoint again")
         return names[0]
@@ -204,8 +183,3 @@ def _common(parts: list[QuantisedMatrix]) -> Tensor:
             "MODEL", "one scale for gate and up of an expert", "two", "quantise the model with amoeba quantise"
         )
     return scales[0]
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Numbers by their value, as transformers sorts them: expert 10 comes after expert 9."""
-    return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.split(".")]

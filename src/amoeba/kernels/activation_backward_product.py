@@ -23,8 +23,8 @@ from amoeba.kernels.activation import constants, gated_backward, plain_backward
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.choice import configuration_on
 from amoeba.kernels.configuration import Configuration
-from amoeba.kernels.grouped_product import accumulate, halves
 from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.product_tiles import accumulate, halves
 from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile, slots
 
 # Elements of a tile that the epilogue handles at a time, per thread: the accumulator, gate, up and their gradients all

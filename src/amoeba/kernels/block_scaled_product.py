@@ -22,8 +22,8 @@ from amoeba.kernels.addend import Addend
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.choice import configuration_on
 from amoeba.kernels.configuration import Configuration
-from amoeba.kernels.grouped_product import add_low_rank
 from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.product_tiles import add_low_rank
 from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile, slots
 from amoeba.precision.quantised import QuantisedMatrix
 

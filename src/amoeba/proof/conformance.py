@@ -254,18 +254,25 @@ def verify(
 ) -> list[Result]:
     """Every case on every backend (or those named) in every dtype; `progress` is called before each of them.
 
-    seconds: what is not begun by then is left out, but for the first case, which every backend meets in every dtype.
+    seconds: what is not begun by then is left out, but for the first case, which every backend meets in every dtype,
+    and the second for those that refused it.
     """
     ends = math.inf if seconds is None else time.monotonic() + seconds
     chosen = cases(thorough) if seconds is None else most_telling_first(cases(thorough))
     checks = list(itertools.product(chosen, dtypes, backends or backend_names(device)))
     results: list[Result] = []
+    computed: set[tuple[str, torch.dtype]] = set()
     for case, dtype, name in checks:
         if case is not chosen[0] and time.monotonic() >= ends:
-            break
+            if case not in chosen[:2]:
+                break
+            if (name, dtype) in computed:
+                continue
         if progress is not None:
             progress(Check(len(results), len(checks), name, dtype, case))
         results.append(verify_case(case, name, device, dtype))
+        if results[-1].refused is None:
+            computed.add((name, dtype))
     return results
 
 

@@ -26,8 +26,8 @@ from amoeba.kernels.activation_backward_product import down_backward_tile, numbe
 from amoeba.kernels.choice import configuration_on
 from amoeba.kernels.combine import combine_block, combine_tile, slot_gradient_tile
 from amoeba.kernels.configuration import Configuration
-from amoeba.kernels.grouped_product import multiply_tile
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.product_tiles import multiply_tile
 from amoeba.kernels.tiles import slots
 from amoeba.kernels.weight_gradient import weight_gradient_tile
 from amoeba.tasks.clock import note_task, now

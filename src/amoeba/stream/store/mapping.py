@@ -5,15 +5,15 @@ E experts · H hidden · I intermediate · J = 2I (gated) or I
     layers, rest = map_experts(folder, checkpoint_tensors(folder))
 
 transformers loads a checkpoint by renaming its tensors and running conversions over whole layers: experts stacked, gate
-and up concatenated, transposed. Here the same table is read for a model without weights, and each conversion is undone
-on a view of an expert's blob: what remains is where in the blob each piece of the checkpoint belongs, as strides. A
-conversion that is not known here is refused by its name.
+and up concatenated, transposed. Here the same table is read for a model without weights
+(integrations/checkpoint_names.py), and each conversion is undone on a view of an expert's blob: what remains is where
+in the blob each piece of the checkpoint belongs, as strides. A conversion that is not known here is refused by its
+name.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from amoeba.errors import bad_value
+from amoeba.integrations.checkpoint_names import sort_names
 from amoeba.integrations.experts_module import ExpertsLayout, described, experts_modules, layout_of
 from amoeba.integrations.model_folder import load_config, load_without_weights
 from amoeba.stream.store.layers import DTYPES, LayerEntry, layer_entry
@@ -81,31 +82,11 @@ def _check_not_quantized(config: Any) -> None:
 
 
 class _Checkpoint:
-    """The names of a checkpoint's tensors sorted by the parameters that they become."""
-
     def __init__(self, model: Any, tensors: Mapping[str, TensorEntry]) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
         self.family, self._tensors = str(model.config.model_type), tensors
-        self.rest: dict[str, TensorEntry] = {}
-        # parameter -> pattern of the conversion (None without one) -> names, those of experts in their order
-        self._sources: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
-        transforms = get_model_conversion_mapping(model)
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
-        parameters, prefix = model.state_dict(), model.base_model_prefix
-        inside = tuple(f"{name}." for name in experts_modules(model))
-        for name in sorted(tensors, key=_natural):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
-            if target not in parameters and name in parameters:  # an already converted name, as transformers has it
-                target, pattern = rename_source_key(name, [], [], prefix, parameters)
-            if target.startswith(inside) and target in parameters:
-                self._sources[target][pattern].append(name)
-            elif target in parameters:
-                self.rest[name] = tensors[name]
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        self._names = sort_names(model, tensors)
+        self.rest = {name: tensors[name] for name in self._names.rest}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def layer(self, name: str, module: Any) -> MappedLayer:
         layout, found = layout_of(module), described(module)
@@ -135,7 +116,7 @@ class _Checkpoint:
         found = {
             self._tensors[name].dtype: name
             for parameter in parameters
-            for names in self._sources[parameter].values()
+            for names in self._names.sources(parameter).values()
             for name in names
         }
         for dtype, name in found.items():
@@ -147,10 +128,9 @@ class _Checkpoint:
         return next(iter(found), torch.bfloat16)  # with none of its tensors there the layer is refused soon
 
     def _pieces(self, parameter: str, target: _Axes, experts: int) -> list[Piece]:
-        sources = self._sources[parameter]
+        sources, converter = self._names.sources(parameter), self._names.converter(parameter)
         if not sources:
             raise bad_value("MODEL", f"weights for {parameter}", "none in the checkpoint", "download it again")
-        converter = self._converters.get(next(iter(sources)))
         patterns: list[str | None] = [None] if converter is None else list(converter.source_patterns)
         if set(sources) != set(patterns):
             raise self._refused(parameter, f"tensors for {len(sources)} of {len(patterns)} patterns")
@@ -254,8 +234,3 @@ def _stacks(operation: Any) -> bool:
     """Whether it makes a tensor of all experts out of their list, or leaves every number where it is."""
     kind = type(operation).__name__
     return (kind == "MergeModulelist" and operation.dim == 0) or kind == "Force16BytesAlignment"
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Numbers by their value, as transformers sorts them: expert 10 comes after expert 9."""
-    return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.split(".")]

@@ -1,0 +1,61 @@
+"""The tensors of a checkpoint by the parameters that they become, by transformers' own table of names and conversions.
+
+    names = sort_names(model_on_meta, tensors_of_the_checkpoint)
+    names.sources("model.layers.0.mlp.experts.down_proj")   # {pattern: [...experts.0.down_proj.weight, ...]}
+    names.rest                                              # of the rest of the model
+
+transformers loads a checkpoint by renaming its tensors and running conversions over whole layers. What the model has no
+place for, as transformers ignores it in loading, is in neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from amoeba.integrations.experts_module import experts_modules
+
+Sources = dict[str | None, list[str]]  # by the pattern of a conversion, None without one; experts in their order
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    of_experts: dict[str, Sources]  # by parameter
+    rest: list[str]
+    converters: dict[str, Any]  # WeightConverter of transformers, by each of its patterns
+
+    def sources(self, parameter: str) -> Sources:
+        """Of a parameter of experts; empty where the checkpoint has nothing for it."""
+        return self.of_experts.get(parameter, {})
+
+    def converter(self, parameter: str) -> Any | None:
+        """What makes the parameter of its sources; None where there is one tensor that is already it."""
+        return next((self.converters[each] for each in self.sources(parameter) if each in self.converters), None)
+
+
+def sort_names(model: Any, names: Iterable[str]) -> CheckpointNames:
+    """model: without weights, on the meta device."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    parameters, prefix = model.state_dict(), model.base_model_prefix
+    inside = tuple(f"{name}." for name in experts_modules(model))
+    found = CheckpointNames({}, [], {pattern: each for each in converters for pattern in each.source_patterns})
+    for name in sorted(names, key=_natural):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
+        if target not in parameters and name in parameters:  # an already converted name, as transformers has it
+            target, pattern = rename_source_key(name, [], [], prefix, parameters)
+        if target in parameters and target.startswith(inside):
+            found.of_experts.setdefault(target, {}).setdefault(pattern, []).append(name)
+        elif target in parameters:
+            found.rest.append(name)
+    return found
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Numbers by their value, as transformers sorts them: expert 10 comes after expert 9."""
+    return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.split(".")]
