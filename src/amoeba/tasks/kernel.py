@@ -267,6 +267,7 @@ def _backward(
         next_ticket = tl.atomic_add(counters, 1, sem="relaxed")  # on its way while this task is computed
         kind, item, part = decode_ticket(
             ticket,
+            tl.arange(0, BLOCK_G),
             heaviest_E,
             first_tile,
             EXPERTS,
@@ -277,7 +278,6 @@ def _backward(
             TOKEN_BLOCKS,
             WAVE,
             WAVES,
-            BLOCK_G,
             GROUP,
         )
         if trace is not None:
@@ -309,7 +309,8 @@ def _backward(
                     rows, TOP_K, H, H, H, False, AT_ONCE, COMBINE_BLOCK,
                 )  # fmt: skip
         elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
-            expert, row, row_end = rows_of_row_tile(item, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_E, BLOCK_M)
+            place_E = tl.arange(0, BLOCK_E)
+            expert, row, row_end = rows_of_row_tile(item, place_E, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_M)
             if kind == DOWN:
                 down_backward_tile(
                     expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN,

@@ -151,7 +151,7 @@ def _place(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _fill(
+def fill_product(
     row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width, columns,
     GATHER: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -187,6 +187,16 @@ def _fill(
 
 
 @gluon.jit
+def row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+    """To the first of the depth of a tile's rows; behind the last one, to the last one again."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
+    token = gl.load(order + sorted_row) // top_k
+    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    return x + (token.to(gl.int64) * x_stride)[:, None] + k[None, :]
+
+
+@gluon.jit
 def _produce(
     row_desc, matrix_desc, low_desc, factor_desc, x, order, table, row_bufs, matrix_bufs, full, empty, depth, rank,
     width, columns, x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -199,19 +209,15 @@ def _produce(
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, n = _place(tile, table, tiles, column_tiles, GROUP_M)
         if PLAN.GATHER:
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
-            token = gl.load(order + sorted_row) // top_k
-            k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-            pointers = x + (token.to(gl.int64) * x_stride)[:, None] + k[None, :]
+            pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
         else:
             pointers = x
-        count = _fill(
+        count = fill_product(
             row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width,
             columns, PLAN.GATHER, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
         if PLAN.LOW > 0:  # these rows are sorted
-            count = _fill(
+            count = fill_product(
                 low_desc, factor_desc, x, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank, width,
                 columns, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
@@ -240,7 +246,7 @@ def _multiply_stage(
 
 
 @gluon.jit
-def _multiply_tile(
+def multiply_stages(
     acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     HEIGHT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -277,7 +283,7 @@ def _consume(
     count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, n = _place(tile, table, tiles, column_tiles, GROUP_M)
-        acc, count = _multiply_tile(
+        acc, count = multiply_stages(
             acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
         row += WARPGROUP * HEIGHT
@@ -289,10 +295,10 @@ def _consume(
                 left = _add_bias(left, bias_row, column, columns, HALF)
                 right = _add_bias(right, bias_row + columns, column, columns, HALF)
             if PLAN.KEEP:
-                _store(left, h, h_desc, buffer, h_stride, row, end, column, columns, 0)
-                _store(right, h, h_desc, buffer, h_stride, row, end, column, columns, columns)
+                store_tile(left, h, h_desc, buffer, h_stride, row, end, column, columns, 0)
+                store_tile(right, h, h_desc, buffer, h_stride, row, end, column, columns, columns)
             a = gated(left, right, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            _store(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
+            store_tile(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
         else:
             for half in gl.static_range(2):
                 value = right if half else left
@@ -301,9 +307,9 @@ def _consume(
                     value = _add_bias(value, bias_row, at, width, HALF)
                 if PLAN.ACTIVATE:
                     if PLAN.KEEP:
-                        _store(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
+                        store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
                     value = plain(value, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-                _store(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
+                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
     tma.store_wait(0)
 
 
@@ -314,7 +320,7 @@ def _add_bias(tile, bias, column, width, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _store(value, out, desc, buffer, stride, row, end, column, width, shift):
+def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift):
     """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it."""
     HEIGHT: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]

@@ -1,0 +1,466 @@
+"""The scheduled backward on Hopper, in Gluon: one persistent kernel on one ring of stages.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
+
+See `amoeba.tasks.hopper`, which launches it. Three warpgroups: the producer draws tickets, waits at gates, tells the
+other two what to do and fills the stages; those compute and signal. A stage holds 48 KB, whatever the task is:
+
+    DOWN, UP                   128 rows of 64 of the depth, and 64 lines of 256 columns of the matrix
+    DOWN_WEIGHTS, UP_WEIGHTS   64 gathered rows, 128 wide in two halves, and the same sorted rows, 256 wide
+    ACTIVATE                   dA', gate and up: so many whole lines of BLOCK columns as make 16 KB each
+
+COMBINE reads memory itself. The tiles of products and weight gradients are the functions of the kernels that do
+nothing else, and what the row passes add up they add up in the order of theirs: the bits are the same.
+
+**Who may wait for whom.** Both sides of a program take its tasks in the order of tickets, and only the producer waits
+at gates, before it passes a task on. A warpgroup that is done with a task need not tell it at once: that would be to
+wait for its stores to arrive. It does so before it stores again, and before it waits for a task that is not there yet.
+So nobody holds back a signal while waiting for somebody else.
+
+**Whose writes are seen.** Threads write memory by one way, the copy engine reads and writes it by another, and neither
+way knows what the other has under way. `_tell`: the engine's writes have arrived (not only been read from shared
+memory), a fence joins the two ways, all threads of the warpgroup are through, then the release. `_wait`: the acquire,
+then the fence again, before the engine is told to load. So for dA' (stored by the engine or, at an expert's end, by
+threads; loaded by the engine), dh and s·a (stored by threads, loaded by the engine or by threads) and dx (stored by
+either, loaded by threads).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from amoeba.kernels.activation import gated_backward
+from amoeba.kernels.hopper.descriptor import barrier, bulk_load, reinterpret
+from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_gradient
+from amoeba.kernels.hopper.product import fill_product, multiply_stages, row_pointers, store_tile
+from amoeba.kernels.launch import quick
+from amoeba.kernels.tiles import grouped_order
+from amoeba.tasks.clock import note_task, now
+from amoeba.tasks.decoder import (
+    ACTIVATE,
+    COMBINE,
+    DOWN,
+    DOWN_WEIGHTS,
+    UP,
+    UP_WEIGHTS,
+    count_tickets,
+    decode_ticket,
+    rows_of_row_tile,
+)
+
+# Of a task that is passed on: kind, item, part, expert, first row, end of the rows, ticket.
+FIELDS, TASKS = gl.constexpr(7), gl.constexpr(2)
+STOP = gl.constexpr(-1)
+BLOCK_M, BLOCK_N, BLOCK_K, STAGES = gl.constexpr(128), gl.constexpr(256), gl.constexpr(64), gl.constexpr(4)
+STAGE_BYTES = gl.constexpr((128 + 256) * 64 * 2)
+_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _fence():
+    """What threads and the copy engine have done so far comes before what either of them does from here on."""
+    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait(counter, at_least):
+    seen = gl.atomic_add(counter, 0, sem="acquire")
+    while seen < at_least:
+        seen = gl.atomic_add(counter, 0, sem="acquire")
+    barrier()
+    _fence()
+
+
+@gluon.jit
+def _tell(row_tile, expert, expert_counters, row_counters):
+    """That this half of a task is done; -1: of nothing."""
+    if row_tile >= 0:
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        _fence()
+        barrier()
+        gl.atomic_add(row_counters + row_tile, 1, sem="release")
+        if expert >= 0:
+            gl.atomic_add(expert_counters + expert, 1, sem="release")
+
+
+@gluon.jit
+def _wait_for_tokens(
+    block, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN: gl.constexpr
+):
+    """Until all rows of a block of tokens have their dx and ds."""
+    lane = gl.arange(0, PLAN.SLOTS, _ONE)
+    slot = block.to(gl.int64) * (PLAN.TOKENS * PLAN.TOP_K) + lane
+    inside = (lane < PLAN.TOKENS * PLAN.TOP_K) & (slot < tokens * PLAN.TOP_K)
+    row = gl.load(slot_row + slot, mask=inside, other=2147483647)
+    owned = row < rows
+    expert = gl.load(expert_TK + slot, mask=owned, other=0)
+    start = gl.load(offs_E + expert - 1, mask=owned & (expert > 0), other=0)
+    place = gl.load(place_E + expert, mask=owned, other=0)
+    tile = gl.load(first_tile + place, mask=owned, other=0) + (row - start) // BLOCK_M
+    counters = row_counters + tile
+    least = _least(counters, owned, PLAN.COMPLETE)
+    while least < PLAN.COMPLETE:
+        least = _least(counters, owned, PLAN.COMPLETE)
+    barrier()
+    _fence()
+
+
+@gluon.jit
+def _least(counters, owned, complete):
+    seen = gl.atomic_add(counters, owned.to(gl.int32) * 0, mask=owned, sem="acquire")
+    return gl.min(gl.where(owned, seen, complete), 0)
+
+
+@gluon.jit
+def _pass_on(queue, count, kind, item, part, expert, row, end, ticket):
+    tasks, pushed, task_full, task_empty = queue
+    slot = count % TASKS
+    mbarrier.wait(task_empty.index(slot), ((count // TASKS) & 1) ^ 1)
+    values = (kind, item, part, expert, row, end, ticket)
+    for field in gl.static_range(FIELDS):
+        tasks.index(slot * FIELDS + field).store(gl.full([1], values[field], gl.int32, _ONE))
+    barrier()
+    mbarrier.arrive(task_full.index(slot), count=1)
+    pushed.store(gl.full([128], count + 1, gl.int32, _ONE))
+    return count + 1
+
+
+@gluon.jit
+def _field(queue, slot, FIELD: gl.constexpr):
+    tasks, _, _, _ = queue
+    return gl.max(tasks.index(slot * FIELDS + FIELD).load(_ONE), 0)
+
+
+@gluon.jit
+def _produce(
+    descriptors, sources, maps, counters, queue, ring, tokens, rows, PLAN: gl.constexpr
+):
+    """Draws tickets, waits at gates, passes tasks on and fills their stages."""
+    down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
+    dy, x, da, dh, expert_TK = sources
+    order, slot_row, offs_E, heaviest_E, first_tile, place_E = maps
+    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, full, empty = ring
+    expert_counters = counters + 1
+    row_counters = expert_counters + PLAN.EXPERTS
+    wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
+    place = gl.arange(0, PLAN.BLOCK_E, PLAN.EXPERT_LAYOUT)
+    token_blocks = gl.cdiv(tokens, PLAN.TOKENS)
+    total = count_tickets(
+        first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, token_blocks
+    )
+    count = 0
+    passed = 0
+    ticket = gl.atomic_add(counters, 1, sem="relaxed")
+    while ticket < total:
+        kind, item, part = decode_ticket(
+            ticket, wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS,
+            token_blocks, PLAN.WAVE, PLAN.WAVES, PLAN.GROUP,
+        )  # fmt: skip
+        expert = item
+        row = 0 * item
+        end = 0 * item
+        if kind == COMBINE:
+            _wait_for_tokens(
+                item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN
+            )
+        elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
+            row = gl.load(offs_E + item - 1, mask=item > 0, other=0)
+            end = gl.load(offs_E + item)
+            _wait(expert_counters + item, 2 * gl.cdiv(end - row, BLOCK_M))
+        else:
+            expert, row, end = rows_of_row_tile(item, place, offs_E, heaviest_E, first_tile, PLAN.EXPERTS, BLOCK_M)
+            if kind == ACTIVATE:
+                _wait(row_counters + item, PLAN.MULTIPLIED)
+            elif kind == UP:
+                _wait(row_counters + item, PLAN.ACTIVATED)
+        passed = _pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
+        if kind == DOWN:
+            pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
+            count = fill_product(
+                dh_rows_desc, down_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.H,
+                PLAN.I, PLAN.I, True, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+        elif kind == UP:
+            count = fill_product(
+                dh_rows_desc, gate_up_desc, dy, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.J,
+                PLAN.H, PLAN.H, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+        elif kind == DOWN_WEIGHTS:
+            h, w = grouped_order(part, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
+            count = fill_gradient(
+                scaled_a_desc, dy, da, order, left_bufs, matrix_bufs, full, empty, count, h, w, row, end, PLAN.H,
+                PLAN.I, PLAN.H, PLAN.I, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+        elif kind == UP_WEIGHTS:
+            h, w = grouped_order(part, PLAN.H_TILES, PLAN.J_TILES, PLAN.GROUP)
+            count = fill_gradient(
+                dh_desc, x, dh, order, left_bufs, matrix_bufs, full, empty, count, h, w, row, end, PLAN.H,
+                PLAN.J, PLAN.H, PLAN.J, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+        elif kind == ACTIVATE:
+            count = _fill_lines(da_lines_desc, h_lines_desc, da_bufs, h_bufs, full, empty, count, row, end, PLAN)
+        ticket = gl.atomic_add(counters, 1, sem="relaxed")
+    _pass_on(queue, passed, STOP, 0, 0, 0, 0, 0, 0)
+
+
+@gluon.jit
+def _fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, PLAN: gl.constexpr):
+    """dA', gate and up of a row tile. Lines behind the last row are another expert's: nobody looks at them."""
+    for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
+        for column in range(0, PLAN.I, PLAN.BLOCK):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, STAGE_BYTES)
+            bulk_load(da_desc, [line, column], bar, da_bufs.index(stage))
+            bulk_load(h_desc, [line, column], bar, h_bufs.index(stage * 2))
+            bulk_load(h_desc, [line, column + PLAN.I], bar, h_bufs.index(stage * 2 + 1))
+            async_copy.mbarrier_arrive(bar, increment_count=False)  # with the threads, though they copy nothing
+            count += 1
+    return count
+
+
+@gluon.jit
+def _activate(
+    da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """dh, s·a and ds of this warpgroup's half of each stage's lines; sums as `_activate_backward` makes them."""
+    layout: gl.constexpr = PLAN.LINE_LAYOUT
+    HALF: gl.constexpr = PLAN.LINES // 2
+    dtype: gl.constexpr = da.dtype.element_ty
+    # All rows' weights at once: one by one each would be waited for.
+    own_row = row + gl.arange(0, BLOCK_M, _ONE)
+    slot = gl.load(order + own_row, mask=own_row < end, other=0)
+    scales.store(gl.load(weight + slot, mask=own_row < end, other=0.0).to(gl.float32))
+    scale_bufs = reinterpret(scales, gl.float32, [BLOCK_M // HALF, HALF], scales.layout)
+    barrier()
+    m = gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    c = gl.arange(0, PLAN.BLOCK, gl.SliceLayout(0, layout))
+    for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
+        n = line + WARPGROUP * HALF + m
+        own = n < end
+        scale = scale_bufs.index((line - row) // HALF + WARPGROUP).load(gl.SliceLayout(1, layout))[:, None]
+        n_64 = n.to(gl.int64)[:, None]
+        dot = gl.zeros((HALF, PLAN.BLOCK), gl.float32, layout)
+        for first_column in range(0, PLAN.I, PLAN.BLOCK):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            d = da_bufs.index(stage).slice(WARPGROUP * HALF, HALF, 0).load(layout)
+            gate = h_bufs.index(stage * 2).slice(WARPGROUP * HALF, HALF, 0).load(layout)
+            up = h_bufs.index(stage * 2 + 1).slice(WARPGROUP * HALF, HALF, 0).load(layout)
+            barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            count += 1
+            column = (first_column + c)[None, :]
+            inside = own[:, None] & (column < PLAN.I)
+            zero = gl.zeros_like(d)
+            d = gl.where(inside, d, zero).to(gl.float32)
+            gate = gl.where(inside, gate, zero).to(gl.float32)
+            up = gl.where(inside, up, zero).to(gl.float32)
+            a, dgate, dup = gated_backward(
+                scale * d, gate, up, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
+            )
+            dh_at = dh + n_64 * PLAN.J + column
+            gl.store(dh_at, dgate.to(dtype), mask=inside)
+            gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)
+            dot += d * a
+            gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
+        gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
+    return count
+
+
+@gluon.jit
+def _combine(block, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
+    """d_x and d_weight of this warpgroup's half of a block of tokens."""
+    HALF: gl.constexpr = PLAN.TOKENS // 2
+    first = block.to(gl.int64) * PLAN.TOKENS + WARPGROUP * HALF
+    lane = gl.arange(0, PLAN.HALF_SLOTS, _ONE)
+    slot = first * PLAN.TOP_K + lane
+    inside = (lane < HALF * PLAN.TOP_K) & (slot < tokens * PLAN.TOP_K)
+    of_slot = gl.load(slot_row + slot, mask=inside, other=rows)
+    gradient = gl.load(ds + of_slot, mask=of_slot < rows, other=0.0)
+    gl.store(d_weight + slot, gradient.to(d_weight.dtype.element_ty), mask=inside)
+
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    token = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    mine = token < tokens
+    sorted_rows = ()  # type: tuple
+    for k in gl.static_range(PLAN.TOP_K):
+        sorted_rows += (gl.load(slot_row + token * PLAN.TOP_K + k, mask=mine, other=rows),)
+    c = gl.arange(0, 256, gl.SliceLayout(0, layout))
+    for first_column in range(0, PLAN.H, 256):
+        column = (first_column + c)[None, :]
+        within = column < PLAN.H
+        values = ()  # type: tuple
+        total = gl.zeros((HALF, 256), gl.float32, layout)
+        for begin in gl.static_range(0, PLAN.TOP_K, PLAN.AT_ONCE):
+            for k in gl.static_range(begin, min(begin + PLAN.AT_ONCE, PLAN.TOP_K)):
+                at = dx + sorted_rows[k].to(gl.int64)[:, None] * PLAN.H + column
+                values += (gl.load(at, mask=(sorted_rows[k] < rows)[:, None] & within, other=0.0),)
+            for k in gl.static_range(begin, min(begin + PLAN.AT_ONCE, PLAN.TOP_K)):
+                total += values[k].to(gl.float32)
+        gl.store(d_x + token[:, None] * PLAN.H + column, total.to(d_x.dtype.element_ty), mask=mine[:, None] & within)
+
+
+@gluon.jit
+def _consume(
+    descriptors, results, sources, maps, counters, queue, ring, staging, trace, tokens, rows, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of each task."""
+    da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
+    da, dh, ds, dx, d_x, d_weight, d_down, d_gate_up = results
+    weight, order, slot_row = sources
+    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, full, empty = ring
+    buffers, turned_buffers, all_scales = staging
+    _, pushed, task_full, task_empty = queue
+    expert_counters = counters + 1
+    row_counters = expert_counters + PLAN.EXPERTS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    buffer = buffers.index(WARPGROUP)
+    turned = turned_buffers.index(WARPGROUP)
+    scales = all_scales.index(WARPGROUP)
+    count = 0
+    taken = 0
+    untold = -1
+    untold_expert = -1
+    working = True
+    while working:
+        if trace is not None:
+            came = now(trace, False)
+        if gl.min(pushed.load(_ONE), 0) <= taken:
+            _tell(untold, untold_expert, expert_counters, row_counters)
+            untold = -1
+            untold_expert = -1
+        slot = taken % TASKS
+        mbarrier.wait(task_full.index(slot), (taken // TASKS) & 1)
+        kind = _field(queue, slot, 0)
+        item = _field(queue, slot, 1)
+        part = _field(queue, slot, 2)
+        expert = _field(queue, slot, 3)
+        row = _field(queue, slot, 4)
+        end = _field(queue, slot, 5)
+        ticket = _field(queue, slot, 6)
+        barrier()
+        mbarrier.arrive(task_empty.index(slot), count=1)
+        taken += 1
+        if trace is not None:
+            started = now(trace, False)
+        if (kind == DOWN) | (kind == UP):
+            acc = gl.zeros((64, 256), gl.float32, mma)
+            depth = gl.where(kind == DOWN, PLAN.H, PLAN.J)
+            acc, count = multiply_stages(
+                acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, 64, BLOCK_K, STAGES
+            )
+            _tell(untold, untold_expert, expert_counters, row_counters)
+            halves = acc.reshape((64, 2, 128)).permute((0, 2, 1)).split()
+            for half in gl.static_range(2):
+                first_row = row + WARPGROUP * 64
+                column = part * 256 + half * 128
+                if kind == DOWN:
+                    store_tile(halves[half], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0)
+                else:
+                    store_tile(halves[half], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0)
+            untold = item
+            untold_expert = -1
+        elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
+            acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
+            acc, count = sum_gradient(
+                acc, left_bufs, matrix_bufs, full, empty, count, row, end, WARPGROUP, BLOCK_K, STAGES
+            )
+            _tell(untold, untold_expert, expert_counters, row_counters)
+            untold = -1
+            untold_expert = -1
+            if kind == DOWN_WEIGHTS:
+                h, w = grouped_order(part, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
+                store_gradient(
+                    acc, buffer, d_down, d_down_desc, expert, h, w, PLAN.H, PLAN.I, WARPGROUP, False, BLOCK_M, BLOCK_N
+                )
+            else:
+                h, w = grouped_order(part, PLAN.H_TILES, PLAN.J_TILES, PLAN.GROUP)
+                store_gradient(
+                    acc, turned, d_gate_up, d_gate_up_desc, expert, h, w, PLAN.H, PLAN.J, WARPGROUP, True, BLOCK_M,
+                    BLOCK_N,
+                )  # fmt: skip
+        elif kind == ACTIVATE:
+            _tell(untold, untold_expert, expert_counters, row_counters)
+            count = _activate(
+                da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, WARPGROUP, PLAN
+            )
+            untold = item
+            untold_expert = expert
+        elif kind == COMBINE:
+            _tell(untold, untold_expert, expert_counters, row_counters)
+            untold = -1
+            untold_expert = -1
+            _combine(item, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP, PLAN)
+        working = kind != STOP
+        if trace is not None:
+            if WARPGROUP == 0:
+                if working:
+                    note_task(trace, ticket, kind, item, part, came, started, False)
+    tma.store_wait(0)
+
+
+@quick
+@gluon.jit(do_not_specialize=["tokens", "rows"])
+def backward_kernel(
+    down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
+    d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, dx, d_x, d_weight, d_gate_up, d_down, order,
+    slot_row, offs_E, heaviest_E, first_tile, place_E, counters, trace, tokens, rows, PLAN: gl.constexpr,
+    ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr, TURNED_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = dx.dtype.element_ty
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
+    matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], MATRIX_LAYOUT)
+    buffers = gl.allocate_shared_memory(dtype, [2, 64, 128], OUT_LAYOUT)
+    left_bufs = reinterpret(row_bufs, dtype, [STAGES * 2, 64, 64], LEFT_LAYOUT)
+    da_bufs = reinterpret(row_bufs, dtype, [STAGES, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
+    h_bufs = reinterpret(matrix_bufs, dtype, [STAGES * 2, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
+    turned_buffers = reinterpret(buffers, dtype, [2, 128, 64], TURNED_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    tasks = gl.allocate_shared_memory(gl.int32, [TASKS * FIELDS, 1], plain)
+    scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], plain)
+    pushed = gl.allocate_shared_memory(gl.int32, [128], plain)
+    task_full = gl.allocate_shared_memory(gl.int64, [TASKS, 1], barriers)
+    task_empty = gl.allocate_shared_memory(gl.int64, [TASKS, 1], barriers)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=129)  # the copy engine, and 128 threads of the producer
+        mbarrier.init(empty.index(i), count=2)  # the two warpgroups
+    for i in gl.static_range(TASKS):
+        mbarrier.init(task_full.index(i), count=1)
+        mbarrier.init(task_empty.index(i), count=2)
+    pushed.store(gl.full([128], 0, gl.int32, _ONE))
+    ring = (row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, full, empty)
+    queue = (tasks, pushed, task_full, task_empty)
+    staging = (buffers, turned_buffers, scales)
+    stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)
+    loads = (down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc)
+    results = (da, dh, ds, dx, d_x, d_weight, d_down, d_gate_up)
+    maps = (order, slot_row, offs_E, heaviest_E, first_tile, place_E)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                stores, results, (weight, order, slot_row), maps, counters, queue, ring, staging, trace, tokens, rows,
+                gl.constexpr(0), PLAN,
+            )),
+            (_consume, (
+                stores, results, (weight, order, slot_row), maps, counters, queue, ring, staging, trace, tokens, rows,
+                gl.constexpr(1), PLAN,
+            )),
+            (_produce, (
+                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, tokens, rows, PLAN,
+            )),
+        ],
+        [4, 4],
+        [208, 88],
+    )  # fmt: skip
