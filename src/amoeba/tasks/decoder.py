@@ -66,7 +66,7 @@ class Layout(NamedTuple):
 
 class Table(NamedTuple):
     """heaviest_E: experts by falling number of rows. first_tile: the first row tile of each of them, and the end.
-    place_E: where an expert is among them."""
+    place_E: where an expert is among them. They lie one behind the other."""
 
     heaviest_E: Tensor
     first_tile: Tensor
@@ -75,8 +75,8 @@ class Table(NamedTuple):
 
 def make_table(offs_E: Tensor, row_block: int) -> Table:
     experts = offs_E.shape[0]
-    heaviest_E = torch.empty_like(offs_E, dtype=torch.int32)
-    place_E, first_tile = torch.empty_like(heaviest_E), heaviest_E.new_empty(experts + 1)
+    made = torch.empty(3 * experts + 1, dtype=torch.int32, device=offs_E.device)
+    heaviest_E, first_tile, place_E = made[:experts], made[experts : 2 * experts + 1], made[2 * experts + 1 :]
     block = next_power_of_2(experts)
     part = min(block, 32)
     _make_table[(block // part,)](

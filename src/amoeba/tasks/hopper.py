@@ -91,9 +91,9 @@ class Plan:
     def UP_PARTS(self) -> int:
         return self.H_TILES * self.J_TILES
 
-    # What a row tile's counter shows: each of the two warpgroups adds to it.
     @property
     def MULTIPLIED(self) -> int:
+        """What a row tile's counter shows when dA' is there; each of the two warpgroups adds to it."""
         return 2 * self.TN
 
     @property
@@ -193,11 +193,11 @@ def hopper_backward(
     (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    table = make_table(offs_E, BLOCK_M)
     most_tiles = slots(rows, experts, BLOCK_M)
     counters = torch.zeros(1 + experts + most_tiles, dtype=torch.int32, device=device)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
-    da_NI, dx_NH = h_NJ.new_empty((rows, intermediate)), h_NJ.new_empty((rows, hidden))
+    both = h_NJ.new_empty(rows * (intermediate + hidden))  # dx behind dA', as the kernel looks for it
+    da_NI, dx_NH = both[: rows * intermediate].view(rows, -1), both[rows * intermediate :].view(rows, -1)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
     found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
     lines = (plan.LINES, plan.BLOCK)
@@ -220,16 +220,16 @@ def hopper_backward(
         da_NI,
         dh_NJ,
         ds_N,
-        dx_NH,
         *found,
         order_N,
         slot_row_N,
         offs_E,
-        *table,
+        make_table(offs_E, BLOCK_M).heaviest_E,
         counters,
         None if trace is None else trace(plan.layout(tokens).most_tickets(most_tiles), BLOCK_M),
         tokens,
         rows,
+        intermediate,
     )
     return found
 

@@ -14,7 +14,7 @@ nothing else, and what the row passes add up they add up in the order of theirs:
 
 **Who may wait for whom.** Both sides of a program take its tasks in the order of tickets, and only the producer waits
 at gates, before it passes a task on. A warpgroup that is done with a task need not tell it at once: that would be to
-wait for its stores to arrive. It does so before it stores again, and before it waits for a task that is not there yet.
+wait for its stores to arrive. It does so before it stores again, before it waits for a task that is not there yet, and at the end.
 So nobody holds back a signal while waiting for somebody else.
 
 **Whose writes are seen.** Threads write memory by one way, the copy engine reads and writes it by another, and neither
@@ -29,12 +29,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma, warpgroup_mma_wait
 
 from amoeba.kernels.activation import gated_backward
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, reinterpret
-from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_gradient
-from amoeba.kernels.hopper.product import fill_product, multiply_stages, row_pointers, store_tile
+from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
+from amoeba.kernels.hopper.product import fill_product, multiply_stage, row_pointers, store_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.clock import note_task, now
@@ -53,6 +53,9 @@ from amoeba.tasks.decoder import (
 # Of a task that is passed on: kind, item, part, expert, first row, end of the rows, ticket.
 FIELDS, TASKS = gl.constexpr(7), gl.constexpr(2)
 STOP = gl.constexpr(-1)
+# A warpgroup tells what it has done when so many stages of its next product are under way: a release takes more than half
+# a microsecond, in which the matrix unit has enough to do.
+TELL_AT = gl.constexpr(2)
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = gl.constexpr(128), gl.constexpr(256), gl.constexpr(64), gl.constexpr(4)
 STAGE_BYTES = gl.constexpr((128 + 256) * 64 * 2)
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -61,7 +64,7 @@ _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 @gluon.jit
 def _fence():
     """What threads and the copy engine have done so far comes before what either of them does from here on."""
-    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -74,17 +77,18 @@ def _wait(counter, at_least):
 
 
 @gluon.jit
-def _tell(row_tile, expert, expert_counters, row_counters):
-    """That this half of a task is done; -1: of nothing."""
-    if row_tile >= 0:
+def _tell(untold, counters, PLAN: gl.constexpr):
+    """That this half of a task is done: the row tile's counter, and after a row pass the expert's. -1: of none."""
+    if untold >= 0:
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
         _fence()
         barrier()
-        gl.atomic_add(row_counters + row_tile, 1, sem="release")
-        if expert >= 0:
-            gl.atomic_add(expert_counters + expert, 1, sem="release")
+        gl.atomic_add(counters + 1 + PLAN.EXPERTS + untold // (PLAN.EXPERTS + 1), 1, sem="release")
+        expert = untold % (PLAN.EXPERTS + 1)
+        if expert < PLAN.EXPERTS:
+            gl.atomic_add(counters + 1 + expert, 1, sem="release")
 
 
 @gluon.jit
@@ -137,12 +141,14 @@ def _field(queue, slot, FIELD: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    descriptors, sources, maps, counters, queue, ring, tokens, rows, PLAN: gl.constexpr
+    descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, PLAN: gl.constexpr
 ):
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
     dy, x, da, dh, expert_TK = sources
-    order, slot_row, offs_E, heaviest_E, first_tile, place_E = maps
+    order, slot_row, offs_E, heaviest_E = maps
+    first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
+    place_E = first_tile + PLAN.EXPERTS + 1
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, full, empty = ring
     expert_counters = counters + 1
     row_counters = expert_counters + PLAN.EXPERTS
@@ -202,16 +208,21 @@ def _produce(
                 PLAN.J, PLAN.H, PLAN.J, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif kind == ACTIVATE:
-            count = _fill_lines(da_lines_desc, h_lines_desc, da_bufs, h_bufs, full, empty, count, row, end, PLAN)
+            count = _fill_lines(
+                da_lines_desc, h_lines_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN
+            )
         ticket = gl.atomic_add(counters, 1, sem="relaxed")
     _pass_on(queue, passed, STOP, 0, 0, 0, 0, 0, 0)
 
 
 @gluon.jit
-def _fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, PLAN: gl.constexpr):
-    """dA', gate and up of a row tile. Lines behind the last row are another expert's: nobody looks at them."""
+def _fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN: gl.constexpr):
+    """dA', gate and up of a row tile. Lines behind the last row are another expert's: nobody looks at them.
+
+    intermediate: PLAN.I, which would have the loop unrolled, and more in registers than there is room for.
+    """
     for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
-        for column in range(0, PLAN.I, PLAN.BLOCK):
+        for column in range(0, intermediate, PLAN.BLOCK):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
             bar = full.index(stage)
@@ -226,8 +237,8 @@ def _fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, 
 
 @gluon.jit
 def _activate(
-    da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr,
+    da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, intermediate,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """dh, s·a and ds of this warpgroup's half of each stage's lines; sums as `_activate_backward` makes them."""
     layout: gl.constexpr = PLAN.LINE_LAYOUT
@@ -247,7 +258,7 @@ def _activate(
         scale = scale_bufs.index((line - row) // HALF + WARPGROUP).load(gl.SliceLayout(1, layout))[:, None]
         n_64 = n.to(gl.int64)[:, None]
         dot = gl.zeros((HALF, PLAN.BLOCK), gl.float32, layout)
-        for first_column in range(0, PLAN.I, PLAN.BLOCK):
+        for first_column in range(0, intermediate, PLAN.BLOCK):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
             d = da_bufs.index(stage).slice(WARPGROUP * HALF, HALF, 0).load(layout)
@@ -309,18 +320,17 @@ def _combine(block, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP: gl
 
 @gluon.jit
 def _consume(
-    descriptors, results, sources, maps, counters, queue, ring, staging, trace, tokens, rows, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr,
+    descriptors, results, sources, counters, queue, ring, staging, trace, tokens, rows, intermediate,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each task."""
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
-    da, dh, ds, dx, d_x, d_weight, d_down, d_gate_up = results
+    da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
+    dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
     weight, order, slot_row = sources
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, full, empty = ring
     buffers, turned_buffers, all_scales = staging
     _, pushed, task_full, task_empty = queue
-    expert_counters = counters + 1
-    row_counters = expert_counters + PLAN.EXPERTS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     buffer = buffers.index(WARPGROUP)
     turned = turned_buffers.index(WARPGROUP)
@@ -328,15 +338,13 @@ def _consume(
     count = 0
     taken = 0
     untold = -1
-    untold_expert = -1
     working = True
     while working:
         if trace is not None:
             came = now(trace, False)
         if gl.min(pushed.load(_ONE), 0) <= taken:
-            _tell(untold, untold_expert, expert_counters, row_counters)
+            _tell(untold, counters, PLAN)
             untold = -1
-            untold_expert = -1
         slot = taken % TASKS
         mbarrier.wait(task_full.index(slot), (taken // TASKS) & 1)
         kind = _field(queue, slot, 0)
@@ -354,10 +362,16 @@ def _consume(
         if (kind == DOWN) | (kind == UP):
             acc = gl.zeros((64, 256), gl.float32, mma)
             depth = gl.where(kind == DOWN, PLAN.H, PLAN.J)
-            acc, count = multiply_stages(
-                acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, 64, BLOCK_K, STAGES
-            )
-            _tell(untold, untold_expert, expert_counters, row_counters)
+            tell_at = gl.minimum(TELL_AT * BLOCK_K, depth - BLOCK_K)
+            for k in range(0, depth, BLOCK_K):
+                acc = multiply_stage(
+                    acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
+                )
+                count += 1
+                if k == tell_at:
+                    _tell(untold, counters, PLAN)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
             halves = acc.reshape((64, 2, 128)).permute((0, 2, 1)).split()
             for half in gl.static_range(2):
                 first_row = row + WARPGROUP * 64
@@ -366,16 +380,20 @@ def _consume(
                     store_tile(halves[half], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0)
                 else:
                     store_tile(halves[half], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0)
-            untold = item
-            untold_expert = -1
+            untold = item * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
-            acc, count = sum_gradient(
-                acc, left_bufs, matrix_bufs, full, empty, count, row, end, WARPGROUP, BLOCK_K, STAGES
-            )
-            _tell(untold, untold_expert, expert_counters, row_counters)
+            tell_at = gl.minimum(row + TELL_AT * BLOCK_K, end - 1)
+            for first in range(row, end, BLOCK_K):
+                acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
+                count += 1
+                if (first <= tell_at) & (tell_at < first + BLOCK_K):
+                    _tell(untold, counters, PLAN)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > row)
+            if end == row:
+                _tell(untold, counters, PLAN)
             untold = -1
-            untold_expert = -1
             if kind == DOWN_WEIGHTS:
                 h, w = grouped_order(part, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
                 store_gradient(
@@ -388,22 +406,22 @@ def _consume(
                     BLOCK_N,
                 )  # fmt: skip
         elif kind == ACTIVATE:
-            _tell(untold, untold_expert, expert_counters, row_counters)
+            _tell(untold, counters, PLAN)
             count = _activate(
-                da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, WARPGROUP, PLAN
-            )
-            untold = item
-            untold_expert = expert
+                da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, intermediate,
+                WARPGROUP, PLAN,
+            )  # fmt: skip
+            untold = item * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
-            _tell(untold, untold_expert, expert_counters, row_counters)
+            _tell(untold, counters, PLAN)
             untold = -1
-            untold_expert = -1
             _combine(item, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP, PLAN)
         working = kind != STOP
         if trace is not None:
             if WARPGROUP == 0:
                 if working:
                     note_task(trace, ticket, kind, item, part, came, started, False)
+    _tell(untold, counters, PLAN)
     tma.store_wait(0)
 
 
@@ -411,12 +429,12 @@ def _consume(
 @gluon.jit(do_not_specialize=["tokens", "rows"])
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
-    d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, dx, d_x, d_weight, d_gate_up, d_down, order,
-    slot_row, offs_E, heaviest_E, first_tile, place_E, counters, trace, tokens, rows, PLAN: gl.constexpr,
+    d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
+    slot_row, offs_E, heaviest_E, counters, trace, tokens, rows, intermediate, PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr, TURNED_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = dx.dtype.element_ty
+    dtype: gl.constexpr = da.dtype.element_ty
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
@@ -445,20 +463,20 @@ def backward_kernel(
     staging = (buffers, turned_buffers, scales)
     stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)
     loads = (down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc)
-    results = (da, dh, ds, dx, d_x, d_weight, d_down, d_gate_up)
-    maps = (order, slot_row, offs_E, heaviest_E, first_tile, place_E)
+    results = (da, dh, ds, d_x, d_weight, d_down, d_gate_up)
+    maps = (order, slot_row, offs_E, heaviest_E)
     gl.warp_specialize(
         [
             (_consume, (
-                stores, results, (weight, order, slot_row), maps, counters, queue, ring, staging, trace, tokens, rows,
-                gl.constexpr(0), PLAN,
+                stores, results, (weight, order, slot_row), counters, queue, ring, staging, trace, tokens, rows,
+                intermediate, gl.constexpr(0), PLAN,
             )),
             (_consume, (
-                stores, results, (weight, order, slot_row), maps, counters, queue, ring, staging, trace, tokens, rows,
-                gl.constexpr(1), PLAN,
+                stores, results, (weight, order, slot_row), counters, queue, ring, staging, trace, tokens, rows,
+                intermediate, gl.constexpr(1), PLAN,
             )),
             (_produce, (
-                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, tokens, rows, PLAN,
+                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, tokens, rows, intermediate, PLAN,
             )),
         ],
         [4, 4],

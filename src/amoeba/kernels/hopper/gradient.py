@@ -141,9 +141,11 @@ def _consume(
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
         tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
         acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
-        acc, count = sum_gradient(
-            acc, left_bufs, right_bufs, full, empty, count, start, end, WARPGROUP, BLOCK_N, STAGES
-        )
+        for row in range(start, end, BLOCK_N):
+            acc = sum_stage(acc, left_bufs, right_bufs, full, empty, count, row > start, WARPGROUP, STAGES)
+            count += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
         if tile < tiles:
             store_gradient(
                 acc, buffer, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
@@ -152,23 +154,18 @@ def _consume(
 
 
 @gluon.jit
-def sum_gradient(
-    acc, left_bufs, right_bufs, full, empty, count, start, end, WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """acc += leftᵀ · right over the rows from start to end; a stage is given back when the product after it started."""
-    for row in range(start, end, BLOCK_N):
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        fence_async_shared()  # the left rows were written by threads, the matrix unit reads them as another party
-        left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
-        acc = warpgroup_mma(left, right_bufs.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=row > start)
-        count += 1
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
-    return acc, count
+def sum_stage(
+    acc, left_bufs, right_bufs, full, empty, count, more, WARPGROUP: gl.constexpr, STAGES: gl.constexpr
+):
+    """acc += leftᵀ · right of a stage, begun; the stage before it is given back. more: not the first of a tile."""
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    fence_async_shared()  # the left rows were written by threads, the matrix unit reads them as another party
+    left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
+    acc = warpgroup_mma(left, right_bufs.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+    return acc
 
 
 @gluon.jit

@@ -224,7 +224,7 @@ def _produce(
 
 
 @gluon.jit
-def _multiply_stage(
+def multiply_stage(
     acc, row_bufs, matrix_bufs, full, empty, count, more, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr,
     PLAN: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -246,18 +246,18 @@ def _multiply_stage(
 
 
 @gluon.jit
-def multiply_stages(
+def _multiply_tile(
     acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     HEIGHT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """acc = rows · matrix over all of the depth; a stage is given back when the product after it has started."""
     for k in range(0, depth, BLOCK_K):
-        acc = _multiply_stage(
+        acc = multiply_stage(
             acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, HEIGHT, STAGES
         )
         count += 1
     if PLAN.SHORT:  # the rest of that stage is zeros, or another expert's
-        acc = _multiply_stage(
+        acc = multiply_stage(
             acc, row_bufs, matrix_bufs, full, empty, count, True, PLAN.LOW, WARPGROUP, PLAN, HEIGHT, STAGES
         )
         count += 1
@@ -283,7 +283,7 @@ def _consume(
     count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, n = _place(tile, table, tiles, column_tiles, GROUP_M)
-        acc, count = multiply_stages(
+        acc, count = _multiply_tile(
             acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
         row += WARPGROUP * HEIGHT
