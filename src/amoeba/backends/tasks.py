@@ -3,11 +3,14 @@
     import amoeba.backends.tasks                                  # registers it
     y_TH = amoeba.experts(x_TH, routing, weights, backend="tasks")
 
-`auto` never takes it. Gradients have the bits of the plain Triton kernels of `triton`; on Hopper, where `triton` has
-kernels in Gluon, the two differ by rounding.
+`auto` never takes it. Gradients have the bits of `triton`. Where Hopper's kernel in Gluon does not serve a layer that
+those of `triton` do, see `amoeba.tasks.hopper.why_not`, the plain kernel does and the two differ by rounding.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +21,9 @@ from amoeba.backends.triton import TritonBackend
 from amoeba.problem import Gradients, Needs, Problem, Saved
 from amoeba.torch_internals import graph_is_freed
 from amoeba.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from amoeba.tasks.kernel import Scheduled
 
 
 class TasksBackend(TritonBackend):
@@ -39,14 +45,13 @@ class TasksBackend(TritonBackend):
 
     def _backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         from amoeba.backends.triton_rows import TritonRows
-        from amoeba.tasks.kernel import scheduled_backward
 
         if problem.rows == 0:
             return Gradients.zeros(problem, needs)
         rows = TritonRows.dispatch(problem, saved)
         problem, weights = rows.problem, rows.problem.weights
-        found = scheduled_backward(
-            dy_TH.contiguous(),
+        found = kernel_for(problem)(
+            rows.gather(dy_TH.contiguous()).rows_TW,
             problem.x_TH.contiguous(),
             rows.hidden() if saved is None else saved.h_NJ,
             problem.expert_TK,
@@ -58,6 +63,21 @@ class TasksBackend(TritonBackend):
             overwrite_h=saved is None or graph_is_freed(),
         )
         return Gradients(**{name: value if getattr(needs, name) else None for name, value in found._asdict().items()})
+
+
+def kernel_for(problem: Problem) -> Callable[..., Scheduled]:
+    """The scheduled backward in Gluon where it serves, else the plain one."""
+    from amoeba.backends.triton_rows import why_not_hopper
+
+    if why_not_hopper(problem) is None:
+        from amoeba.tasks.hopper import hopper_backward, why_not
+
+        weights = problem.weights
+        if why_not(weights.intermediate, problem.expert_TK.shape[1], weights.activation) is None:
+            return hopper_backward
+    from amoeba.tasks.kernel import scheduled_backward
+
+    return scheduled_backward
 
 
 BACKEND = TasksBackend()

@@ -136,16 +136,16 @@ def _check(problem: Problem) -> None:
 
 def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tuple[Record, Record]]]:
     """Of the second pass: the first one compiles."""
+    from amoeba.backends.tasks import kernel_for
     from amoeba.backends.triton import BACKEND
     from amoeba.problem import Saved
     from amoeba.tasks.device_trace import DeviceTrace
-    from amoeba.tasks.kernel import scheduled_backward
 
     _, saved = BACKEND.forward(problem, "h")
     assert isinstance(saved, Saved)
     weights, trace = problem.weights, DeviceTrace(problem.x_TH.device)
     for _ in range(2):
-        scheduled_backward(
+        kernel_for(problem)(
             dy_TH,
             problem.x_TH,
             saved.h_NJ,

@@ -195,11 +195,9 @@ def decode_ticket(
 
 
 @triton.jit
-def rows_of_row_tile(
-    tile, place_E, offs_E, heaviest_E, first_tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Expert, first sorted row, and end of the expert's rows. place_E: 0 to a power of two, at least EXPERTS."""
-    first_E = tl.load(first_tile + place_E, mask=place_E < EXPERTS, other=2147483647)
+def rows_of_row_tile(tile, places, offs_E, heaviest_E, first_tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Expert, first sorted row, and end of the expert's rows. places: 0 to a power of two, at least EXPERTS."""
+    first_E = tl.load(first_tile + places, mask=places < EXPERTS, other=2147483647)
     place = tl.sum((first_E <= tile).to(tl.int32), 0) - 1
     expert = tl.load(heaviest_E + place)
     start = tl.load(offs_E + expert - 1, mask=expert > 0, other=0)

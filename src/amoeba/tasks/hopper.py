@@ -40,7 +40,7 @@ class Plan:
     """What is known when the kernel is compiled."""
 
     H: int
-    I: int  # noqa: E741
+    I: int
     EXPERTS: int
     TOP_K: int
     KIND: str
@@ -190,7 +190,7 @@ def hopper_backward(
 ) -> Scheduled:
     """As `scheduled_backward`; the rows of dy and x begin at multiples of 16 bytes."""
     order_N, slot_row_N, offs_E = maps
-    (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
+    (tokens, hidden), (experts, _, intermediate) = x_TH.shape, down_EHI.shape
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
     most_tiles = slots(rows, experts, BLOCK_M)

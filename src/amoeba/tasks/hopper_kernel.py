@@ -13,9 +13,9 @@ COMBINE reads memory itself. The tiles of products and weight gradients are the 
 nothing else, and what the row passes add up they add up in the order of theirs: the bits are the same.
 
 **Who may wait for whom.** Both sides of a program take its tasks in the order of tickets, and only the producer waits
-at gates, before it passes a task on. A warpgroup that is done with a task need not tell it at once: that would be to
-wait for its stores to arrive. It does so before it stores again, before it waits for a task that is not there yet, and at the end.
-So nobody holds back a signal while waiting for somebody else.
+at gates, before it passes a task on. A warpgroup that is done with a task does not tell it at once: it would wait for
+its stores to arrive, and then for the release, while nothing multiplies. It tells while its next product runs; before
+it waits for a task that is not there yet; and at the end. So nobody holds a signal back while waiting for somebody.
 
 **Whose writes are seen.** Threads write memory by one way, the copy engine reads and writes it by another, and neither
 way knows what the other has under way. `_tell`: the engine's writes have arrived (not only been read from shared
@@ -53,8 +53,8 @@ from amoeba.tasks.decoder import (
 # Of a task that is passed on: kind, item, part, expert, first row, end of the rows, ticket.
 FIELDS, TASKS = gl.constexpr(7), gl.constexpr(2)
 STOP = gl.constexpr(-1)
-# A warpgroup tells what it has done when so many stages of its next product are under way: a release takes more than half
-# a microsecond, in which the matrix unit has enough to do.
+# A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
+# microsecond, in which the matrix unit has enough to do.
 TELL_AT = gl.constexpr(2)
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = gl.constexpr(128), gl.constexpr(256), gl.constexpr(64), gl.constexpr(4)
 STAGE_BYTES = gl.constexpr((128 + 256) * 64 * 2)
@@ -64,7 +64,9 @@ _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 @gluon.jit
 def _fence():
     """What threads and the copy engine have done so far comes before what either of them does from here on."""
-    gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -140,9 +142,7 @@ def _field(queue, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, PLAN: gl.constexpr
-):
+def _produce(descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, PLAN: gl.constexpr):
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
     dy, x, da, dh, expert_TK = sources
@@ -153,11 +153,9 @@ def _produce(
     expert_counters = counters + 1
     row_counters = expert_counters + PLAN.EXPERTS
     wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
-    place = gl.arange(0, PLAN.BLOCK_E, PLAN.EXPERT_LAYOUT)
+    places = gl.arange(0, PLAN.BLOCK_E, PLAN.EXPERT_LAYOUT)
     token_blocks = gl.cdiv(tokens, PLAN.TOKENS)
-    total = count_tickets(
-        first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, token_blocks
-    )
+    total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, token_blocks)
     count = 0
     passed = 0
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
@@ -170,15 +168,13 @@ def _produce(
         row = 0 * item
         end = 0 * item
         if kind == COMBINE:
-            _wait_for_tokens(
-                item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN
-            )
+            _wait_for_tokens(item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN)
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             row = gl.load(offs_E + item - 1, mask=item > 0, other=0)
             end = gl.load(offs_E + item)
             _wait(expert_counters + item, 2 * gl.cdiv(end - row, BLOCK_M))
         else:
-            expert, row, end = rows_of_row_tile(item, place, offs_E, heaviest_E, first_tile, PLAN.EXPERTS, BLOCK_M)
+            expert, row, end = rows_of_row_tile(item, places, offs_E, heaviest_E, first_tile, PLAN.EXPERTS, BLOCK_M)
             if kind == ACTIVATE:
                 _wait(row_counters + item, PLAN.MULTIPLIED)
             elif kind == UP:
@@ -417,10 +413,9 @@ def _consume(
             untold = -1
             _combine(item, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP, PLAN)
         working = kind != STOP
-        if trace is not None:
-            if WARPGROUP == 0:
-                if working:
-                    note_task(trace, ticket, kind, item, part, came, started, False)
+        if trace is not None and WARPGROUP == 0:  # noqa: SIM102 - known when it is compiled, unlike the next
+            if working:
+                note_task(trace, ticket, kind, item, part, came, started, False)
     _tell(untold, counters, PLAN)
     tma.store_wait(0)
 

@@ -309,8 +309,8 @@ def _backward(
                     rows, TOP_K, H, H, H, False, AT_ONCE, COMBINE_BLOCK,
                 )  # fmt: skip
         elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
-            place_E = tl.arange(0, BLOCK_E)
-            expert, row, row_end = rows_of_row_tile(item, place_E, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_M)
+            places = tl.arange(0, BLOCK_E)
+            expert, row, row_end = rows_of_row_tile(item, places, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_M)
             if kind == DOWN:
                 down_backward_tile(
                     expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN,

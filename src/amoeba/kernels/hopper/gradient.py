@@ -154,9 +154,7 @@ def _consume(
 
 
 @gluon.jit
-def sum_stage(
-    acc, left_bufs, right_bufs, full, empty, count, more, WARPGROUP: gl.constexpr, STAGES: gl.constexpr
-):
+def sum_stage(acc, left_bufs, right_bufs, full, empty, count, more, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
     """acc += leftᵀ · right of a stage, begun; the stage before it is given back. more: not the first of a tile."""
     stage = count % STAGES
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
