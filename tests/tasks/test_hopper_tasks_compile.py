@@ -20,9 +20,10 @@ from test_hopper_compiles import SHARED_BYTES, CompileOnly, compiled_by, figures
 
 pytestmark = pytest.mark.thorough  # compiles for half a minute
 
-SHAPES = {"qwen3_30b": (2048, 768, 128, 8), "wide lines": (1024, 512, 64, 4)}
-# What a thread may keep in memory between two tasks: predicates that are found once. Never inside a product.
-MOST_STACK = 32
+SHAPES = {"qwen3_30b": (2048, 768, 128, 8), "olmoe": (2048, 1024, 64, 8)}
+# What a thread may keep in memory between two tasks: predicates that are found once. Never inside a product. Where a
+# warpgroup takes whole stages of a row pass, 64 elements of five tensors a thread, not all of them fit.
+MOST_STACK = {"qwen3_30b": 32, "olmoe": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def test_it_fits_and_products_keep_all_in_registers(found, name):
     of_shape = found[name]
     assert of_shape["wgmma"] == 16  # four products of 16 in a stage: products and gradients, of two warpgroups
     assert SHARED_BYTES // 2 < of_shape["shared"] <= SHARED_BYTES
-    assert of_shape["stack_bytes"] <= MOST_STACK
+    assert of_shape["stack_bytes"] <= MOST_STACK[name]
     assert of_shape["loops"] == 4 and of_shape["local_in_loops"] == 0
 
 
@@ -77,7 +78,7 @@ def main(names: list[str]) -> dict[str, dict]:
     made = {}
     for name in names:
         (H, I, E, K), T = SHAPES[name], 64
-        assert hopper.why_not(I, K, Activation()) is None
+        assert hopper.why_not(K, Activation()) is None
         N = T * K
         weight_TK, expert_TK = empty(T, K, dtype=torch.float32), empty(T, K, dtype=torch.int32)
         hopper.hopper_backward(
@@ -86,7 +87,7 @@ def main(names: list[str]) -> dict[str, dict]:
         )  # fmt: skip
         compiled = kernel.last.compiled
         made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"])}
-    return made | {"lines": {I: lines_of(I) for I in (64, 128, 256, 768, 512)}}
+    return made | {"lines": {I: lines_of(I) for I in (64, 128, 256, 768, 512, 1024)}}
 
 
 WORDS = {

@@ -72,8 +72,7 @@ def kernel_for(problem: Problem) -> Callable[..., Scheduled]:
     if why_not_hopper(problem) is None:
         from amoeba.tasks.hopper import hopper_backward, why_not
 
-        weights = problem.weights
-        if why_not(weights.intermediate, problem.expert_TK.shape[1], weights.activation) is None:
+        if why_not(problem.expert_TK.shape[1], problem.weights.activation) is None:
             return hopper_backward
     from amoeba.tasks.kernel import scheduled_backward
 

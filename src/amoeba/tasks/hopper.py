@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from amoeba.config import Activation
-from amoeba.kernels.activate import BACKWARD_TILE, WIDEST_BLOCK
+from amoeba.kernels.activate import WIDEST_BLOCK
 from amoeba.kernels.activation import constants
 from amoeba.kernels.combine import combine_block
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
@@ -147,6 +147,11 @@ class Plan:
         return BLOCK_M * BLOCK_K // self.BLOCK
 
     @property
+    def OWN_LINES(self) -> int:
+        """Of a warpgroup: half of a stage's, if that is whole patterns of 8 lines of the shared memory's layout."""
+        return self.LINES // 2 if self.LINES % 16 == 0 else self.LINES
+
+    @property
     def LINE_LAYOUT(self) -> Any:
         """As the compiler lays out a line of `activate_backward`, so that it is added up in the same order."""
         lanes = min(32, self.BLOCK // 8)
@@ -163,14 +168,12 @@ def _within_a_warp(size: int) -> Any:
     return gl.BlockedLayout([max(1, size // 32)], [32], [4], [0])
 
 
-def why_not(intermediate: int, top_k: int, activation: Activation) -> str | None:
+def why_not(top_k: int, activation: Activation) -> str | None:
     """Of a layer that `HopperRows` serves, the reason why plain Triton has to schedule it."""
     if not activation.gated or activation.interleaved:
         return "takes gates and ups apart, all gates before all ups"
     if top_k > MOST_SLOTS:
         return f"combines up to {MOST_SLOTS} experts of a token, these are {top_k}"
-    if column_block(intermediate, WIDEST_BLOCK) >= BACKWARD_TILE:
-        return f"takes lines of up to {BACKWARD_TILE // 2} columns back at once, those of I={intermediate} are wider"
     return None
 
 

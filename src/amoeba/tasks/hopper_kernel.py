@@ -236,48 +236,82 @@ def _activate(
     da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, intermediate,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """dh, s·a and ds of this warpgroup's half of each stage's lines; sums as `_activate_backward` makes them."""
-    layout: gl.constexpr = PLAN.LINE_LAYOUT
-    HALF: gl.constexpr = PLAN.LINES // 2
-    dtype: gl.constexpr = da.dtype.element_ty
+    """dh, s·a and ds of this warpgroup's lines: half of each stage, or every second stage where a half would be half a
+    pattern of the shared memory's layout. Sums as `_activate_backward` makes them."""
     # All rows' weights at once: one by one each would be waited for.
     own_row = row + gl.arange(0, BLOCK_M, _ONE)
     slot = gl.load(order + own_row, mask=own_row < end, other=0)
     scales.store(gl.load(weight + slot, mask=own_row < end, other=0.0).to(gl.float32))
-    scale_bufs = reinterpret(scales, gl.float32, [BLOCK_M // HALF, HALF], scales.layout)
+    scale_bufs = reinterpret(scales, gl.float32, [BLOCK_M // PLAN.OWN_LINES, PLAN.OWN_LINES], scales.layout)
     barrier()
-    m = gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    c = gl.arange(0, PLAN.BLOCK, gl.SliceLayout(0, layout))
     for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
-        n = line + WARPGROUP * HALF + m
-        own = n < end
-        scale = scale_bufs.index((line - row) // HALF + WARPGROUP).load(gl.SliceLayout(1, layout))[:, None]
-        n_64 = n.to(gl.int64)[:, None]
-        dot = gl.zeros((HALF, PLAN.BLOCK), gl.float32, layout)
-        for first_column in range(0, intermediate, PLAN.BLOCK):
-            stage = count % STAGES
-            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            d = da_bufs.index(stage).slice(WARPGROUP * HALF, HALF, 0).load(layout)
-            gate = h_bufs.index(stage * 2).slice(WARPGROUP * HALF, HALF, 0).load(layout)
-            up = h_bufs.index(stage * 2 + 1).slice(WARPGROUP * HALF, HALF, 0).load(layout)
+        if PLAN.OWN_LINES < PLAN.LINES:
+            first: gl.constexpr = WARPGROUP * PLAN.OWN_LINES
+            scale_buf = scale_bufs.index((line - row) // PLAN.OWN_LINES + WARPGROUP)
+            count = _activate_lines(
+                da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + first, end, intermediate, first, PLAN
+            )
+        elif (line - row) // PLAN.LINES % 2 == WARPGROUP:
+            scale_buf = scale_bufs.index((line - row) // PLAN.LINES)
+            count = _activate_lines(
+                da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line, end, intermediate, 0, PLAN
+            )
+        else:  # the other's: given back when it is there, or this one would be two rounds ahead
+            for _ in range(0, intermediate, PLAN.BLOCK):
+                mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
+                mbarrier.arrive(empty.index(count % STAGES), count=1)
+                count += 1
+    return count
+
+
+@gluon.jit
+def _activate_lines(
+    da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, row, end, intermediate, FIRST: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """Of the stages' lines those from FIRST on."""
+    layout: gl.constexpr = PLAN.LINE_LAYOUT
+    FEW: gl.constexpr = PLAN.OWN_LINES < PLAN.LINES
+    dtype: gl.constexpr = da.dtype.element_ty
+    n = row + gl.arange(0, PLAN.OWN_LINES, gl.SliceLayout(1, layout))
+    c = gl.arange(0, PLAN.BLOCK, gl.SliceLayout(0, layout))
+    own = n < end
+    scale = scale_buf.load(gl.SliceLayout(1, layout))[:, None]
+    n_64 = n.to(gl.int64)[:, None]
+    dot = gl.zeros((PLAN.OWN_LINES, PLAN.BLOCK), gl.float32, layout)
+    for first_column in range(0, intermediate, PLAN.BLOCK):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        d = da_bufs.index(stage).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
+        gate = h_bufs.index(stage * 2).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
+        up = h_bufs.index(stage * 2 + 1).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
+        if FEW:
             barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-            count += 1
-            column = (first_column + c)[None, :]
-            inside = own[:, None] & (column < PLAN.I)
+        count += 1
+        column = (first_column + c)[None, :]
+        inside = own[:, None]
+        if PLAN.I % PLAN.BLOCK != 0:  # what a line's sum must not have in it; other lines may hold anything
+            inside = inside & (column < PLAN.I)
             zero = gl.zeros_like(d)
-            d = gl.where(inside, d, zero).to(gl.float32)
-            gate = gl.where(inside, gate, zero).to(gl.float32)
-            up = gl.where(inside, up, zero).to(gl.float32)
-            a, dgate, dup = gated_backward(
-                scale * d, gate, up, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
-            )
-            dh_at = dh + n_64 * PLAN.J + column
-            gl.store(dh_at, dgate.to(dtype), mask=inside)
-            gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)
-            dot += d * a
-            gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
-        gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
+            d = gl.where(column < PLAN.I, d, zero)
+            gate = gl.where(column < PLAN.I, gate, zero)
+            up = gl.where(column < PLAN.I, up, zero)
+        d = d.to(gl.float32)
+        gate = gate.to(gl.float32)
+        up = up.to(gl.float32)
+        a, dgate, dup = gated_backward(
+            scale * d, gate, up, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
+        )
+        dh_at = dh + n_64 * PLAN.J + column
+        gl.store(dh_at, dgate.to(dtype), mask=inside)
+        gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)
+        dot += d * a
+        gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
+        if not FEW:
+            barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+    gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
     return count
 
 
