@@ -153,16 +153,16 @@ def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):
 
 def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
     from amoeba.kernels.hopper import gradient, product
-    from amoeba.tasks import hopper_kernel
+    from amoeba.tasks import hopper_queue
     from amoeba.tasks.hopper import Plan
 
-    bytes_of_stage = hopper_kernel.STAGE_BYTES.value
+    bytes_of_stage = hopper_queue.STAGE_BYTES.value
     assert bytes_of_stage == 2 * product.BLOCK_K * (product.BLOCK_M + product.BLOCK_N)
     assert bytes_of_stage == 2 * gradient.BLOCK_N * (gradient.BLOCK_H + gradient.BLOCK_W)
-    tile = (hopper_kernel.BLOCK_M.value, hopper_kernel.BLOCK_N.value, hopper_kernel.BLOCK_K.value)
+    tile = (hopper_queue.BLOCK_M.value, hopper_queue.BLOCK_N.value, hopper_queue.BLOCK_K.value)
     assert tile == (product.BLOCK_M, product.BLOCK_N, product.BLOCK_K)
     assert tile == (gradient.BLOCK_H, gradient.BLOCK_W, gradient.BLOCK_N)
-    assert hopper_kernel.STAGES.value == product.STAGES == gradient.STAGES
+    assert hopper_queue.STAGES.value == product.STAGES == gradient.STAGES
     for intermediate in (64, 128, 192, 256, 512, 768, 1024, 1408, 1472, 2048):
         plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
         assert bytes_of_stage == 2 * 3 * plan.LINES * plan.BLOCK

@@ -18,8 +18,8 @@ its stores to arrive, and then for the release, while nothing multiplies. It tel
 it waits for a task that is not there yet; and at the end. So nobody holds a signal back while waiting for somebody.
 
 **Whose writes are seen.** Threads write memory by one way, the copy engine reads and writes it by another, and neither
-way knows what the other has under way. `_tell`: the engine's writes have arrived (not only been read from shared
-memory), a fence joins the two ways, all threads of the warpgroup are through, then the release. `_wait`: the acquire,
+way knows what the other has under way. `tell`: the engine's writes have arrived (not only been read from shared
+memory), a fence joins the two ways, all threads of the warpgroup are through, then the release. `wait`: the acquire,
 then the fence again, before the engine is told to load. So for dA' (stored by the engine or, at an expert's end, by
 threads; loaded by the engine), dh and s·a (stored by threads, loaded by the engine or by threads) and dx (stored by
 either, loaded by threads).
@@ -29,10 +29,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from amoeba.kernels.activation import gated_backward
-from amoeba.kernels.hopper.descriptor import barrier, bulk_load, reinterpret
+from amoeba.kernels.hopper.descriptor import barrier, reinterpret
 from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
 from amoeba.kernels.hopper.product import fill_product, multiply_stage, row_pointers, store_tile
 from amoeba.kernels.launch import quick
@@ -49,96 +48,26 @@ from amoeba.tasks.decoder import (
     decode_ticket,
     rows_of_row_tile,
 )
+from amoeba.tasks.hopper_queue import (
+    BLOCK_K,
+    BLOCK_M,
+    BLOCK_N,
+    FIELDS,
+    ONE,
+    STAGES,
+    STOP,
+    TASKS,
+    field,
+    pass_on,
+    tell,
+    wait,
+    wait_for_tokens,
+)
+from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines
 
-# Of a task that is passed on: kind, item, part, expert, first row, end of the rows, ticket.
-FIELDS, TASKS = gl.constexpr(7), gl.constexpr(2)
-STOP = gl.constexpr(-1)
 # A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
 # microsecond, in which the matrix unit has enough to do.
 TELL_AT = gl.constexpr(2)
-BLOCK_M, BLOCK_N, BLOCK_K, STAGES = gl.constexpr(128), gl.constexpr(256), gl.constexpr(64), gl.constexpr(4)
-STAGE_BYTES = gl.constexpr((128 + 256) * 64 * 2)
-_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def _fence():
-    """What threads and the copy engine have done so far comes before what either of them does from here on."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _wait(counter, at_least):
-    seen = gl.atomic_add(counter, 0, sem="acquire")
-    while seen < at_least:
-        seen = gl.atomic_add(counter, 0, sem="acquire")
-    barrier()
-    _fence()
-
-
-@gluon.jit
-def _tell(untold, counters, PLAN: gl.constexpr):
-    """That this half of a task is done: the row tile's counter, and after a row pass the expert's. -1: of none."""
-    if untold >= 0:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        _fence()
-        barrier()
-        gl.atomic_add(counters + 1 + PLAN.EXPERTS + untold // (PLAN.EXPERTS + 1), 1, sem="release")
-        expert = untold % (PLAN.EXPERTS + 1)
-        if expert < PLAN.EXPERTS:
-            gl.atomic_add(counters + 1 + expert, 1, sem="release")
-
-
-@gluon.jit
-def _wait_for_tokens(
-    block, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN: gl.constexpr
-):
-    """Until all rows of a block of tokens have their dx and ds."""
-    lane = gl.arange(0, PLAN.SLOTS, _ONE)
-    slot = block.to(gl.int64) * (PLAN.TOKENS * PLAN.TOP_K) + lane
-    inside = (lane < PLAN.TOKENS * PLAN.TOP_K) & (slot < tokens * PLAN.TOP_K)
-    row = gl.load(slot_row + slot, mask=inside, other=2147483647)
-    owned = row < rows
-    expert = gl.load(expert_TK + slot, mask=owned, other=0)
-    start = gl.load(offs_E + expert - 1, mask=owned & (expert > 0), other=0)
-    place = gl.load(place_E + expert, mask=owned, other=0)
-    tile = gl.load(first_tile + place, mask=owned, other=0) + (row - start) // BLOCK_M
-    counters = row_counters + tile
-    least = _least(counters, owned, PLAN.COMPLETE)
-    while least < PLAN.COMPLETE:
-        least = _least(counters, owned, PLAN.COMPLETE)
-    barrier()
-    _fence()
-
-
-@gluon.jit
-def _least(counters, owned, complete):
-    seen = gl.atomic_add(counters, owned.to(gl.int32) * 0, mask=owned, sem="acquire")
-    return gl.min(gl.where(owned, seen, complete), 0)
-
-
-@gluon.jit
-def _pass_on(queue, count, kind, item, part, expert, row, end, ticket):
-    tasks, pushed, task_full, task_empty = queue
-    slot = count % TASKS
-    mbarrier.wait(task_empty.index(slot), ((count // TASKS) & 1) ^ 1)
-    values = (kind, item, part, expert, row, end, ticket)
-    for field in gl.static_range(FIELDS):
-        tasks.index(slot * FIELDS + field).store(gl.full([1], values[field], gl.int32, _ONE))
-    barrier()
-    mbarrier.arrive(task_full.index(slot), count=1)
-    pushed.store(gl.full([128], count + 1, gl.int32, _ONE))
-    return count + 1
-
-
-@gluon.jit
-def _field(queue, slot, FIELD: gl.constexpr):
-    tasks, _, _, _ = queue
-    return gl.max(tasks.index(slot * FIELDS + FIELD).load(_ONE), 0)
 
 
 @gluon.jit
@@ -168,18 +97,18 @@ def _produce(descriptors, sources, maps, counters, queue, ring, tokens, rows, in
         row = 0 * item
         end = 0 * item
         if kind == COMBINE:
-            _wait_for_tokens(item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN)
+            wait_for_tokens(item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN)
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             row = gl.load(offs_E + item - 1, mask=item > 0, other=0)
             end = gl.load(offs_E + item)
-            _wait(expert_counters + item, 2 * gl.cdiv(end - row, BLOCK_M))
+            wait(expert_counters + item, 2 * gl.cdiv(end - row, BLOCK_M))
         else:
             expert, row, end = rows_of_row_tile(item, places, offs_E, heaviest_E, first_tile, PLAN.EXPERTS, BLOCK_M)
             if kind == ACTIVATE:
-                _wait(row_counters + item, PLAN.MULTIPLIED)
+                wait(row_counters + item, PLAN.MULTIPLIED)
             elif kind == UP:
-                _wait(row_counters + item, PLAN.ACTIVATED)
-        passed = _pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
+                wait(row_counters + item, PLAN.ACTIVATED)
+        passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
         if kind == DOWN:
             pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
             count = fill_product(
@@ -204,148 +133,11 @@ def _produce(descriptors, sources, maps, counters, queue, ring, tokens, rows, in
                 PLAN.J, PLAN.H, PLAN.J, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif kind == ACTIVATE:
-            count = _fill_lines(
+            count = fill_lines(
                 da_lines_desc, h_lines_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN
             )
         ticket = gl.atomic_add(counters, 1, sem="relaxed")
-    _pass_on(queue, passed, STOP, 0, 0, 0, 0, 0, 0)
-
-
-@gluon.jit
-def _fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN: gl.constexpr):
-    """dA', gate and up of a row tile. Lines behind the last row are another expert's: nobody looks at them.
-
-    intermediate: PLAN.I, which would have the loop unrolled, and more in registers than there is room for.
-    """
-    for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
-        for column in range(0, intermediate, PLAN.BLOCK):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, STAGE_BYTES)
-            bulk_load(da_desc, [line, column], bar, da_bufs.index(stage))
-            bulk_load(h_desc, [line, column], bar, h_bufs.index(stage * 2))
-            bulk_load(h_desc, [line, column + PLAN.I], bar, h_bufs.index(stage * 2 + 1))
-            async_copy.mbarrier_arrive(bar, increment_count=False)  # with the threads, though they copy nothing
-            count += 1
-    return count
-
-
-@gluon.jit
-def _activate(
-    da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, intermediate,
-    WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """dh, s·a and ds of this warpgroup's lines: half of each stage, or every second stage where a half would be half a
-    pattern of the shared memory's layout. Sums as `_activate_backward` makes them."""
-    # All rows' weights at once: one by one each would be waited for.
-    own_row = row + gl.arange(0, BLOCK_M, _ONE)
-    slot = gl.load(order + own_row, mask=own_row < end, other=0)
-    scales.store(gl.load(weight + slot, mask=own_row < end, other=0.0).to(gl.float32))
-    scale_bufs = reinterpret(scales, gl.float32, [BLOCK_M // PLAN.OWN_LINES, PLAN.OWN_LINES], scales.layout)
-    barrier()
-    for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
-        if PLAN.OWN_LINES < PLAN.LINES:
-            first: gl.constexpr = WARPGROUP * PLAN.OWN_LINES
-            scale_buf = scale_bufs.index((line - row) // PLAN.OWN_LINES + WARPGROUP)
-            count = _activate_lines(
-                da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + first, end, intermediate, first, PLAN
-            )
-        elif (line - row) // PLAN.LINES % 2 == WARPGROUP:
-            scale_buf = scale_bufs.index((line - row) // PLAN.LINES)
-            count = _activate_lines(
-                da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line, end, intermediate, 0, PLAN
-            )
-        else:  # the other's: given back when it is there, or this one would be two rounds ahead
-            for _ in range(0, intermediate, PLAN.BLOCK):
-                mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
-                mbarrier.arrive(empty.index(count % STAGES), count=1)
-                count += 1
-    return count
-
-
-@gluon.jit
-def _activate_lines(
-    da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, row, end, intermediate, FIRST: gl.constexpr,
-    PLAN: gl.constexpr,
-):  # fmt: skip
-    """Of the stages' lines those from FIRST on."""
-    layout: gl.constexpr = PLAN.LINE_LAYOUT
-    FEW: gl.constexpr = PLAN.OWN_LINES < PLAN.LINES
-    dtype: gl.constexpr = da.dtype.element_ty
-    n = row + gl.arange(0, PLAN.OWN_LINES, gl.SliceLayout(1, layout))
-    c = gl.arange(0, PLAN.BLOCK, gl.SliceLayout(0, layout))
-    own = n < end
-    scale = scale_buf.load(gl.SliceLayout(1, layout))[:, None]
-    n_64 = n.to(gl.int64)[:, None]
-    dot = gl.zeros((PLAN.OWN_LINES, PLAN.BLOCK), gl.float32, layout)
-    for first_column in range(0, intermediate, PLAN.BLOCK):
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        d = da_bufs.index(stage).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
-        gate = h_bufs.index(stage * 2).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
-        up = h_bufs.index(stage * 2 + 1).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
-        if FEW:
-            barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
-        count += 1
-        column = (first_column + c)[None, :]
-        inside = own[:, None]
-        if PLAN.I % PLAN.BLOCK != 0:  # what a line's sum must not have in it; other lines may hold anything
-            inside = inside & (column < PLAN.I)
-            zero = gl.zeros_like(d)
-            d = gl.where(column < PLAN.I, d, zero)
-            gate = gl.where(column < PLAN.I, gate, zero)
-            up = gl.where(column < PLAN.I, up, zero)
-        d = d.to(gl.float32)
-        gate = gate.to(gl.float32)
-        up = up.to(gl.float32)
-        a, dgate, dup = gated_backward(
-            scale * d, gate, up, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
-        )
-        dh_at = dh + n_64 * PLAN.J + column
-        gl.store(dh_at, dgate.to(dtype), mask=inside)
-        gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)
-        dot += d * a
-        gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
-        if not FEW:
-            barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
-    gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
-    return count
-
-
-@gluon.jit
-def _combine(block, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """d_x and d_weight of this warpgroup's half of a block of tokens."""
-    HALF: gl.constexpr = PLAN.TOKENS // 2
-    first = block.to(gl.int64) * PLAN.TOKENS + WARPGROUP * HALF
-    lane = gl.arange(0, PLAN.HALF_SLOTS, _ONE)
-    slot = first * PLAN.TOP_K + lane
-    inside = (lane < HALF * PLAN.TOP_K) & (slot < tokens * PLAN.TOP_K)
-    of_slot = gl.load(slot_row + slot, mask=inside, other=rows)
-    gradient = gl.load(ds + of_slot, mask=of_slot < rows, other=0.0)
-    gl.store(d_weight + slot, gradient.to(d_weight.dtype.element_ty), mask=inside)
-
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    token = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    mine = token < tokens
-    sorted_rows = ()  # type: tuple
-    for k in gl.static_range(PLAN.TOP_K):
-        sorted_rows += (gl.load(slot_row + token * PLAN.TOP_K + k, mask=mine, other=rows),)
-    c = gl.arange(0, 256, gl.SliceLayout(0, layout))
-    for first_column in range(0, PLAN.H, 256):
-        column = (first_column + c)[None, :]
-        within = column < PLAN.H
-        values = ()  # type: tuple
-        total = gl.zeros((HALF, 256), gl.float32, layout)
-        for begin in gl.static_range(0, PLAN.TOP_K, PLAN.AT_ONCE):
-            for k in gl.static_range(begin, min(begin + PLAN.AT_ONCE, PLAN.TOP_K)):
-                at = dx + sorted_rows[k].to(gl.int64)[:, None] * PLAN.H + column
-                values += (gl.load(at, mask=(sorted_rows[k] < rows)[:, None] & within, other=0.0),)
-            for k in gl.static_range(begin, min(begin + PLAN.AT_ONCE, PLAN.TOP_K)):
-                total += values[k].to(gl.float32)
-        gl.store(d_x + token[:, None] * PLAN.H + column, total.to(d_x.dtype.element_ty), mask=mine[:, None] & within)
+    pass_on(queue, passed, STOP, 0, 0, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -372,18 +164,18 @@ def _consume(
     while working:
         if trace is not None:
             came = now(trace, False)
-        if gl.min(pushed.load(_ONE), 0) <= taken:
-            _tell(untold, counters, PLAN)
+        if gl.min(pushed.load(ONE), 0) <= taken:
+            tell(untold, counters, PLAN)
             untold = -1
         slot = taken % TASKS
         mbarrier.wait(task_full.index(slot), (taken // TASKS) & 1)
-        kind = _field(queue, slot, 0)
-        item = _field(queue, slot, 1)
-        part = _field(queue, slot, 2)
-        expert = _field(queue, slot, 3)
-        row = _field(queue, slot, 4)
-        end = _field(queue, slot, 5)
-        ticket = _field(queue, slot, 6)
+        kind = field(queue, slot, 0)
+        item = field(queue, slot, 1)
+        part = field(queue, slot, 2)
+        expert = field(queue, slot, 3)
+        row = field(queue, slot, 4)
+        end = field(queue, slot, 5)
+        ticket = field(queue, slot, 6)
         barrier()
         mbarrier.arrive(task_empty.index(slot), count=1)
         taken += 1
@@ -399,7 +191,7 @@ def _consume(
                 )
                 count += 1
                 if k == tell_at:
-                    _tell(untold, counters, PLAN)
+                    tell(untold, counters, PLAN)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
             halves = acc.reshape((64, 2, 128)).permute((0, 2, 1)).split()
@@ -418,11 +210,11 @@ def _consume(
                 acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
                 count += 1
                 if (first <= tell_at) & (tell_at < first + BLOCK_K):
-                    _tell(untold, counters, PLAN)
+                    tell(untold, counters, PLAN)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > row)
             if end == row:
-                _tell(untold, counters, PLAN)
+                tell(untold, counters, PLAN)
             untold = -1
             if kind == DOWN_WEIGHTS:
                 h, w = grouped_order(part, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
@@ -436,21 +228,21 @@ def _consume(
                     BLOCK_N,
                 )  # fmt: skip
         elif kind == ACTIVATE:
-            _tell(untold, counters, PLAN)
-            count = _activate(
+            tell(untold, counters, PLAN)
+            count = activate(
                 da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, intermediate,
                 WARPGROUP, PLAN,
             )  # fmt: skip
             untold = item * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
-            _tell(untold, counters, PLAN)
+            tell(untold, counters, PLAN)
             untold = -1
-            _combine(item, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP, PLAN)
+            combine(item, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP, PLAN)
         working = kind != STOP
         if trace is not None and WARPGROUP == 0:  # noqa: SIM102 - known when it is compiled, unlike the next
             if working:
                 note_task(trace, ticket, kind, item, part, came, started, False)
-    _tell(untold, counters, PLAN)
+    tell(untold, counters, PLAN)
     tma.store_wait(0)
 
 
@@ -486,7 +278,7 @@ def backward_kernel(
     for i in gl.static_range(TASKS):
         mbarrier.init(task_full.index(i), count=1)
         mbarrier.init(task_empty.index(i), count=2)
-    pushed.store(gl.full([128], 0, gl.int32, _ONE))
+    pushed.store(gl.full([128], 0, gl.int32, ONE))
     ring = (row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, full, empty)
     queue = (tasks, pushed, task_full, task_empty)
     staging = (buffers, turned_buffers, scales)
