@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import platform
+import sys
 import time
 
 import pytest
@@ -67,6 +68,8 @@ _SECONDS = float(os.environ.get("AMOEBA_THOROUGH_SECONDS", "inf"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (plans := sys.modules.get("amoeba.kernels.launch_plan")) is not None:
+        plans.forget_plans()  # a test may put something else in the place of what they were made with
     if item.get_closest_marker("thorough") is not None and time.monotonic() - _BEGAN > _SECONDS:
         pytest.skip(f"AMOEBA_THOROUGH_SECONDS={_SECONDS:g} are over")
 

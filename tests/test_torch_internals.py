@@ -71,6 +71,25 @@ def test_a_batch_of_gradients_is_seen() -> None:
     assert answers(torch_internals.is_batch_of_gradients, is_grads_batched=True) == [True]
 
 
+def test_views_and_operations_that_write_to_their_arguments_are_told_apart() -> None:
+    seen: dict[str, tuple[bool, bool]] = {}
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.overloadpacket.__name__
+            seen[name] = torch_internals.is_view(function), torch_internals.writes_to_arguments(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watching():
+        x = torch.empty(4, 6)
+        x.zero_().add_(1)
+        x.transpose(0, 1), x[1:], x.view(6, 4), x.as_strided((2,), (1,)), x.detach(), x[None], x[0]
+        x.clone(), x.sum(0), torch.empty_like(x), x.new_empty(0), torch.zeros(3), x.copy_(x.clone())
+    views = {"transpose", "slice", "view", "as_strided", "detach", "unsqueeze", "select"}
+    assert {name for name, (view, _) in seen.items() if view} == views
+    assert {name for name, (_, writes) in seen.items() if writes} == {"zero_", "add_", "copy_"}
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
 def test_torch_has_memory_that_other_processes_reach() -> None:
     assert torch_internals.why_not_symmetric_memory() is None

@@ -35,6 +35,7 @@ from amoeba.commands.quantise import quantise
 from amoeba.commands.start import speak_up, start
 from amoeba.commands.stream import stream
 from amoeba.commands.tasks import tasks
+from amoeba.commands.trace import trace
 from amoeba.commands.tune import tune
 from amoeba.loading import loading
 
@@ -275,6 +276,7 @@ app.command()(generate)
 app.command()(merge)
 app.command()(pack)
 app.command()(quantise)
+app.command()(trace)
 app.add_typer(stream)
 app.add_typer(tasks)
 

@@ -23,11 +23,13 @@ __all__ = [
     "has_dispatch_mode",
     "inside_backward",
     "is_batch_of_gradients",
+    "is_view",
     "occupy_gpu",
     "symmetric_memory",
     "transformed",
     "tree_leaves",
     "why_not_symmetric_memory",
+    "writes_to_arguments",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -84,6 +86,15 @@ def is_batch_of_gradients(dy: Tensor) -> bool:
 def has_dispatch_mode() -> bool:
     """Whether a TorchDispatchMode looks on."""
     return torch._C._len_torch_dispatch_stack() != 0
+
+
+def is_view(operation: Any) -> bool:
+    """Whether what an operator that a TorchDispatchMode sees gives back is memory of its argument."""
+    return operation.is_view
+
+
+def writes_to_arguments(operation: Any) -> bool:
+    return operation._schema.is_mutable
 
 
 def inside_backward() -> bool:

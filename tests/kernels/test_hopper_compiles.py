@@ -161,8 +161,8 @@ class CompileOnly:
         names = self.kernel.arg_names
         signature, attributes = dict.fromkeys(names, "constexpr"), {}
         for at, argument in enumerate(arguments):
-            if isinstance(argument, int) and argument == 1:
-                constants[names[at]] = 1
+            if argument is None or (isinstance(argument, int) and argument == 1):
+                constants[names[at]] = argument
                 continue
             signature[names[at]] = _type_of(argument)
             if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):

@@ -176,7 +176,7 @@ def test_in_the_interpreter_nothing_changes_but_that_constants_can_be_bound() ->
 
     function = Interpreted()
     kernel = quick(function)
-    assert kernel is function
+    assert kernel.kernel is function
     kernel[(2,)](7, BLOCK=16)
     kernel.bound(BLOCK=32)[(3,)](8)
     assert calls == [((2,), (7,), {"BLOCK": 16}), ((3,), (8,), {"BLOCK": 32})]

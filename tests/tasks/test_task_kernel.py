@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 from amoeba.backends import sorted_rows
 from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.sort import sort_rows
+from amoeba.tasks.device_trace import DeviceTrace
+from amoeba.tasks.graph import Kind
 from amoeba.tasks.kernel import scheduled_backward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,3 +102,31 @@ def test_many_programs_have_the_same_bits_in_every_run(dtype):
     for _ in range(20):
         check(problem, dy_TH)
         assert all(left.equal(right) for left, right in zip(first, both(problem, dy_TH)[1], strict=True))
+
+
+def traced(problem, dy_TH):
+    _, saved = sorted_rows.forward(problem, "h", PlainRows)
+    trace, weights = DeviceTrace(problem.x_TH.device), problem.weights
+    arguments = (
+        dy_TH, problem.x_TH, saved.h_NJ, problem.expert_TK, problem.weight_TK, weights.gate_up_EJH, weights.down_EHI,
+        weights.activation, saved.maps,
+    )  # fmt: skip
+    found = scheduled_backward(*arguments), scheduled_backward(*arguments, trace=trace.room)
+    records = trace.records()
+    return *found, records, trace.gates(records, saved.offs_E.tolist())
+
+
+def test_a_traced_backward_has_the_same_bits_and_each_task_once_behind_its_gates():
+    problem, dy_TH = make_problem(40, 16, 24, 3, 2)
+    plain, found, records, arrows = traced(problem, dy_TH)
+    assert all(left.equal(right) for left, right in zip(plain, found, strict=True))
+    assert [record.ticket for record in records] == list(range(len(records)))
+    assert len({record.task for record in records}) == len(records)
+    kinds = {record.task.kind for record in records}
+    assert kinds == {Kind.DOWN, Kind.ACTIVATE, Kind.UP, Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS, Kind.COMBINE}
+    assert all(record.came <= record.started <= record.ended for record in records)
+    behind = {after.task for _, after in arrows}
+    waiting = {Kind.ACTIVATE, Kind.UP, Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS}
+    if DEVICE == "cpu":  # one program, whose clock goes on at each look
+        assert behind == {record.task for record in records if record.task.kind in waiting}
+    assert all(before.ended <= after.started for before, after in arrows)

@@ -3,11 +3,14 @@
     import amoeba.backends.tasks                                  # registers it
     y_TH = amoeba.experts(x_TH, routing, weights, backend="tasks")
 
-`auto` never takes it. In Triton's interpreter gradients have the same bits as those of `triton`. On a GPU it is
-refused: its tests have not passed on one yet.
+`auto` never takes it. Gradients have the bits of `triton`. Where Hopper's kernel in Gluon does not serve a layer that
+those of `triton` do, see `amoeba.tasks.hopper.why_not`, the plain kernel does and the two differ by rounding.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +22,8 @@ from amoeba.problem import Gradients, Needs, Problem, Saved
 from amoeba.torch_internals import graph_is_freed
 from amoeba.weights import ExpertWeights
 
-ON_A_GPU = False  # until its tests have passed on one: Triton 3.6 could not compile the kernel as it was at first
+if TYPE_CHECKING:
+    from amoeba.tasks.kernel import Scheduled
 
 
 class TasksBackend(TritonBackend):
@@ -30,8 +34,6 @@ class TasksBackend(TritonBackend):
 
     def why_not(self, request: Request) -> str | None:
         weights = request.weights
-        if weights.device.type == "cuda" and not ON_A_GPU:
-            return "has not passed its tests on a GPU yet"
         if request.lora is not None:
             return "has no tasks for LoRA factors"
         gate_up, down, *biases = weights.tensors()
@@ -41,16 +43,15 @@ class TasksBackend(TritonBackend):
             return "needs weights in one piece, contiguous as (E, J, H) and (E, H, I)"
         return super().why_not(request)
 
-    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+    def _backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         from amoeba.backends.triton_rows import TritonRows
-        from amoeba.tasks.kernel import scheduled_backward
 
         if problem.rows == 0:
             return Gradients.zeros(problem, needs)
         rows = TritonRows.dispatch(problem, saved)
         problem, weights = rows.problem, rows.problem.weights
-        found = scheduled_backward(
-            dy_TH.contiguous(),
+        found = kernel_for(problem)(
+            rows.gather(dy_TH.contiguous()).rows_TW,
             problem.x_TH.contiguous(),
             rows.hidden() if saved is None else saved.h_NJ,
             problem.expert_TK,
@@ -62,6 +63,20 @@ class TasksBackend(TritonBackend):
             overwrite_h=saved is None or graph_is_freed(),
         )
         return Gradients(**{name: value if getattr(needs, name) else None for name, value in found._asdict().items()})
+
+
+def kernel_for(problem: Problem) -> Callable[..., Scheduled]:
+    """The scheduled backward in Gluon where it serves, else the plain one."""
+    from amoeba.backends.triton_rows import why_not_hopper
+
+    if why_not_hopper(problem) is None:
+        from amoeba.tasks.hopper import hopper_backward, why_not
+
+        if why_not(problem.expert_TK.shape[1], problem.weights.activation) is None:
+            return hopper_backward
+    from amoeba.tasks.kernel import scheduled_backward
+
+    return scheduled_backward
 
 
 BACKEND = TasksBackend()

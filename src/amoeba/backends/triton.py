@@ -20,6 +20,7 @@ from amoeba.backends import sorted_rows
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.torch_internals import graph_is_freed
 from amoeba.weights import ExpertWeights
 
 # Up to this many tokens a pass without gradients decodes. Not measured yet beyond 64.
@@ -63,14 +64,39 @@ class TritonBackend(PassesBackend):
 
             y_TH = decode(problem)
             return y_TH if problem.onto_TH is None else problem.onto_TH + y_TH, None
+        from amoeba.kernels.launch_plan import planned
+
+        what = ("forward", self.name, save, *_constants(problem))
+        return planned(what, _tensors(problem), lambda: self._forward(problem, save))
+
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        from amoeba.kernels.launch_plan import planned
+
+        what = ("backward", self.name, needs, saved is None, graph_is_freed(), *_constants(problem))
+        tensors = (*_tensors(problem), dy_TH, *(saved or ()))
+        return planned(what, tensors, lambda: self._backward(problem, saved, dy_TH, needs))
+
+    def _forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         from amoeba.backends.triton_rows import TritonRows
 
         return sorted_rows.forward(problem, save, TritonRows)
 
-    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+    def _backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         from amoeba.backends.triton_rows import TritonRows
 
         return sorted_rows.backward(problem, saved, dy_TH, needs, TritonRows)
+
+
+def _tensors(problem: Problem) -> tuple[Tensor | None, ...]:
+    """All that a pass reads."""
+    return *problem.tensors(), problem.onto_TH
+
+
+def _constants(problem: Problem) -> tuple:
+    """What it depends on besides."""
+    lora = problem.lora
+    of_lora = None if lora is None else (lora.scaling, lora.shares_a)
+    return problem.weights.activation, of_lora, problem.most_rows
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:

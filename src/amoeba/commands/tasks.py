@@ -25,6 +25,7 @@ tasks = typer.Typer(
 # Multiplications in fp64, some seconds' worth.
 MOST_WORK = 2e9
 MOST_RANKS, MOST_WORKERS, MOST_TASKS = 64, 4096, 400_000
+OF_SCHEDULE = "tasks of the first schedule, all ranks and passes"
 PROOF_SHAPE, TIMING_SHAPE = "40,32,24,6,2", "qwen3_small"
 
 
@@ -157,7 +158,7 @@ def _prove(
     ok = fault is None and max(errors.values()) <= TOLERANCE
     summary = None if ran is None else summarise(ran.records, workers)
     if summary is not None:
-        _print(summary, output)
+        print_summary(summary, output, OF_SCHEDULE)
     if fault is not None:
         output.line(f"FAILED, {fault}", style="red")
     else:
@@ -198,7 +199,7 @@ def _estimate(
         output.progress("running them")
         ran = simulate(job, workers, Pace(seed, [1.0] * ranks, latency=2.0, even=True, work=microseconds))
     summary = summarise(ran.records, workers)
-    _print(summary, output)
+    print_summary(summary, output, OF_SCHEDULE)
     output.line(f"{summary.span / 1e3 / passes:.2f} ms a pass: an estimate of the order, not a measurement")
     document = _document(shape, ranks, workers, passes, summary)
     document |= {"remote": sorted(remote), "ok": True}
@@ -213,7 +214,7 @@ def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: 
     output.line(f"{workers} workers a rank, {passes} pass{'es' if passes > 1 else ''}; {how}")
 
 
-def _print(summary: Summary, output: Output) -> None:
+def print_summary(summary: Summary, output: Output, title: str, unit: str = "us") -> None:
     from amoeba.tasks.graph import SEED_KIND
 
     all_time = sum(each.time for each in summary.kinds.values()) or 1.0
@@ -228,10 +229,10 @@ def _print(summary: Summary, output: Output) -> None:
         for kind, each in summary.kinds.items()
         if each.tasks
     ]
-    columns = ["kind", "in the seeds", "tasks", "time %", "waited us each"]
-    output.table("tasks of the first schedule, all ranks and passes", columns, rows, text=("kind", "in the seeds"))
+    columns = ["kind", "in the seeds", "tasks", "time %", f"waited {unit} each"]
+    output.table(title, columns, rows, text=("kind", "in the seeds"))
     output.line(
-        f"workers were busy {100 * summary.busy:.0f} % of {summary.span:.1f} us "
+        f"workers were busy {100 * summary.busy:.0f} % of {summary.span:.1f} {unit} "
         f"({100 * summary.idlest:.0f} to {100 * summary.busiest:.0f}), and waited {100 * summary.waited:.0f} % at gates"
     )
 

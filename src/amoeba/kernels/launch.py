@@ -12,6 +12,8 @@
     launch = kernel.fixed((grid,), (n,), BLOCK=128, num_warps=4)        # for the same shapes again and again
     launch(x)
 
+A whole pass that comes again and again goes a shorter way still: see `amoeba.kernels.launch_plan`.
+
 Triton finds the variant anew at each launch; for kernels with tensor descriptors and a few dozen arguments that takes
 longer than many of our kernels run. Here the variant is looked up by what distinguishes variants and no more: dtypes,
 alignment of pointers, divisibility of integers, and the constants. In the interpreter nothing changes.
@@ -19,20 +21,74 @@ alignment of pointers, divisibility of integers, and the constants. In the inter
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from amoeba.errors import bad_value
+from amoeba.kernels.driver_launch import DriverLaunch, driver_launch
 
 Launch = Callable[..., None]  # of tensors, all else is known
 
 
+class Launched(NamedTuple):
+    """How it can be launched again, and what it was launched with.
+
+    start:       (stream, arguments), where numbers may stand for the tensors of a compiled kernel.
+    by_driver:   the same without Triton's launcher, where that is possible.
+    """
+
+    start: Callable[[Any, list[Any]], None]
+    arguments: tuple
+    interpreted: bool = False
+    by_driver: DriverLaunch | None = None
+
+
+class Recorder(Protocol):
+    def launch(self, start: Callable[[], Launched]) -> None:
+        """Calls it, and notes it down."""
+
+
+class _Listening(threading.local):
+    """Who writes down what this thread launches."""
+
+    recorder: Recorder | None = None
+
+
+listening = _Listening()
+
+
+def current_stream() -> Any:
+    """As a launch wants it."""
+    return driver.active.get_current_stream(torch.cuda.current_device())
+
+
+def is_hooked() -> bool:
+    """Whether somebody asked Triton to be told of each launch."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _again(compiled: Any, grid: tuple[int, ...], arguments: tuple) -> Launched:
+    width, height, depth = (*grid, 1, 1)[:3]
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def start(stream: Any, arguments: list[Any]) -> None:
+        run(width, height, depth, stream, function, metadata, None, None, None, *arguments)
+
+    return Launched(start, arguments, by_driver=driver_launch(compiled, (width, height, depth), arguments))
+
+
 class Quick:
     """A compiled kernel behind a short look-up; launched like a Triton kernel."""
+
+    interpreted = False
 
     def __init__(self, kernel: Any, constants: dict[str, Any] | None = None) -> None:
         self.kernel = kernel
@@ -50,6 +106,13 @@ class Quick:
         return lambda *arguments, **constants: self._launch(grid, arguments, constants)
 
     def _launch(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
+        if listening.recorder is None:
+            self._start(grid, arguments, constants)
+        else:
+            listening.recorder.launch(lambda: _again(*self._start(grid, arguments, constants)))
+
+    def _start(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> tuple[Any, tuple, tuple]:
+        """What was launched, with its grid and with all arguments that Triton's own launcher takes."""
         variants = [variant(argument) for variant, argument in zip(self._variants, arguments, strict=False)]
         key = (torch.cuda.current_device(), *variants, *constants.items())
         found = self._compiled.get(key)
@@ -58,11 +121,13 @@ class Quick:
                 raise bad_value("constants", "none, a bound kernel has its own", list(constants), "bind them all")
             constants = self._constants
         if found is None:
-            compiled = self.kernel[grid](*arguments, **constants)
-            self._compiled[key] = compiled, self.kernel.arg_names[len(arguments) :]
-            return
+            compiled, names = self.kernel[grid](*arguments, **constants), self.kernel.arg_names[len(arguments) :]
+            self._compiled[key] = compiled, names
+            return compiled, grid, (*arguments, *[constants[name] for name in names])
         compiled, names = found
-        compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
+        arguments = (*arguments, *[constants[name] for name in names])
+        compiled[(*grid, 1, 1)[:3]](*arguments)
+        return compiled, grid, arguments
 
 
 class _Fixed:
@@ -76,6 +141,9 @@ class _Fixed:
         self._runners: dict[int, tuple[Callable[..., None], tuple]] = {}  # by device, for aligned tensors
 
     def __call__(self, *tensors: Tensor) -> None:
+        if listening.recorder is not None:
+            self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+            return
         places = 0
         for tensor in tensors:
             places |= tensor.data_ptr()
@@ -98,19 +166,36 @@ class _Fixed:
 class _Interpreted:
     """The same for a kernel that the interpreter runs."""
 
-    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
-        self.kernel, self.constants = kernel, constants
+    interpreted = True
+
+    def __init__(self, kernel: Any, constants: dict[str, Any] | None = None) -> None:
+        self.kernel, self._constants = kernel, constants or {}
+
+    def bound(self, **constants: Any) -> _Interpreted:
+        return _Interpreted(self.kernel, constants)
+
+    def fixed(self, grid: tuple[int, ...], numbers: tuple, **constants: Any) -> Callable[..., None]:
+        return lambda *tensors: self[grid](*tensors, *numbers, **constants)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments: self.kernel[grid](*arguments, **self.constants)
+        def launch(*arguments: Any, **constants: Any) -> None:
+            def start(stream: Any, arguments: Any) -> None:
+                self.kernel[grid](*arguments, **self._constants, **constants)
+
+            def first() -> Launched:
+                start(None, arguments)
+                return Launched(start, arguments, interpreted=True)
+
+            if listening.recorder is None:
+                start(None, arguments)
+            else:
+                listening.recorder.launch(first)
+
+        return launch
 
 
 def quick(kernel: Any) -> Any:
-    if isinstance(kernel, JITFunction):
-        return Quick(kernel)
-    kernel.bound = lambda **constants: _Interpreted(kernel, constants)
-    kernel.fixed = lambda grid, numbers, **constants: lambda *tensors: kernel[grid](*tensors, *numbers, **constants)
-    return kernel
+    return Quick(kernel) if isinstance(kernel, JITFunction) else _Interpreted(kernel)
 
 
 def _same(argument: Any) -> Any:

@@ -3,7 +3,7 @@
 N = T·K routed rows · E experts
 
     heaviest_E, first_tile, place_E = make_table(offs_E, row_block=128)
-    kind, item, part = decode_ticket(ticket, heaviest_E, first_tile, ...)         # in a kernel
+    kind, item, part = decode_ticket(ticket, wave_G, heaviest_E, first_tile, ...) # in a kernel
     decode(tickets, offs_E, layout)                           # some of them, for a test
 
 `Graph` is the source; a test compares the two. The kinds' numbers are those of `Kind`.
@@ -44,6 +44,10 @@ class Layout(NamedTuple):
     wave: int
     group: int
 
+    def most_tickets(self, row_tiles: int) -> int:
+        of_weights = self.experts * (self.down_weight_parts + self.up_weight_parts)
+        return row_tiles * (self.down_parts + 1 + self.up_parts) + of_weights + self.token_blocks
+
     def constants(self) -> dict[str, int]:
         waves = cdiv(self.experts, self.wave)
         return {
@@ -62,7 +66,7 @@ class Layout(NamedTuple):
 
 class Table(NamedTuple):
     """heaviest_E: experts by falling number of rows. first_tile: the first row tile of each of them, and the end.
-    place_E: where an expert is among them."""
+    place_E: where an expert is among them. They lie one behind the other."""
 
     heaviest_E: Tensor
     first_tile: Tensor
@@ -71,8 +75,8 @@ class Table(NamedTuple):
 
 def make_table(offs_E: Tensor, row_block: int) -> Table:
     experts = offs_E.shape[0]
-    heaviest_E = torch.empty_like(offs_E, dtype=torch.int32)
-    place_E, first_tile = torch.empty_like(heaviest_E), heaviest_E.new_empty(experts + 1)
+    made = torch.empty(3 * experts + 1, dtype=torch.int32, device=offs_E.device)
+    heaviest_E, first_tile, place_E = made[:experts], made[experts : 2 * experts + 1], made[2 * experts + 1 :]
     block = next_power_of_2(experts)
     part = min(block, 32)
     _make_table[(block // part,)](
@@ -116,7 +120,7 @@ def count_tickets(
     TNX: tl.constexpr,
     DOWN_PARTS: tl.constexpr,
     UP_PARTS: tl.constexpr,
-    TOKEN_BLOCKS: tl.constexpr,
+    TOKEN_BLOCKS,
 ):
     return tl.load(first_tile + EXPERTS) * (TN + 1 + TNX) + EXPERTS * (DOWN_PARTS + UP_PARTS) + TOKEN_BLOCKS
 
@@ -133,6 +137,7 @@ def _merged(index, first, second):
 @triton.jit
 def decode_ticket(
     ticket,
+    wave_G,
     heaviest_E,
     first_tile,
     EXPERTS: tl.constexpr,
@@ -140,16 +145,14 @@ def decode_ticket(
     TNX: tl.constexpr,
     DOWN_PARTS: tl.constexpr,
     UP_PARTS: tl.constexpr,
-    TOKEN_BLOCKS: tl.constexpr,
+    TOKEN_BLOCKS,
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """(kind, item, part) of a ticket, as `Task` has them."""
+    """(kind, item, part) of a ticket, as `Task` has them. wave_G: 0 to BLOCK_G, which Gluon wants laid out."""
     # A wave's tickets begin with its row passes, among the next wave's products: behind all products up to that wave,
     # the row passes and dx of those before it, and their weights.
-    wave_G = tl.arange(0, BLOCK_G)
     begin_G, end_G = tl.minimum(wave_G * WAVE, EXPERTS), tl.minimum((wave_G + 1) * WAVE, EXPERTS)
     start_G = tl.load(first_tile + end_G) * TN + tl.load(first_tile + begin_G) * (1 + TNX)
     start_G += begin_G * (DOWN_PARTS + UP_PARTS)
@@ -192,12 +195,9 @@ def decode_ticket(
 
 
 @triton.jit
-def rows_of_row_tile(
-    tile, offs_E, heaviest_E, first_tile, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Expert, first sorted row, and end of the expert's rows."""
-    place_E = tl.arange(0, BLOCK_E)
-    first_E = tl.load(first_tile + place_E, mask=place_E < EXPERTS, other=2147483647)
+def rows_of_row_tile(tile, places, offs_E, heaviest_E, first_tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Expert, first sorted row, and end of the expert's rows. places: 0 to a power of two, at least EXPERTS."""
+    first_E = tl.load(first_tile + places, mask=places < EXPERTS, other=2147483647)
     place = tl.sum((first_E <= tile).to(tl.int32), 0) - 1
     expert = tl.load(heaviest_E + place)
     start = tl.load(offs_E + expert - 1, mask=expert > 0, other=0)
@@ -236,6 +236,7 @@ def _decode(
     for index in range(0, count):
         kind, item, part = decode_ticket(
             tl.load(tickets + index),
+            tl.arange(0, BLOCK_G),
             heaviest_E,
             first_tile,
             EXPERTS,
@@ -246,7 +247,6 @@ def _decode(
             TOKEN_BLOCKS,
             WAVE,
             WAVES,
-            BLOCK_G,
             GROUP,
         )
         line = out + 3 * index

@@ -11,6 +11,7 @@ block sizes and sums are those of the `triton` backend's own kernels, and so are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.product_tiles import multiply_tile
 from amoeba.kernels.tiles import slots
 from amoeba.kernels.weight_gradient import weight_gradient_tile
+from amoeba.tasks.clock import note_task, now
 from amoeba.tasks.decoder import (
     ACTIVATE,
     COMBINE,
@@ -66,8 +68,12 @@ def scheduled_backward(
     maps: tuple[Tensor, Tensor, Tensor],
     *,
     overwrite_h: bool = False,
+    trace: Callable[[int, int], Tensor] | None = None,
 ) -> Scheduled:
-    """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous."""
+    """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous.
+
+    trace: makes room for so many tickets, of row tiles of so many rows: see `amoeba.tasks.device_trace`.
+    """
     order_N, slot_row_N, offs_E = maps
     (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
@@ -89,14 +95,15 @@ def scheduled_backward(
         GROUP,
     )
     table = make_table(offs_E, layout.row_block)
-    counters = torch.zeros(1 + experts + slots(rows, experts, down.block_m), dtype=torch.int32, device=device)
+    most_tiles = slots(rows, experts, down.block_m)
+    counters = torch.zeros(1 + experts + most_tiles, dtype=torch.int32, device=device)
     at_once, block = combine_block(hidden, top_k)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
     scaled_a_NI, dx_NH = h_NJ.new_empty((rows, intermediate)), h_NJ.new_empty((rows, hidden))
     part_CN = torch.empty((layout.down_parts, rows), dtype=torch.float32, device=device)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
     found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
-    _backward[(_programs(device),)](
+    _backward[(programs(device),)](
         dy_TH,
         x_TH,
         h_NJ,
@@ -115,6 +122,7 @@ def scheduled_backward(
         offs_E,
         *table,
         counters,
+        None if trace is None else trace(layout.most_tickets(most_tiles), layout.row_block),
         tokens,
         rows,
         H=hidden,
@@ -141,6 +149,7 @@ def scheduled_backward(
         SLOTS=next_power_of_2(TOKENS * top_k),
         AT_ONCE=at_once,
         COMBINE_BLOCK=block,
+        INTERPRETED=_backward.interpreted,
         num_warps=down.num_warps,
         num_stages=max(2, down.num_stages // 2),  # shared memory of two kinds of tasks is held at once
         enable_fp_fusion=False,  # as in `down_backward`
@@ -156,7 +165,7 @@ def _narrowed(chosen: Configuration, warps: int) -> Configuration:
     return chosen if chosen.num_warps <= warps else replace(chosen, block_n=chosen.block_n * warps // chosen.num_warps)
 
 
-def _programs(device: torch.device) -> int:
+def programs(device: torch.device) -> int:
     """The interpreter runs programs one after another: there one does all."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -207,6 +216,7 @@ def _backward(
     first_tile,
     place_E,
     counters,
+    trace,
     tokens,
     rows,
     H: tl.constexpr,
@@ -247,6 +257,7 @@ def _backward(
     SLOTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     COMBINE_BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     expert_counters = counters + 1
     row_counters = expert_counters + EXPERTS
@@ -256,6 +267,7 @@ def _backward(
         next_ticket = tl.atomic_add(counters, 1, sem="relaxed")  # on its way while this task is computed
         kind, item, part = decode_ticket(
             ticket,
+            tl.arange(0, BLOCK_G),
             heaviest_E,
             first_tile,
             EXPERTS,
@@ -266,9 +278,11 @@ def _backward(
             TOKEN_BLOCKS,
             WAVE,
             WAVES,
-            BLOCK_G,
             GROUP,
         )
+        if trace is not None:
+            came = now(trace, INTERPRETED)
+            started = came
         if kind == COMBINE:
             slot = item.to(tl.int64) * (TOKENS * TOP_K) + tl.arange(0, SLOTS)
             inside = (tl.arange(0, SLOTS) < TOKENS * TOP_K) & (slot < tokens * TOP_K)
@@ -284,6 +298,8 @@ def _backward(
             while least < complete:
                 least = _least(row_counters + tile, owned, complete)
             tl.debug_barrier()
+            if trace is not None:
+                started = now(trace, INTERPRETED)
             slot_gradient_tile(slot, inside, ds_N, slot_row_N, None, d_weight, rows, False)
             COLUMN_BLOCKS: tl.constexpr = (H + COMBINE_BLOCK - 1) // COMBINE_BLOCK
             first_token = item.to(tl.int64) * TOKENS
@@ -293,7 +309,8 @@ def _backward(
                     rows, TOP_K, H, H, H, False, AT_ONCE, COMBINE_BLOCK,
                 )  # fmt: skip
         elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
-            expert, row, row_end = rows_of_row_tile(item, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_E, BLOCK_M)
+            places = tl.arange(0, BLOCK_E)
+            expert, row, row_end = rows_of_row_tile(item, places, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_M)
             if kind == DOWN:
                 down_backward_tile(
                     expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN,
@@ -302,6 +319,8 @@ def _backward(
                 )  # fmt: skip
             elif kind == ACTIVATE:
                 _wait(row_counters + item, TN)
+                if trace is not None:
+                    started = now(trace, INTERPRETED)
                 row_M = row + tl.arange(0, BLOCK_M)
                 valid_M = row_M < row_end
                 ds_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -310,6 +329,8 @@ def _backward(
                 tl.store(ds_N + row_M, ds_M, mask=valid_M)
             else:
                 _wait(row_counters + item, TN + 1)
+                if trace is not None:
+                    started = now(trace, INTERPRETED)
                 multiply_tile(
                     expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, J, 1,
                     J * H, H, 1, H, 0, 0, 0, 0, 0, J, H, 0, False, TOP_K, BLOCK_M, UP_N, UP_K,
@@ -321,6 +342,8 @@ def _backward(
             end = tl.load(offs_E + item)
             start = tl.load(offs_E + item - 1, mask=item > 0, other=0)
             _wait(expert_counters + item, (end - start + BLOCK_M - 1) // BLOCK_M)
+            if trace is not None:
+                started = now(trace, INTERPRETED)
             if kind == DOWN_WEIGHTS:
                 DOWN_WIDTH: tl.constexpr = (I + DOWN_WEIGHTS_N - 1) // DOWN_WEIGHTS_N
                 weight_gradient_tile(
@@ -334,4 +357,6 @@ def _backward(
                     item, part // UP_WIDTH, part % UP_WIDTH, dh_NJ, x_TH, offs_E, d_gate_up, None, None, order_N,
                     J, 1, H, 1, J * H, H, 1, 0, 0, 0, J, J, H, TOP_K, UP_WEIGHTS_M, UP_WEIGHTS_N, UP_WEIGHTS_K,
                 )  # fmt: skip
+        if trace is not None:
+            note_task(trace, ticket, kind, item, part, came, started, INTERPRETED)
         ticket = next_ticket

@@ -69,34 +69,47 @@ def _produce(
     h_tiles = gl.cdiv(hidden, BLOCK_H)
     w_tiles = gl.cdiv(width, BLOCK_W)
     tiles = experts * h_tiles * w_tiles
-    HALF: gl.constexpr = BLOCK_H // 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-    c = gl.arange(0, HALF, gl.SliceLayout(0, layout))
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
         _, _, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        column = h * BLOCK_H + c
-        slot = gl.load(order + start + n, mask=start + n < end, other=0)
-        for row in range(start, end, BLOCK_N):
-            pointers = left + (slot // top_k).to(gl.int64)[:, None] * left_stride + column[None, :]
-            ahead = row + BLOCK_N + n
-            slot = gl.load(order + ahead, mask=ahead < end, other=0)
-            owned = (row + n < end)[:, None]
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            right_buf = right_bufs.index(stage)
-            if row + BLOCK_N <= end:
-                mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
-                bulk_load(right_desc, [row, w * BLOCK_W], bar, right_buf)
-            else:
-                mbarrier.arrive(bar, count=1)
-                _copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
-            gather(left_bufs.index(stage * 2), pointers, mask=owned & (column < hidden)[None, :])
-            gather(left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned & (column + HALF < hidden)[None, :])
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-            count += 1
+        count = fill_gradient(
+            right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, start, end, hidden, width,
+            left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def fill_gradient(
+    right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, start, end, hidden, width,
+    left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The stages of one tile, as they come free."""
+    HALF: gl.constexpr = BLOCK_H // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    column = h * BLOCK_H + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    slot = gl.load(order + start + n, mask=start + n < end, other=0)
+    for row in range(start, end, BLOCK_N):
+        pointers = left + (slot // top_k).to(gl.int64)[:, None] * left_stride + column[None, :]
+        ahead = row + BLOCK_N + n
+        slot = gl.load(order + ahead, mask=ahead < end, other=0)
+        owned = (row + n < end)[:, None]
+        stage = count % STAGES
+        mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
+        right_buf = right_bufs.index(stage)
+        if row + BLOCK_N <= end:
+            mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
+            bulk_load(right_desc, [row, w * BLOCK_W], bar, right_buf)
+        else:
+            mbarrier.arrive(bar, count=1)
+            _copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
+        gather(left_bufs.index(stage * 2), pointers, mask=owned & (column < hidden)[None, :])
+        gather(left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned & (column + HALF < hidden)[None, :])
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+        count += 1
+    return count
 
 
 @gluon.jit
@@ -129,30 +142,49 @@ def _consume(
         tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
         acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
         for row in range(start, end, BLOCK_N):
-            stage = count % STAGES
-            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            fence_async_shared()  # the left rows were written by threads, the matrix unit reads them as another party
-            left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
-            acc = warpgroup_mma(left, right_bufs.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=row > start)
+            acc = sum_stage(acc, left_bufs, right_bufs, full, empty, count, row > start, WARPGROUP, STAGES)
             count += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
         if tile < tiles:
-            parts = acc.reshape((HALF, 2, BLOCK_W // 2)).permute((0, 2, 1)).split()
-            for part in gl.static_range(2):
-                first_h = h * BLOCK_H + WARPGROUP * HALF
-                first_w = w * BLOCK_W + part * (BLOCK_W // 2)
-                value = parts[part].to(out.dtype.element_ty)
-                tma.store_wait(0)
-                if TRANSPOSED:
-                    buffer.permute((1, 0)).store(value)
-                    _store(out, out_desc, buffer, expert, first_w, width, first_h, hidden)
-                else:
-                    buffer.store(value)
-                    _store(out, out_desc, buffer, expert, first_h, hidden, first_w, width)
+            store_gradient(
+                acc, buffer, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
+            )
     tma.store_wait(0)
+
+
+@gluon.jit
+def sum_stage(acc, left_bufs, right_bufs, full, empty, count, more, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+    """acc += leftᵀ · right of a stage, begun; the stage before it is given back. more: not the first of a tile."""
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    fence_async_shared()  # the left rows were written by threads, the matrix unit reads them as another party
+    left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
+    acc = warpgroup_mma(left, right_bufs.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+    return acc
+
+
+@gluon.jit
+def store_gradient(
+    acc, buffer, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of a tile along H, in two parts."""
+    HALF: gl.constexpr = BLOCK_H // 2
+    parts = acc.reshape((HALF, 2, BLOCK_W // 2)).permute((0, 2, 1)).split()
+    for part in gl.static_range(2):
+        first_h = h * BLOCK_H + WARPGROUP * HALF
+        first_w = w * BLOCK_W + part * (BLOCK_W // 2)
+        value = parts[part].to(out.dtype.element_ty)
+        tma.store_wait(0)
+        if TRANSPOSED:
+            buffer.permute((1, 0)).store(value)
+            _store(out, out_desc, buffer, expert, first_w, width, first_h, hidden)
+        else:
+            buffer.store(value)
+            _store(out, out_desc, buffer, expert, first_h, hidden, first_w, width)
 
 
 @gluon.jit

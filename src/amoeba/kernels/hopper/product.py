@@ -151,7 +151,7 @@ def place_of_tile(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _fill(
+def fill_product(
     row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width, columns,
     GATHER: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -187,6 +187,16 @@ def _fill(
 
 
 @gluon.jit
+def row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+    """To the first of the depth of a tile's rows; behind the last one, to the last one again."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
+    token = gl.load(order + sorted_row) // top_k
+    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    return x + (token.to(gl.int64) * x_stride)[:, None] + k[None, :]
+
+
+@gluon.jit
 def _produce(
     row_desc, matrix_desc, low_desc, factor_desc, x, order, table, row_bufs, matrix_bufs, full, empty, depth, rank,
     width, columns, x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -199,26 +209,22 @@ def _produce(
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         if PLAN.GATHER:
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
-            token = gl.load(order + sorted_row) // top_k
-            k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-            pointers = x + (token.to(gl.int64) * x_stride)[:, None] + k[None, :]
+            pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
         else:
             pointers = x
-        count = _fill(
+        count = fill_product(
             row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width,
             columns, PLAN.GATHER, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
         if PLAN.LOW > 0:  # these rows are sorted
-            count = _fill(
+            count = fill_product(
                 low_desc, factor_desc, x, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank, width,
                 columns, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
 
 
 @gluon.jit
-def _multiply_stage(
+def multiply_stage(
     acc, row_bufs, matrix_bufs, full, empty, count, more, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr,
     PLAN: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -246,12 +252,12 @@ def _multiply_tile(
 ):  # fmt: skip
     """acc = rows · matrix over all of the depth; a stage is given back when the product after it has started."""
     for k in range(0, depth, BLOCK_K):
-        acc = _multiply_stage(
+        acc = multiply_stage(
             acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, HEIGHT, STAGES
         )
         count += 1
     if PLAN.SHORT:  # the rest of that stage is zeros, or another expert's
-        acc = _multiply_stage(
+        acc = multiply_stage(
             acc, row_bufs, matrix_bufs, full, empty, count, True, PLAN.LOW, WARPGROUP, PLAN, HEIGHT, STAGES
         )
         count += 1
@@ -417,15 +423,21 @@ def _launch(
 ) -> None:
     _, width, depth = matrix_EOW.shape
     matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
-    low, factor = (rows, matrix) if addend is None else (addend.low_NR, _flat(addend.factor_EOR, plan.B_K_MAJOR))
     layout = shared_layout(plan.MATRIX, out.dtype)
+    # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
+    row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
+    h_desc = None if h is None else descriptor(h, _STAGED)
+    low_desc = factor_desc = None
+    if addend is not None:
+        low_desc = descriptor(addend.low_NR, _ROWS)
+        factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, layout)
     h = out if h is None else h
     _bound(plan, out.dtype)[(multiprocessors(out.device),)](
-        descriptor(rows, _ROWS),
+        row_desc,
         descriptor(matrix, plan.COPIED, layout),
-        descriptor(low, _ROWS),
-        descriptor(factor, plan.COPIED, layout),
-        descriptor(h, _STAGED),
+        low_desc,
+        factor_desc,
+        h_desc,
         descriptor(out, _STAGED),
         rows,
         table if order_N is None else order_N,  # the table stands for what this plan does not read
@@ -434,7 +446,7 @@ def _launch(
         h,
         out,
         depth,
-        0 if addend is None else low.shape[1],
+        0 if addend is None else addend.low_NR.shape[1],
         width,
         width // 2 if plan.PAIRED else width,
         rows.stride(0),

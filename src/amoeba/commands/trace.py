@@ -1,0 +1,161 @@
+"""`amoeba trace`: the scheduled backward's own timeline, as the device ran it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from amoeba.commands.exits import finish, need, usage
+from amoeba.commands.front import typer
+from amoeba.commands.options import Json, Verbose, dtype_name, parse_device, parse_dtypes
+from amoeba.commands.output import Output
+from amoeba.commands.start import start
+from amoeba.commands.tasks import print_summary
+from amoeba.errors import bad_value
+
+if TYPE_CHECKING:
+    import torch
+
+    from amoeba.bench.shapes import Shape
+    from amoeba.problem import Problem
+    from amoeba.tasks.simulate import Record
+
+GPU_SHAPE, INTERPRETED_SHAPE = "1024,1536,256,128,8", "40,16,24,3,2"
+
+
+def trace(
+    out: Annotated[Path, typer.Option("--out", help="The file, for ui.perfetto.dev.")] = Path("amoeba-trace.json"),
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            help=f"A name (sonic_a, ...) or T,H,I,E,K; default {GPU_SHAPE}, {INTERPRETED_SHAPE} without a GPU.",
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="bfloat16 (default), float16, float32.")] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu (TRITON_INTERPRET=1) or cuda.")] = "auto",
+    seed: Annotated[int, typer.Option("--seed", help="Of weights, tokens and routing.")] = 0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run the scheduled backward once and write what each multiprocessor did and when, for ui.perfetto.dev."""
+    output = start(verbose)
+    with usage():
+        need("torch", "triton")
+        from amoeba.bench.shapes import check_memory, parse_shape
+
+        place = parse_device(device)
+        default = INTERPRETED_SHAPE if place.type == "cpu" else GPU_SHAPE
+        found = parse_shape(shape or default)
+        (kind,) = parse_dtypes([dtype] if dtype else [], [_default_dtype(place)])
+        if out.is_dir():
+            raise bad_value("--out", "the name of a file", f"{out}, a folder", "give a name, such as trace.json in it")
+        check_memory([(kind, found)], place, training=True)
+        problem, dy_TH = _problem(found, place, kind, seed)
+        _check(problem)
+    finish(output, run(found, problem, dy_TH, out, output), True, json)
+
+
+def run(shape: Shape, problem: Problem, dy_TH: torch.Tensor, out: Path, output: Output) -> dict[str, Any]:
+    from amoeba.files import write_whole
+    from amoeba.tasks.kernel import programs
+    from amoeba.tasks.summary import summarise
+    from amoeba.tasks.trace import trace_text
+
+    device, dtype = problem.x_TH.device, dtype_name(problem.x_TH.dtype)
+    output.line(
+        f"one backward of {shape.tokens} tokens, {shape.top_k} of {shape.experts} experts each, hidden {shape.hidden}, "
+        f"intermediate {shape.intermediate}, {dtype}, on {device.type}"
+    )
+    with output.working():
+        records, arrows = _trace(problem, dy_TH)
+    workers = max(programs(device), 1 + max(record.worker for record in records))
+    summary = summarise(records, workers)
+    unit = "us" if device.type == "cuda" else "ticks"  # the interpreter's clock goes on by one at each look
+    print_summary(summary, output, "tasks as they ran", unit)
+    idle = max(0.0, 1 - summary.busy - summary.waited)
+    output.line(f"{workers} workers: {summary.busy:.0%} busy, {summary.waited:.0%} waiting at gates, {idle:.0%} idle")
+    write_whole(out, trace_text(records, arrows))
+    output.line(f"{out}: open it at ui.perfetto.dev")
+    return {
+        "document": "amoeba trace",
+        "shape": [shape.tokens, shape.hidden, shape.intermediate, shape.experts, shape.top_k],
+        "dtype": dtype,
+        "device": device.type,
+        "unit": unit,
+        "workers": workers,
+        "tasks": len(records),
+        "kinds": {kind.name.lower(): each._asdict() for kind, each in summary.kinds.items() if each.tasks},
+        "span": summary.span,
+        "busy": summary.busy,
+        "waited": summary.waited,
+        "idle": idle,
+        "trace": str(out),
+    }
+
+
+def _default_dtype(device: torch.device) -> torch.dtype:
+    import torch
+
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _problem(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> tuple[Problem, torch.Tensor]:
+    import torch
+
+    from amoeba.bench.workload import draw_routing
+    from amoeba.problem import Problem
+    from amoeba.weights import ExpertWeights
+
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=dtype).div_(size[-1] ** 0.5)
+
+    weights = ExpertWeights(
+        normal(shape.experts, 2 * shape.intermediate, shape.hidden),
+        normal(shape.experts, shape.hidden, shape.intermediate),
+    )
+    expert_TK, weight_TK = draw_routing(shape, generator)
+    x_TH, dy_TH = normal(shape.tokens, shape.hidden), normal(shape.tokens, shape.hidden)
+    return Problem(x_TH, expert_TK, weight_TK.to(dtype), weights), dy_TH
+
+
+def _check(problem: Problem) -> None:
+    from amoeba.backends.triton import why_not_on
+
+    reason = why_not_on(problem.weights.device, problem.weights.dtype)
+    if reason is not None:
+        raise bad_value(
+            "--device",
+            "one that our kernels serve",
+            f"{problem.weights.device.type}: `triton` {reason}",
+            "run it on a GPU, or with TRITON_INTERPRET=1 and --dtype float32",
+        )
+
+
+def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tuple[Record, Record]]]:
+    """Of the second pass: the first one compiles."""
+    from amoeba.backends.tasks import kernel_for
+    from amoeba.backends.triton import BACKEND
+    from amoeba.problem import Saved
+    from amoeba.tasks.device_trace import DeviceTrace
+
+    _, saved = BACKEND.forward(problem, "h")
+    assert isinstance(saved, Saved)
+    weights, trace = problem.weights, DeviceTrace(problem.x_TH.device)
+    for _ in range(2):
+        kernel_for(problem)(
+            dy_TH,
+            problem.x_TH,
+            saved.h_NJ,
+            problem.expert_TK,
+            problem.weight_TK,
+            weights.gate_up_EJH,
+            weights.down_EHI,
+            weights.activation,
+            saved.maps,
+            trace=trace.room,
+        )
+    records = trace.records()
+    return records, trace.gates(records, saved.offs_E.tolist())

@@ -1,0 +1,142 @@
+"""Our launch hands the driver the very bytes that Triton's own launcher hands it, for kernels compiled for Hopper.
+
+There is no GPU in this: a stand-in for libcuda (fake_driver.c) notes down each launch. In a process of its own, since
+Triton finds its driver once, and what stands for it here must not meet another test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+# What Triton's modules want to find in the library, and what need not do anything here.
+IDLE = (
+    "cuCtxGetDevice", "cuCtxGetLimit", "cuCtxSetCurrent", "cuCtxSetLimit", "cuDeviceGet", "cuDevicePrimaryCtxRetain",
+    "cuDriverGetVersion", "cuFuncSetAttribute", "cuFuncSetCacheConfig", "cuGetErrorString", "cuModuleLoadData",
+    "cuModuleUnload", "cuOccupancyMaxActiveClusters", "cuPointerGetAttributes", "cuStreamIsCapturing",
+    "cuTensorMapEncodeIm2col",
+)  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, as Triton does")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's own driver is in the process")
+def test_the_driver_is_handed_the_same_bytes(tmp_path: Path) -> None:
+    backend = pytest.importorskip("triton.backends.nvidia.driver")
+    idle = tmp_path / "idle.c"
+    idle.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in IDLE))
+    library, include = tmp_path / "libcuda.so.1", Path(backend.__file__).parent / "include"
+    sources = HERE / "fake_driver.c", idle
+    command = ["gcc", "-shared", "-fPIC", "-w", f"-I{include}", "-Wl,-soname,libcuda.so.1", "-o", library, *sources]
+    subprocess.run(command, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path), "AMOEBA_TUNED": "off"}
+    told = subprocess.run([sys.executable, __file__, library], env=environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout.splitlines()[-1])
+    assert {name for name, _ in found} >= {"product_kernel", "gradient_kernel", "_combine", "_activate_backward"}
+    assert all(same for _, same in found), found
+
+
+def compare(library: str) -> list[tuple[str, bool]]:
+    """(kernel, whether both ways handed over the same bytes), for each launch of a step."""
+    driver = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
+
+    from amoeba.backends import triton_rows
+    from amoeba.backends.triton import BACKEND
+    from amoeba.kernels import choice, launch
+    from amoeba.kernels.hopper import gradient, product
+    from amoeba.problem import Needs, Problem
+    from amoeba.weights import ExpertWeights
+
+    choice.capability_of = lambda device: (9, 0)
+    product.multiprocessors = gradient.multiprocessors = lambda device: 132
+    triton_rows.why_not_hopper = lambda problem: None
+    found: list[tuple[str, bool]] = []
+    again, made = launch._again, launch.driver_launch
+
+    def told_sizes(compiled: Any, grid: Any, arguments: Any) -> Any:
+        sizes = parameter_sizes(compiled.asm["ptx"])
+        driver.set_sizes(ctypes.c_long(compiled.function), len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+        return made(compiled, grid, arguments)
+
+    def both_ways(compiled: Any, grid: Any, arguments: tuple) -> Any:
+        launched = again(compiled, grid, arguments)
+        ours = launched.by_driver
+        found.append((compiled.name, ours is not None and by_triton(launched) == by_us(ours, launched)))
+        return launched
+
+    def by_triton(launched: Any) -> bytes:
+        noted()
+        launched.start(77, [moved(value) for value in launched.arguments])
+        return noted()
+
+    def by_us(ours: Any, launched: Any) -> bytes:
+        for place, value in enumerate(launched.arguments):
+            if place in ours.words and value is not None:
+                ours.memory[ours.words[place]] = value.data_ptr() + 4096
+            if place in ours.maps:
+                ours.move(ours.maps[place], value.base.data_ptr() + 4096)
+        ours.start(77)
+        return noted()
+
+    def noted() -> bytes:
+        buffer = ctypes.create_string_buffer(65536)
+        length = driver.take_noted(buffer)
+        return buffer.raw[:length]
+
+    launch._again, launch.driver_launch = both_ways, told_sizes
+    T, H, I, E, K = 130, 256, 128, 4, 2
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    weights = ExpertWeights(zeros(E, 2 * I, H), zeros(E, H, I))
+    problem = Problem(zeros(T, H), torch.zeros(T, K, dtype=torch.int64), torch.zeros(T, K), weights)
+    for _ in range(2):  # the second one is recorded
+        _, saved = BACKEND.forward(problem, "h")
+        BACKEND.backward(problem, saved, zeros(T, H), Needs(x=True, weight=True, gate_up=True, down=True))
+    return found
+
+
+def moved(value: Any) -> Any:
+    """Another address than it was compiled and recorded with."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr() + 4096
+    if not isinstance(getattr(value, "base", None), torch.Tensor):
+        return value
+    address = value.base.data_ptr() + 4096
+    other = object.__new__(type(value))
+    other.__dict__.update(vars(value))
+    other.base = type("Base", (), {"data_ptr": lambda self: address})()
+    return other
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    entry = ptx[ptx.index(".visible .entry") :]
+    sizes = []
+    for line in re.findall(r"\.param ([^\n]*)", entry[: entry.index(")\n")]):
+        array = re.search(r"\.b8 \S+\[(\d+)\]", line)
+        plain = re.search(r"\.[usbf](\d+)", line)
+        assert array is not None or plain is not None
+        sizes.append(int(array.group(1)) if array else int(plain.group(1)) // 8)  # type: ignore[union-attr]
+    return sizes
+
+
+if __name__ == "__main__":
+    print(json.dumps(compare(sys.argv[1])))

@@ -1,0 +1,169 @@
+"""The scheduled backward in Gluon has the bits of Hopper's own kernels, in every run, and ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amoeba.config import Activation
+from amoeba.problem import Needs, Problem
+from amoeba.proof.conformance import poisoned_memory
+from amoeba.weights import ExpertWeights
+
+pytest.importorskip("triton")
+from amoeba.backends import sorted_rows
+from amoeba.backends.triton_rows import TritonRows
+from amoeba.kernels.activation import constants
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")]
+ALL = Needs(x=True, weight=True, gate_up=True, down=True)
+
+# name -> T, H, I, E, K, how tokens are routed. Few widths are whole tiles of 128 and 256.
+CASES = {
+    "ragged": (777, 320, 192, 7, 2, "even"),
+    "empty experts": (300, 256, 128, 40, 2, "few"),
+    "skew": (2000, 448, 256, 16, 4, "skew"),
+    "one expert": (515, 192, 768, 3, 1, "one"),
+    "one row": (1, 64, 64, 5, 1, "even"),
+    "wide lines": (600, 512, 512, 9, 8, "sentinels"),
+    "widest lines": (900, 320, 2048, 5, 2, "sentinels"),
+    "a part of a line": (400, 256, 1472, 6, 2, "even"),
+    "many slots": (333, 1024, 256, 64, 16, "even"),
+    "many waves": (3000, 512, 256, 130, 4, "even"),
+}
+
+
+def make_problem(tokens, hidden, intermediate, experts, top_k, how, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to("cuda", dtype)
+
+    scores = torch.rand(tokens, experts, generator=generator)
+    if how == "skew":
+        scores *= torch.arange(1, experts + 1) ** -1.2
+    if how == "few":
+        scores[:, experts // 4 :] = -1
+    ids = torch.zeros(tokens, top_k, dtype=torch.int64) if how == "one" else scores.topk(top_k, 1).indices
+    if how == "sentinels":
+        ids[torch.rand(tokens, top_k, generator=generator) < 0.3] = -1
+    weight = torch.rand(tokens, top_k, generator=generator).cuda()
+    weights = ExpertWeights(normal(experts, 2 * intermediate, hidden), normal(experts, hidden, intermediate))
+    return Problem(normal(tokens, hidden), ids.cuda(), weight, weights), normal(tokens, hidden)
+
+
+def scheduled(problem, dy_TH, saved, **options):
+    from amoeba.tasks.hopper import hopper_backward
+
+    weights = problem.weights
+    with poisoned_memory():
+        return hopper_backward(
+            dy_TH, problem.x_TH, saved.h_NJ, problem.expert_TK, problem.weight_TK, weights.gate_up_EJH,
+            weights.down_EHI, weights.activation, saved.maps, **options,
+        )  # fmt: skip
+
+
+def check(found, expected):
+    for name, value in found._asdict().items():
+        assert value.isfinite().all(), name
+        assert value.equal(getattr(expected, name)), name
+
+
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("name", CASES)
+    def test_gradients_have_the_bits_of_the_kernels_apart(self, name, dtype):
+        problem, dy_TH = make_problem(*CASES[name], dtype=dtype)
+        _, saved = sorted_rows.forward(problem, "h", TritonRows)
+        expected = sorted_rows.backward(problem, saved, dy_TH, ALL, TritonRows)
+        first = scheduled(problem, dy_TH, saved)
+        check(first, expected)
+        check(scheduled(problem, dy_TH, saved), first)
+        check(scheduled(problem, dy_TH, saved, overwrite_h=True), first)
+
+    def test_300_passes_end_and_a_captured_one_has_their_bits(self):
+        problem, dy_TH = make_problem(1500, 512, 256, 16, 4, "even")
+        _, saved = sorted_rows.forward(problem, "h", TritonRows)
+        first = scheduled(problem, dy_TH, saved)
+        differ = torch.zeros((), dtype=torch.bool, device="cuda")
+        for _ in range(300):
+            for left, right in zip(first, scheduled(problem, dy_TH, saved), strict=True):
+                differ |= (left != right).any()
+        assert not differ
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = scheduled(problem, dy_TH, saved)
+        for each in captured:
+            each.zero_()
+        for _ in range(3):
+            graph.replay()
+        check(captured, first)
+
+    def test_its_tickets_are_those_of_the_decoder_each_once_behind_its_gates(self):
+        from amoeba.tasks.decoder import decode
+        from amoeba.tasks.device_trace import DeviceTrace
+        from amoeba.tasks.hopper import Plan
+
+        tokens, hidden, intermediate, experts, top_k, _ = CASES["skew"]
+        problem, dy_TH = make_problem(*CASES["skew"])
+        _, saved = sorted_rows.forward(problem, "h", TritonRows)
+        trace = DeviceTrace(problem.x_TH.device)
+        check(scheduled(problem, dy_TH, saved, trace=trace.room), scheduled(problem, dy_TH, saved))
+        records = trace.records()
+        assert [record.ticket for record in records] == list(range(len(records)))
+        plan = Plan(hidden, intermediate, experts, top_k, **constants(Activation()))
+        tickets = torch.arange(len(records), dtype=torch.int32, device="cuda")
+        *expected, total = decode(tickets, saved.offs_E, plan.layout(tokens)).tolist()
+        assert total == [len(records)] * 3
+        assert [list(map(int, record.task)) for record in records] == expected
+        assert all(record.came <= record.started <= record.ended for record in records)
+        arrows = trace.gates(records, saved.offs_E.tolist())
+        assert all(before.ended <= after.started for before, after in arrows)
+
+    def test_the_backend_takes_it_and_the_plain_kernel_where_it_does_not_serve(self):
+        from amoeba.backends.tasks import kernel_for
+        from amoeba.tasks.hopper import hopper_backward
+        from amoeba.tasks.kernel import scheduled_backward
+
+        problem = make_problem(*CASES["one row"])[0]
+        assert kernel_for(problem) is hopper_backward
+        plain = ExpertWeights(*problem.weights.tensors()[:2], activation=Activation("silu", interleaved=True))
+        assert kernel_for(problem._replace(weights=plain)) is scheduled_backward
+
+
+@pytest.mark.parametrize(
+    ("top_k", "activation", "reason"),
+    [
+        (8, Activation(), None),
+        (16, Activation("gelu", limit=7.0), None),
+        (8, Activation("relu", gated=False), "gates and ups apart"),
+        (8, Activation(interleaved=True), "gates and ups apart"),
+        (17, Activation(), "up to 16 experts of a token, these are 17"),
+    ],
+)
+def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):
+    from amoeba.tasks.hopper import why_not
+
+    found = why_not(top_k, activation)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
+    from amoeba.kernels.hopper import gradient, product
+    from amoeba.tasks import hopper_queue
+    from amoeba.tasks.hopper import Plan
+
+    bytes_of_stage = hopper_queue.STAGE_BYTES.value
+    assert bytes_of_stage == 2 * product.BLOCK_K * (product.BLOCK_M + product.BLOCK_N)
+    assert bytes_of_stage == 2 * gradient.BLOCK_N * (gradient.BLOCK_H + gradient.BLOCK_W)
+    tile = (hopper_queue.BLOCK_M.value, hopper_queue.BLOCK_N.value, hopper_queue.BLOCK_K.value)
+    assert tile == (product.BLOCK_M, product.BLOCK_N, product.BLOCK_K)
+    assert tile == (gradient.BLOCK_H, gradient.BLOCK_W, gradient.BLOCK_N)
+    assert hopper_queue.STAGES.value == product.STAGES == gradient.STAGES
+    for intermediate in (64, 128, 192, 256, 512, 768, 1024, 1408, 1472, 2048):
+        plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
+        assert bytes_of_stage == 2 * 3 * plan.LINES * plan.BLOCK
+        assert plan.OWN_LINES % 8 == 0  # each warpgroup has whole patterns of the shared memory's layout

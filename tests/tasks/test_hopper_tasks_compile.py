@@ -1,0 +1,160 @@
+"""The scheduled backward in Gluon compiles for Hopper, here without one: what it waits for, and how it fits.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
+
+In a process of its own, this file as a program: see tests/kernels/test_hopper_compiles.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+from test_hopper_compiles import SHARED_BYTES, CompileOnly, compiled_by, figures
+
+pytestmark = pytest.mark.thorough  # compiles for half a minute
+
+SHAPES = {"qwen3_30b": (2048, 768, 128, 8), "olmoe": (2048, 1024, 64, 8)}
+# What a thread may keep in memory between two tasks: predicates that are found once. Never inside a product. Where a
+# warpgroup takes whole stages of a row pass, 64 elements of five tensors a thread, not all of them fit.
+MOST_STACK = {"qwen3_30b": 32, "olmoe": 1024}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return compiled_by(__file__, tmp_path_factory.mktemp("cubins"), *SHAPES)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_fits_and_products_keep_all_in_registers(found, name):
+    of_shape = found[name]
+    assert of_shape["wgmma"] == 16  # four products of 16 in a stage: products and gradients, of two warpgroups
+    assert SHARED_BYTES // 2 < of_shape["shared"] <= SHARED_BYTES
+    assert of_shape["stack_bytes"] <= MOST_STACK[name]
+    assert of_shape["loops"] == 4 and of_shape["local_in_loops"] == 0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_signal_comes_behind_stores_that_arrived_and_a_load_behind_the_signal(found, name):
+    """Of each: the bulk stores complete, the fence between the two ways to memory, all threads, the release; the
+    acquire, all threads, the fence. No test on one machine would fail for sure without them."""
+    order = found[name]["order"]
+    # row tile, and after a row pass the expert
+    signals = re.findall(r"arrived fence barrier (?:\w+ )*?release", order)
+    assert len(signals) >= 2 and len(signals) == order.count("arrived")
+    assert order.count("release") == 2 * order.count("arrived")
+    waits = re.findall(r"acquire (?:barrier |acquire )+fence", order)
+    assert 1 <= len(waits) <= 4  # row pass, dx, weights, tokens; the compiler may let their ends be one
+    assert sum(wait.count("acquire") for wait in waits) == order.count("acquire") == 2 * 4
+    assert order.count("fence") == len(signals) + len(waits)
+
+
+def test_a_line_of_the_row_pass_is_laid_out_as_the_row_pass_of_triton(found):
+    """So both add it up in the same order."""
+    for width, (ours, theirs) in found["lines"].items():
+        assert ours == theirs, width
+
+
+def main(names: list[str]) -> dict[str, dict]:
+    from amoeba.config import Activation
+    from amoeba.tasks import hopper
+    from amoeba.tasks.decoder import Table
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def numbers(count: int) -> torch.Tensor:
+        return empty(count, dtype=torch.int32)
+
+    hopper.multiprocessors = lambda device: 132
+    kernel = hopper.backward_kernel = CompileOnly(hopper.backward_kernel.kernel)
+    hopper.make_table = lambda offs_E, block: Table(numbers(8), numbers(9), numbers(8))
+    made = {}
+    for name in names:
+        (H, I, E, K), T = SHAPES[name], 64
+        assert hopper.why_not(K, Activation()) is None
+        N = T * K
+        weight_TK, expert_TK = empty(T, K, dtype=torch.float32), empty(T, K, dtype=torch.int32)
+        hopper.hopper_backward(
+            empty(T, H), empty(T, H), empty(N, 2 * I), expert_TK, weight_TK, empty(E, 2 * I, H), empty(E, H, I),
+            Activation(), (numbers(N), numbers(N), numbers(E)),
+        )  # fmt: skip
+        compiled = kernel.last.compiled
+        made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"])}
+    return made | {"lines": {I: lines_of(I) for I in (64, 128, 256, 768, 512, 1024)}}
+
+
+WORDS = {
+    "cp.async.bulk.wait_group 0": "arrived",
+    "fence.proxy.async.global": "fence",
+    "bar.sync": "barrier",
+    "gpu.release.add": "release",
+    "gpu.acquire": "acquire",
+}
+
+
+def order_of(ptx: str) -> str:
+    found = (next((word for sign, word in WORDS.items() if sign in line), None) for line in ptx.splitlines())
+    return " ".join(word for word in found if word)
+
+
+def in_loops(compiled) -> dict[str, int]:
+    """Loops with products, and accesses of local memory in them."""
+    import os
+    import subprocess
+
+    from triton import knobs
+
+    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    told = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", path], capture_output=True, text=True, check=True).stdout
+    lines = told.splitlines()
+    labels = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"\s*\.(L_x_\d+):", line))}
+    loops = []
+    for at, line in enumerate(lines):
+        target = re.search(r"BRA.*\(\.(L_x_\d+)\)", line)
+        if target and labels[target[1]] < at and at - labels[target[1]] < 400:
+            body = lines[labels[target[1]] : at]
+            if any("HGMMA" in each for each in body):
+                loops.append(sum(bool(re.search(r"\b(LDL|STL)\b", each)) for each in body))
+    return {"loops": len(loops), "local_in_loops": sum(loops)}
+
+
+def lines_of(intermediate: int) -> tuple[list, list]:
+    """Layouts of a line of the row pass: ours, and the compiler's for `_activate_backward`."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from amoeba.config import Activation
+    from amoeba.kernels.activate import BACKWARD_TILE, WARPS, _activate_backward
+    from amoeba.kernels.activation import constants
+    from amoeba.tasks.hopper import Plan
+
+    plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
+    values = {"I": intermediate, "DA_STRIDE": intermediate, "H_STRIDE": plan.J, "DH_STRIDE": plan.J}
+    values |= {"SCALED_A_STRIDE": intermediate, "NUM_EXPERTS": 8, "WRITE_SCALED_A": True, "INTERLEAVED": False}
+    values |= {"ROWS": BACKWARD_TILE // plan.BLOCK, "BLOCK": plan.BLOCK} | constants(Activation())
+    types = {"da": "*bf16", "h": "*bf16", "weight": "*fp32", "order": "*i32", "offs": "*i32", "dh": "*bf16"}
+    types |= {"scaled_a": "*bf16", "ds": "*fp32", "num_rows": "i32"} | dict.fromkeys(values, "constexpr")
+    source = ASTSource(
+        _activate_backward.kernel, types, constexprs=values, attrs={(at,): [["tt.divisibility", 16]] for at in range(8)}
+    )
+    text = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ttgir"]
+    name = re.search(r'"tt.reduce".*?\(tensor<\w+, (#\w+)>\)', text, re.DOTALL)[1]
+    told = re.search(rf"^{name} = #ttg.blocked<(.*)>", text, re.MULTILINE)[1]
+    ours = plan.LINE_LAYOUT
+    return (
+        [ours.size_per_thread, ours.threads_per_warp, ours.warps_per_cta],
+        [[int(n) for n in each.split(", ")] for each in re.findall(r"\[([\d, ]+)\]", told)[:3]],
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:])))
