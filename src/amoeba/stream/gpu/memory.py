@@ -27,6 +27,7 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.stream.cache import ExpertCache, Fetch
+from amoeba.stream.gpu.computing import Miss, make_computing
 from amoeba.stream.gpu.device import Device, Event
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.export import IndexExport
@@ -57,6 +58,7 @@ class DeviceMemory:
     """
     layers: the kind of weights of each layer, in the store's order.
     cache:  what is where, and what that cost so far.
+    computing: of experts that are missing, on the CPU; None: they are moved.
     waited_seconds: on the host, for reads and for ids.
     """
 
@@ -68,6 +70,7 @@ class DeviceMemory:
         host_slots: Sequence[int],
         ids: int,
         policy: str = DEFAULT_POLICY,
+        miss: Miss = "move",
     ) -> None:
         self.store, self.device, self.policy = store, device, policy
         self.slots, self.host_slots = tuple(slots), tuple(host_slots)
@@ -99,6 +102,8 @@ class DeviceMemory:
         self._turns = [threading.RLock() for _ in shapes]
         self._counting = threading.Lock()
         self.waited_seconds, self._closed = 0.0, False
+        self._promoted: Event | None = None  # copies of the latest replay that nobody waited for
+        self.computing = make_computing(self, miss)
         self.replays = GpuReplays(self, ids)
         self.recorder: Recorder | None = None
 
@@ -133,6 +138,8 @@ class DeviceMemory:
             if last is not None:
                 device.wait(device.compute, last)
                 if last is self._replayed:
+                    if self._promoted is not None:
+                        device.wait(device.compute, self._promoted)
                     self._tiers[layer].read_by(range(self.slots[layer]), last)
             try:
                 yield
@@ -141,6 +148,10 @@ class DeviceMemory:
                     self._show_all(layer)
                 done = self._last[layer] = device.record(device.compute)
                 self._tiers[layer].read_by(self._shown[layer].values(), done)
+
+    def computes(self, layer: int, x_TH: Tensor, weight_TK: Tensor) -> bool:
+        """Whether the host may compute experts of such a pass inside of graphs."""
+        return self.computing is not None and self.computing.takes(layer, x_TH, weight_TK)
 
     def is_complete(self, layer: int) -> bool:
         """All experts are there and shown: nothing of the layer is ever evicted or missing."""
@@ -386,6 +397,8 @@ class DeviceMemory:
         if self._closed:
             return
         self._closed = True
+        if self.computing is not None:
+            self.computing.close()
         self._release()
         self.store.close()
         if self.recorder is not None:

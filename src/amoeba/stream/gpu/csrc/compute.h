@@ -1,0 +1,148 @@
+// Experts that a question misses, computed by the CPU where they lie in host memory, while the thread that serves goes
+// on. One thread waits for the next job, a while spinning, then asleep; the CPU core's threads help it (core_decode.h).
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace [[gnu::visibility("hidden")]] amoeba {
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// amoeba_decode_f32 or _bf16 of the CPU core
+using Decode = void (*)(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate,
+                        int64_t width, const float* x, int64_t x_stride, const int64_t* expert, const int64_t* key,
+                        const float* scale, const void* gate_up, int64_t gate_up_e, int64_t gate_up_row,
+                        const float* gate_up_bias, const float* added, const void* down, int64_t down_e,
+                        int64_t down_row, const float* down_bias, int kind, int interleaved, float alpha, float limit,
+                        float up_shift, float* h, float* a, int64_t* order, float* y, int threads);
+
+// Of a layer: blobs of experts in host memory, one after another.
+struct Blobs {
+  uint64_t decode;  // a Decode; 0: the CPU does not compute this layer
+  uint64_t first, bytes, number_bytes, count;
+  uint64_t gate_up_offset, down_offset;
+  int64_t hidden, intermediate, width, kind;
+  float alpha, limit, up_shift;
+};
+
+class Computer {
+ public:
+  explicit Computer(int threads) : threads_(threads), worker_([this] { work(); }) {}
+  ~Computer() {
+    wait();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    worker_.join();
+  }
+
+  // Of one expert, up to four rows; 0: not known yet.
+  double seconds() const { return seconds_.load(std::memory_order_relaxed); }
+  // What is never measured again is believed less and less.
+  void not_asked() { seconds_.store(seconds() * 0.99, std::memory_order_relaxed); }
+
+  void wait() const {
+    while (busy_.load(std::memory_order_acquire)) relax();
+  }
+
+  // blob: of each of tokens * top_k ids, the number of its blob, or -1 where it is not to be computed.
+  void begin(const Blobs& blobs, int64_t tokens, int64_t top_k, const float* x, const int64_t* blob,
+             const int64_t* key, const float* scale, int64_t passes, float* y, int32_t* word, int32_t serial) {
+    wait();
+    const int64_t slots = tokens * top_k;
+    blobs_ = blobs, tokens_ = tokens, top_k_ = top_k, x_ = x, y_ = y, word_ = word, serial_ = serial, passes_ = passes;
+    blob_.assign(blob, blob + slots), key_.assign(key, key + slots), scale_.assign(scale, scale + slots);
+    order_.resize(slots), h_.resize(slots * blobs.width), a_.resize(slots * blobs.intermediate);
+    busy_.store(true, std::memory_order_seq_cst);
+    if (asleep_.load(std::memory_order_seq_cst)) {
+      { std::lock_guard<std::mutex> lock(mutex_); }
+      wake_.notify_all();
+    }
+  }
+
+ private:
+  static constexpr auto AWAKE = std::chrono::milliseconds(2);
+
+  void work() {
+    while (wait_for_job()) {
+      const auto began = std::chrono::steady_clock::now();
+      const Blobs& b = blobs_;
+      const auto decode = reinterpret_cast<Decode>(b.decode);
+      const int64_t stride = int64_t(b.bytes / b.number_bytes);
+      const auto* gate_up = reinterpret_cast<const void*>(b.first + b.gate_up_offset);
+      const auto* down = reinterpret_cast<const void*>(b.first + b.down_offset);
+      decode(tokens_, top_k_, int64_t(b.count), b.hidden, b.intermediate, b.width, x_, b.hidden, blob_.data(),
+             key_.data(), scale_.data(), gate_up, stride, b.hidden, nullptr, nullptr, down, stride, b.intermediate,
+             nullptr, int(b.kind), 0, b.alpha, b.limit, b.up_shift, h_.data(), a_.data(), order_.data(), y_, threads_);
+      std::atomic_thread_fence(std::memory_order_release);
+      *static_cast<volatile int32_t*>(word_) = serial_;
+      note(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() / double(passes_));
+      busy_.store(false, std::memory_order_release);
+    }
+  }
+
+  void note(double seconds) {
+    if (jobs_++ == 0) return;  // threads began
+    const double before = this->seconds();
+    seconds_.store(before == 0 ? seconds : before + (seconds - before) / 8, std::memory_order_relaxed);
+  }
+
+  bool wait_for_job() {
+    const auto began = std::chrono::steady_clock::now();
+    for (int spins = 1; !busy_.load(std::memory_order_acquire); ++spins) {
+      relax();
+      if (spins % 256 == 0 && std::chrono::steady_clock::now() - began > AWAKE) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        asleep_.store(true, std::memory_order_seq_cst);
+        wake_.wait(lock, [&] { return stop_ || busy_.load(std::memory_order_seq_cst); });
+        asleep_.store(false, std::memory_order_seq_cst);
+        if (stop_) return false;
+      }
+    }
+    return true;
+  }
+
+  const int threads_;
+  Blobs blobs_{};
+  int64_t tokens_ = 0, top_k_ = 0, passes_ = 1, jobs_ = 0;
+  const float* x_ = nullptr;
+  float* y_ = nullptr;
+  int32_t* word_ = nullptr;
+  int32_t serial_ = 0;
+  std::vector<int64_t> blob_, key_, order_;
+  std::vector<float> scale_, h_, a_;
+  std::atomic<bool> busy_{false}, asleep_{false};
+  std::atomic<double> seconds_{0};
+  bool stop_ = false;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::thread worker_;
+};
+
+// How many of `missing` experts to move, so that link and CPU are done as early as can be: the link moves one after
+// another, behind `ahead` others.
+inline int64_t moved_of(int64_t missing, int64_t ahead, double move_seconds, double compute_seconds) {
+  int64_t best = 0;
+  double least = double(missing) * compute_seconds;
+  for (int64_t moved = 1; moved <= missing; ++moved) {
+    const double moving = double(ahead + moved) * move_seconds, computing = double(missing - moved) * compute_seconds;
+    const double taken = moving > computing ? moving : computing;
+    if (taken < least) least = taken, best = moved;
+  }
+  return best;
+}
+
+}  // namespace amoeba
