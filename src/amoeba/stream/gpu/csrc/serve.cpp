@@ -201,10 +201,10 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
   return SERVED;
 }
 
-Computer* amoeba_computer_new(int threads) { return new Computer(threads); }
-void amoeba_computer_wait(const Computer* computer) { computer->wait(); }
-double amoeba_computer_seconds(const Computer* computer) { return computer->seconds(); }
-void amoeba_computer_delete(Computer* computer) { delete computer; }
+void* amoeba_computer_new(int threads) { return new Computer(threads); }
+void amoeba_computer_wait(const void* computer) { static_cast<const Computer*>(computer)->wait(); }
+double amoeba_computer_seconds(const void* computer) { return static_cast<const Computer*>(computer)->seconds(); }
+void amoeba_computer_delete(void* computer) { delete static_cast<Computer*>(computer); }
 
 int64_t amoeba_moved_of(int64_t missing, int64_t ahead, double move_seconds, double compute_seconds) {
   return moved_of(missing, ahead, move_seconds, compute_seconds);
