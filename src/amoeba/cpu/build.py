@@ -97,7 +97,7 @@ class _Recipe:
             file = waiting.pop()
             if file not in found:
                 found[file] = file.read_text()
-                waiting += [self.sources / name for name in _INCLUDE.findall(found[file])]
+                waiting += [(file.parent / name).resolve() for name in _INCLUDE.findall(found[file])]
         return [found[file] for file in sorted(found)]
 
     def seconds(self) -> float:

@@ -243,10 +243,6 @@ class Core:
             return y_TH, None
         return y_TH, scratch[slots * (width + 2) :].view(slots, intermediate)
 
-    def decode_address(self, dtype: torch.dtype) -> int:
-        """Of the function behind `decode`, for other compiled code; weights are float32 or bfloat16."""
-        return ctypes.cast(self._decode[dtype], ctypes.c_void_p).value or 0
-
     def sum_decoded(self, rows_NH: Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: int) -> Tensor:
         """y (T, H) as `decode` gives it, bit for bit, of its rows for the slots as tokens with weight 1 each.
 

@@ -6,8 +6,8 @@
                   link has little to do, an expert that was computed is moved too, for the next passes
 
 Inside of graphs alone, for a few tokens, and for experts that are in host memory; prompts, training and what is on the
-disk are moved. The kernel that asks hands x, ids and weights over (kernels/ask.py), serve.cpp decides, and the CPU
-core's `decode` computes, with bf16 or fp32 weights and sums in fp32. Another kernel adds that sum, in the order of
+disk are moved. The kernel that asks hands x, ids and weights over (kernels/ask.py), serve.cpp decides, and what the CPU
+core decodes with computes (compute.h), with bf16 or fp32 weights and sums in fp32. Another kernel adds that sum, in the order of
 expert ids, to what the experts in slots gave: within the tolerance of bf16, and with `auto` not always the same last
 bits, since time decides who computes what.
 """
@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.core import load_core
 from amoeba.cpu.node_library import ACTIVATION_KINDS
 from amoeba.errors import bad_value
 from amoeba.machine import usable_cores
@@ -79,10 +77,6 @@ def _why_not(memory: DeviceMemory) -> str | None:
         return "steps cannot be captured here"
     if serving_library() is None:
         return "the compiled part that serves them is not there"
-    try:
-        load_core()
-    except CoreUnavailable as error:
-        return str(error)
     reasons = [_why_not_layer(entry) for entry in memory.store.layers]
     if all(reasons):
         return reasons[0]
@@ -122,7 +116,7 @@ class Computing:
     def takes(self, layer: int, x_TH: Tensor, weight_TK: Tensor) -> bool:
         """Whether such a pass over the layer is handed over."""
         tokens, top_k = weight_TK.shape
-        return bool(self.blobs[layer].decode) and tokens <= MOST_TOKENS and top_k <= MOST_TOP_K
+        return bool(self.blobs[layer].count) and tokens <= MOST_TOKENS and top_k <= MOST_TOP_K
 
     def expect(self, shape: torch.Size | None) -> None:
         """The next question is of T x K ids; None: it is not handed over."""
@@ -152,7 +146,6 @@ def _blobs(entry: LayerEntry, tiers: LayerTiers, host_slots: int) -> Blobs:
     offsets = {part.name: part.offset for part in entry.parts}
     activation = entry.activation
     return Blobs(
-        load_core().decode_address(entry.dtype),
         *(tiers.first_blob, entry.expert_bytes, entry.dtype.itemsize, host_slots),
         *(offsets["gate_up_JH"], offsets["down_HI"]),
         *(entry.hidden, entry.intermediate, activation.width(entry.intermediate), ACTIVATION_KINDS[activation.kind]),

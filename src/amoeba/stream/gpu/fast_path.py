@@ -62,7 +62,6 @@ class Blobs(ctypes.Structure):
     """As compute.h has it; all zero where the CPU does not compute the layer."""
 
     _fields_ = (
-        ("decode", c_void_p),
         *((name, c_uint64) for name in ("first", "bytes", "number_bytes", "count", "gate_up_offset", "down_offset")),
         *((name, c_int64) for name in ("hidden", "intermediate", "width", "kind")),
         *((name, c_float) for name in ("alpha", "limit", "up_shift")),

@@ -1,36 +1,15 @@
 // Experts that a question misses, computed by the CPU where they lie in host memory, while the thread that serves goes
-// on. One thread waits for the next job, a while spinning, then asleep; the CPU core's threads help it (core_decode.h).
+// on: by threads of its own that spin between questions, since those of OpenMP fall asleep, and wake too late.
 #pragma once
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstdint>
-#include <mutex>
-#include <thread>
-#include <vector>
+#include "../../../cpu/csrc/core_decode.h"
+#include "../../../cpu/csrc/pool.h"
 
-namespace [[gnu::visibility("hidden")]] amoeba {
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// amoeba_decode_f32 or _bf16 of the CPU core
-using Decode = void (*)(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate,
-                        int64_t width, const float* x, int64_t x_stride, const int64_t* expert, const int64_t* key,
-                        const float* scale, const void* gate_up, int64_t gate_up_e, int64_t gate_up_row,
-                        const float* gate_up_bias, const float* added, const void* down, int64_t down_e,
-                        int64_t down_row, const float* down_bias, int kind, int interleaved, float alpha, float limit,
-                        float up_shift, float* h, float* a, int64_t* order, float* y, int threads);
+namespace amoeba {
+namespace {
 
 // Of a layer: blobs of experts in host memory, one after another.
 struct Blobs {
-  uint64_t decode;  // a Decode; 0: the CPU does not compute this layer
-  uint64_t first, bytes, number_bytes, count;
+  uint64_t first, bytes, number_bytes, count;  // number_bytes: 2 for bf16, 4 for fp32
   uint64_t gate_up_offset, down_offset;
   int64_t hidden, intermediate, width, kind;
   float alpha, limit, up_shift;
@@ -38,7 +17,7 @@ struct Blobs {
 
 class Computer {
  public:
-  explicit Computer(int threads) : threads_(threads), worker_([this] { work(); }) {}
+  explicit Computer(int threads) : pool_(threads, nullptr, AWAKE), worker_([this] { work(); }) {}
   ~Computer() {
     wait();
     {
@@ -75,23 +54,33 @@ class Computer {
 
  private:
   static constexpr auto AWAKE = std::chrono::milliseconds(2);
+  static constexpr int64_t SHARES = 2;  // for each thread: where one is held back, others take over
 
   void work() {
     while (wait_for_job()) {
       const auto began = std::chrono::steady_clock::now();
-      const Blobs& b = blobs_;
-      const auto decode = reinterpret_cast<Decode>(b.decode);
-      const int64_t stride = int64_t(b.bytes / b.number_bytes);
-      const auto* gate_up = reinterpret_cast<const void*>(b.first + b.gate_up_offset);
-      const auto* down = reinterpret_cast<const void*>(b.first + b.down_offset);
-      decode(tokens_, top_k_, int64_t(b.count), b.hidden, b.intermediate, b.width, x_, b.hidden, blob_.data(),
-             key_.data(), scale_.data(), gate_up, stride, b.hidden, nullptr, nullptr, down, stride, b.intermediate,
-             nullptr, int(b.kind), 0, b.alpha, b.limit, b.up_shift, h_.data(), a_.data(), order_.data(), y_, threads_);
+      blobs_.number_bytes == 2 ? compute<uint16_t>() : compute<float>();
       std::atomic_thread_fence(std::memory_order_release);
       *static_cast<volatile int32_t*>(word_) = serial_;
       note(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() / double(passes_));
       busy_.store(false, std::memory_order_release);
     }
+  }
+
+  template <class Weight>
+  void compute() {
+    const Blobs& b = blobs_;
+    const int64_t stride = int64_t(b.bytes / sizeof(Weight));
+    const auto* gate_up = reinterpret_cast<const Weight*>(b.first + b.gate_up_offset);
+    const auto* down = reinterpret_cast<const Weight*>(b.first + b.down_offset);
+    Decoding<Weight> decoding{tokens_, top_k_, int64_t(b.count), b.hidden, b.intermediate, b.width, x_, b.hidden,
+                              blob_.data(), key_.data(), scale_.data(), gate_up, stride, b.hidden, nullptr, nullptr,
+                              down, stride, b.intermediate, nullptr, int(b.kind), 0, b.alpha, b.limit, b.up_shift,
+                              h_.data(), a_.data(), order_.data(), y_};
+    decoding.sort();
+    const int64_t shares = SHARES * pool_.threads();
+    pool_.run(shares, [&](int64_t share) { decoding.up_share(share, shares); });
+    pool_.run(shares, [&](int64_t share) { decoding.down_share(share, shares); });
   }
 
   void note(double seconds) {
@@ -115,7 +104,7 @@ class Computer {
     return true;
   }
 
-  const int threads_;
+  Pool pool_;
   Blobs blobs_{};
   int64_t tokens_ = 0, top_k_ = 0, passes_ = 1, jobs_ = 0;
   const float* x_ = nullptr;
@@ -145,4 +134,5 @@ inline int64_t moved_of(int64_t missing, int64_t ahead, double move_seconds, dou
   return best;
 }
 
+}  // namespace
 }  // namespace amoeba
