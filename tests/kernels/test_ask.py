@@ -123,7 +123,9 @@ def handed_of(device: torch.device) -> Handed:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     x, expert, weight, y, word = mapped(2 * H), mapped(2 * IDS), mapped(IDS), mapped(2 * H), mapped(1)
-    return Handed(x.view(torch.float32), expert.view(torch.int64), weight.view(torch.float32), y.view(torch.float32), word)
+    return Handed(
+        x.view(torch.float32), expert.view(torch.int64), weight.view(torch.float32), y.view(torch.float32), word
+    )
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -200,7 +202,16 @@ def main() -> dict[str, list[str]]:
     from amoeba.kernels.index_export import sizes
 
     kernel = module._ask.kernel
-    constants = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, "HANDS": True, "ON_GPU": True, **sizes(128, 8)}
+    constants = {
+        "EXPERTS": 128,
+        "RING": 64,
+        "ROW": 131,
+        "MOST": 128,
+        "ENTRIES": 16,
+        "HANDS": True,
+        "ON_GPU": True,
+        **sizes(128, 8),
+    }
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS"), "i32")
     signature |= dict.fromkeys(("shown", "state", "due", "questions", "answers", "trouble", "times"), "*i32")

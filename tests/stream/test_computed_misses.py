@@ -8,7 +8,9 @@ Without a GPU threads stand for it (simulated_device.py); the CPU computes in ea
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import closing
+from itertools import product
 
 import pytest
 import torch
@@ -72,6 +74,10 @@ class Computed(Captured):
         accuracy = 1e-5 if self.dtype == torch.float32 else 2e-2
         for y_TH in self(*given):
             torch.testing.assert_close(y_TH, expected, rtol=accuracy, atol=accuracy)
+
+    def steps(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.step(number)
 
     def same_bits(self, number: int) -> bool:
         given = in_turn(number, self.tokens, self.dtype)
@@ -161,8 +167,8 @@ def test_beside_an_adapter_and_for_many_tokens_misses_are_moved() -> None:
             (y_TH,) = captured(*given)
             assert torch.equal(y_TH, by_triton(*given, resident, lora=lora))
         assert captured.memory.cache.counters.computed == 0
-        assert captured.memory.computes(0, *_given(MOST_TOKENS))
-        assert not captured.memory.computes(0, *_given(MOST_TOKENS + 1))
+        assert captured.memory.replays.computes(0, _given(MOST_TOKENS))
+        assert not captured.memory.replays.computes(0, _given(MOST_TOKENS + 1))
 
 
 def _given(tokens: int) -> tuple[Tensor, Tensor]:
@@ -177,8 +183,7 @@ def test_after_a_failed_copy_the_next_try_is_right() -> None:
         computed.takes(link=1.0)
         computed.device.fails_at = computed.device.copied + 1
         with pytest.raises(RuntimeError, match="CUDA error 700"):
-            for number in range(1, 4):
-                computed.step(number)
+            computed.steps(range(1, 4))
         for number in (3, 1, 5):
             computed.step(number)
         computed.shown_as_it_is()
@@ -205,16 +210,13 @@ def test_a_sum_that_does_not_come_is_not_waited_for_for_ever() -> None:
 
 
 def test_the_split_ends_as_early_as_can_be() -> None:
-    library = serving_library()
-    for missing in range(1, 9):
-        for ahead in range(3):
-            for move, compute in ((2.0, 0.7), (2.0, 1.0), (1.0, 1.0), (0.1, 5.0), (2.0, 0.0)):
-                moved = library.amoeba_moved_of(missing, ahead, move, compute)
+    def taken(moved: int, missing: int, ahead: int, move: float, compute: float) -> float:
+        return max((ahead + moved) * move if moved else 0.0, (missing - moved) * compute)
 
-                def taken(moved: int) -> float:
-                    return max((ahead + moved) * move if moved else 0.0, (missing - moved) * compute)
-
-                assert taken(moved) == min(map(taken, range(missing + 1)))
+    rates = (2.0, 0.7), (2.0, 1.0), (1.0, 1.0), (0.1, 5.0), (2.0, 0.0)
+    for missing, ahead, (move, compute) in product(range(1, 9), range(3), rates):
+        of_all = [taken(moved, missing, ahead, move, compute) for moved in range(missing + 1)]
+        assert of_all[serving_library().amoeba_moved_of(missing, ahead, move, compute)] == min(of_all)
 
 
 @pytest.mark.parametrize("why", ["float16", "biases", "host memory"])

@@ -216,7 +216,7 @@ def _ask(
     if ON_GPU:
         tl.store(times + 2 * place, began.to(tl.int32))
     misses = write_row(expert_N, shown, slot_N, row, N, EXPERTS, BINS, PIECE)
-    if HANDS:
+    if HANDS:  # noqa: SIM102  it is of compiling
         if misses > 0:
             for first in range(0, NUMBERS, HANDED_TILE):
                 index = first + tl.arange(0, HANDED_TILE)

@@ -57,7 +57,13 @@ class Channel:
         self.serial = 0  # of the latest question that was expected
 
     def ask(
-        self, layer: int, shown: Tensor, experts: int, expert_TK: Tensor, computing: Computing | None = None, *given: Tensor
+        self,
+        layer: int,
+        shown: Tensor,
+        experts: int,
+        expert_TK: Tensor,
+        computing: Computing | None = None,
+        *given: Tensor,
     ) -> Tensor:
         """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`computing`)."""
         from amoeba.kernels.ask import ask

@@ -7,9 +7,9 @@
 
 Inside of graphs alone, for a few tokens, and for experts that are in host memory; prompts, training and what is on the
 disk are moved. The kernel that asks hands x, ids and weights over (kernels/ask.py), serve.cpp decides, and what the CPU
-core decodes with computes (compute.h), with bf16 or fp32 weights and sums in fp32. Another kernel adds that sum, in the order of
-expert ids, to what the experts in slots gave: within the tolerance of bf16, and with `auto` not always the same last
-bits, since time decides who computes what.
+core decodes with computes (compute.h), with bf16 or fp32 weights and sums in fp32, in the order of expert ids. Another
+kernel adds that sum to what the experts in slots gave: within the tolerance of bf16, and with `auto` not always the
+same last bits, since time decides who computes what.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 from amoeba.cpu.node_library import ACTIVATION_KINDS
 from amoeba.errors import bad_value
 from amoeba.machine import usable_cores
-from amoeba.stream.bandwidth import copy_rate
 from amoeba.stream.gpu.fast_path import Blobs, serving_library
+from amoeba.stream.gpu.link import copy_rate
 from amoeba.stream.store.layers import LayerEntry
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Computing:
     def __init__(self, memory: DeviceMemory, miss: str) -> None:
         from amoeba.kernels.ask import Handed
 
+        self.miss = miss
         device, layers = memory.device, memory.store.layers
         hidden, ids = max(entry.hidden for entry in layers), MOST_TOKENS * MOST_TOP_K
         x, y = (device.mapped(MOST_TOKENS * hidden).view(torch.float32) for _ in range(2))
@@ -104,16 +105,21 @@ class Computing:
         self._landed = words[16:17]
         self._entries = layers
         self.blobs = [_blobs(*each) for each in zip(layers, memory._tiers, memory.host_slots, strict=True)]
-        self._library: Any = serving_library()
+        library: Any = serving_library()
+        self._library = library
         # one core is left to who serves
-        self._computer = self._library.amoeba_computer_new(max(1, usable_cores() - 1))
-        self._delete = weakref.finalize(self, self._library.amoeba_computer_delete, self._computer)
+        self._computer = library.amoeba_computer_new(max(1, usable_cores() - 1))
+        self._delete = weakref.finalize(self, library.amoeba_computer_delete, self._computer)
         rate = copy_rate(device).bytes_per_second
         places = (each.data_ptr() for each in (x, expert, weight, y, self.handed.word, self._landed))
-        self._compute = _Compute(self._computer, MISSES.index(miss), 1 / rate, 0, 0, *places, 0)  # type: ignore[arg-type]
+        self._compute = _Compute(self._computer, MISSES.index(miss), 1 / rate, 0, 0, *places, 0)
         self._address = ctypes.addressof(self._compute)
 
-    def takes(self, layer: int, x_TH: Tensor, weight_TK: Tensor) -> bool:
+    def __str__(self) -> str:
+        split = "the CPU computes some of them, as is quicker" if self.miss == "auto" else "the CPU computes them"
+        return f"misses: {split} (within bf16's tolerance of resident experts, not their bits)"
+
+    def takes(self, layer: int, weight_TK: Tensor) -> bool:
         """Whether such a pass over the layer is handed over."""
         tokens, top_k = weight_TK.shape
         return bool(self.blobs[layer].count) and tokens <= MOST_TOKENS and top_k <= MOST_TOP_K

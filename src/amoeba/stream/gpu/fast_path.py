@@ -169,8 +169,9 @@ class FastPath:
             self._half_served = None
         return found
 
-    def write_down(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
-        from amoeba.kernels.ask import LATER
+    def write_down(self, layer: int, serial: int, missing: list[int], there: list[int]) -> list[int]:
+        """Who of them is computed by the CPU."""
+        from amoeba.kernels.ask import COMPUTED, LATER
 
         memory, shown, slot_of = self._memory, self._memory._shown[layer], self._layers[layer].slot_of
         self.forget_who_leaves(layer)
@@ -191,6 +192,7 @@ class FastPath:
         if came != [(expert, slot) for expert, _, slot in fetch.from_host] or fetch.writes:
             raise RuntimeError(f"layer {layer}: {answer} was answered, which is not what {fetch} says")
         self._half_served = None
+        return [expert for expert, slot in answer if slot == COMPUTED or slot >= LATER]
 
     def drop_half_served(self) -> None:
         layer, self._half_served = self._half_served, None

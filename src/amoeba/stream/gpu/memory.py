@@ -27,7 +27,7 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.stream.cache import ExpertCache, Fetch
-from amoeba.stream.gpu.computing import Miss, make_computing
+from amoeba.stream.gpu.computing import make_computing
 from amoeba.stream.gpu.device import Device, Event
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.export import IndexExport
@@ -70,7 +70,7 @@ class DeviceMemory:
         host_slots: Sequence[int],
         ids: int,
         policy: str = DEFAULT_POLICY,
-        miss: Miss = "move",
+        miss: str = "move",
     ) -> None:
         self.store, self.device, self.policy = store, device, policy
         self.slots, self.host_slots = tuple(slots), tuple(host_slots)
@@ -104,6 +104,7 @@ class DeviceMemory:
         self.waited_seconds, self._closed = 0.0, False
         self._promoted: Event | None = None  # copies of the latest replay that nobody waited for
         self.computing = make_computing(self, miss)
+        self.miss = "move" if self.computing is None else miss
         self.replays = GpuReplays(self, ids)
         self.recorder: Recorder | None = None
 
@@ -118,7 +119,10 @@ class DeviceMemory:
     def __str__(self) -> str:
         experts = max(entry.experts for entry in self.store.layers)
         below = f"{show_range(self.host_slots)} in {show_size(self.host_bytes)} of host memory"
-        return f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}, {below}"
+        within = "" if self.computing is None else f", {self.computing}"
+        return (
+            f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}, {below}{within}"
+        )
 
     def record(self, recorder: Recorder | None) -> None:
         """Hands every pass that begins from now on to the recorder; each then waits for its ids."""
@@ -148,10 +152,6 @@ class DeviceMemory:
                     self._show_all(layer)
                 done = self._last[layer] = device.record(device.compute)
                 self._tiers[layer].read_by(self._shown[layer].values(), done)
-
-    def computes(self, layer: int, x_TH: Tensor, weight_TK: Tensor) -> bool:
-        """Whether the host may compute experts of such a pass inside of graphs."""
-        return self.computing is not None and self.computing.takes(layer, x_TH, weight_TK)
 
     def is_complete(self, layer: int) -> bool:
         """All experts are there and shown: nothing of the layer is ever evicted or missing."""

@@ -8,8 +8,8 @@
 `ask` (kernels/ask.py) is one kernel: it turns ids into slots, tells the host what is missing, and waits for it on the
 GPU. Here is the host's side: it looks at memory that the GPU writes, question by question, and where one misses experts
 it has them copied, and behind the copies the word for which the GPU waits. If all of them are in host memory, that is
-done ahead of everything else (fast_path.py), and where the CPU may compute experts (computing.py), some of them need not
-be copied: their sum is added behind the kernels of the others.
+done ahead of everything else (fast_path.py). Where the CPU may compute experts (computing.py), some of them need not be
+copied: their sum is added behind the kernels of the others.
 
 **No event keeps copies off slots that are read.** A copy into a slot of layer l is called after the question of layer l
 of this replay has been read. All that reads slots of that layer and was enqueued before, the previous replay's experts
@@ -124,7 +124,7 @@ class GpuReplays:
             channel = self.channel
             serial = channel.expect(1)
             self.ask(layer, torch.full_like(expert_TK, -1), given)
-            if given is not None and memory.computes(layer, *given):
+            if given is not None:
                 self.add_computed(layer, torch.empty_like(given[0], memory_format=torch.contiguous_format), given)
             channel.go_on(serial)  # nobody waits: if a device cannot do it, it is to be known now
 
@@ -151,20 +151,25 @@ class GpuReplays:
         if len(passes.layers) >= len(memory.slots):
             raise CannotCapture(f"a step passes over some of its {len(memory.slots)} layers more than once")
         passes.layers.append(layer)
-        passes.computed.append(expert_TK.shape if given is not None and memory.computes(layer, *given) else None)
+        passes.computed.append(expert_TK.shape if self.computes(layer, given) else None)
         return self.ask(layer, _aligned(expert_TK), given)
 
     def ask(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
         memory, entry = self._memory, self._memory.store.layers[layer]
         shown = memory.export.shown(layer)
-        if given is None or not memory.computes(layer, *given):
+        if given is None or not self.computes(layer, given):
             return self.channel.ask(layer, shown, entry.experts, expert_TK)
         return self.channel.ask(layer, shown, entry.experts, expert_TK, memory.computing, *map(_aligned, given))
+
+    def computes(self, layer: int, given: Given | None) -> bool:
+        """Whether the host may compute experts of such a pass over the layer."""
+        computing = self._memory.computing
+        return computing is not None and given is not None and computing.takes(layer, given[1])
 
     def add_computed(self, layer: int, y_TH: Tensor, given: Given) -> None:
         """Behind the experts in slots: those that the host computes meanwhile, if it may."""
         memory = self._memory
-        if not memory.is_complete(layer) and memory.computes(layer, *given):
+        if not memory.is_complete(layer) and self.computes(layer, given):
             assert memory.computing is not None
             self.channel.add_computed(y_TH, memory.computing)
 
