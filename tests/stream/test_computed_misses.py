@@ -19,10 +19,11 @@ from test_gpu_streamed_experts import DEVICE, DTYPES, H, I, K, by_triton, factor
 from test_gpu_streamed_experts import weights_of as few_weights
 from torch import Tensor
 
-from amoeba import ExpertWeights, Routing
+from amoeba import ExpertWeights, Routing, experts
+from amoeba.config import Activation
 from amoeba.stream.gpu.computing import MOST_TOKENS
 from amoeba.stream.gpu.device import CudaDevice
-from amoeba.stream.gpu.fast_path import serving_library
+from amoeba.stream.gpu.fast_path import SERVED, serving_library
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS
 from amoeba.stream.placement import MemoryStore
@@ -91,11 +92,11 @@ class Computed(Captured):
     def shown_as_it_is(self) -> None:
         self._wait()
         self.device.record(self.device.copies).wait()
-        for layer, experts in enumerate(self.memory.layers):
+        for layer, kind in enumerate(self.memory.layers):
             found = {e: slot for e, slot in enumerate(self.memory.export.slot_E(layer).tolist()) if slot >= 0}
             assert found == self.memory._shown[layer] == dict(self.memory.cache.top(layer).slot_of)
             for expert, slot in found.items():
-                assert torch.equal(experts.slots.gate_up_EJH[slot], self.resident.gate_up_EJH[expert])
+                assert torch.equal(kind.slots.gate_up_EJH[slot], self.resident.gate_up_EJH[expert])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -148,8 +149,6 @@ def test_where_the_link_is_quick_misses_are_moved() -> None:
 
 def test_passes_outside_of_graphs_find_what_was_promoted() -> None:
     with torch.no_grad(), closing(Computed("auto")) as computed:
-        from amoeba import experts
-
         computed.takes(link=1.0)
         for number in range(1, 6):
             computed.step(number)
@@ -239,3 +238,44 @@ def simulated():
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="one of move, cpu, auto"):
         DeviceMemory(MemoryStore(weights_of()), simulated(), [SLOTS], [E], MOST_IDS, miss="guess")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", [Activation(), Activation("gelu", gated=False)], ids=["silu", "gelu, not gated"])
+def test_what_the_host_is_handed_it_computes_with_any_weights(dtype: torch.dtype, activation: Activation) -> None:
+    """Without kernels: Triton's interpreter multiplies bf16 wrongly. One row more than weights pass by for at once."""
+    tokens, width = 5, activation.width(I)
+    generator = torch.Generator().manual_seed(1)
+    gate_up_EJH, down_EHI = (
+        (torch.randn(shape, generator=generator) * 0.2).to(DEVICE, dtype) for shape in ((E, width, H), (E, H, I))
+    )
+    resident = ExpertWeights(gate_up_EJH, down_EHI, activation=activation)
+    device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else simulated()
+    with closing(DeviceMemory(MemoryStore(resident), device, [SLOTS], [E], MOST_IDS, miss="cpu")) as memory:
+        with memory.turn(0), closing(memory.lend(0, range(E))) as groups:
+            for _ in groups:
+                pass
+        there = sorted(memory._shown[0])
+        missing = [expert for expert in range(E) if expert not in there][:2]
+        expert_TK = torch.tensor([[missing[0], there[0]]] * tokens)
+        expert_TK[1] = torch.tensor([missing[1], -1])
+        x_TH, weight_TK = torch.randn(tokens, H, generator=generator), torch.rand(tokens, 2, generator=generator)
+        computing, channel = memory.computing, memory.replays.channel
+        handed = computing.handed
+        for target, given in ((handed.x, x_TH), (handed.expert, expert_TK), (handed.weight, weight_TK)):
+            target[: given.numel()] = given.flatten()
+        computing.expect(expert_TK.shape)
+        fast, serial = memory.replays._fast, channel.expect(1)
+        fast.prepare(0, 2 * tokens)
+        at = serial % channel.ring * channel._row
+        for word, value in enumerate([2, 3, serial, *missing, there[0]]):
+            channel._questions[at + word] = value
+        assert fast.look(0, serial, 1) == SERVED
+        assert sorted(fast.write_down(0, serial, missing, there[:1])) == missing
+        computing.wait()
+        assert handed.word.item() == serial
+        mine = torch.where(torch.isin(expert_TK, torch.tensor(missing)), expert_TK, -1)
+        wide = ExpertWeights(gate_up_EJH.double().cpu(), down_EHI.double().cpu(), activation=activation)
+        expected = experts(x_TH.double(), Routing(mine, weight_TK.double(), trusted=True), wide, backend="eager")
+        found = handed.y[: tokens * H].view(tokens, H).double()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
