@@ -122,10 +122,10 @@ def handed_of(device: torch.device) -> Handed:
     def mapped(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
-    x, expert, weight, y, word = mapped(2 * H), mapped(2 * IDS), mapped(IDS), mapped(2 * H), mapped(1)
-    return Handed(
-        x.view(torch.float32), expert.view(torch.int64), weight.view(torch.float32), y.view(torch.float32), word
-    )
+    x, expert, weight, arrived = mapped(2 * H), mapped(2 * IDS), mapped(IDS), mapped(1)
+    y, word = mapped(2 * H), mapped(1)
+    x, weight, y = (each.view(torch.float32) for each in (x, weight, y))
+    return Handed(x, expert.view(torch.int64), weight, arrived, y, word)
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -141,6 +141,7 @@ def test_x_ids_and_weights_are_handed_over_where_something_is_missing(missing: b
         assert not handed.x.any() and not handed.weight.any()
         return
     assert handed.x.tolist() == x_TH.float().flatten().tolist()
+    assert handed.arrived.tolist() == [6]
     assert handed.expert[:4].tolist() == [7, 4, -1, 7] and handed.weight[:4].tolist() == [0.5, 0.25, 1.0, 2.0]
 
 
@@ -218,6 +219,7 @@ def main() -> dict[str, list[str]]:
     signature |= {"x_TH": "*bf16", "handed_expert": "*i64"} | dict.fromkeys(
         ("weight_N", "handed_x", "handed_weight"), "*fp32"
     )
+    signature["handed_arrived"] = "*i32"
     source = ASTSource(kernel, signature, constexprs=constants)
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
     kinds = {

@@ -75,12 +75,16 @@ class Handed:
     """What the host gets to compute experts, and where it puts their sum. Mapped; of one question at a time, since the
     GPU asks no other one before it has the sum.
 
-    x, y: float32, tokens times H. expert: int64, weight: float32, tokens times K. word: (1,) int32, serial of y.
+    x, y:    float32, tokens times H.
+    expert, weight: int64 and float32, tokens times K.
+    arrived: (1,) int32, the latest question whose copies have arrived.
+    word:    (1,) int32, serial of y.
     """
 
     x: Tensor
     expert: Tensor
     weight: Tensor
+    arrived: Tensor
     y: Tensor
     word: Tensor
 
@@ -110,7 +114,7 @@ def ask(
     fit = fit and ring & (ring - 1) == 0 and talk.answers.shape[0] == ring
     expected = f"at most {MOST_IDS} contiguous ids, rows of {row_length(experts, ids)}, a power of two of them"
     check_arguments(fit, expected, expert_TK=expert_TK, slot_TK=slot_TK, questions=talk.questions, answers=talk.answers)
-    given: tuple[Tensor, ...] = (talk.state,) * 5
+    given: tuple[Tensor, ...] = (talk.state,) * 6
     numbers = 0
     if handed is not None:
         assert x_TH is not None and weight_TK is not None
@@ -119,7 +123,7 @@ def ask(
         fit = fit and numbers <= handed.x.numel() and ids <= handed.expert.numel()
         expected = f"contiguous rows of {handed.x.numel()} numbers and {handed.expert.numel()} ids at most"
         check_arguments(fit, expected, x_TH=x_TH, weight_TK=weight_TK)
-        given = x_TH, weight_TK, handed.x, handed.expert, handed.weight
+        given = x_TH, weight_TK, handed.x, handed.expert, handed.weight, handed.arrived
     _ask[(1,)](
         expert_TK,
         slot_TK,
@@ -152,9 +156,17 @@ def add_computed(y_TH: Tensor, talk: Talk, handed: Handed, limit: float) -> None
     tokens, hidden = y_TH.shape
     check_arguments(y_TH.is_contiguous() and y_TH.numel() <= handed.y.numel(), "contiguous rows", y_TH=y_TH)
     grid = tokens, cdiv(hidden, SUM_TILE)
-    micros, on_gpu = int(limit * 1e6), y_TH.is_cuda
     _add[grid](
-        y_TH, talk.state, handed.y, handed.word, talk.trouble, micros, hidden, ON_GPU=on_gpu, TILE=SUM_TILE, num_warps=4
+        y_TH,
+        talk.state,
+        handed.y,
+        handed.word,
+        talk.trouble,
+        int(limit * 1e6),
+        hidden,
+        ON_GPU=y_TH.is_cuda,
+        TILE=SUM_TILE,
+        num_warps=1,  # as above
     )
 
 
@@ -194,6 +206,7 @@ def _ask(
     handed_x,
     handed_expert,
     handed_weight,
+    handed_arrived,
     limit,
     N,
     NUMBERS,
@@ -218,6 +231,7 @@ def _ask(
     misses = write_row(expert_N, shown, slot_N, row, N, EXPERTS, BINS, PIECE)
     if HANDS:  # noqa: SIM102  it is of compiling
         if misses > 0:
+            tl.store(handed_arrived, arrived)
             for first in range(0, NUMBERS, HANDED_TILE):
                 index = first + tl.arange(0, HANDED_TILE)
                 x = tl.load(x_TH + index, mask=index < NUMBERS, other=0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from ctypes import c_double, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -51,8 +51,7 @@ class _Compute(ctypes.Structure):
         ("move_seconds", c_double),
         ("tokens", c_int64),
         ("top_k", c_int64),
-        *((name, c_void_p) for name in ("x", "expert", "weight", "y", "word", "landed")),
-        ("called", c_int32),
+        *((name, c_void_p) for name in ("x", "expert", "weight", "arrived", "y", "word")),
     )
 
 
@@ -100,9 +99,8 @@ class Computing:
         hidden, ids = max(entry.hidden for entry in layers), MOST_TOKENS * MOST_TOP_K
         x, y = (device.mapped(MOST_TOKENS * hidden).view(torch.float32) for _ in range(2))
         expert, weight = device.mapped(2 * ids).view(torch.int64), device.mapped(ids).view(torch.float32)
-        words = device.mapped(32)  # not on one line of the processor's cache, since both sides look at them
-        self.handed = Handed(x, expert, weight, y, words[:1])
-        self._landed = words[16:17]
+        words = device.mapped(32)  # each on a line of the processor's cache: one side writes it, the other one looks
+        self.handed = handed = Handed(x, expert, weight, words[:1], y, words[16:17])
         self._entries = layers
         self.blobs = [_blobs(*each) for each in zip(layers, memory._tiers, memory.host_slots, strict=True)]
         library: Any = serving_library()
@@ -111,8 +109,8 @@ class Computing:
         self._computer = library.amoeba_computer_new(max(1, usable_cores() - 1))
         self._delete = weakref.finalize(self, library.amoeba_computer_delete, self._computer)
         rate = copy_rate(device).bytes_per_second
-        places = (each.data_ptr() for each in (x, expert, weight, y, self.handed.word, self._landed))
-        self._compute = _Compute(self._computer, MISSES.index(miss), 1 / rate, 0, 0, *places, 0)
+        places = (each.data_ptr() for each in (x, expert, weight, handed.arrived, y, handed.word))
+        self._compute = _Compute(self._computer, MISSES.index(miss), 1 / rate, 0, 0, *places)
         self._address = ctypes.addressof(self._compute)
 
     def __str__(self) -> str:

@@ -33,6 +33,16 @@ class Computer {
   // What is never measured again is believed less and less.
   void not_asked() { seconds_.store(seconds() * 0.99, std::memory_order_relaxed); }
 
+  // Copies that a question called, and how many of all are still on their way when those of another have arrived.
+  void called(int32_t serial, int64_t experts) { calls_.push_back({serial, experts}); }
+  int64_t ahead(int32_t arrived) {
+    const auto has_arrived = [&](const Call& call) { return int32_t(uint32_t(arrived) - uint32_t(call.serial)) >= 0; };
+    calls_.erase(std::remove_if(calls_.begin(), calls_.end(), has_arrived), calls_.end());
+    int64_t experts = 0;
+    for (const Call& call : calls_) experts += call.experts;
+    return experts;
+  }
+
   void wait() const {
     while (busy_.load(std::memory_order_acquire)) relax();
   }
@@ -104,7 +114,13 @@ class Computer {
     return true;
   }
 
+  struct Call {
+    int32_t serial;
+    int64_t experts;
+  };
+
   Pool pool_;
+  std::vector<Call> calls_;  // that have not arrived; of the thread that serves
   Blobs blobs_{};
   int64_t tokens_ = 0, top_k_ = 0, passes_ = 1, jobs_ = 0;
   const float* x_ = nullptr;

@@ -33,10 +33,9 @@ struct Compute {
   const float* x;          // what the GPU has handed over (kernels/ask.py)
   const int64_t* expert;
   const float* weight;
+  const int32_t* arrived;
   float* y;
   int32_t* word;
-  const volatile int32_t* landed;  // experts that have come over the link, written by the stream of copies
-  int32_t called;                  // experts whose copies were called
 };
 
 // Experts on their way up to which another is promoted: with 0 the link is idle at times. In replays of a synthetic trace
@@ -158,7 +157,7 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
     const bool is_auto = compute->miss == AUTO;
     const double of_one = double(passes_of(*compute, comes.data(), missing)) / double(missing);
     const double computing = compute->computer->seconds() * of_one;
-    const int64_t ahead = compute->called - *compute->landed;
+    const int64_t ahead = compute->computer->ahead(*compute->arrived);
     moved = is_auto ? moved_of(missing, ahead, compute->move_seconds * double(layer->blobs.bytes), computing) : 0;
     promoted = is_auto && moved == 0 && ahead <= MOST_AHEAD;
     if (moved == missing) compute->computer->not_asked();
@@ -192,12 +191,8 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
   *static_cast<volatile int32_t*>(answer) = serial;
   std::atomic_thread_fence(std::memory_order_release);
   if (left == 0) return SERVED;
+  if (compute) compute->computer->called(serial, left);
   if (const int code = calls->write_word(calls->stream, calls->word, serial, 0)) return -code;
-  if (compute) {
-    compute->called += static_cast<int32_t>(left);
-    const auto landed = reinterpret_cast<uint64_t>(compute->landed);
-    if (const int code = calls->write_word(calls->stream, landed, compute->called, 0)) return -code;
-  }
   return SERVED;
 }
 
