@@ -119,10 +119,8 @@ class DeviceMemory:
     def __str__(self) -> str:
         experts = max(entry.experts for entry in self.store.layers)
         below = f"{show_range(self.host_slots)} in {show_size(self.host_bytes)} of host memory"
-        within = "" if self.computing is None else f", {self.computing}"
-        return (
-            f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}, {below}{within}"
-        )
+        below += "" if self.computing is None else f", {self.computing}"
+        return f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}, {below}"
 
     def record(self, recorder: Recorder | None) -> None:
         """Hands every pass that begins from now on to the recorder; each then waits for its ids."""
