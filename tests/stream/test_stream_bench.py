@@ -149,6 +149,15 @@ def test_the_command_prints_a_table_and_writes_the_document(tmp_path: Path, caps
         assert text in printed
 
 
+def test_a_run_that_is_stopped_has_shown_what_it_measured(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(suite.lora, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        bench_stream.run(TINY, 1, None, Output())
+    printed = capsys.readouterr()
+    assert "100 %: " in printed.out and "us a layer, 100.0% hits" in printed.out
+    assert "a fine-tuning step over 2 layers (after " in printed.err
+
+
 def test_with_a_link_the_table_has_its_share(capsys) -> None:
     sizes = SIZES["qwen3_30b"], "cuda", "bfloat16", 9437184, 55e9, 2.5e9, 20.9
     quarter = decode.DecodeMeasurement(
