@@ -294,13 +294,13 @@ def _ask(
         tl.store(trouble, tl.where(serial == 0, 1, serial), mask=in_trouble)
         if ON_GPU:
             tl.store(times + 2 * place + 1, now.to(tl.int32))
-    else:
+    elif arrived - wanted < 0:
         while (arrived - wanted < 0) & (stop == 0) & (now - began < limit):
             stop = tl.load(trouble, mask=looks % LOOKS == 0, other=0, volatile=True)
             arrived = tl.load(state + 1, volatile=True)
             now = microseconds(now, ON_GPU)
             looks += 1
-        arrived = fenced(arrived, ON_GPU)
+        arrived = fenced(arrived, ON_GPU)  # here alone: it waits for what was written to the host
         tl.store(trouble, tl.where(serial == 0, 1, serial), mask=arrived - wanted < 0)
     # as late as can be, so that serials that wrap stay comparable
     tl.store(due, tl.where((about & _PROMOTED) != 0, serial, arrived))
