@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba.backends.low_rank import ByToken
-from amoeba.backends.triton_rows import TritonRows
+from amoeba.backends.triton_rows import HopperRows, TritonRows
 from amoeba.bench.shapes import SHAPES
 from amoeba.bench.timing import Step, time_in_turns
 from amoeba.bench.workload import draw_routing, relative_error
@@ -28,7 +28,7 @@ from amoeba.config import Activation
 from amoeba.kernels.activate import activate, activate_backward
 from amoeba.kernels.combine import combine
 from amoeba.kernels.sort import sort_rows
-from amoeba.problem import Problem
+from amoeba.problem import Needs, Problem
 from amoeba.weights import ExpertWeights
 
 REPEATS = 10
@@ -90,9 +90,56 @@ def roles_of(name: str) -> list[Role]:
         Role("d down, torch (sorted rows)", lambda: F.grouped_mm(dy_NH.t(), scaled_a_NI, offs=offs_E), unit),
         Role("d down, ours", lambda: ours.weight_gradient(ByToken(dy_TH), scaled_a_NI, down), unit, expected=d_down),
         Role("dx, torch", lambda: F.grouped_mm(dh_NJ, gate_up, offs=offs_E), 2 * unit),
-        Role("dx, ours", lambda: ours.rows_gradient(dh_NJ), 2 * unit, expected=dx_NH),
+        Role("dx, ours", lambda: ours.up_backward(dh_NJ, Needs(x=True, weight=False))[0], 2 * unit, expected=dx_NH),
         Role("d gate_up, torch (sorted rows)", lambda: F.grouped_mm(dh_NJ.t(), x_NH, offs=offs_E), 2 * unit),
         Role("d gate_up, ours", lambda: ours.weight_gradient(dh_NJ, ours.x, gate_up), 2 * unit, expected=d_gate_up),
+        *(in_fp8(ours, dy_TH, dh_NJ) if isinstance(ours, HopperRows) and not (H % 128 or I % 128) else []),
+    ]
+
+
+def in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor) -> list[Role]:
+    """The same products in e4m3; their numbers are proven by `amoeba verify`."""
+    from amoeba.backends.fp8_codes import codes_of
+    from amoeba.kernels.hopper import scaled_product
+    from amoeba.kernels.quantise import empty_rows, quantise_rows
+
+    x_TH, weights, table, order_N, K = ours.problem.x_TH, ours.problem.weights, ours.table, ours.order_N, ours.top_k
+    gate_up, down, activation = weights.gate_up_EJH, weights.down_EHI, weights.activation
+    (_, H, I), N = down.shape, ours.problem.rows
+    of_gate_up, of_down = codes_of(gate_up), codes_of(down)
+    of_gate_up.write(gate_up, both=True)
+    of_down.write(down, both=True)
+    x, dy, dh = quantise_rows(x_TH), quantise_rows(dy_TH), quantise_rows(dh_NJ)
+    a, h_NJ, y_NH = empty_rows(N, I, x_TH.device), torch.empty_like(dh_NJ), ours.new_rows(H)
+    da_NI = torch.empty((N, I), dtype=torch.float32, device=x_TH.device)
+    turned_down, turned_gate_up, unit = of_down.turned(down), of_gate_up.turned(gate_up), 2.0 * N * H * I
+    scaled_a_NI, codes = ours.new_rows(I), empty_rows(N, 2 * I, x_TH.device)
+
+    def up(h: Tensor | None) -> None:
+        scaled_product.up(x, order_N, K, of_gate_up.matrix, table, activation, a, h_NJ=h)
+
+    def back() -> None:
+        weight_TK, offs_E = ours.problem.weight_TK, ours.offs_E
+        activate_backward(da_NI, h_NJ, weight_TK, order_N, activation, dh_NJ, scaled_a_NI, offs_E, quantised_dh=codes)
+
+    up(h_NJ)
+    rows, matrix = a.data.view(scaled_product.E4M3), of_down.matrix.data.view(scaled_product.E4M3).mT
+    ones = torch.ones(N, device=x_TH.device), torch.ones(down.shape[:2], device=x_TH.device)
+    options = {"offs": ours.offs_E, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return [
+        Role("quantise x", lambda: quantise_rows(x_TH), bytes=3.0 * x_TH.numel()),
+        Role("quantise gate_up", lambda: of_gate_up.write(gate_up, both=True), bytes=4.0 * gate_up.numel()),
+        Role("up in fp8", lambda: up(h_NJ), 2 * unit),
+        Role("up in fp8, h not kept", lambda: up(None), 2 * unit),
+        Role("down in fp8", lambda: scaled_product.multiply(a, of_down.matrix, table, y_NH), unit),
+        Role("down in fp8, torch (rowwise)", lambda: torch._scaled_grouped_mm(rows, matrix, *ones, **options), unit),
+        Role(
+            "dA' in fp8",
+            lambda: scaled_product.multiply(dy, turned_down, table, da_NI, order_N=order_N, top_k=K),
+            unit,
+        ),
+        Role("activation back in fp8", back, bytes=16.0 * N * I),
+        Role("dx in fp8", lambda: scaled_product.multiply(dh, turned_gate_up, table, y_NH), 2 * unit),
     ]
 
 

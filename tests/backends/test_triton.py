@@ -351,10 +351,10 @@ class TestHopper:
         whole, shifted = memory[:-1].view(5, 80), memory[1:].view(5, 80)
         cases = {"whole": whole, "wide rows": whole[:, :64], "shifted": shifted, "odd stride": memory[:360].view(5, 72)}
         cases |= {"turned": torch.zeros(64, 5, dtype=torch.bfloat16).t()}
-        copied = {name for name, rows in cases.items() if triton_rows._in_whole_pieces(rows) is not rows}
+        copied = {name for name, rows in cases.items() if triton_rows.in_whole_pieces(rows) is not rows}
         assert copied == {"shifted", "odd stride", "turned"}
         for rows in cases.values():
-            found = triton_rows._in_whole_pieces(rows)
+            found = triton_rows.in_whole_pieces(rows)
             assert found.data_ptr() % 16 == 0 and found.stride(1) == 1 and torch.equal(found, rows)
 
     @pytest.mark.parametrize(

@@ -363,7 +363,8 @@ def test_on_a_gpu_times_bytes_and_both_references(tokens):
         assert all(0 < m.min_ms <= m.median_ms < 1000 for m in timed)
     for measurement in training.measurements:
         if measurement.ours and measurement.status == "timed":
-            map_itemsize = 4 if measurement.implementation in ("amoeba triton", THROUGH_TRANSFORMERS) else 8
+            by_kernels = measurement.implementation.startswith(("amoeba triton", "amoeba fp8", THROUGH_TRANSFORMERS))
+            map_itemsize = 4 if by_kernels else 8
             maps = cost.row_map_bytes(
                 rows=shape.rows, experts=shape.experts, weight_itemsize=2, map_itemsize=map_itemsize
             )

@@ -194,6 +194,7 @@ def test_accumulation_gives_the_losses_of_the_larger_batch(tmp_path: Path, corpu
     )
 
 
+@pytest.mark.thorough
 def test_the_z_loss_keeps_router_logits_smaller(tmp_path: Path, corpus_file: str) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -29,7 +29,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 # Bytes of a thread's stack that are no spill: a slot for what the compiler cannot keep otherwise.
 MOST_STACK = 128
-HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "nvfp4 transposed 2000")
+MOST_BYTES = 8  # that a thread reads one by one
+HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "decode mxfp4", "nvfp4 transposed 2000")
 
 
 @pytest.mark.thorough
@@ -61,12 +62,14 @@ def check(capability: int, found: dict[str, dict[str, int]]) -> None:
     for name, figures in found.items():
         assert figures["shared"] <= SHARED_BYTES[capability], f"{name} does not fit on sm_{capability}"
         assert figures["stack"] <= MOST_STACK, f"{name} does not keep all in registers on sm_{capability}"
+        if name.startswith("decode") and "attention" not in name:  # as many as there are scales
+            assert figures["bytes"] <= MOST_BYTES, f"{name} reads codes byte by byte on sm_{capability}"
 
 
 # From here on: the program.
 
 
-def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
     """Calls of the launchers as the backend makes them, by name; numbers are rows per expert, tokens or head sizes."""
     from amoeba.config import Activation
     from amoeba.kernels import (
@@ -76,16 +79,19 @@ def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         combine,
         cross_entropy,
         expert_sums,
+        quantise,
         router_balance,
         sort,
     )
     from amoeba.kernels.activation_backward_product import down_backward
     from amoeba.kernels.addend import Addend
     from amoeba.kernels.decode import attention as decode_attention
+    from amoeba.kernels.decode import block_scaled as decode_block_scaled
     from amoeba.kernels.decode import decode
     from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
     from amoeba.kernels.weight_gradient import weight_gradient
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
+    from amoeba.precision.experts import quantise_experts
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
     from amoeba.problem import Problem
     from amoeba.tasks.kernel import scheduled_backward
@@ -169,6 +175,26 @@ def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
             empty(1024, E), empty(E, dtype=torch.int64), 1.0, 0.1
         ),
     }
+
+    if capability >= (8, 9):  # before, nothing converts to e4m3
+        found |= {
+            "quantise_rows": lambda: quantise.quantise_rows(x),
+            "quantise_weights": lambda: quantise.quantise_weights(
+                gate_up, quantise.empty_weights(E, 2 * I, H, x.device), quantise.empty_weights(E, H, 2 * I, x.device)
+            ),
+            "activate_backward in fp8": lambda: activate.activate_backward(
+                empty(N, I, dtype=torch.float32), h, scale, order, activation, h, a, offs,
+                quantised_dh=quantise.empty_rows(N, 2 * I, x.device),
+            ),
+        }  # fmt: skip
+
+    def decoding_block_scaled(format: Format) -> None:
+        weights = quantise_experts(ExpertWeights(gate_up[:1], down[:1]), format)
+        ids, scale = empty(4, K, dtype=torch.int64), empty(4, K, dtype=torch.float32)
+        decode_block_scaled.decode(Problem(empty(4, H), ids, scale, weights))
+
+    for format in (FP8_128, MXFP8, MXFP4, NVFP4):
+        found[f"decode {format.name}"] = partial(decoding_block_scaled, format)
 
     def decoding(tokens: int, activation: Activation, lora: bool) -> None:
         first = gate_up if activation.gated else gate_up[:, :I]
@@ -259,6 +285,7 @@ class Compiler:
         # the driver reserves 1 KB of each block's for itself, which these limits leave out
         self.figures[f"{self.launch_name}: {kernel.__name__.strip('_')}"] = {
             "shared": made.metadata.shared,
+            "bytes": made.asm["ptx"].count("ld.global.b8") + made.asm["ptx"].count("ld.global.u8"),
             **_registers(made),
         }
 
@@ -301,7 +328,7 @@ def main(capability: str, dtype: str, *wanted: str) -> dict[str, dict[str, int]]
         self._kernel.kernel, (*tensors, *self._numbers), self._constants
     )
     choice.capability_of = lambda device: divmod(int(capability), 10)  # before the kernels import it
-    every = candidate_launches if wanted == ("candidates",) else lambda dtype, _: launches(dtype)
+    every = candidate_launches if wanted == ("candidates",) else launches
     for name, launched in every(getattr(torch, dtype), divmod(int(capability), 10)).items():
         if not wanted or wanted == ("candidates",) or name in wanted:
             compiler.launch_name = name

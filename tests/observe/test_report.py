@@ -20,6 +20,7 @@ from amoeba.commands.output import Output
 from amoeba.observe import report
 from amoeba.observe.report import page, write_report
 from amoeba.observe.run_log import read_run
+from selection import quick
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "test-artifacts"
 LAYERS, EXPERTS, TOP_K, STEPS, EVERY = 4, 16, 2, 300, 5
@@ -515,6 +516,7 @@ AWKWARD: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 
 
 @needs_chromium
+@quick(lambda name: name != "many")
 @pytest.mark.parametrize("name", AWKWARD)
 def test_awkward_runs_are_shown_for_what_they_are(chromium, tmp_path, name):
     lines, expected = AWKWARD[name]

@@ -128,6 +128,7 @@ def test_a_run_of_one_process_goes_on_over_ranks(
     check_same_run(run, expected, KEPT[command])
 
 
+@pytest.mark.thorough
 def test_the_command_over_four_ranks_of_which_one_has_no_expert_and_one_no_row(
     processes: LocalRanks, inputs: Path, tmp_path: Path
 ) -> None:

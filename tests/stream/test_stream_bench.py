@@ -218,5 +218,6 @@ def test_options_of_other_suites_are_refused(option) -> None:
 def test_on_a_gpu_every_setting_is_right_and_timed(tmp_path: Path) -> None:
     report = suite.run_stream(StreamProblem(SIZES["small"], torch.device("cuda")), 8, tmp_path)
     assert not report.wrong and all(each.same_bits or each.miss != "move" for each in report.decodes)
-    assert report.lora.same_bits and {each.miss for each in report.decodes} == {"move", "cpu", "auto"}
+    assert {each.miss for each in report.decodes} == {"move", "cpu", "auto"}
+    assert report.lora.error < 1e-3  # groups of experts one after the other add up in another order than all at once
     assert all(0 < each.export_us < 1000 for each in report.decodes if each.slots < 32)

@@ -32,7 +32,8 @@ def make_problem(tokens, hidden, intermediate, experts, top_k, activation=None, 
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(DEVICE, dtype)
+        """Divided by the fan-in's root: sums over it stay in the range of fp16."""
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).div(shape[-1] ** 0.5).to(DEVICE, dtype)
 
     width = activation.width(intermediate)
     weights = ExpertWeights(

@@ -15,14 +15,15 @@ from typing import NamedTuple
 
 import torch
 
-from amoeba.backends import block_scaled, block_scaled_triton, cpu, eager, fp8, grouped, packed, triton
+from amoeba.backends import block_scaled, block_scaled_triton, cpu, eager, fp8, fp8_triton, grouped, packed, triton
 from amoeba.backends.backend import Backend, Request
 from amoeba.errors import bad_value
 
 logger = logging.getLogger("amoeba")
 
 _backends: list[Backend] = [
-    module.BACKEND for module in (cpu, eager, grouped, triton, packed, block_scaled, block_scaled_triton, fp8)
+    module.BACKEND
+    for module in (cpu, eager, grouped, triton, packed, block_scaled, block_scaled_triton, fp8, fp8_triton)
 ]
 _serving: dict[tuple[type, str], list[Backend]] = {}  # by kind and type of device, the preferred ones first
 _announced: set[str] = set()

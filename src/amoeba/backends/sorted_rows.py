@@ -13,7 +13,7 @@ anything.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,11 +65,12 @@ class SortedRows(ABC):
         """h = x · gate_upᵀ + bias (+ LoRA)."""
 
     @abstractmethod
-    def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
-        """h where it is wanted, and a = act(h), times the routing weight unless `combine` applies that."""
+    def up(self, want_h: bool) -> tuple[Tensor | None, Any]:
+        """h where it is wanted, and a = act(h), times the routing weight unless `combine` applies that: a tensor, or
+        whatever `down` takes for one."""
 
     @abstractmethod
-    def down(self, a_NI: Tensor) -> Tensor:
+    def down(self, a_NI: Any) -> Tensor:
         """y of each row = a · downᵀ + bias (+ LoRA), as `combine` takes it."""
 
     @abstractmethod

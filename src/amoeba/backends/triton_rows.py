@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class TritonRows(SortedRows):
         kept: Sequence[Tensor] = saved[1:] if saved else _sorted(problem)
         if why_not_hopper(problem) is not None:
             return TritonRows(problem, *kept)
-        return HopperRows(problem._replace(x_TH=_in_whole_pieces(problem.x_TH)), *kept)
+        return HopperRows(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
 
     def save(self, h_NJ: Tensor) -> Saved:
         of_lora = (None, None) if self.low_rank is None else self.low_rank.saved()
@@ -77,7 +78,7 @@ class TritonRows(SortedRows):
             self.low_rank.add_to_y(a_NI)  # of which backward reads what forward would have saved
         return h_NJ
 
-    def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
+    def up(self, want_h: bool) -> tuple[Tensor | None, Any]:
         weights = self.problem.weights
         h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if want_h else None
         a_NI = self.new_rows(weights.intermediate)
@@ -101,7 +102,7 @@ class TritonRows(SortedRows):
         )
         return h_NJ
 
-    def down(self, a_NI: Tensor) -> Tensor:
+    def down(self, a_NI: Any) -> Tensor:
         y_NH, weights = self.new_rows(self.problem.weights.hidden), self.problem.weights
         addend = None if self.low_rank is None else self.low_rank.add_to_y(a_NI)
         self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH, addend=addend)
@@ -247,7 +248,7 @@ class HopperRows(TritonRows):
     where one after the other takes 1.2 + 0.6 (H200, T=32768 H=2048 I=768 E=128 K=8, 2026-11-15)."""
 
     def gather(self, rows_TH: Tensor) -> ByToken:
-        return ByToken(_in_whole_pieces(rows_TH))
+        return ByToken(in_whole_pieces(rows_TH))
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
         from amoeba.kernels.hopper import product
@@ -348,7 +349,7 @@ def with_plain_rows(problem: Problem) -> Problem:
     )
 
 
-def _in_whole_pieces(rows_TH: Tensor) -> Tensor:
+def in_whole_pieces(rows_TH: Tensor) -> Tensor:
     """A copy, unless the compiler can see that 16 bytes at a time may be read: from the address and the row stride."""
     whole = rows_TH.stride(1) == 1 and rows_TH.stride(0) % 16 == 0 and place_of(rows_TH) % 16 == 0
     return rows_TH if whole else rows_TH.clone(memory_format=torch.contiguous_format)

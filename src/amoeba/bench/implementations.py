@@ -29,6 +29,8 @@ from amoeba.experts import experts
 from amoeba.machine import available_memory
 from amoeba.placement import LayerSizes
 from amoeba.placements import all_placements
+from amoeba.precision import UnchangedWeights
+from amoeba.precision.recipes import SUMMARIES, with_precision
 from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, ExpertWeights
 
@@ -42,6 +44,8 @@ _SHARE_OF_MEMORY = 0.8
 # fp32 copies of larger layers are not made: they would say little that bf16 does not.
 _LARGEST_FP32_COPY = 1 << 30
 _NOT_ASKED_FOR = "was not asked for"
+_WARM = ", weights unchanged"
+RECIPES = tuple(recipe + warm for recipe in SUMMARIES for warm in ("", _WARM))
 
 
 def implementations(
@@ -53,6 +57,9 @@ def implementations(
     """
     found, left_out = _our_backends(workload)
     lora, infers = workload.lora is not None, workload.device.type == "cpu" and not training
+    if not lora:
+        in_fp8, not_in_fp8 = _in_fp8(workload)
+        found, left_out = found + in_fp8, left_out | not_in_fp8
     if lora or (infers and workload.dtype == torch.bfloat16):
         for more in (_elsewhere, _in_fp32):
             more_found, more_left_out = more(workload, ours)
@@ -103,6 +110,8 @@ def _transformers_ways(
     return found, left_out
 
 
+# Products in fp8 are 6 to 7 % away, see docs/precision.md. `amoeba verify` compares with the same recipe in fp64.
+_IN_FP8 = {"output": 0.1, "gradient": 0.1}
 # Weights of four bits are 20 % away from what they were made of. `amoeba verify` compares with what they stand for.
 _ROUNDED = {"output": 0.3, "gradient": 0.3}
 
@@ -111,7 +120,7 @@ def names_of_ours() -> list[str]:
     """What `ours` may name."""
     backends = [backend.name for backend in backends_of(ExpertWeights, torch.device("cpu"))]
     placed = [placement.name for placement in all_placements() if placement.offered]
-    return [*backends, *placed, "in float32", THROUGH_TRANSFORMERS.removeprefix("amoeba ")]
+    return [*backends, *RECIPES, *placed, "in float32", THROUGH_TRANSFORMERS.removeprefix("amoeba ")]
 
 
 def chosen_by_auto(workload: Workload) -> str | None:
@@ -147,6 +156,31 @@ def _routing(workload: Workload) -> Routing:
 def _through_seam(workload: Workload, backend: str) -> Tensor:
     weights = ExpertWeights(workload.gate_up_EJH, workload.down_EHI)
     return experts(workload.x_TH, _routing(workload), weights, lora=workload.lora, backend=backend)
+
+
+def _in_fp8(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
+    """The same layer in fp8; once more with the codes of weights made before, as in all but the first of the passes
+    that belong to one step of an optimizer."""
+    found: list[Implementation] = []
+    left_out: dict[str, str] = {}
+    for recipe in SUMMARIES:
+        weights = with_precision(ExpertWeights(workload.gate_up_EJH, workload.down_EHI), recipe)
+        request = Request(workload.x_TH, _routing(workload), weights)
+        by_kernels = (backend for backend in backends_of(type(weights), workload.device) if backend.name == "triton")
+        reason = next(by_kernels).why_not(request)
+        if reason is not None:
+            left_out |= {f"amoeba {name}": reason for name in (recipe, recipe + _WARM)}
+            continue
+        every_time = functools.partial(_placed, workload, weights)
+        promise = UnchangedWeights()
+
+        def once(run: Callable[[], Tensor] = every_time, promise: UnchangedWeights = promise) -> Tensor:
+            with promise:
+                return run()
+
+        found.append(Implementation(f"amoeba {recipe}", True, every_time, _IN_FP8))
+        found.append(Implementation(f"amoeba {recipe}{_WARM}", True, once, _IN_FP8))
+    return found, left_out
 
 
 def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Implementation], dict[str, str]]:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from amoeba import tuned
 from amoeba.backends.backend import Request
-from amoeba.backends.registry import backends_of
+from amoeba.backends.registry import backends_of, explain
 from amoeba.commands.options import DTYPES, dtype_name
 from amoeba.commands.output import Output
 from amoeba.cpu.build import library_states
 from amoeba.cpu_features import compute_dtype, cpu_flags
 from amoeba.machine import available_memory, commit, flags_looked_for, machine, versions
 from amoeba.placements import all_placements
+from amoeba.precision.recipes import SUMMARIES, with_precision
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
 _GIB = 2**30
 # A small layer that no backend has a reason to refuse for its sizes.
-_TOKENS, _TOP_K, _EXPERTS, _HIDDEN, _INTERMEDIATE = 4, 2, 4, 64, 64
+_TOKENS, _TOP_K, _EXPERTS, _HIDDEN, _INTERMEDIATE = 4, 2, 4, 128, 128
 
 
 def run(output: Output) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def run(output: Output) -> dict[str, Any]:
         "bfloat16_on_cpu": _bfloat16_on_cpu(),
         "placements": _placements(),
         "backends": [row for device in _devices() for row in _backends_on(device)],
+        "precisions": [row for device in _devices() for row in _precisions_on(device)],
         "compiled_libraries": _compiled_libraries(),  # after those that were just asked for
     }
     _print(document, output)
@@ -109,6 +111,16 @@ def _backends_on(device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
+def _precisions_on(device: torch.device) -> list[dict[str, str]]:
+    """Who computes experts that train in each precision, in bf16 beside it, and why nobody faster."""
+    rows = []
+    for precision, summary in SUMMARIES.items():
+        request = _request(device, torch.bfloat16)
+        explanation = explain(replace(request, weights=with_precision(request.weights, precision)))  # type: ignore[arg-type]
+        rows.append({"name": precision, "device": device.type, "summary": summary, "backend": str(explanation)})
+    return rows
+
+
 def _request(device: torch.device, dtype: torch.dtype) -> Request:
     x_TH = torch.zeros(_TOKENS, _HIDDEN, device=device, dtype=dtype)
     expert_TK = torch.zeros(_TOKENS, _TOP_K, device=device, dtype=torch.int64)
@@ -161,6 +173,9 @@ def _print(document: dict[str, Any], output: Output) -> None:
     output.heading("compiled libraries")
     output.facts([("folder", compiled["folder"]), *((each["name"], each["what"]) for each in compiled["libraries"])])
     _print_backends(document["backends"], output)
+    output.heading("precisions of experts that train")
+    for row in document["precisions"]:
+        output.facts([(f"{row['name']} on {row['device']}", f"{row['summary']}; backend {row['backend']}")])
 
 
 def _standing_for(override: str | None) -> list[tuple[str, str]]:

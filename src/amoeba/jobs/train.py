@@ -134,9 +134,10 @@ def _train(
     )
     if settings.precision != UNCHANGED:
         set_precision(model, settings.precision)
-        (backend, *_) = backends_of(Fp8Experts, torch.device(device))
-        how = f"{SUMMARIES[settings.precision]}; backend {backend.name}, {backend.summary}"
-        console.say(f"experts in {settings.precision}: {how}")
+        backends = backends_of(Fp8Experts, torch.device(device))
+        backends = backends[:1] if device == "cpu" else backends  # a GPU's layers may be of a shape that some refuse
+        how = " or else ".join(f"{backend.name}, {backend.summary}" for backend in backends)
+        console.say(f"experts in {settings.precision}: {SUMMARIES[settings.precision]}; backend {how}")
     check_balance(model, settings.balance, settings.z_loss_coefficient)
     if earlier:
         check_model_config(earlier, model.config)

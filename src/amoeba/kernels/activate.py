@@ -21,7 +21,9 @@ from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, gated_backward, plain, plain_backward
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.quantise import BLOCK, store_codes
 from amoeba.kernels.row_tiles import column_block, expert_of_row
+from amoeba.precision.quantised import QuantisedMatrix
 
 # Elements of `a` per tile; 4 warps share them. Forward: 16 per thread, 64 bytes of bf16 on their way at once, 32
 # registers. Backward: 8 per thread, 48 bytes, 48 registers (with 16 the compiler takes 77 and puts a third of the loads
@@ -172,6 +174,8 @@ def _activate_backward(
     dh,
     scaled_a,
     ds,
+    codes,
+    scales,
     num_rows,
     I: tl.constexpr,
     DA_STRIDE: tl.constexpr,
@@ -230,14 +234,21 @@ def _activate_backward(
             tl.debug_barrier()
             d, gate, up = d.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
             a, dgate, dup = gated_backward(scale * d, gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
-            tl.store(dh_row + column, dgate.to(dh.dtype.element_ty), mask=inside)
-            tl.store(dh_row + (I + column), dup.to(dh.dtype.element_ty), mask=inside)
+            dgate, dup = dgate.to(dh.dtype.element_ty), dup.to(dh.dtype.element_ty)
+            tl.store(dh_row + column, dgate, mask=inside)
+            tl.store(dh_row + (I + column), dup, mask=inside)
+            if codes is not None:
+                store_codes(dgate.to(tl.float32), codes, scales, row, row_in, first_column, I, 2 * I, 0, ROWS, BLOCK)
+                store_codes(dup.to(tl.float32), codes, scales, row, row_in, first_column, I, 2 * I, I, ROWS, BLOCK)
         else:
             z = tl.load(h_row + column, mask=inside, other=0.0)
             tl.debug_barrier()
             d = d.to(tl.float32)
             a, dz = plain_backward(scale * d, z.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT)
-            tl.store(dh_row + column, dz.to(dh.dtype.element_ty), mask=inside)
+            dz = dz.to(dh.dtype.element_ty)
+            tl.store(dh_row + column, dz, mask=inside)
+            if codes is not None:
+                store_codes(dz.to(tl.float32), codes, scales, row, row_in, first_column, I, I, 0, ROWS, BLOCK)
         dot += d * a
         if WRITE_SCALED_A:
             scaled_at = scaled_a + row_64 * SCALED_A_STRIDE + column
@@ -254,19 +265,25 @@ def activate_backward(
     dh_NJ: Tensor,
     scaled_a_NI: Tensor | None,
     offs_E: Tensor,
+    quantised_dh: QuantisedMatrix | None = None,
 ) -> Tensor:
     """From da' (no scale in it yet) and s = weight[order]: writes dh = act'(h)·s·da' and s·a, returns ds_N = <da', a>.
 
     ds_N is fp32, one entry per routed row (order_N). `dh_NJ` may be `h_NJ`, `scaled_a_NI` may be `da_NI`.
+    quantised_dh: gets dh, as it was rounded, in e4m3 as well (see `amoeba.kernels.quantise`); I is a multiple of 128
+    then, and gates are not interleaved with ups.
     """
     rows, intermediate = order_N.shape[0], da_NI.shape[1]
     fit = have_lines(da_NI, h_NJ, dh_NJ, scaled_a_NI) and order_N.is_contiguous()
     fit = fit and h_NJ.shape[1] == dh_NJ.shape[1] == activation.width(intermediate)
+    fit = fit and (quantised_dh is None or not (activation.interleaved or intermediate % BLOCK))
     check_arguments(fit, "rows that are contiguous inside", da_NI=da_NI, h_NJ=h_NJ, dh_NJ=dh_NJ, order_N=order_N)
     ds_N = torch.empty(rows, dtype=torch.float32, device=da_NI.device)
     if rows == 0:
         return ds_N
     block = column_block(intermediate, WIDEST_BLOCK)
+    if quantised_dh is not None:
+        block = max(block, BLOCK)  # of which a row has one scale
     tile_rows = BACKWARD_TILE // block
     _activate_backward[(cdiv(rows, tile_rows),)](
         da_NI,
@@ -277,6 +294,8 @@ def activate_backward(
         dh_NJ,
         scaled_a_NI,
         ds_N,
+        None if quantised_dh is None else quantised_dh.data,
+        None if quantised_dh is None else quantised_dh.scales,
         rows,
         I=intermediate,
         DA_STRIDE=da_NI.stride(0),

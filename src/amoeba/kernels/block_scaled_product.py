@@ -122,7 +122,7 @@ def multiply_rows(
 
 
 @triton.jit
-def _e4m3(code):
+def decode_e4m3(code):
     """fp32 of codes in uint8."""
     size = code & 127
     bits = ((size.to(tl.uint16) << 7) | ((code & 128).to(tl.uint16) << 8)).to(tl.uint16)
@@ -131,7 +131,7 @@ def _e4m3(code):
 
 
 @triton.jit
-def _e2m1(code):
+def decode_e2m1(code):
     """fp32 of codes in the low four bits of a uint8."""
     bits = (((code & 7).to(tl.uint16) << 9) | ((code & 8).to(tl.uint16) << 12)).to(tl.uint16)
     return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
@@ -144,19 +144,19 @@ def _e8m0(code):
 
 
 @triton.jit
-def _scale_row(row, BLOCK_ROWS: tl.constexpr, PART_ROWS: tl.constexpr, PART_BLOCKS: tl.constexpr):
+def scale_row(row, BLOCK_ROWS: tl.constexpr, PART_ROWS: tl.constexpr, PART_BLOCKS: tl.constexpr):
     """Which row of scales a row of the matrix has."""
     return (row // PART_ROWS) * PART_BLOCKS + (row % PART_ROWS) // BLOCK_ROWS
 
 
 @triton.jit
-def _scales(pointers, mask, of_matrix, SCALE: tl.constexpr):
+def decode_scales(pointers, mask, of_matrix, SCALE: tl.constexpr):
     if SCALE == "fp32":
         scale = tl.load(pointers, mask=mask, other=0.0)
     elif SCALE == "e8m0":
         scale = _e8m0(tl.load(pointers, mask=mask, other=0))
     else:
-        scale = _e4m3(tl.load(pointers, mask=mask, other=0)) * of_matrix
+        scale = decode_e4m3(tl.load(pointers, mask=mask, other=0)) * of_matrix
     return scale
 
 
@@ -191,17 +191,17 @@ def _weights(
             pointers = data + (inner_K.to(tl.int64) * STRIDE_ROW)[:, None] + column_N[None, :]
         else:
             pointers = data + (wide_N * STRIDE_ROW)[None, :] + inner_K[:, None]
-        value = _e4m3(tl.load(pointers, mask=mask, other=0))
+        value = decode_e4m3(tl.load(pointers, mask=mask, other=0))
     elif TRANSPOSED:  # two columns in a byte
-        byte_N = tl.min(column_N, 0) // 2 + tl.arange(0, BLOCK_N // 2)
+        byte_N = tl.multiple_of(tl.min(column_N, 0) // 2, BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         pointers = data + (inner_K.to(tl.int64) * STRIDE_ROW)[:, None] + byte_N[None, :]
         byte = tl.load(pointers, mask=left_K[:, None] & (byte_N < STRIDE_ROW)[None, :], other=0)
-        value = tl.reshape(tl.join(_e2m1(byte), _e2m1(byte >> 4)), (BLOCK_K, BLOCK_N))
+        value = tl.reshape(tl.join(decode_e2m1(byte), decode_e2m1(byte >> 4)), (BLOCK_K, BLOCK_N))
     else:  # two steps in a byte
         byte_K = done // 2 + tl.arange(0, BLOCK_K // 2)
         pointers = data + (wide_N * STRIDE_ROW)[None, :] + byte_K[:, None]
         byte = tl.load(pointers, mask=(byte_K < STRIDE_ROW)[:, None] & inside_N[None, :], other=0)
-        pairs = tl.permute(tl.join(_e2m1(byte), _e2m1(byte >> 4)), (0, 2, 1))
+        pairs = tl.permute(tl.join(decode_e2m1(byte), decode_e2m1(byte >> 4)), (0, 2, 1))
         value = tl.reshape(pairs, (BLOCK_K, BLOCK_N))
     # One line of scales for as many steps as share it; for each step where blocks and steps do not fall together.
     WHOLE: tl.constexpr = PART_ROWS % BLOCK_ROWS == 0 or PART_ROWS == REDUCTION
@@ -209,14 +209,14 @@ def _weights(
     LINES: tl.constexpr = BLOCK_K // SHARED if SHARED < BLOCK_K else 1
     first_S = done + tl.arange(0, LINES) * (BLOCK_K // LINES)
     if TRANSPOSED:
-        row_S = _scale_row(first_S, BLOCK_ROWS, PART_ROWS, PART_BLOCKS)
+        row_S = scale_row(first_S, BLOCK_ROWS, PART_ROWS, PART_BLOCKS)
         scale_pointers = (
             scales + (row_S.to(tl.int64) * STRIDE_SCALE_ROW)[:, None] + (column_N // BLOCK_COLUMNS)[None, :]
         )
     else:
-        row_N = _scale_row(column_N, BLOCK_ROWS, PART_ROWS, PART_BLOCKS).to(tl.int64)
+        row_N = scale_row(column_N, BLOCK_ROWS, PART_ROWS, PART_BLOCKS).to(tl.int64)
         scale_pointers = scales + (row_N * STRIDE_SCALE_ROW)[None, :] + (first_S // BLOCK_COLUMNS)[:, None]
-    scale = _scales(scale_pointers, (first_S < REDUCTION)[:, None] & inside_N[None, :], of_matrix, SCALE)
+    scale = decode_scales(scale_pointers, (first_S < REDUCTION)[:, None] & inside_N[None, :], of_matrix, SCALE)
     if LINES < BLOCK_K:
         spread = tl.broadcast_to(scale[:, None, :], (LINES, BLOCK_K // LINES, BLOCK_N))
         scale = tl.reshape(spread, (BLOCK_K, BLOCK_N))

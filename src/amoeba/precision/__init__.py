@@ -14,6 +14,7 @@ from amoeba.precision.formats import (
     Format,
 )
 from amoeba.precision.quantised import QuantisedMatrix, quantise
+from amoeba.precision.unchanged import UnchangedWeights
 
 __all__ = [
     "E2M1",
@@ -28,5 +29,6 @@ __all__ = [
     "NVFP4",
     "Format",
     "QuantisedMatrix",
+    "UnchangedWeights",
     "quantise",
 ]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amoeba.backends.sorted_rows import SortedRows
 from amoeba.layout import build_layout
+from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.problem import Needs, Problem
 from amoeba.proof.reference.experts import activate, activate_backward
@@ -30,7 +31,7 @@ _NEEDS = Needs(x=True, weight=True, gate_up=True, down=True)
 
 
 def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -> dict[str, float]:
-    """h of x; y, times its routing weight, of a; dh and ds of dy and h; dx of dh."""
+    """h of x; y, each token's sum over its experts, of a; dh and ds of dy and h; dx of dh."""
     layout = build_layout(problem.expert_TK, problem.weights.num_experts)
     ends = [0, *layout.offs_E.tolist()]
     if not ends[-1]:
@@ -68,12 +69,16 @@ def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -
     da = multiply(back(dout), lambda e: back_down[e])
     truth = {
         "stage h": (h_NJ, multiply(quantised_rows(x_NH), lambda e: gate_up[e].T, weights.gate_up_bias_EJ)),
-        "stage y": (y_NH, s * multiply(quantised_rows(own(a_NI)), lambda e: down[e].T, weights.down_bias_EH)),
         "stage dh": (dh_NJ, activate_backward(s * da, h, weights.activation)),
         "stage ds": (ds_N, (da * activate(h, weights.activation)).sum(-1)),
         "stage dx": (dx_NH, multiply(back(own(dh_NJ)), lambda e: back_gate_up[e])),
     }
-    return {name: _error(own(found), expected) for name, (found, expected) in truth.items()}
+    errors = {name: _error(own(found), expected) for name, (found, expected) in truth.items()}
+    # Whether a row of y has its routing weight in it already is the rows' own affair; summed up it has.
+    activated = a_NI.dequantise() if isinstance(a_NI, QuantisedMatrix) else a_NI
+    y = s * multiply(quantised_rows(own(activated)), lambda e: down[e].T, weights.down_bias_EH)
+    y_TH = torch.zeros(dy_TH.shape, dtype=torch.float64, device="cpu").index_add_(0, token_N, y)
+    return errors | {"stage y": _error(wide(rows.combine(y_NH, weighted=True)), y_TH)}
 
 
 def _error(found: Tensor, truth: Tensor) -> float:

@@ -24,7 +24,12 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
 @cache

@@ -139,7 +139,7 @@ def tile_table(offs_E: Tensor, rows: int) -> Tensor:
 
 
 @gluon.jit
-def _place(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
+def place_of_tile(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
     """Expert, first row, end of the expert's rows, and column tile of a tile."""
     group_size = GROUP_M * column_tiles
     group = tile // group_size
@@ -197,7 +197,7 @@ def _produce(
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = _place(tile, table, tiles, column_tiles, GROUP_M)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         if PLAN.GATHER:
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
             sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
@@ -276,7 +276,7 @@ def _consume(
     buffer = staging.index(WARPGROUP)
     count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = _place(tile, table, tiles, column_tiles, GROUP_M)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         acc, count = _multiply_tile(
             acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
@@ -286,41 +286,50 @@ def _consume(
         left, right = acc.reshape((HEIGHT, 2, HALF)).permute((0, 2, 1)).split()
         if PLAN.PAIRED:
             if PLAN.BIAS:
-                left = _add_bias(left, bias_row, column, columns, HALF)
-                right = _add_bias(right, bias_row + columns, column, columns, HALF)
+                left = add_bias(left, bias_row, column, columns, HALF)
+                right = add_bias(right, bias_row + columns, column, columns, HALF)
             if PLAN.KEEP:
-                _store(left, h, h_desc, buffer, h_stride, row, end, column, columns, 0)
-                _store(right, h, h_desc, buffer, h_stride, row, end, column, columns, columns)
+                store_tile(left, h, h_desc, buffer, h_stride, row, end, column, columns, 0)
+                store_tile(right, h, h_desc, buffer, h_stride, row, end, column, columns, columns)
             a = gated(left, right, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            _store(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
+            store_tile(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
         else:
             for half in gl.static_range(2):
                 value = right if half else left
                 at = column + half * HALF
                 if PLAN.BIAS:
-                    value = _add_bias(value, bias_row, at, width, HALF)
+                    value = add_bias(value, bias_row, at, width, HALF)
                 if PLAN.ACTIVATE:
                     if PLAN.KEEP:
-                        _store(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
+                        store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
                     value = plain(value, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-                _store(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
+                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _add_bias(tile, bias, column, width, COLUMNS: gl.constexpr):
+def add_bias(tile, bias, column, width, COLUMNS: gl.constexpr):
     n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, tile.type.layout))
     return tile + gl.load(bias + n, mask=n < width, other=0.0).to(gl.float32)[None, :]
 
 
 @gluon.jit
-def _store(value, out, desc, buffer, stride, row, end, column, width, shift):
-    """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it."""
+def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift, PENDING: gl.constexpr = 0):
+    """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it.
+
+    PENDING: of the copies by the engine, so many of the last ones do not read from this buffer.
+    """
     HEIGHT: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]
-    tma.store_wait(0)
+    whole = (row + HEIGHT <= end) & (column + COLUMNS <= width)
+    if PENDING == 0:
+        tma.store_wait(0)
+    elif whole:
+        tma.store_wait(PENDING)
+    else:
+        tma.store_wait(0)  # nothing is copied now: the next ones may count on it
     buffer.store(value.to(out.dtype.element_ty))
-    if (row + HEIGHT <= end) & (column + COLUMNS <= width):
+    if whole:
         fence_async_shared()
         bulk_store(desc, [row, column + shift], buffer)
     else:

@@ -1,0 +1,81 @@
+"""The e4m3 codes of experts that train, on a GPU: kept with the weight, and written anew by every forward pass.
+
+E experts · O out · I in
+
+    codes = codes_of(gate_up_EJH)
+    codes.write(gate_up_EJH, both=True)        # in forward: as the weight is now, in both orientations from one read
+    codes.matrix, codes.turned(gate_up_EJH)    # (E, J, H), and (E, H, J) for backward
+
+Nothing tells that a weight was changed: fused optimizers and writes through `.data` move no version counter, and a
+replayed CUDA graph asks no one. So forward does not ask, and the GPU is not waited for. A training step writes the
+codes once, as it would anyway; where several passes belong to one step, `amoeba.precision.UnchangedWeights` spares the
+others that. They stay where they are in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from amoeba.cpu.pointers import place_of
+from amoeba.kernels.quantise import empty_weights, quantise_weights
+from amoeba.precision.quantised import QuantisedMatrix
+from amoeba.precision.unchanged import UnchangedWeights, promise
+
+
+class WeightCodes:
+    """matrix: of a weight (E, O, I), as it was when it was written last."""
+
+    def __init__(self, weight_EOI: Tensor) -> None:
+        experts, height, width = weight_EOI.shape
+        self.matrix = empty_weights(experts, height, width, weight_EOI.device)
+        self._turned: QuantisedMatrix | None = None
+        self._turned_of: tuple | None = None  # the state of the weight that it is of; None: of an earlier pass
+        self._written_under: tuple[UnchangedWeights | None, tuple] | None = None
+
+    def write(self, weight_EOI: Tensor, *, both: bool) -> None:
+        """both: the other orientation, too, for a backward pass to come."""
+        promised, state = promise(), _state(weight_EOI)
+        has_all = self._turned_of == state or not both
+        if promised is not None and self._written_under == (promised, state) and has_all and not _captures():
+            return
+        if both and self._turned is None:
+            experts, height, width = weight_EOI.shape
+            self._turned = empty_weights(experts, width, height, weight_EOI.device)
+        quantise_weights(weight_EOI, self.matrix, self._turned if both else None)
+        self._turned_of = state if both else None
+        self._written_under = promised, state
+
+    def turned(self, weight_EOI: Tensor) -> QuantisedMatrix:
+        """The same with rows for columns: (E, I, O), as the last forward pass wrote it."""
+        if self._turned is None or self._turned_of != _state(weight_EOI):
+            self.write(weight_EOI, both=True)
+        assert self._turned is not None
+        return self._turned
+
+
+def codes_of(weight_EOI: Tensor) -> WeightCodes:
+    # A module that stores (E, in, out) makes a view for each call; what it is a view of stays.
+    owner = weight_EOI if weight_EOI._base is None else weight_EOI._base
+    form = (weight_EOI.storage_offset(), weight_EOI.shape, weight_EOI.stride(), weight_EOI.dtype, weight_EOI.device)
+    with _lock:
+        kept: dict[tuple, WeightCodes] = _kept.setdefault(owner, {})
+        if form not in kept:
+            kept[form] = WeightCodes(weight_EOI)
+        return kept[form]
+
+
+def _captures() -> bool:
+    """Whether this goes into a CUDA graph, which is replayed when no promise holds any more."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _state(weight_EOI: Tensor) -> tuple:
+    return 0 if weight_EOI.is_inference() else weight_EOI._version, place_of(weight_EOI)
+
+
+_kept = WeakTensorKeyDictionary()
+_lock = threading.Lock()

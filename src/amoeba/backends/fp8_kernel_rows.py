@@ -1,0 +1,124 @@
+"""Sorted rows in fp8 by our own kernels: those of `triton` on Hopper, with products in e4m3.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+x and dy are quantised token by token, before their rows are gathered; a in the epilogue of the product that gives h; dh
+in the pass that takes the activation back. The gradients of weights are those of `HopperRows`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amoeba.backends.fp8_codes import codes_of
+from amoeba.backends.sorted_rows import ActivationGradients
+from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, with_plain_rows
+from amoeba.cpu.pointers import place_of
+from amoeba.kernels.activate import activate_backward
+from amoeba.kernels.hopper import scaled_product
+from amoeba.kernels.quantise import empty_rows, quantise_rows
+from amoeba.kernels.sort import sort_rows
+from amoeba.precision.quantised import QuantisedMatrix
+from amoeba.problem import Needs, Problem, Saved
+
+
+class StraightThroughKernelRows(HopperRows):
+    """fp8-ste: forward in fp8, and back as `HopperRows` does it."""
+
+    @classmethod
+    def dispatch(cls, problem: Problem, saved: Saved | None) -> StraightThroughKernelRows:
+        problem = _with_aligned_weights(with_plain_rows(problem))
+        kept = saved[1:] if saved else sort_rows(problem.expert_TK, problem.weights.num_experts)
+        return cls(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
+
+    def hidden(self) -> Tensor:
+        weights, top_k = self.problem.weights, self.top_k
+        h_NJ, gate_up = self.new_rows(weights.gate_up_EJH.shape[1]), codes_of(weights.gate_up_EJH)
+        gate_up.write(weights.gate_up_EJH, both=self.goes_back)
+        rows, bias_EJ = quantise_rows(self.problem.x_TH), weights.gate_up_bias_EJ
+        scaled_product.multiply(
+            rows, gate_up.matrix, self.table, h_NJ, order_N=self.order_N, top_k=top_k, bias_EO=bias_EJ
+        )
+        return h_NJ
+
+    def up(self, want_h: bool) -> tuple[Tensor | None, QuantisedMatrix]:
+        weights = self.problem.weights
+        h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if want_h else None
+        a_NI = empty_rows(self.problem.rows, weights.intermediate, weights.device)
+        gate_up, down = codes_of(weights.gate_up_EJH), codes_of(weights.down_EHI)
+        gate_up.write(weights.gate_up_EJH, both=want_h and self.goes_back)
+        down.write(weights.down_EHI, both=want_h and self.goes_back)
+        scaled_product.up(
+            quantise_rows(self.problem.x_TH),
+            self.order_N,
+            self.top_k,
+            gate_up.matrix,
+            self.table,
+            weights.activation,
+            a_NI,
+            h_NJ=h_NJ,
+            bias_EJ=weights.gate_up_bias_EJ,
+        )
+        return h_NJ, a_NI
+
+    def down(self, a_NI: QuantisedMatrix) -> Tensor:
+        weights = self.problem.weights
+        y_NH = self.new_rows(weights.hidden)
+        matrix = codes_of(weights.down_EHI).matrix
+        scaled_product.multiply(a_NI, matrix, self.table, y_NH, bias_EO=weights.down_bias_EH)
+        return y_NH
+
+    goes_back = False  # whether backward multiplies by codes
+
+
+class Fp8KernelRows(StraightThroughKernelRows):
+    """fp8: the gradients of rows in fp8 as well."""
+
+    goes_back = True
+    _dh: QuantisedMatrix | None = None
+
+    def _activation_backward(self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
+        problem, rows = self.problem, self.problem.rows
+        weights = problem.weights
+        # in fp32: rounded twice, every fiftieth number of dh would come to another code
+        da_NI = torch.empty((rows, weights.intermediate), dtype=torch.float32, device=h_NJ.device)
+        down = codes_of(weights.down_EHI).turned(weights.down_EHI)
+        scaled_product.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
+        scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
+        self._dh = empty_rows(rows, dh_NJ.shape[1], dh_NJ.device) if needs.x else None
+        ds_N = activate_backward(
+            da_NI,
+            h_NJ,
+            problem.weight_TK,
+            self.order_N,
+            weights.activation,
+            dh_NJ,
+            scaled_a_NI,
+            self.offs_E,
+            quantised_dh=self._dh,
+        )
+        return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
+
+    def up_backward(self, dh_NJ: Tensor, needs: Needs) -> tuple[Tensor | None, dict[str, Tensor]]:
+        if not needs.x:
+            return None, {}
+        weights, dh, self._dh = self.problem.weights, self._dh, None
+        assert dh is not None
+        dx_NH = self.new_rows(weights.hidden)
+        gate_up = codes_of(weights.gate_up_EJH).turned(weights.gate_up_EJH)
+        scaled_product.multiply(dh, gate_up, self.table, dx_NH)
+        return dx_NH, {}
+
+
+ROWS = {"fp8": Fp8KernelRows, "fp8-ste": StraightThroughKernelRows}
+
+
+def _with_aligned_weights(problem: Problem) -> Problem:
+    """Copies of those that the bulk copy engine could not read: it takes addresses that are multiples of 16."""
+    weights = problem.weights
+    if not any(place_of(weight) % 16 for weight in (weights.gate_up_EJH, weights.down_EHI)):
+        return problem
+    gate_up, down, *biases = weights.tensors()
+    copied = (each.clone(memory_format=torch.contiguous_format) for each in (gate_up, down))
+    return problem._replace(weights=type(weights).of((*copied, *biases), weights.constants()))

@@ -1,0 +1,228 @@
+"""Rows and weights to e4m3, with a power of two as scale for each 1 x 128 of a row and each 128 x 128 of a weight.
+
+T tokens · E experts · O out · I in
+
+    quantised_TH = quantise_rows(x_TH)                          # as `quantise(x_TH, FP8_TRAINING_ROWS)`, to the bit
+    quantise_weights(gate_up_EJH, matrix_EJH, turned_EHJ)       # into both orientations, from one read
+
+One pass over memory each. The scale is the least power of two that keeps all finite numbers of a block within 448,
+found from the bits of the largest of them, so nothing is divided; infinities become 448, NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.kernels.arguments import check_arguments, have_lines
+from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.row_tiles import column_block
+from amoeba.precision.formats import FP8_TRAINING, FP8_TRAINING_ROWS
+from amoeba.precision.quantised import QuantisedMatrix, block_counts
+
+BLOCK = 128
+# Numbers of a tile of rows: 32 a thread, 64 bytes of bf16 on their way at once; 4.0 TB/s on an H200 (2026-11-16).
+ROW_TILE, WIDEST_BLOCK, ROW_WARPS = 4096, 1024, 4
+# With up to 128 registers a thread two blocks of weights are on their way in each multiprocessor: 4.0 TB/s on an H200
+# (of 4.3 copied), where the two or twelve more that the compiler took for some shapes left it at 2.6 (2026-11-16).
+WEIGHT_WARPS, MOST_REGISTERS = 8, 128
+# GPUs have an instruction for it, from compute capability 8.9 on. Triton's interpreter rounds ties wrongly.
+BY_BITS = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def finite_size(values):
+    """|values|, 0 where they are not finite."""
+    size = tl.abs(values)
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def power_of_two(largest):
+    """The least power of two at or above largest / 448 (= 1.75 · 2^8), a normal number; 1 for 0. And its reciprocal."""
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.where(largest == 0, 127, tl.maximum(exponent, 1))
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode(values):
+    """e4m3 codes in uint8: nearest, ties to even, saturating."""
+    if not BY_BITS:
+        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = values.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(values), 448.0)
+    size_bits = size.to(tl.int32, bitcast=True)
+    normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2^-6 codes count 2^-9, which is the last bit of what begins with 2^14
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(values == values, code, 127)
+    return (code | ((bits >> 24) & 128)).to(tl.uint8)
+
+
+@triton.jit
+def encode_rows(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes of a tile in fp32, and scales (ROWS, COLUMNS / 128)."""
+    BLOCKS: tl.constexpr = COLUMNS // 128
+    blocks = tl.reshape(values, (ROWS, BLOCKS, 128))
+    scale, inverse = power_of_two(tl.max(finite_size(blocks), axis=2))
+    return tl.reshape(encode(blocks * inverse[:, :, None]), (ROWS, COLUMNS)), scale
+
+
+@triton.jit
+def store_codes(
+    values,
+    codes,
+    scales,
+    row,
+    row_in,
+    first_column,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A tile in fp32, quantised: TILE columns from first_column on, of COLUMNS in all; beyond them it holds zeros.
+
+    codes, scales: contiguous, of rows with WIDTH columns, to which these begin at SHIFT, a multiple of 128.
+    """
+    BLOCKS: tl.constexpr = (COLUMNS + 127) // 128
+    code, scale = encode_rows(values, ROWS, TILE)
+    column = first_column + tl.arange(0, TILE)
+    block = first_column // 128 + tl.arange(0, TILE // 128)
+    code_row = codes + row.to(tl.int64)[:, None] * WIDTH + SHIFT
+    scale_row = scales + row.to(tl.int64)[:, None] * ((WIDTH + 127) // 128) + SHIFT // 128
+    tl.store(code_row + column[None, :], code, mask=row_in[:, None] & (column < COLUMNS)[None, :])
+    tl.store(scale_row + block[None, :], scale, mask=row_in[:, None] & (block < BLOCKS)[None, :])
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantise_rows(
+    rows,
+    codes,
+    scales,
+    num_rows,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    COLUMN_BLOCKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    row = (program // COLUMN_BLOCKS) * ROWS + tl.arange(0, ROWS)
+    first_column = (program % COLUMN_BLOCKS) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
+    row_in = row < num_rows
+    pointers = rows + row.to(tl.int64)[:, None] * STRIDE + column[None, :]
+    values = tl.load(pointers, mask=row_in[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+    store_codes(values, codes, scales, row, row_in, first_column, WIDTH, WIDTH, 0, ROWS, COLUMNS)
+
+
+def empty_rows(rows: int, width: int, device: torch.device) -> QuantisedMatrix:
+    """For codes and scales of rows that a kernel will write."""
+    data = torch.empty((rows, width), dtype=torch.uint8, device=device)
+    scales = torch.empty((rows, cdiv(width, BLOCK)), dtype=torch.float32, device=device)
+    return QuantisedMatrix(data, scales, FP8_TRAINING_ROWS, width)
+
+
+def quantise_rows(rows_NW: Tensor) -> QuantisedMatrix:
+    """Rows that are contiguous inside, of any width."""
+    rows, width = rows_NW.shape
+    check_arguments(have_lines(rows_NW), "rows that are contiguous inside", rows_NW=rows_NW)
+    found = empty_rows(rows, width, rows_NW.device)
+    if rows_NW.numel() == 0:
+        return found
+    columns = max(BLOCK, column_block(width, WIDEST_BLOCK))
+    tile_rows = ROW_TILE // columns
+    _quantise_rows[(cdiv(rows, tile_rows) * cdiv(width, columns),)](
+        rows_NW,
+        found.data,
+        found.scales,
+        rows,
+        STRIDE=rows_NW.stride(0),
+        WIDTH=width,
+        ROWS=tile_rows,
+        COLUMNS=columns,
+        num_warps=ROW_WARPS,
+    )
+    return found
+
+
+@quick
+@triton.jit
+def _quantise_weights(
+    weight,
+    codes,
+    scales,
+    turned_codes,
+    turned_scales,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_COLUMN: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One block."""
+    DOWN: tl.constexpr = (HEIGHT + 127) // 128
+    ACROSS: tl.constexpr = (WIDTH + 127) // 128
+    program = tl.program_id(0)
+    expert = (program // (DOWN * ACROSS)).to(tl.int64)
+    down = program // ACROSS % DOWN
+    across = program % ACROSS
+    row = down * 128 + tl.arange(0, 128)
+    column = across * 128 + tl.arange(0, 128)
+    inside = (row < HEIGHT)[:, None] & (column < WIDTH)[None, :]
+    at = row.to(tl.int64)[:, None] * STRIDE_ROW + column.to(tl.int64)[None, :] * STRIDE_COLUMN
+    values = tl.load(weight + expert * STRIDE_EXPERT + at, mask=inside, other=0.0).to(tl.float32)
+    scale, inverse = power_of_two(tl.max(tl.max(finite_size(values), axis=1), axis=0))
+    code = encode(values * inverse)
+    codes += expert * (HEIGHT * WIDTH)
+    tl.store(codes + row.to(tl.int64)[:, None] * WIDTH + column[None, :], code, mask=inside)
+    tl.store(scales + expert * (DOWN * ACROSS) + down * ACROSS + across, scale)
+    if turned_codes is not None:
+        turned_codes += expert * (HEIGHT * WIDTH)
+        turned_at = turned_codes + column.to(tl.int64)[:, None] * HEIGHT + row[None, :]
+        tl.store(turned_at, tl.trans(code), mask=tl.trans(inside))
+        tl.store(turned_scales + expert * (DOWN * ACROSS) + across * DOWN + down, scale)
+
+
+def empty_weights(experts: int, height: int, width: int, device: torch.device) -> QuantisedMatrix:
+    data = torch.empty((experts, height, width), dtype=torch.uint8, device=device)
+    scales = torch.empty((experts, *block_counts(height, width, FP8_TRAINING)), dtype=torch.float32, device=device)
+    return QuantisedMatrix(data, scales, FP8_TRAINING, width)
+
+
+def quantise_weights(weight_EOI: Tensor, into: QuantisedMatrix, turned: QuantisedMatrix | None = None) -> None:
+    """into: (E, O, I), as `quantise(weight, FP8_TRAINING)` gives it; turned: the same with rows for columns, (E, I, O).
+
+    The weight may have any strides.
+    """
+    experts, height, width = weight_EOI.shape
+    fit = into.shape == weight_EOI.shape and (turned is None or turned.shape == (experts, width, height))
+    fit = fit and into.data.is_contiguous() and into.scales.is_contiguous()
+    fit = fit and (turned is None or (turned.data.is_contiguous() and turned.scales.is_contiguous()))
+    check_arguments(fit, "(E, O, I) and contiguous codes for it", weight_EOI=weight_EOI, data=into.data)
+    if weight_EOI.numel() == 0:
+        return
+    _quantise_weights[(into.scales.numel(),)](
+        weight_EOI,
+        into.data,
+        into.scales,
+        None if turned is None else turned.data,
+        None if turned is None else turned.scales,
+        STRIDE_EXPERT=weight_EOI.stride(0),
+        STRIDE_ROW=weight_EOI.stride(1),
+        STRIDE_COLUMN=weight_EOI.stride(2),
+        HEIGHT=height,
+        WIDTH=width,
+        num_warps=WEIGHT_WARPS,
+        **({"maxnreg": MOST_REGISTERS} if weight_EOI.device.type != "cpu" else {}),  # unknown to the interpreter
+    )

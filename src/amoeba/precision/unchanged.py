@@ -1,0 +1,28 @@
+"""A promise that spares work: no weight of an expert is written, so what was made of it need not be made again.
+
+    with UnchangedWeights():                # the micro-steps of one optimizer step, or an evaluation
+        for batch in batches:
+            loss(model, batch).backward()
+
+Codes of weights that train in fp8 are then written by the first pass inside, and by no other. Without it every forward
+pass on a GPU writes them anew: a weight that was written through `.data` or by a fused optimizer tells nobody. It holds
+for the whole process, other threads and backward passes included. Entered again, the same promise goes on.
+"""
+
+from __future__ import annotations
+
+_promises: list[UnchangedWeights] = []
+
+
+class UnchangedWeights:
+    def __enter__(self) -> UnchangedWeights:
+        _promises.append(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        _promises.remove(self)
+
+
+def promise() -> UnchangedWeights | None:
+    """The outermost that holds now."""
+    return _promises[0] if _promises else None

@@ -1,0 +1,293 @@
+"""Experts that train in fp8 through our kernels: what is called with what, the codes' freshness, and when it is chosen.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate
+
+Gluon does not run without a GPU. Here its two products are stood in for by torch; the rest of a pass is the real one,
+in Triton's interpreter and in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import amoeba
+from amoeba import Activation, ExpertWeights, Request, Routing, experts, with_precision
+from amoeba.backends import fp8, fp8_codes, fp8_triton
+from amoeba.backends.fp8_kernel_rows import ROWS
+from amoeba.backends.triton_rows import HopperRows, TritonRows
+from amoeba.kernels.hopper import scaled_product
+from amoeba.precision import FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, UnchangedWeights, quantise
+from amoeba.problem import Problem
+from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
+from amoeba.proof.conformance import verify_case
+from amoeba.proof.reference.experts import activate
+from amoeba.proof.stages import STAGES, stage_errors
+from selection import quick
+from small_layer import E, Layer, kernel_device
+
+RECIPES = ("fp8", "fp8-ste")
+by_recipe = pytest.mark.parametrize("recipe", RECIPES)
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for kernels that a GPU runs itself")
+
+
+def _product(
+    rows: QuantisedMatrix,
+    matrix: QuantisedMatrix,
+    offs_E: Tensor,
+    out: Tensor,
+    *,
+    order_N: Tensor | None = None,
+    top_k: int = 1,
+    bias_EO: Tensor | None = None,
+) -> None:
+    for e, (start, end) in enumerate(itertools.pairwise([0, *offs_E.tolist()])):
+        chosen = slice(start, end) if order_N is None else order_N[start:end] // top_k
+        out[start:end] = rows.dequantise()[chosen] @ matrix[e].dequantise().T + (0 if bias_EO is None else bias_EO[e])
+
+
+def _up(
+    x: QuantisedMatrix,
+    order_N: Tensor,
+    top_k: int,
+    matrix: QuantisedMatrix,
+    offs_E: Tensor,
+    activation: Activation,
+    a: QuantisedMatrix,
+    *,
+    h_NJ: Tensor | None = None,
+    bias_EJ: Tensor | None = None,
+) -> None:
+    h_NJ = torch.zeros(order_N.shape[0], matrix.shape[1]) if h_NJ is None else h_NJ
+    _product(x, matrix, offs_E, h_NJ, order_N=order_N, top_k=top_k, bias_EO=bias_EJ)
+    owned = int(offs_E[-1])
+    found = quantise(activate(h_NJ[:owned], activation), FP8_TRAINING_ROWS)
+    a.data[:owned], a.scales[:owned] = found.data, found.scales
+
+
+@pytest.fixture
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_product, "multiply", _product)
+    monkeypatch.setattr(scaled_product, "up", _up)
+    monkeypatch.setattr(HopperRows, "table", property(lambda rows: rows.offs_E))
+    monkeypatch.setattr(HopperRows, "_multiply", TritonRows._multiply)
+    monkeypatch.setattr(HopperRows, "weight_gradient", TritonRows.weight_gradient)
+    monkeypatch.setattr(fp8_triton.BACKEND, "why_not", lambda request: None, raising=False)
+
+
+def gradients(layer: Layer, recipe: str, backend: str, **options: Any) -> dict[str, Tensor]:
+    weights = with_precision(layer.weights(layer.tensors), recipe)
+    routing = Routing(layer.expert_TK, layer.tensors["weight"])
+    y_TH = experts(layer.tensors["x"], routing, weights, backend=backend, **options)
+    found = torch.autograd.grad(y_TH, list(layer.tensors.values()), layer.dy_TH)
+    return {"output": y_TH.detach()} | dict(zip(layer.tensors, found, strict=True))
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, right in expected.items():  # a number next to the middle between two codes may fall to the other one
+        assert (found[name] - right).norm() <= 2e-3 * right.norm(), name
+
+
+def sentinels(tokens: int) -> Tensor:
+    expert_TK = torch.rand(tokens, E, generator=torch.Generator().manual_seed(4)).argsort(1)[:, :2]
+    expert_TK[::5, 1] = E
+    expert_TK[expert_TK == 1] = 3  # an expert without rows
+    return expert_TK
+
+
+@without_gpu
+@quick(lambda recipe, activation: activation.gated)
+@pytest.mark.parametrize("activation", [SILU, PLAIN_RELU2], ids=str)
+@by_recipe
+def test_output_and_every_gradient_are_those_of_plain_torch(
+    recipe: str, activation: Activation, stood_in: None
+) -> None:
+    layer = Layer(activation, tokens=23, hidden=128, inner=256, expert_TK=sentinels(23))
+    expected = gradients(layer, recipe, "eager")
+    assert_near(gradients(layer, recipe, "triton"), expected)
+    assert_near(gradients(layer, recipe, "triton", recompute=True), expected)
+
+
+@without_gpu
+@by_recipe
+def test_each_product_alone_agrees_with_fp64_on_its_own_operands(recipe: str, stood_in: None) -> None:
+    layer = Layer(tokens=9, hidden=128, inner=128, expert_TK=sentinels(9))
+    named = {name: tensor.detach() for name, tensor in layer.tensors.items()}
+    weights = with_precision(layer.weights(named), recipe)
+    problem = Problem(named["x"], layer.expert_TK, named["weight"], weights)
+    errors = stage_errors(problem, ROWS[recipe], layer.dy_TH)
+    assert set(errors) == set(STAGES) and max(errors.values()) <= 1e-5
+
+
+def _through_data(weight: Tensor) -> None:
+    weight.data.mul_(3)
+
+
+def _in_place(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(3)
+
+
+@pytest.mark.parametrize("change", [_through_data, _in_place])
+def test_codes_are_of_the_weight_as_a_pass_finds_it(change: Any) -> None:
+    """Also the turned ones, whose last writer was a pass before."""
+    weight = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0)).to(kernel_device())
+    codes = fp8_codes.codes_of(weight)
+    codes.write(weight, both=True)
+    places = codes.matrix.data.data_ptr(), codes.turned(weight).data.data_ptr()
+    for both in (True, False):
+        change(weight)
+        assert fp8_codes.codes_of(weight) is codes
+        codes.write(weight, both=both)
+        expected = quantise(weight, FP8_TRAINING)
+        turned = codes.turned(weight)
+        assert torch.equal(codes.matrix.data, expected.data) and torch.equal(codes.matrix.scales, expected.scales)
+        assert torch.equal(turned.data, expected.data.mT) and torch.equal(turned.scales, expected.scales.mT)
+    assert places == (codes.matrix.data.data_ptr(), codes.turned(weight).data.data_ptr())
+
+
+def test_under_a_promise_codes_are_written_once_and_what_moved_a_version_shows_all_the_same() -> None:
+    weight = torch.randn(2, 128, 128, device=kernel_device())
+    codes = fp8_codes.codes_of(weight)
+    codes.write(weight, both=False)
+    weight.data.mul_(3)
+    promise = UnchangedWeights()
+    with promise:
+        codes.write(weight, both=False)
+        tripled = codes.matrix.scales.clone()
+        codes.write(weight, both=True)  # the other orientation was not there yet
+        assert torch.equal(codes.turned(weight).scales, tripled.mT)
+        weight.data.mul_(4)
+        codes.write(weight, both=True)
+        assert torch.equal(codes.matrix.scales, tripled), "it was promised that nobody writes"
+    with promise, UnchangedWeights():  # goes on, and an inner one adds nothing
+        codes.write(weight, both=True)
+        assert torch.equal(codes.matrix.scales, tripled)
+        _in_place(weight)
+        codes.write(weight, both=True)
+        assert torch.equal(codes.matrix.scales, quantise(weight, FP8_TRAINING).scales)
+    weight.data.mul_(4)
+    codes.write(weight, both=True)
+    assert torch.equal(codes.matrix.scales, quantise(weight, FP8_TRAINING).scales)
+
+
+def test_what_a_graph_captures_under_a_promise_is_written_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(2, 128, 128, device=kernel_device())
+    codes = fp8_codes.codes_of(weight)
+    with UnchangedWeights():
+        codes.write(weight, both=True)
+        weight.data.mul_(4)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        codes.write(weight, both=True)
+        monkeypatch.undo()
+    assert torch.equal(codes.matrix.scales, quantise(weight, FP8_TRAINING).scales)
+
+
+def test_a_view_shares_the_codes_of_its_base_and_they_go_with_it() -> None:
+    base = torch.randn(2, 256, 128, device=kernel_device())
+    assert fp8_codes.codes_of(base.mT) is fp8_codes.codes_of(base.mT)
+    assert fp8_codes.codes_of(base.mT) is not fp8_codes.codes_of(base)
+    before = len(fp8_codes._kept)
+    del base
+    assert len(fp8_codes._kept) == before - 1
+
+
+def shaped(hidden: int = 128, inner: int = 128, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> ExpertWeights:
+    activation = changed.pop("activation", SILU)
+    gate_up = torch.zeros(2, activation.width(inner), hidden, dtype=dtype)
+    down = torch.zeros(2, hidden, 2 * inner if changed else inner, dtype=dtype)[..., :inner]
+    return with_precision(ExpertWeights(gate_up, down, activation=activation), "fp8")
+
+
+def test_what_the_kernels_do_not_take_is_said() -> None:
+    assert fp8_triton.why_not_shaped(shaped()) is None
+    reasons = {
+        "needs H to be a multiple of 128, it is 192": shaped(hidden=192),
+        "needs I to be a multiple of 128, it is 64": shaped(inner=64),
+        "computes in bf16 beside fp8, these weights are torch.float32": shaped(dtype=torch.float32),
+        "needs all gates before all ups, here their rows take turns": shaped(activation=CLAMPED_SWIGLU),
+        "needs down in one piece": shaped(sliced=True),
+    }
+    for reason, weights in reasons.items():
+        assert reason in (fp8_triton.why_not_shaped(weights) or ""), reason
+    routing = Routing(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    explanation = amoeba.explain(Request(torch.zeros(3, 128, dtype=torch.bfloat16), routing, shaped()))
+    assert explanation.backend is fp8.BACKEND  # on a CPU, where it is preferred
+    with pytest.raises(ValueError, match=r"needs a Hopper GPU \(compute capability 9.0\), these weights are on cpu"):
+        experts(torch.zeros(3, 128, dtype=torch.bfloat16), routing, shaped(), backend="triton")
+
+
+GPU_CASES = [
+    Case(333, 2, SILU, True, "sentinels", 256, 384),
+    Case(333, 1, SILU, False, "all_on_one", 128, 384),
+    Case(760, 4, SILU, False, "empty_experts", 384, 128, num_experts=16, recompute=True),
+    Case(333, 2, PLAIN_RELU2, True, "sentinels", 128, 640, storage="transposed", narrow=True),
+    Case(63, 8, Activation("gelu_tanh", limit=0.75), True, "random", 256, 256, frozen=True),
+    Case(63, 2, SILU, True, "sentinels_alone", 128, 128),
+    Case(1, 2, SILU, True, "random", 640, 128),
+    Case(0, 2, SILU, True, "random", 128, 128),
+]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+@by_recipe
+def test_on_a_gpu_output_every_gradient_and_every_product_agree_with_fp64(recipe: str, case: Case) -> None:
+    result = verify_case(case, recipe, torch.device("cuda"), torch.bfloat16)
+    assert result.ok and result.refused is None, result
+
+
+def on_gpu(tokens: int = 700, hidden: int = 256, inner: int = 384) -> Layer:
+    layer = Layer(tokens=tokens, hidden=hidden, inner=inner).to(torch.device("cuda"))
+    layer.tensors = {
+        name: tensor.detach().to(torch.float32 if name == "weight" else torch.bfloat16).requires_grad_()
+        for name, tensor in layer.tensors.items()
+    }
+    layer.dy_TH = layer.dy_TH.bfloat16()
+    return layer
+
+
+@pytest.mark.gpu
+@on_hopper
+@by_recipe
+def test_on_a_gpu_two_runs_and_a_recomputing_one_have_the_same_bits_and_no_pass_waits(recipe: str) -> None:
+    layer = on_gpu()
+    first = gradients(layer, recipe, "auto")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        others = [gradients(layer, recipe, "triton"), gradients(layer, recipe, "triton", recompute=True)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for other, name in itertools.product(others, first):
+        assert torch.equal(first[name], other[name]), name
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_on_a_gpu_a_replayed_graph_sees_what_was_written_through_data() -> None:
+    layer = on_gpu()
+    expected_before = gradients(layer, "fp8", "triton")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(layer, "fp8", "triton")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(layer, "fp8", "triton")
+    graph.replay()
+    assert all(torch.equal(found[name], right) for name, right in expected_before.items())
+    for name in ("gate_up", "down"):
+        layer.tensors[name].data.mul_(1.5)
+    graph.replay()
+    replayed = {name: tensor.clone() for name, tensor in found.items()}
+    for name, right in gradients(layer, "fp8", "triton").items():
+        assert torch.equal(replayed[name], right), name
