@@ -1,6 +1,6 @@
 """A kernel that asks the host for experts: what it writes, when it waits, and that it never waits for ever.
 
-N ids · E experts · S slots
+N ids · E experts · S slots · H hidden
 
 With a GPU all of this runs on it. That it compiles for Hopper, with its fences in the right places, is seen without
 one, in a process of its own (this file as a program), since Triton's interpreter cannot compile.
@@ -16,10 +16,21 @@ import torch
 from test_hopper_compiles import compiled_by
 from torch import Tensor
 
-from amoeba.kernels.ask import Talk, answer_length, ask
+from amoeba.kernels.ask import (
+    COMPUTED,
+    COMPUTES,
+    LATER,
+    MOVED,
+    PROMOTED,
+    Handed,
+    Talk,
+    add_computed,
+    answer_length,
+    ask,
+)
 from amoeba.kernels.index_export import row_length
 
-E, S, RING, IDS = 8, 3, 4, 6
+E, S, RING, IDS, H = 8, 3, 4, 6, 5
 ROW, MOST = row_length(E, IDS), answer_length(E, IDS)
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -29,28 +40,31 @@ def talk_of(device: torch.device, serial: int = 0) -> Talk:
     def mapped(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
-    state = torch.full((2,), serial, dtype=torch.int32, device=device)
-    return Talk(state, mapped(RING, ROW), mapped(RING, 2 + 2 * MOST), mapped(1), mapped(RING, 2))
+    state = torch.full((3,), serial, dtype=torch.int32, device=device)
+    return Talk(state, mapped(RING, ROW), mapped(RING, 3 + 2 * MOST), mapped(1), mapped(RING, 2))
 
 
-def asked(talk: Talk, ids: list[int], slots: dict[int, int], device: torch.device) -> tuple[list[int], Tensor]:
+def asked(
+    talk: Talk, ids: list[int], slots: dict[int, int], device: torch.device, due: Tensor | None = None, *given
+) -> tuple[list[int], Tensor]:
     """Slots of the ids, and the map afterwards."""
+    due = talk.state[1:2].clone() if due is None else due
     shown = torch.full((E + S,), -1, dtype=torch.int32)
     for expert, slot in slots.items():
         shown[expert], shown[E + slot] = slot, expert
     shown, expert_N = shown.to(device), torch.tensor(ids, dtype=torch.int64, device=device)
     slot_N = torch.full_like(expert_N, -77)
-    ask(expert_N, slot_N, shown, E, talk, limit=1e-3)
+    ask(expert_N, slot_N, shown, E, talk, due, 1e-3, *given)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return slot_N.tolist(), shown.cpu()
 
 
-def answer(talk: Talk, serial: int, slot_of: dict[int, int]) -> None:
+def answer(talk: Talk, serial: int, slot_of: dict[int, int], about: int = MOVED) -> None:
     row = talk.answers[serial % RING]
-    row[0], row[1] = serial, len(slot_of)
+    row[0], row[1], row[2] = serial, len(slot_of), about
     for at, (expert, slot) in enumerate(slot_of.items()):
-        row[2 + at], row[2 + MOST + at] = expert, slot
+        row[3 + at], row[3 + MOST + at] = expert, slot
 
 
 def test_where_all_are_there_it_does_not_wait(device) -> None:
@@ -58,7 +72,7 @@ def test_where_all_are_there_it_does_not_wait(device) -> None:
     slots, shown = asked(talk, [4, 1, 4, -1, E], {1: 2, 4: 0}, device)
     assert slots == [0, 2, 0, -1, -1] and shown[:E].tolist() == [-1, 2, -1, -1, 0, -1, -1, -1]
     assert talk.questions[6 % RING].tolist()[:5] == [0, 2, 6, 1, 4]
-    assert talk.state.tolist() == [6, 5] and talk.trouble.tolist() == [0]
+    assert talk.state.tolist() == [6, 5, 0] and talk.trouble.tolist() == [0]
 
 
 def test_what_the_host_answered_goes_into_the_map_and_the_slots(device) -> None:
@@ -101,16 +115,83 @@ def test_what_does_not_fit_is_refused(device) -> None:
         asked(talk_of(device), list(range(E)), {}, device)
 
 
+# --- experts that the host computes -----------------------------------------------------------------------------------
+
+
+def handed_of(device: torch.device) -> Handed:
+    def mapped(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    x, expert, weight, arrived = mapped(2 * H), mapped(2 * IDS), mapped(IDS), mapped(1)
+    y, word = mapped(2 * H), mapped(1)
+    x, weight, y = (each.view(torch.float32) for each in (x, weight, y))
+    return Handed(x, expert.view(torch.int64), weight, arrived, y, word)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_x_ids_and_weights_are_handed_over_where_something_is_missing(missing: bool, device) -> None:
+    talk, handed = talk_of(device, serial=5), handed_of(device)
+    x_TH = torch.arange(2 * H, dtype=torch.bfloat16, device=device).view(2, H)
+    weight_TK = torch.tensor([[0.5, 0.25], [1.0, 2.0]], device=device)
+    answer(talk, 6, {7: 1})
+    talk.state[1] = 6
+    slots, _ = asked(talk, [7, 4, -1, 7], {4: 2} if missing else {4: 2, 7: 1}, device, None, handed, x_TH, weight_TK)
+    assert slots == [1, 2, -1, 1]
+    if not missing:
+        assert not handed.x.any() and not handed.weight.any()
+        return
+    assert handed.x.tolist() == x_TH.float().flatten().tolist()
+    assert handed.arrived.tolist() == [6]
+    assert handed.expert[:4].tolist() == [7, 4, -1, 7] and handed.weight[:4].tolist() == [0.5, 0.25, 1.0, 2.0]
+
+
+def test_what_the_host_computes_is_nobodys_here_and_may_be_in_a_slot_later(device) -> None:
+    talk, due = talk_of(device, serial=5), torch.full((1,), 5, dtype=torch.int32, device=device)
+    answer(talk, 6, {3: -1, 7: LATER + 1, 2: COMPUTED}, PROMOTED | COMPUTES)  # its copy has not arrived
+    slots, shown = asked(talk, [7, 4, 2], {3: 1, 4: 2}, device, due)
+    assert slots == [-1, 2, -1] and talk.trouble.tolist() == [0]
+    assert shown[E + 1 :].tolist() == [7, 4]
+    assert shown[:E].tolist() == [-1, -1, -1, -1, 2, -1, -1, 1]
+    assert due.tolist() == [6] and talk.state.tolist() == [6, 5, COMPUTES]
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_who_finds_all_there_waits_for_copies_that_are_due(arrives: bool, device) -> None:
+    talk, due = talk_of(device, serial=5), torch.full((1,), 4, dtype=torch.int32, device=device)
+    talk.state[1] = 4 if arrives else 3
+    slots, _ = asked(talk, [7], {7: 1}, device, due)
+    assert slots == [1] and (talk.trouble.item() == 0) is arrives
+    assert due.tolist() == [4 if arrives else 3], "serials wrap: it keeps up with what arrives"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("state", ["computed", "nothing to add", "late", "stopped"])
+def test_the_sum_of_the_host_is_added_once_it_is_there(state: str, dtype: torch.dtype, device) -> None:
+    talk, handed = talk_of(device, serial=6), handed_of(device)
+    talk.state[2] = 0 if state == "nothing to add" else COMPUTES
+    handed.y.copy_(torch.arange(2 * H))
+    handed.word[0] = 6 if state == "computed" else 2
+    talk.trouble[0] = state == "stopped"
+    y_TH = torch.full((2, H), 0.5, dtype=dtype, device=device)
+    add_computed(y_TH, talk, handed, limit=1e-3)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert (talk.trouble.item() != 0) is (state in ("late", "stopped"))
+    if state == "computed":
+        expected = torch.arange(2 * H, dtype=torch.float32).view(2, H).add(0.5).to(dtype)
+        assert torch.equal(y_TH.cpu(), expected)
+    if state == "nothing to add":
+        assert bool((y_TH == 0.5).all())
+
+
 @pytest.mark.thorough  # compiles for some seconds
 def test_on_hopper_the_serial_is_written_behind_a_fence_and_the_answer_read_behind_another(tmp_path) -> None:
     found = compiled_by(__file__, tmp_path)["order"]
     one_line = " ".join(found)
-    # the row, then a barrier, then the fence, then the serial and the state
+    # the row and what is handed over, then a barrier, then the fence, then the serial and the state
     assert re.search(r"(store )+barrier fence store store ", one_line), one_line
-    # looks, the fence, and only then the answer; looks and a fence again, and nothing of the host's behind that but the
-    # map and, behind a barrier, the slots
-    answer = r"(look ){5}fence barrier (look ){4}"
-    assert re.search(answer + r"(look ){2}fence barrier store store barrier (load )+(store ?)+$", one_line), one_line
+    # looks, the fence, and only then the answer; looks and a fence again, and only then the map
+    assert re.search(r"(look )+fence barrier (look ){4}(look )*fence barrier store store barrier ", one_line), one_line
 
 
 def main() -> dict[str, list[str]]:
@@ -122,10 +203,23 @@ def main() -> dict[str, list[str]]:
     from amoeba.kernels.index_export import sizes
 
     kernel = module._ask.kernel
-    constants = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, "ON_GPU": True, **sizes(128, 8)}
+    constants = {
+        "EXPERTS": 128,
+        "RING": 64,
+        "ROW": 131,
+        "MOST": 128,
+        "ENTRIES": 16,
+        "HANDS": True,
+        "ON_GPU": True,
+        **sizes(128, 8),
+    }
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    signature |= dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N"), "i32")
-    signature |= dict.fromkeys(("shown", "state", "questions", "answers", "trouble", "times"), "*i32")
+    signature |= dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS"), "i32")
+    signature |= dict.fromkeys(("shown", "state", "due", "questions", "answers", "trouble", "times"), "*i32")
+    signature |= {"x_TH": "*bf16", "handed_expert": "*i64"} | dict.fromkeys(
+        ("weight_N", "handed_x", "handed_weight"), "*fp32"
+    )
+    signature["handed_arrived"] = "*i32"
     source = ASTSource(kernel, signature, constexprs=constants)
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
     kinds = {

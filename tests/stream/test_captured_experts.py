@@ -55,10 +55,12 @@ class Captured:
         given: tuple[Tensor, Routing],
         layers: int = 2,
         lora: LoraFactors | None = None,
+        miss: str = "move",
     ) -> None:
         self.device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else LiveDevice(inline=True)
         self.store = SameLayers(resident, layers)
-        self.memory = DeviceMemory(self.store, self.device, [slots] * layers, [host_slots] * layers, MOST_IDS)
+        budgets = [slots] * layers, [host_slots] * layers
+        self.memory = DeviceMemory(self.store, self.device, *budgets, MOST_IDS, miss=miss)
         self.x_TH, self.lora = given[0].clone(), lora
         self.expert_TK, self.weight_TK = given[1].expert_TK.clone(), given[1].weight_TK.clone()
         self.found: list[Tensor] = []

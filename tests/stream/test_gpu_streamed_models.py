@@ -31,6 +31,7 @@ from amoeba.decoding.step import Step
 from amoeba.jobs import token_steps
 from amoeba.stream import attaching
 from amoeba.stream.gpu import budgets
+from amoeba.stream.gpu.fast_path import serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
 from amoeba.stream.store.packing import pack
@@ -213,7 +214,8 @@ class RepeatedSteps:
             step._run()
 
 
-def test_captured_steps_give_the_resident_tokens(stores, monkeypatch) -> None:
+@pytest.mark.parametrize("miss", ["move", "cpu"])
+def test_captured_steps_give_the_resident_tokens(miss: str, stores, monkeypatch) -> None:
     folder, packed = stores[torch.float32]
     repeated = None if ON_GPU else RepeatedSteps(monkeypatch)
 
@@ -230,13 +232,28 @@ def test_captured_steps_give_the_resident_tokens(stores, monkeypatch) -> None:
     with monkeypatch.context() as plain:
         plain.setattr(token_steps, "why_plain", lambda model: "plain")
         expected = generated(resident(folder), "plain")
-    with amoeba.stream.attach(packed, vram=vram(packed, TOP_K), ram="1MiB") as streamed:
+    ram = "1MiB" if miss == "move" else "auto"  # all are in host memory then
+    with amoeba.stream.attach(packed, vram=vram(packed, TOP_K), ram=ram, miss=miss) as streamed:
         assert generated(streamed.model, "captured") == expected
-        counters = streamed.memory.cache.counters
-        assert counters.requested > counters.hits
+        report = streamed.report()
+        assert report.requested > report.hits and report.miss == miss
+        if miss == "cpu" and serving_library() is not None:
+            assert report.computed > 0 and "computed by the CPU" in str(report)
+            assert "not their bits" in str(streamed.memory)
     assert repeated is None or repeated.replays == NEW_TOKENS - 1
+    if miss == "cpu":
+        return
     with amoeba.stream.attach(packed, vram=vram(packed, TOP_K - 1), ram="1MiB") as streamed:
         assert generated(streamed.model, "plain") == expected
+
+
+@pytest.mark.parametrize(("given", "said"), [({"miss": "guess"}, "one of move, cpu, auto"), ({"miss": "cpu"}, "vram")])
+def test_ways_to_serve_misses_that_are_not_there_are_refused(given: dict, said: str, stores) -> None:
+    _, packed = stores[torch.float32]
+    with pytest.raises(ValueError, match=f"miss: expected .*{said}"):
+        amoeba.stream.attach(packed, ram="1MiB", **given)
+    found = CliRunner().invoke(app, ["generate", str(packed), "a", "--ram", "1MiB", "--miss", given["miss"]])
+    assert found.exit_code == 2 and "miss" in found.output
 
 
 def test_budgets_that_are_too_small_are_refused_with_what_is_enough(stores, monkeypatch) -> None:

@@ -351,8 +351,8 @@ def language(request, monkeypatch) -> None:
         monkeypatch.setattr(LiveDevice, "copies_at_once", True)
         monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)
     if request.param == "in Python":
-        monkeypatch.setattr(fast_path, "_library", lambda: None)
-    elif fast_path._library() is None:
+        monkeypatch.setattr(fast_path, "serving_library", lambda: None)
+    elif fast_path.serving_library() is None:
         pytest.skip("no compiler")
 
 
@@ -412,7 +412,7 @@ def test_where_all_are_in_host_memory_every_miss_takes_the_fast_path() -> None:
 
 
 def test_small_copies_are_called_one_by_one(monkeypatch) -> None:
-    if fast_path._library() is None:
+    if fast_path.serving_library() is None:
         pytest.skip("no compiler")
     monkeypatch.setattr(LiveDevice, "copies_at_once", True)
     with closing(Served(0, 3, E)) as served:
@@ -426,7 +426,7 @@ def test_small_copies_are_called_one_by_one(monkeypatch) -> None:
 
 
 def test_a_device_that_refuses_copies_at_once_is_asked_once_and_gets_them_one_by_one(monkeypatch) -> None:
-    if fast_path._library() is None:
+    if fast_path.serving_library() is None:
         pytest.skip("no compiler")
     monkeypatch.setattr(LiveDevice, "copies_at_once", True)
     monkeypatch.setattr(LiveDevice, "refuses_at_once", True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,11 +62,21 @@ def run(
             written.append(path)
         return document
 
-    def keep(report: StreamSuiteReport) -> None:
-        """After each setting: what is measured is not lost where the rest is stopped."""
-        written_down(report, finished=False)
+    began, said = time.perf_counter(), list[str]()
 
-    report = run_stream(problem, TOKENS_PER_REPEAT * repeats, None, output.progress, keep, make_place)
+    def progress(line: str) -> None:
+        output.progress(f"{line} (after {time.perf_counter() - began:.0f} s)")
+
+    def keep(report: StreamSuiteReport) -> None:
+        """After each setting: what is measured is not lost where the rest is stopped, and can be seen."""
+        written_down(report, finished=False)
+        for line in (*(_in_short(each) for each in report.decodes), *_lora_lines(report)):
+            if line not in said:
+                said.append(line)
+                output.line(f"  {line}")
+                sys.stdout.flush()
+
+    report = run_stream(problem, TOKENS_PER_REPEAT * repeats, None, progress, keep, make_place)
     _print(report, output)
     document = written_down(report, finished=True)
     if path is not None:
@@ -91,6 +103,12 @@ def _print(report: StreamSuiteReport, output: Output) -> None:
             output.line(f"  {each.setting}: refused, {each.reason}", style="bold red")
 
 
+def _in_short(found: DecodeMeasurement) -> str:
+    if found.us is None:
+        return f"{found.setting}: refused, {found.reason}"
+    return f"{found.setting}: {three_digits(found.us)} us a layer, {found.hit_rate:.1%} hits"
+
+
 def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
     assert found.us is not None and found.hits_us is not None and found.hit_rate is not None
     has_link = report.link_bytes_per_second is not None
@@ -107,6 +125,8 @@ def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
             "x least": f"{found.over_least:.2f}",
             "of link": "-" if found.share_of_link is None else f"{found.share_of_link:.0%}",
             "ids us": "-" if found.export_us is None else three_digits(found.export_us),
+            "by CPU": "-" if not found.computed_per_token else three_digits(found.computed_per_token / found.layers),
+            "CPU us": "-" if found.computed_us is None else three_digits(found.computed_us),
         }
     if report.disk_bytes_per_second is not None:
         over = "-" if found.over_disk is None else f"{found.over_disk:.2f}"
@@ -130,6 +150,13 @@ def _notes(report: StreamSuiteReport, timed: Sequence[DecodeMeasurement]) -> lis
             )
         if report.disk_bytes_per_second is not None:
             lines.append("x disk: over the bytes from the disk at its rate")
+    if any(each.computed_us is not None for each in timed):
+        lines.append("by CPU: experts of a layer that it computed and that were not moved; CPU us: it took for one")
+    return lines + _lora_lines(report)
+
+
+def _lora_lines(report: StreamSuiteReport) -> list[str]:
+    lines = list[str]()
     if (lora := report.lora) is not None:
         about = f"LoRA step, {lora.layers} layers, {lora.tokens} tokens, rank {lora.rank}, {lora.slots} slots"
         if lora.reason is not None:

@@ -73,6 +73,10 @@ def generate(
     vram: Annotated[
         str | None, typer.Option("--vram", help="The same on a GPU; --ram is then for experts below it.")
     ] = None,
+    miss: Annotated[
+        str,
+        typer.Option("--miss", help="Experts that a step misses beside --vram: move them, cpu computes them, or auto."),
+    ] = "move",
     record: Annotated[
         Path | None,
         typer.Option("--record", help="Write the routing, for amoeba stream simulate; with --ram or --vram."),
@@ -112,6 +116,7 @@ def generate(
             experts=experts,
             ram=ram,
             vram=vram,
+            miss=miss,
             record=None if record is None else str(record),
             trace=None if trace is None else str(trace),
             compile=compile,

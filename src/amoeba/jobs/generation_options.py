@@ -37,6 +37,7 @@ class GenerationOptions:
     experts: str = "auto"  # where they are kept, as amoeba.placements names it
     ram: str | None = None  # a budget through which the experts are streamed, as amoeba.stream.attach takes it
     vram: str | None = None  # the same on a GPU; ram is then for experts in pinned memory
+    miss: str = "move"  # experts that a step misses on a GPU: moved there, computed by the cpu, or auto
     record: str | None = None  # a file for the routing of streamed experts
     trace: str | None = None  # a file for a timeline of streaming
     compile: bool | None = None  # on a GPU: decoder layers through torch.compile; None: where it pays
@@ -59,6 +60,8 @@ class GenerationOptions:
             raise bad_value(
                 "experts", "none beside ram and vram, which stream them", repr(self.experts), "leave one out"
             )
+        if self.miss != "move" and self.vram is None:
+            raise bad_value("miss", "move, or vram beside it", repr(self.miss), "leave it out, or stream with --vram")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out to have one drawn")
 

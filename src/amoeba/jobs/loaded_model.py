@@ -178,6 +178,7 @@ def _stream(found: FoundModel, options: GenerationOptions) -> Streamed:
         found.name,
         ram=options.ram or "auto",
         vram=options.vram,
+        miss=options.miss,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     )

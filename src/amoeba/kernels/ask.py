@@ -2,18 +2,24 @@
 
 T tokens · K experts per token · N = T·K ids · E experts of the layer · S slots
 
-    ask(expert_TK, slot_TK, shown, talk, limit=10.0)
+    ask(expert_TK, slot_TK, shown, experts, talk, due, limit=10.0)
+    ask(expert_TK, slot_TK, shown, experts, talk, due, 10.0, handed, x_TH, weight_TK)   # the host may compute experts
 
 One program, in this order:
 
     1  its serial: one more than that of the question before, kept on the device: a graph that is replayed counts on
-    2  slot_TK by the map of the layer, and a row for the host as `index_export` writes it, the serial last, behind a
-       fence for the whole system: who reads this serial reads the rest of the row
-    3  where nothing is missing, that is all: the host need not have looked
+    2  slot_TK by the map of the layer, and a row for the host as `index_export` writes it, where something is missing
+       and the host may compute it x, ids and weights too, and the serial last, behind a fence for the whole system: who
+       reads this serial reads the rest
+    3  where nothing is missing, that is all: the host need not have looked. But for copies that an earlier answer said
+       will be there by now: `due` is the serial to wait for
     4  else it looks again and again at the host's answer, which experts are in which slots now: the host gives it ahead
        of the copies, so that the way over the link costs nothing while these run
     5  then at `arrived`, on the device, which the stream of copies writes behind the copies of the missing experts;
        puts the answer into the map, and translates once more
+
+An answer says of each expert its slot, -1: it left, COMPUTED: the host computes it in this pass, so that it is nobody's
+here and `add_computed` adds it; LATER + slot: the same, and from the next pass on it is in that slot.
 
 `shown` is the map: slot of each of E experts (-1: in none), then the expert in each of S slots.
 
@@ -31,20 +37,27 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.arguments import check_arguments
-from amoeba.kernels.index_export import MOST_IDS, row_length, sizes, translate, write_row
-from amoeba.kernels.launch import next_power_of_2, quick
+from amoeba.kernels.index_export import MOST_IDS, row_length, sizes, write_row
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
-ANSWER_HEADER = 2  # serial, count
+ANSWER_HEADER = 3  # serial, count, the sum of what it is about:
+MOVED, PROMOTED, COMPUTES = 1, 2, 4  # wait for copies now; those for later passes are called; the host computes
+COMPUTED, LATER = -2, 1 << 24
 LOOKS = tl.constexpr(64)  # at `arrived`, for one at `trouble`
+HANDED_TILE = tl.constexpr(2048)  # numbers of x that one warp has under way
+SUM_TILE = 1024
+_MOVED, _PROMOTED, _COMPUTES = tl.constexpr(MOVED), tl.constexpr(PROMOTED), tl.constexpr(COMPUTES)
+_COMPUTED, _LATER = tl.constexpr(COMPUTED), tl.constexpr(LATER)
 
 
 @dataclass(frozen=True, eq=False)
 class Talk:
     """What host and device tell each other, int32. RING is a power of two, so that serials may wrap.
 
-    state:     on the device: serial of the latest question; of the latest that copies have arrived for.
+    state:     on the device: serial of the latest question; of the latest that copies have arrived for; whether the
+               host computes some of the latest question's experts.
     questions: mapped, (RING, HEADER + ids): rows as `index_export` has them.
-    answers:   mapped, (RING, 2 + 2 MOST): serial, count, experts, slots.
+    answers:   mapped, (RING, 3 + 2 MOST): serial, count, what it is about, experts, slots.
     trouble:   mapped, (1,): not 0 where a question got no answer.
     times:     mapped, (RING, 2): 32 bits of the GPU's clock in microseconds, when it asked, and where it waited when it
                went on; whole when the next question is. To be drawn; the interpreter has no such clock.
@@ -57,13 +70,43 @@ class Talk:
     times: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """What the host gets to compute experts, and where it puts their sum. Mapped; of one question at a time, since the
+    GPU asks no other one before it has the sum.
+
+    x, y:    float32, tokens times H.
+    expert, weight: int64 and float32, tokens times K.
+    arrived: (1,) int32, the latest question whose copies have arrived.
+    word:    (1,) int32, serial of y.
+    """
+
+    x: Tensor
+    expert: Tensor
+    weight: Tensor
+    arrived: Tensor
+    y: Tensor
+    word: Tensor
+
+
 def answer_length(experts: int, ids: int) -> int:
     """Each id may bring one expert and drive out another."""
     return min(experts, 2 * ids)
 
 
-def ask(expert_TK: Tensor, slot_TK: Tensor, shown: Tensor, experts: int, talk: Talk, limit: float) -> None:
-    """limit: seconds."""
+def ask(
+    expert_TK: Tensor,
+    slot_TK: Tensor,
+    shown: Tensor,
+    experts: int,
+    talk: Talk,
+    due: Tensor,
+    limit: float,
+    handed: Handed | None = None,
+    x_TH: Tensor | None = None,
+    weight_TK: Tensor | None = None,
+) -> None:
+    """due: (1,) int32 on the device, of the layer. limit: seconds. x_TH, weight_TK: where something is handed."""
     ids, ring, row = expert_TK.numel(), *talk.questions.shape
     most = (talk.answers.shape[1] - ANSWER_HEADER) // 2
     fit = ids <= MOST_IDS and row >= row_length(experts, ids) and most >= answer_length(experts, ids)
@@ -71,25 +114,59 @@ def ask(expert_TK: Tensor, slot_TK: Tensor, shown: Tensor, experts: int, talk: T
     fit = fit and ring & (ring - 1) == 0 and talk.answers.shape[0] == ring
     expected = f"at most {MOST_IDS} contiguous ids, rows of {row_length(experts, ids)}, a power of two of them"
     check_arguments(fit, expected, expert_TK=expert_TK, slot_TK=slot_TK, questions=talk.questions, answers=talk.answers)
+    given: tuple[Tensor, ...] = (talk.state,) * 6
+    numbers = 0
+    if handed is not None:
+        assert x_TH is not None and weight_TK is not None
+        numbers = x_TH.numel()
+        fit = x_TH.is_contiguous() and weight_TK.is_contiguous() and weight_TK.numel() == ids
+        fit = fit and numbers <= handed.x.numel() and ids <= handed.expert.numel()
+        expected = f"contiguous rows of {handed.x.numel()} numbers and {handed.expert.numel()} ids at most"
+        check_arguments(fit, expected, x_TH=x_TH, weight_TK=weight_TK)
+        given = x_TH, weight_TK, handed.x, handed.expert, handed.weight, handed.arrived
     _ask[(1,)](
         expert_TK,
         slot_TK,
         shown,
         talk.state,
+        due,
         talk.questions,
         talk.answers,
         talk.trouble,
         talk.times,
+        *given,
         int(limit * 1e6),
         ids,
+        numbers,
         EXPERTS=experts,
         RING=ring,
         ROW=row,
         MOST=most,
         ENTRIES=max(2, next_power_of_2(min(most, answer_length(experts, ids)))),
+        HANDS=handed is not None,
         ON_GPU=expert_TK.is_cuda,
         **sizes(experts, ids),
         num_warps=1,  # so that all threads see the same words: they look in one instruction
+    )
+
+
+def add_computed(y_TH: Tensor, talk: Talk, handed: Handed, limit: float) -> None:
+    """Behind the kernels of the experts in slots: adds the sum of those that the host computes, once it is there. It is
+    rounded once more for that."""
+    tokens, hidden = y_TH.shape
+    check_arguments(y_TH.is_contiguous() and y_TH.numel() <= handed.y.numel(), "contiguous rows", y_TH=y_TH)
+    grid = tokens, cdiv(hidden, SUM_TILE)
+    _add[grid](
+        y_TH,
+        talk.state,
+        handed.y,
+        handed.word,
+        talk.trouble,
+        int(limit * 1e6),
+        hidden,
+        ON_GPU=y_TH.is_cuda,
+        TILE=SUM_TILE,
+        num_warps=1,  # as above
     )
 
 
@@ -113,73 +190,141 @@ def microseconds(before, ON_GPU: tl.constexpr):
 
 
 @quick
-@triton.jit(do_not_specialize=["limit", "N"])
+@triton.jit(do_not_specialize=["limit", "N", "NUMBERS"])
 def _ask(
     expert_N,
     slot_N,
     shown,
     state,
+    due,
     questions,
     answers,
     trouble,
     times,
+    x_TH,
+    weight_N,
+    handed_x,
+    handed_expert,
+    handed_weight,
+    handed_arrived,
     limit,
     N,
+    NUMBERS,
     EXPERTS: tl.constexpr,
     RING: tl.constexpr,
     ROW: tl.constexpr,
     MOST: tl.constexpr,
     ENTRIES: tl.constexpr,
+    HANDS: tl.constexpr,
     ON_GPU: tl.constexpr,
     BINS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
     serial = tl.load(state) + 1
+    wanted = tl.load(due)
+    arrived = tl.load(state + 1, volatile=True)
     place = serial & (RING - 1)
     row = questions + place * ROW
     began = microseconds(tl.zeros((), tl.int64), ON_GPU)
     if ON_GPU:
         tl.store(times + 2 * place, began.to(tl.int32))
     misses = write_row(expert_N, shown, slot_N, row, N, EXPERTS, BINS, PIECE)
+    if HANDS:  # noqa: SIM102  it is of compiling
+        if misses > 0:
+            tl.store(handed_arrived, arrived)
+            for first in range(0, NUMBERS, HANDED_TILE):
+                index = first + tl.arange(0, HANDED_TILE)
+                x = tl.load(x_TH + index, mask=index < NUMBERS, other=0)
+                tl.store(handed_x + index, x.to(tl.float32), mask=index < NUMBERS)
+            for first in range(0, N, PIECE):
+                index = first + tl.arange(0, PIECE)
+                expert = tl.load(expert_N + index, mask=index < N, other=-1)
+                weight = tl.load(weight_N + index, mask=index < N, other=0)
+                tl.store(handed_expert + index, expert.to(tl.int64), mask=index < N)
+                tl.store(handed_weight + index, weight.to(tl.float32), mask=index < N)
     tl.debug_barrier()  # every thread has written its part of the row, and read the serial
     tl.store(row + 2, fenced(serial, ON_GPU))
     tl.store(state, serial)
+    now = began
+    looks = serial * 0  # a number of the device, as a mask has to be
+    stop = looks
+    about = looks
     if misses > 0:
-        now = began
-        looks = serial * 0  # a number of the device, as a mask has to be
-        stop = looks
-        answer = answers + place * (2 * MOST + 2)
-        arrived = tl.load(state + 1, volatile=True)
+        answer = answers + place * (2 * MOST + 3)
         told = tl.load(answer, volatile=True)
-        while (told != serial) & (arrived - serial < 0) & (stop == 0) & (now - began < limit):
+        while (told != serial) & (stop == 0) & (now - began < limit):
             stop = tl.load(trouble, volatile=True)
-            arrived = tl.load(state + 1, volatile=True)
             told = tl.load(answer, volatile=True)
             now = microseconds(now, ON_GPU)
         fenced(told, ON_GPU)
         tl.debug_barrier()
-        is_mine = tl.load(answer, volatile=True) == serial  # again: copies may have arrived between two looks
+        is_mine = told == serial
         n = tl.arange(0, ENTRIES)
         count = tl.load(answer + 1, volatile=True)
-        expert = tl.load(answer + 2 + n, mask=n < MOST, other=0, volatile=True)
-        slot = tl.load(answer + 2 + MOST + n, mask=n < MOST, other=-1, volatile=True)
-        while (arrived - serial < 0) & (stop == 0) & (now - began < limit):
+        about = tl.where(is_mine, tl.load(answer + 2, volatile=True), 0)
+        expert = tl.load(answer + 3 + n, mask=n < MOST, other=0, volatile=True)
+        slot = tl.load(answer + 3 + MOST + n, mask=n < MOST, other=-1, volatile=True)
+        wanted = tl.where((about & _MOVED) != 0, serial, wanted)
+        while (arrived - wanted < 0) & (stop == 0) & (now - began < limit):
             stop = tl.load(trouble, mask=looks % LOOKS == 0, other=0, volatile=True)  # far away: on the host
             arrived = tl.load(state + 1, volatile=True)
             now = microseconds(now, ON_GPU)
             looks += 1
         arrived = fenced(arrived, ON_GPU)
         tl.debug_barrier()
-        is_served = is_mine & (arrived - serial >= 0)
+        is_served = is_mine & (arrived - wanted >= 0)
         mask = n < tl.where(is_served, count, 0)
-        tl.store(shown + expert, slot, mask=mask)
-        tl.store(shown + EXPERTS + slot, expert, mask=mask & (slot >= 0))
+        is_later = slot >= _LATER
+        tl.store(shown + expert, tl.where(is_later, _COMPUTED, slot), mask=mask)
+        tl.store(shown + EXPERTS + slot, expert, mask=mask & (slot >= 0) & (slot < _LATER))
         tl.debug_barrier()  # the map is whole for every thread
         lacking = tl.zeros((PIECE,), tl.int32)
         for first in range(0, N, PIECE):
-            _, owned, found = translate(expert_N, shown, slot_N, first + tl.arange(0, PIECE), N, EXPERTS)
-            lacking = tl.maximum(lacking, (owned & (found < 0)).to(tl.int32))
+            index = first + tl.arange(0, PIECE)
+            wants = tl.load(expert_N + index, mask=index < N, other=-1)
+            owned = (wants >= 0) & (wants < EXPERTS)
+            found = tl.load(shown + tl.where(owned, wants, 0).to(tl.int32), mask=owned, other=-1)
+            tl.store(slot_N + index, tl.maximum(found, -1).to(slot_N.dtype.element_ty), mask=index < N)
+            lacking = tl.maximum(lacking, (owned & (found == -1)).to(tl.int32))
+        tl.debug_barrier()
+        after = tl.where(is_later, slot - _LATER, -1)
+        tl.store(shown + expert, after, mask=mask & (is_later | (slot == _COMPUTED)))
+        tl.store(shown + EXPERTS + after, expert, mask=mask & is_later)
         in_trouble = (tl.max(lacking, axis=0) > 0) | (is_served == 0)
         tl.store(trouble, tl.where(serial == 0, 1, serial), mask=in_trouble)
         if ON_GPU:
             tl.store(times + 2 * place + 1, now.to(tl.int32))
+    elif arrived - wanted < 0:
+        while (arrived - wanted < 0) & (stop == 0) & (now - began < limit):
+            stop = tl.load(trouble, mask=looks % LOOKS == 0, other=0, volatile=True)
+            arrived = tl.load(state + 1, volatile=True)
+            now = microseconds(now, ON_GPU)
+            looks += 1
+        arrived = fenced(arrived, ON_GPU)  # here alone: it waits for what was written to the host
+        tl.store(trouble, tl.where(serial == 0, 1, serial), mask=arrived - wanted < 0)
+    # as late as can be, so that serials that wrap stay comparable
+    tl.store(due, tl.where((about & _PROMOTED) != 0, serial, arrived))
+    tl.store(state + 2, about & _COMPUTES)
+
+
+@quick
+@triton.jit(do_not_specialize=["limit"])
+def _add(y_TH, state, rows, word, trouble, limit, H, ON_GPU: tl.constexpr, TILE: tl.constexpr):
+    if tl.load(state + 2) != 0:
+        serial = tl.load(state)
+        began = microseconds(tl.zeros((), tl.int64), ON_GPU)
+        now = began
+        stop = serial * 0
+        told = tl.load(word, volatile=True)
+        while (told != serial) & (stop == 0) & (now - began < limit):
+            stop = tl.load(trouble, volatile=True)
+            told = tl.load(word, volatile=True)
+            now = microseconds(now, ON_GPU)
+        told = fenced(told, ON_GPU)
+        tl.debug_barrier()
+        h = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        at = tl.program_id(0) * H + h
+        y = tl.load(y_TH + at, mask=h < H, other=0).to(tl.float32)
+        y += tl.load(rows + at, mask=h < H, other=0, volatile=True)
+        tl.store(y_TH + at, y.to(y_TH.dtype.element_ty), mask=h < H)
+        tl.store(trouble, tl.where(serial == 0, 1, serial), mask=told != serial)

@@ -28,6 +28,7 @@ from amoeba.integrations.experts_module import experts_modules, hand_over, layou
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.machine import available_memory, total_memory
 from amoeba.stream.gpu.budgets import AUTO_SHARE, share
+from amoeba.stream.gpu.computing import check_miss
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS, STREAMED_TO_GPU
@@ -91,6 +92,8 @@ class Streamed:
             host_hit_rate=counters.host_hit_rate,
             host_bytes_per_token=counters.per_token(counters.host_bytes),
             timeline=None if self.timeline is None else str(self.timeline.path),
+            miss=memory.miss,
+            computed=counters.computed,
         )
 
     def close(self) -> None:
@@ -115,6 +118,7 @@ def attach(
     vram: str | int | None = None,
     store: str | Path | None = None,
     policy: str = DEFAULT_POLICY,
+    miss: str = "move",
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     beside: Callable[[Store], int] = lambda store: 0,
@@ -127,12 +131,19 @@ def attach(
     vram:   the same on a GPU, where the model then runs; None: on the CPU.
     store:  of the experts of a model that is loaded already; default where it came from.
     policy: who leaves when room is needed: lfru, lru or lfu.
+    miss:   what happens with experts that a captured step misses on a GPU and that are in pinned memory: they are
+            moved there (the bits of resident experts), the cpu computes them, or auto: both, as is quicker.
     dtype:  to be sure of it: experts have the dtype of the checkpoint, and so has the rest.
     beside: bytes where the model runs that are in no budget and will be needed, for example for LoRA factors: "auto"
             leaves them, and on a GPU a budget beside which they have no room is refused.
     """
     from amoeba.integrations.transformers import register
 
+    check_miss(miss)
+    if miss != "move" and vram is None:
+        raise bad_value(
+            "miss", "move, or vram beside it", repr(miss), "without a GPU experts are computed on the CPU anyway"
+        )
     home_of(vram)
     loaded = model if isinstance(model, nn.Module) else None
     source = _source_of(model if loaded is None else store or getattr(loaded, "name_or_path", ""))
@@ -141,7 +152,7 @@ def attach(
     try:
         _check_dtype(opened, dtype)
         rest = sum(entry.size for entry in opened.rest.values())
-        make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, beside(opened))
+        make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, miss, beside(opened))
         if loaded is None:
             config = load_config(str(source), trust_remote_code=trust_remote_code)
             kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
@@ -172,7 +183,7 @@ def gpu() -> Device:
 
 
 def _ways(
-    store: Store, rest: int, ram: str | int, vram: str | int | None, policy: str, beside: int
+    store: Store, rest: int, ram: str | int, vram: str | int | None, policy: str, miss: str, beside: int
 ) -> tuple[Callable[[], ExpertMemory | DeviceMemory], int, int | None]:
     """What makes the memory, and its budgets: on the host, and on the GPU."""
     if vram is None:
@@ -183,7 +194,7 @@ def _ways(
 
     def make() -> DeviceMemory:
         try:
-            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, policy)
+            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, policy, miss)
         except BaseException:
             device.close()
             raise

@@ -11,24 +11,16 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
-import torch
-
-from amoeba.stream.gpu.device import Device
+from amoeba.stream.gpu.link import Rate, copy_rate
 from amoeba.stream.memory import READS
 from amoeba.stream.store.buffers import aligned_buffer
 from amoeba.stream.store.store import Store
 
+__all__ = ["Rate", "copy_rate", "read_rate"]
+
 # Bytes that are read at most, and seconds after which no further expert is.
 _MOST_READ, _MOST_SECONDS = 512 * 2**20, 0.5
-# A copy of this size takes half a millisecond over the fastest link, so its call does not count. Of so many the best.
-_COPY, _COPIES = 32 * 2**20, 4
-
-
-class Rate(NamedTuple):
-    bytes_per_second: float
-    bytes: int  # from which it follows
 
 
 def read_rate(store: Store) -> Rate:
@@ -55,16 +47,3 @@ def read_rate(store: Store) -> Rate:
     with ThreadPoolExecutor(READS, thread_name_prefix="measures the disk") as pool:
         total = sum(each.result() for each in [pool.submit(read) for _ in range(READS)])
     return Rate(total / (time.perf_counter() - began), total)
-
-
-def copy_rate(device: Device) -> Rate:
-    source = device.host_memory(_COPY)
-    target = torch.empty(_COPY, dtype=torch.uint8, device=device.device)
-    device.wait(device.copies, device.record(device.compute))  # of whom torch may have got this memory
-    taken = []
-    for _ in range(_COPIES):
-        began = time.perf_counter()
-        device.copy(device.copies, target, source)
-        device.record(device.copies).wait()
-        taken.append(time.perf_counter() - began)
-    return Rate(_COPY / min(taken), _COPY)

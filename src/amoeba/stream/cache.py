@@ -53,6 +53,7 @@ class Counters:
     waited: int = 0  # on their way when they were asked for, by a prefetch or another sequence's request
     from_host: int = 0
     from_disk: int = 0
+    computed: int = 0  # on the CPU, and not moved
     prefetched: int = 0
     prefetched_used: int = 0  # asked for before they were evicted
     host_bytes: int = 0  # host -> top, of experts that were on the host
@@ -133,12 +134,15 @@ class ExpertCache:
     def top(self, layer: int) -> SlotTable:
         return self._layers[layer].top
 
-    def request(self, layer: int, ids: Iterable[int]) -> Fetch:
-        """What `SlotTable.request` refuses, this does, with nothing changed."""
+    def request(self, layer: int, ids: Iterable[int], beside: Sequence[int] = ()) -> Fetch:
+        """What `SlotTable.request` refuses, this does, with nothing changed. beside: missing, and computed where they
+        are: nothing is fetched for them."""
         here, counters = self._layers[layer], self.counters
-        plan = here.top.request(ids)
+        plan = here.top.request(ids, beside)
         present = len(plan.hits) + len(plan.waiting)
-        counters.requested += present + len(plan.loads)
+        counters.requested += present + len(plan.loads) + len(beside)
+        counters.computed += len(beside)
+        counters.misses_of_layer[layer] += len(beside)
         counters.hits += len(plan.hits)
         counters.waited += len(plan.waiting)
         if here.prefetched:

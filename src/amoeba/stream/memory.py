@@ -46,7 +46,7 @@ class ExpertMemory:
     def __init__(self, store: Store, slots: Sequence[int], policy: str = DEFAULT_POLICY) -> None:
         self.store, self.slots, self.policy = store, tuple(slots), policy
         shapes = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
-        self.host_slots = (0,) * len(shapes)
+        self.host_slots, self.miss = (0,) * len(shapes), "move"
         self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy)
         self._blobs = [
             aligned_buffer(count * entry.expert_bytes).view(count, -1)

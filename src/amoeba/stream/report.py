@@ -67,6 +67,8 @@ class StreamReport:
     host_hit_rate: float  # of what was not on the GPU
     host_bytes_per_token: float  # copied from there to the GPU
     timeline: str | None  # the file that close() writes
+    miss: str  # move, cpu or auto: what becomes of experts that a captured step misses
+    computed: int  # of what was asked for: missing, computed by the CPU, and not moved
     # of the commands, which know where a part begins
     parts: list[PartOfRun] = field(default_factory=list)
     link: Bandwidth | None = None  # None: nothing came that way
@@ -79,7 +81,10 @@ class StreamReport:
         where, below = "in memory", ""
         if self.vram_bytes is not None:
             where = "on the GPU"
-            below = (
+            by_cpu = (
+                f"{100 * self.computed / max(1, self.requested):.1f} % computed by the CPU, " if self.computed else ""
+            )
+            below = by_cpu + (
                 f"{100 * self.host_hit_rate:.1f} % of the others in host memory, "
                 f"{show_size(self.host_bytes_per_token)} copied and "
             )

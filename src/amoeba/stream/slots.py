@@ -64,19 +64,20 @@ class SlotTable:
     def is_loading(self, expert: int) -> bool:
         return expert in self._loading
 
-    def request(self, ids: Iterable[int]) -> Plan:
+    def request(self, ids: Iterable[int], beside: Sequence[int] = ()) -> Plan:
         """All of them, held until `release`. ValueError where there are not that many slots (see `waves`), SlotsInUse
-        where others hold too many; both leave everything as it was. An id that comes twice is held once."""
+        where others hold too many; both leave everything as it was. An id that comes twice is held once.
+        beside: used by the same pass without a slot."""
         slot_of = self._slot_of
         ids = ids if isinstance(ids, Sequence) else list(ids)
         try:
             hits = {expert: slot_of[expert] for expert in ids}
         except KeyError:
-            return self._request_with_misses(dict.fromkeys(ids))
+            return self._request_with_misses(dict.fromkeys(ids), beside)
         holds = self._holds
         for expert in hits:
             holds[expert] += 1
-        self._policy.use(hits)
+        self._policy.use([*hits, *beside])
         self._note_use(hits)
         return self._split(hits, [], [])
 
@@ -142,12 +143,12 @@ class SlotTable:
                 raise RuntimeError(f"expert {expert} was released, but no request holds it")
             holds[expert] -= 1
 
-    def _request_with_misses(self, distinct: dict[int, None]) -> Plan:
+    def _request_with_misses(self, distinct: dict[int, None], beside: Sequence[int]) -> Plan:
         if len(distinct) > self.slots:
             remedy = "split them with waves(), or give the layer a larger budget"
             raise bad_value("experts of one request", f"at most {self.slots}, the slots", len(distinct), remedy)
         plan = self._take(distinct, distinct, all_or_none=True)
-        self._policy.use(distinct)
+        self._policy.use([*distinct, *beside])
         self._note_use(distinct)
         return plan
 

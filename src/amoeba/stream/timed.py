@@ -167,10 +167,12 @@ def _of_loads(group: Any, layer: int, part: list[int]) -> Described:
     return "load", name, _of(layer) | {"from_host": list(group.copied), "from_disk": list(group.jobs)}
 
 
-def _of_fast_path(_: Any, layer: int, serial: int, missing: list[int], there: list[int]) -> Described:
+def _of_fast_path(computed: Any, layer: int, serial: int, missing: list[int], there: list[int]) -> Described:
     """The copies were called ahead of this, when it asked."""
-    name = f"layer {layer} has {len(missing)} copied from host memory, tables follow"
-    return "load", name, _of(layer) | {"from_host": list(missing), "from_disk": []}
+    copied = [expert for expert in missing if expert not in (computed or ())]
+    by_cpu = f", {len(computed)} computed by the CPU" if computed else ""
+    name = f"layer {layer} has {len(copied)} copied from host memory{by_cpu}, tables follow"
+    return "load", name, _of(layer) | {"from_host": copied, "from_disk": [], "computed": list(computed or ())}
 
 
 def _of_wait(_: Any, layer: int, group: Any) -> Described:

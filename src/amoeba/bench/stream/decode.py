@@ -35,6 +35,7 @@ class Setting:
     slots: int
     host_slots: int
     is_on_disk: bool = False
+    miss: str = "move"  # or cpu, or auto
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class DecodeMeasurement:
     over_disk: float | None = None
     waited_us: float | None = None  # on the host, for reads
     export_us: float | None = None
+    miss: str = "move"
+    computed_per_token: float | None = None  # experts that the CPU computed
+    computed_us: float | None = None  # of one, lately
 
 
 class Tokens:
@@ -134,7 +138,7 @@ def measure(
     """resident: outputs of the same layers. link, disk: bytes/s."""
     layers = len(store.layers)
     routes = problem.routes(layers, WARM + tokens)
-    with closing(place.memory(store, setting.slots, setting.host_slots)) as memory:
+    with closing(place.memory(store, setting.slots, setting.host_slots, setting.miss)) as memory:
         fill(memory)
         place.wait()
         streamed = Tokens(problem, place, memory.layers, memory)
@@ -146,13 +150,17 @@ def measure(
             worst = max(worst, *map(relative_error, found, truth))
         begun = setting.name, layers, setting.slots, setting.host_slots, tokens, worst, same_bits
         if not worst <= TOLERANCE[problem.dtype]:
-            return DecodeMeasurement(*begun, reason=f"out of tolerance: {worst:.1e} from the resident layers")
+            reason = f"out of tolerance: {worst:.1e} from the resident layers"
+            return DecodeMeasurement(*begun, reason=reason, miss=setting.miss)
+        if memory.miss != setting.miss:
+            return DecodeMeasurement(*begun, reason="the CPU cannot compute experts here", miss=setting.miss)
         streamed.run(routes[:WARM])
         memory.cache.restart_counters()
         waited = memory.waited_seconds
         seconds = streamed.run(routes[WARM:])
         place.check(memory)
         counters, waited = memory.cache.restart_counters(), memory.waited_seconds - waited
+        computed_seconds = 0.0 if setting.miss == "move" else memory.computing.seconds
         hits = streamed.run([routes[-1]] * HITS)
         export = None
         if place.has_link and setting.slots < problem.size.experts:
@@ -174,4 +182,7 @@ def measure(
         over_disk=None if disk is None or not from_disk else seconds / (from_disk / disk),
         waited_us=waited / tokens * per_layer,
         export_us=export,
+        miss=setting.miss,
+        computed_per_token=counters.per_token(counters.computed),
+        computed_us=computed_seconds * 1e6 or None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -80,9 +80,15 @@ class _Step:
 
 
 def measure(
-    problem: StreamProblem, place: Place, store: Store, resident: Sequence[ExpertWeights], rate: float | None
+    problem: StreamProblem,
+    place: Place,
+    store: Store,
+    resident: Sequence[ExpertWeights],
+    rate: float | None,
+    ready: Callable[[], object] = lambda: None,
 ) -> LoraMeasurement:
-    """rate: bytes/s of the link, or where there is none of the disk. A quarter of the experts have slots."""
+    """rate: bytes/s of the link, or where there is none of the disk. A quarter of the experts have slots.
+    ready: called ahead of what is timed."""
     size, layers = problem.size, len(store.layers)
     slots, host_slots = max(1, size.experts // 4), size.experts if place.has_link else 0
     step = _Step(problem, layers)
@@ -95,6 +101,7 @@ def measure(
         if not worst <= TOLERANCE[problem.dtype]:
             return LoraMeasurement(*begun, reason=f"out of tolerance: {worst:.1e} from the resident step")
         del truth, found
+        ready()
         memory.cache.restart_counters()
         seconds = step.seconds(place, memory.layers)
         counters = memory.cache.restart_counters()

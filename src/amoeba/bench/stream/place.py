@@ -37,7 +37,7 @@ class Place(ABC):
     backend = "auto"  # of resident experts
 
     @abstractmethod
-    def memory(self, store: Store, slots: int, host_slots: int) -> StreamedMemory: ...
+    def memory(self, store: Store, slots: int, host_slots: int, miss: str = "move") -> StreamedMemory: ...
 
     @abstractmethod
     def repeated(self, run: Callable[[], None], memory: StreamedMemory | None = None) -> Callable[[], None]:
@@ -70,7 +70,7 @@ class Place(ABC):
 
 
 class CpuPlace(Place):
-    def memory(self, store: Store, slots: int, host_slots: int) -> ExpertMemory:
+    def memory(self, store: Store, slots: int, host_slots: int, miss: str = "move") -> ExpertMemory:
         from amoeba.stream import placement  # noqa: F401  registers the backend
 
         return ExpertMemory(store, [slots] * len(store.layers))
@@ -97,12 +97,12 @@ class LinkedPlace(Place):
     def device(self) -> Device:
         """For one memory, which closes it."""
 
-    def memory(self, store: Store, slots: int, host_slots: int) -> StreamedMemory:
+    def memory(self, store: Store, slots: int, host_slots: int, miss: str = "move") -> StreamedMemory:
         from amoeba.stream.gpu.memory import DeviceMemory
         from amoeba.stream.gpu.placement import MOST_IDS
 
         layers = len(store.layers)
-        return DeviceMemory(store, self.device(), [slots] * layers, [host_slots] * layers, MOST_IDS)
+        return DeviceMemory(store, self.device(), [slots] * layers, [host_slots] * layers, MOST_IDS, miss=miss)
 
     def check(self, memory: StreamedMemory) -> None:
         memory.replays.check()

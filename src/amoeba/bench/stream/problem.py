@@ -52,7 +52,7 @@ SIZES = {
     for size in (
         StreamSize("tiny", 2, 2, 16, 2, 32, 16, lora_layers=2, lora_tokens=9, rank=2),
         StreamSize("small", 4, 4, 32, 4, 512, 256, lora_layers=2, lora_tokens=256),
-        StreamSize("qwen3_30b", 24, 8, 128, 8, 2048, 768, lora_layers=4, lora_tokens=4096),
+        StreamSize("qwen3_30b", 16, 6, 128, 8, 2048, 768, lora_layers=4, lora_tokens=4096),
     )
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,8 @@ def settings(experts: int, has_link: bool) -> list[Setting]:
         Setting("100 %", experts, 0),
         Setting("50 %, all in pinned memory", half, experts),
         Setting("25 %, all in pinned memory", quarter, experts),
+        Setting("25 %, the CPU computes misses", quarter, experts, miss="cpu"),
+        Setting("25 %, misses split (auto)", quarter, experts, miss="auto"),
         Setting("25 %, 25 % in pinned memory, rest on disk", quarter, quarter, is_on_disk=True),
     ]
 
@@ -86,60 +89,79 @@ def run_stream(
         layers = [size.layers if place.has_link and not each.is_on_disk else size.disk_layers for each in wanted]
         resident = problem.resident(max([*layers, size.lora_layers if wants_lora else 1]))
         files = None
-        if any(each.is_on_disk for each in wanted) or not place.has_link:
-            progress(f"{size.name}: writing {size.disk_layers} layers of experts to the disk")
-            files = stack.enter_context(_files(problem, resident[: size.disk_layers], folder))
-            report.disk_bytes_per_second = read_rate(files).bytes_per_second
-        if wanted:
-            _decodes(problem, place, resident, files, wanted, tokens, report, progress, so_far)
+
+        def written() -> FileStore:
+            nonlocal files
+            if files is None:
+                progress(f"{size.name}: writing {size.disk_layers} layers of experts to the disk")
+                files = stack.enter_context(_files(problem, resident[: size.disk_layers], folder))
+                report.disk_bytes_per_second = read_rate(files).bytes_per_second
+            return files
+
+        decodes = _Decodes(problem, place, resident, written, tokens, report, progress, so_far)
+        for setting in wanted:
+            if not setting.is_on_disk:
+                decodes.measure(setting)
         if wants_lora:
             progress(f"{size.name}: a fine-tuning step over {size.lora_layers} layers")
             some = resident[: size.lora_layers]
-            store: Store = ResidentStore(problem, some)
-            rate = report.link_bytes_per_second
-            if not place.has_link:
-                assert files is not None
-                store, rate = files.first(len(some)), report.disk_bytes_per_second
-            report.lora = lora.measure(problem, place, store, some, rate)
+            store = ResidentStore(problem, some) if place.has_link else written().first(len(some))
+            rate = report.link_bytes_per_second if place.has_link else report.disk_bytes_per_second
+            with ThreadPoolExecutor(1, thread_name_prefix="writes experts") as pool:
+                # its kernels are compiled meanwhile
+                writing = pool.submit(written) if any(each.is_on_disk for each in wanted) else None
+                ready = (lambda: None) if writing is None else writing.result
+                report.lora = lora.measure(problem, place, store, some, rate, ready)
             so_far(report)
+        for setting in wanted:  # last: writing files takes longer than all else
+            if setting.is_on_disk:
+                decodes.measure(setting)
     return report
 
 
-def _decodes(
-    problem: StreamProblem,
-    place: Place,
-    resident: list[ExpertWeights],
-    files: FileStore | None,
-    wanted: list[Setting],
-    tokens: int,
-    report: StreamSuiteReport,
-    progress: Callable[[str], None],
-    so_far: Callable[[StreamSuiteReport], None],
-) -> None:
-    by_layers: dict[int, Tokens] = {}
+class _Decodes:
+    """One setting after another, beside the resident layers, which are timed ahead of the first."""
 
-    def of_resident(layers: int) -> Tokens:
-        if layers not in by_layers:
-            by_layers[layers] = Tokens(problem, place, resident[:layers])
-        return by_layers[layers]
+    def __init__(
+        self,
+        problem: StreamProblem,
+        place: Place,
+        resident: list[ExpertWeights],
+        files: Callable[[], FileStore],
+        tokens: int,
+        report: StreamSuiteReport,
+        progress: Callable[[str], None],
+        so_far: Callable[[StreamSuiteReport], None],
+    ) -> None:
+        self._problem, self._place, self._resident, self._files = problem, place, resident, files
+        self._tokens, self._report, self._progress, self._so_far = tokens, report, progress, so_far
+        self._by_layers: dict[int, Tokens] = {}
 
-    most = len(resident)
-    routes = problem.routes(most, WARM + tokens)
-    progress(f"{problem.size.name}: {most} layers, resident")
-    of_resident(most).run(routes[:WARM])
-    report.resident_us = of_resident(most).run(routes[WARM:]) * 1e6 / most
-    for setting in wanted:
-        progress(f"{problem.size.name}: {setting.name}")
-        store: Store = ResidentStore(problem, resident[: problem.size.layers])
-        if setting.is_on_disk or not place.has_link:
-            assert files is not None
-            store = files
+    def measure(self, setting: Setting) -> None:
+        problem, place, report, tokens = self._problem, self._place, self._report, self._tokens
+        if report.resident_us is None:
+            report.resident_us = self._time_resident()
+        is_read = setting.is_on_disk or not place.has_link
+        store: Store = self._files() if is_read else ResidentStore(problem, self._resident[: problem.size.layers])
+        self._progress(f"{problem.size.name}: {setting.name}")
         count = max(1, tokens // _TOKENS_FROM_DISK) if setting.is_on_disk else tokens
-        truth = of_resident(len(store.layers)).outputs
+        truth = self._of_resident(len(store.layers)).outputs
         rates = report.link_bytes_per_second, report.disk_bytes_per_second
         report.decodes.append(measure(problem, place, store, setting, truth, report.resident_us, count, *rates))
-        so_far(report)
+        self._so_far(report)
         gc.collect()  # slots of this setting, ahead of those of the next
+
+    def _time_resident(self) -> float:
+        problem, most = self._problem, len(self._resident)
+        routes = problem.routes(most, WARM + self._tokens)
+        self._progress(f"{problem.size.name}: {most} layers, resident")
+        self._of_resident(most).run(routes[:WARM])
+        return self._of_resident(most).run(routes[WARM:]) * 1e6 / most
+
+    def _of_resident(self, layers: int) -> Tokens:
+        if layers not in self._by_layers:
+            self._by_layers[layers] = Tokens(self._problem, self._place, self._resident[:layers])
+        return self._by_layers[layers]
 
 
 @contextmanager

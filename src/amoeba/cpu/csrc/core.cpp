@@ -107,9 +107,10 @@ void amoeba_swiglu_backward_f32(int64_t rows, int64_t intermediate, const float*
             const float* added, const Weight* down, int64_t down_e, int64_t down_row, const float* down_bias, int kind,\
             int interleaved, float alpha, float limit, float up_shift, float* h, float* a, int64_t* order, float* y,  \
             int threads) {                                                                                            \
-    decode<Weight>(tokens, top_k, experts, hidden, intermediate, width, x, x_stride, expert, key, scale, gate_up,     \
-                   gate_up_e, gate_up_row, gate_up_bias, added, down, down_e, down_row, down_bias, kind, interleaved, \
-                   alpha, limit, up_shift, h, a, order, y, threads);                                                  \
+    decode<Weight>({tokens, top_k, experts, hidden, intermediate, width, x, x_stride, expert, key, scale, gate_up,    \
+                    gate_up_e, gate_up_row, gate_up_bias, added, down, down_e, down_row, down_bias, kind,             \
+                    interleaved, alpha, limit, up_shift, h, a, order, y},                                             \
+                   threads);                                                                                          \
   }
 AMOEBA_DECODE(amoeba_decode_f32, float)
 AMOEBA_DECODE(amoeba_decode_bf16, uint16_t)

@@ -88,34 +88,34 @@ inline void sum_decoded(int64_t tokens, int64_t top_k, int64_t experts, int64_t 
 // added, rows of h that each slot gets on top, may be null. So may key, other numbers of the experts, in whose order
 // they are added up.
 // Weights are contiguous along the summed dimension.
+//
+// In two parts, each cut into fixed shares of the rows of a weight, so that each share streams contiguous memory: all of
+// `up`, then all of `down`.
 template <class Weight>
-void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate,
-                       int64_t width, const float* x, int64_t x_stride, const int64_t* expert, const int64_t* key,
-                       const float* scale, const Weight* gate_up, int64_t gate_up_e, int64_t gate_up_row, const float* gate_up_bias,
-                       const float* added, const Weight* down, int64_t down_e, int64_t down_row, const float* down_bias, int kind,
-                       int interleaved, float alpha, float limit, float up_shift, float* h, float* a, int64_t* order,
-                       float* y, int threads) {
-  const bool gated = width != intermediate;
-  const Swiglu swiglu{alpha, limit, up_shift, std::isfinite(limit)};
-  const int64_t slots = sort_slots(tokens * top_k, experts, expert, key ? key : expert, order);
+struct Decoding {
+  int64_t tokens, top_k, experts, hidden, intermediate, width;
+  const float* x;
+  int64_t x_stride;
+  const int64_t *expert, *key;
+  const float* scale;
+  const Weight* gate_up;
+  int64_t gate_up_e, gate_up_row;
+  const float *gate_up_bias, *added;
+  const Weight* down;
+  int64_t down_e, down_row;
+  const float* down_bias;
+  int kind, interleaved;
+  float alpha, limit, up_shift;
+  float *h, *a;
+  int64_t* order;
+  float* y;
+  int64_t slots = 0;
 
-  // Calls visit(first, count) for up to four slots of one expert at a time.
-  const auto each_group = [&](auto&& visit) {
-    for (int64_t i = 0, next; i < slots; i = next) {
-      for (next = i + 1; next < slots && next < i + 4 && expert[order[next]] == expert[order[i]];) ++next;
-      visit(order + i, next - i);
-    }
-  };
-  // Threads own fixed shares of the rows of a weight, so that each streams contiguous memory.
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads) if (threads > 1)
-#endif
-  {
-#ifdef _OPENMP
-    const int64_t self = omp_get_thread_num(), team = omp_get_num_threads();
-#else
-    const int64_t self = 0, team = 1;
-#endif
+  void sort() { slots = sort_slots(tokens * top_k, experts, expert, key ? key : expert, order); }
+
+  void up_share(int64_t self, int64_t team) const {
+    const bool gated = width != intermediate;
+    const Swiglu swiglu{alpha, limit, up_shift, std::isfinite(limit)};
     const int64_t lo = intermediate * self / team, hi = intermediate * (self + 1) / team;
     each_group([&](const int64_t* slot, int64_t count) {
       const int64_t e = expert[*slot];
@@ -157,9 +157,9 @@ void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int6
         }
       }
     });
-#ifdef _OPENMP
-#pragma omp barrier
-#endif
+  }
+
+  void down_share(int64_t self, int64_t team) const {
     const int64_t first = hidden * self / team, last = hidden * (self + 1) / team;
     for (int64_t t = 0; t < tokens; ++t) std::memset(y + t * hidden + first, 0, (last - first) * sizeof(float));
     each_group([&](const int64_t* slot, int64_t count) {
@@ -173,6 +173,37 @@ void decode(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int6
           y[slot[r] / top_k * hidden + n] += scale[slot[r]] * (products[r] + (b ? b[n] : 0.0f));
       });
     });
+  }
+
+ private:
+  // Calls visit(first, count) for up to four slots of one expert at a time.
+  template <class Visit>
+  void each_group(const Visit& visit) const {
+    for (int64_t i = 0, next; i < slots; i = next) {
+      for (next = i + 1; next < slots && next < i + 4 && expert[order[next]] == expert[order[i]];) ++next;
+      visit(order + i, next - i);
+    }
+  }
+};
+
+// All of it, by OpenMP's threads.
+template <class Weight>
+void decode(Decoding<Weight> decoding, [[maybe_unused]] int threads) {
+  decoding.sort();
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads) if (threads > 1)
+#endif
+  {
+#ifdef _OPENMP
+    const int64_t self = omp_get_thread_num(), team = omp_get_num_threads();
+#else
+    const int64_t self = 0, team = 1;
+#endif
+    decoding.up_share(self, team);
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+    decoding.down_share(self, team);
   }
 }
 

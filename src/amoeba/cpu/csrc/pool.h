@@ -39,7 +39,9 @@ class Pool {
   double phase_seconds[PHASES] = {};
 
   // cores[0] is the caller's, who is not pinned; the others each get a thread. Null: none is pinned.
-  Pool(int threads, const int32_t* cores) {
+  // awake: how long a worker spins after its last job.
+  Pool(int threads, const int32_t* cores, std::chrono::microseconds awake = std::chrono::microseconds(200))
+      : awake_(awake) {
     for (int i = 1; i < threads; ++i) {
       workers_.emplace_back([this] { work(); });
       if (cores) pin(workers_.back(), cores[i]);
@@ -89,7 +91,6 @@ class Pool {
  private:
   static constexpr int64_t NONE_LEFT = 1 << 30;   // the low half of a ticket counts down to this, and may pass it
   static constexpr int64_t PATIENT_SPINS = 20000;
-  static constexpr auto AWAKE = std::chrono::microseconds(200);
 
   void take_jobs() {
     for (;;) {
@@ -112,7 +113,7 @@ class Pool {
     const auto began = std::chrono::steady_clock::now();
     for (int spins = 1; !fresh(); ++spins) {
       relax();
-      if (spins % 256 == 0 && std::chrono::steady_clock::now() - began > AWAKE) {
+      if (spins % 256 == 0 && std::chrono::steady_clock::now() - began > awake_) {
         std::unique_lock<std::mutex> lock(mutex_);
         asleep_.fetch_add(1, std::memory_order_seq_cst);
         wake_.wait(lock, [&] { return stop_ || fresh(); });
@@ -138,6 +139,7 @@ class Pool {
   }
 
   const Parallel parallel_ = nullptr;
+  const std::chrono::microseconds awake_{0};
   int borrowed_ = 0;
   alignas(64) std::atomic<uint64_t> ticket_{NONE_LEFT};
   alignas(64) std::atomic<int64_t> done_{0};

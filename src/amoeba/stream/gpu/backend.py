@@ -15,7 +15,7 @@ combined once, at the end. Backward does the same, and computes h again: the lin
 
 Either way the numbers are those of the same experts resident, because tiles are chosen by the number of experts and not
 of slots. Except: one to four tokens whose experts do not fit into the layer's slots, token by token, are summed up in
-another order.
+another order; and experts that the CPU computes inside of graphs (computing.py) are rounded as it does.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Few:
         from amoeba.kernels.index_export import MOST_IDS
 
         problem, memory, layer, export = self.problem, self.memory, self.layer, self.memory.export
-        memory.replays.rehearse(layer, problem.expert_TK)
+        memory.replays.rehearse(layer, problem.expert_TK, _given(problem))
         if problem.rows > MOST_IDS:
             return self._with(problem, list(range(problem.weights.num_experts)))
         is_complete = memory.is_complete(layer)
@@ -176,8 +176,17 @@ def _captured(problem: Problem, save: Save) -> Tensor:
     memory, layer, tokens = problem.weights.memory, problem.weights.layer, problem.x_TH.shape[0]
     if save == "h" or tokens > triton.DECODE_TOKENS:
         raise CannotCapture(f"{tokens} tokens of a step, or its gradients, are streamed by the host")
-    slot_TK = memory.replays.slots_of(layer, problem.expert_TK)
-    return decode(_in_slots(problem, slot_TK), like=Like(tokens, problem.weights.num_experts))
+    given = _given(problem)
+    slot_TK = memory.replays.slots_of(layer, problem.expert_TK, given)
+    y_TH = decode(_in_slots(problem, slot_TK), like=Like(tokens, problem.weights.num_experts))
+    if given is not None:
+        memory.replays.add_computed(layer, y_TH, given)
+    return y_TH
+
+
+def _given(problem: Problem) -> tuple[Tensor, Tensor] | None:
+    """To whom computes experts on the host, who has no factors."""
+    return (problem.x_TH, problem.weight_TK) if problem.lora is None else None
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Questions of passes inside a CUDA graph, and the host's answers: memory that both sides look at, and no other call.
 
     channel = Channel(device, experts=128, ids=512, layers=48)
-    slot_TK = channel.ask(shown, experts, expert_TK)            # enqueues the kernel `ask`, captured or not
+    slot_TK = channel.ask(layer, shown, experts, expert_TK)     # enqueues the kernel `ask`, captured or not
     first = channel.expect(48)                                  # serials of the next questions
     while not channel.is_there_after(first, 64): ...
     missing, there = channel.read(first)
@@ -15,12 +15,16 @@ device is never further ahead than the replay that is served.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from amoeba.stream.gpu.device import Device
+
+if TYPE_CHECKING:
+    from amoeba.stream.gpu.computing import Computing
 
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
 LONGEST_WAIT = 10.0
@@ -30,18 +34,21 @@ class Channel:
     """experts: the most of a layer. ids: the most of one question. layers: questions of one replay, at most."""
 
     def __init__(self, device: Device, experts: int, ids: int, layers: int, limit: float = LONGEST_WAIT) -> None:
-        from amoeba.kernels.ask import ANSWER_HEADER, Talk, answer_length
+        from amoeba.kernels.ask import ANSWER_HEADER, MOVED, Talk, answer_length
         from amoeba.kernels.index_export import HEADER, row_length
 
         self._device, self.limit = device, limit
         self.ring = 1 << (2 * layers - 1).bit_length()
         self._row, self._most = row_length(experts, ids), answer_length(experts, ids)
-        self._header, self._answer_header = HEADER, ANSWER_HEADER
-        self._state = torch.zeros(2, dtype=torch.int32, device=device.device)
-        questions, answers = device.mapped(self.ring, self._row), device.mapped(self.ring, 2 * self._most + 2)
+        self._header, self._answer_header, self._moved = HEADER, ANSWER_HEADER, MOVED
+        self._state = torch.zeros(3, dtype=torch.int32, device=device.device)
+        # of each layer, the question whose copies its next pass waits for; each where a kernel may expect it
+        self._due = torch.zeros(layers, 4, dtype=torch.int32, device=device.device)
+        answer_words = 2 * self._most + ANSWER_HEADER
+        questions, answers = device.mapped(self.ring, self._row), device.mapped(self.ring, answer_words)
         trouble, times = device.mapped(1), device.mapped(self.ring, 2)
         self._talk = Talk(self._state, questions, answers, trouble, times)
-        self._arrived = self._state[1:]
+        self._arrived = self._state[1:2]
         self.arrived_word = self._arrived.data_ptr()
         self._addresses = questions.data_ptr(), answers.data_ptr()
         self._questions, self._answers, self._trouble, self._times = (
@@ -49,13 +56,29 @@ class Channel:
         )
         self.serial = 0  # of the latest question that was expected
 
-    def ask(self, shown: Tensor, experts: int, expert_TK: Tensor) -> Tensor:
-        """slot_TK, once they are there."""
+    def ask(
+        self,
+        layer: int,
+        shown: Tensor,
+        experts: int,
+        expert_TK: Tensor,
+        computing: Computing | None = None,
+        *given: Tensor,
+    ) -> Tensor:
+        """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`computing`)."""
         from amoeba.kernels.ask import ask
 
         expert_TK, slot_TK = expert_TK.contiguous(), torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
-        self._device.launch(lambda: ask(expert_TK, slot_TK, shown, experts, self._talk, self.limit))
+        due, handed = self._due[layer, :1], None if computing is None else computing.handed
+        call = partial(ask, expert_TK, slot_TK, shown, experts, self._talk, due, self.limit, handed, *given)
+        self._device.launch(call)
         return slot_TK
+
+    def add_computed(self, y_TH: Tensor, computing: Computing) -> None:
+        """What the host computes of the latest question, once it is there."""
+        from amoeba.kernels.ask import add_computed
+
+        self._device.launch(partial(add_computed, y_TH, self._talk, computing.handed, self.limit))
 
     def expect(self, questions: int) -> int:
         """The serial of the first of so many."""
@@ -94,11 +117,11 @@ class Channel:
         for expert, slot in zip(experts, slots, strict=True):
             words[at], words[at + most] = expert, slot
             at += 1
-        words[start + 1] = len(experts)
+        words[start + 1], words[start + 2] = len(experts), self._moved
         words[start] = self.wrapped(serial)
 
     def answered(self, serial: int) -> list[tuple[int, int]]:
-        """(expert, slot), as it was answered."""
+        """(expert, slot), as it was answered (kernels/ask.py)."""
         words, most, start = self._answers, self._most, serial % self.ring * (2 * self._most + self._answer_header)
         first, count = start + self._answer_header, words[start + 1]
         return list(zip(words[first : first + count], words[first + most : first + most + count], strict=True))
@@ -117,7 +140,8 @@ class Channel:
 
     def begin_anew(self) -> None:
         """Once nothing is under way: serials go on from what the device has counted."""
-        self.serial = int(self._state[0])
+        self.serial, arrived = self._state[:2].tolist()
+        self._due.fill_(arrived)
         self._trouble[0] = 0
 
     @staticmethod

@@ -28,7 +28,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from ctypes import c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from amoeba.cpu.build import CoreUnavailable, load, with_library
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.channel import Channel
+    from amoeba.stream.gpu.computing import Computing
     from amoeba.stream.gpu.memory import DeviceMemory
     from amoeba.stream.gpu.tiers import LayerTiers
 
@@ -46,8 +47,25 @@ NOT_THERE, NOT_SERVED, SERVED = range(3)
 # Bytes of a copy that is called together with others. With smaller ones among them CUDA's call waits for all of them.
 LEAST_AT_ONCE = 256 * 1024
 
-# row, answer, most, serial, looks, layer, calls
-_SIGNATURES = {"amoeba_serve": (c_int, (c_void_p, c_void_p, c_int64, c_int32, c_int64, c_void_p, c_void_p))}
+_SIGNATURES = {
+    # row, answer, most, serial, looks, layer, calls, compute
+    "amoeba_serve": (c_int, (c_void_p, c_void_p, c_int64, c_int32, c_int64, c_void_p, c_void_p, c_void_p)),
+    "amoeba_computer_new": (c_void_p, (c_int,)),
+    "amoeba_computer_wait": (None, (c_void_p,)),
+    "amoeba_computer_seconds": (c_double, (c_void_p,)),
+    "amoeba_computer_delete": (None, (c_void_p,)),
+    "amoeba_moved_of": (c_int64, (c_int64, c_int64, c_double, c_double)),
+}
+
+
+class Blobs(ctypes.Structure):
+    """As compute.h has it; all zero where the CPU does not compute the layer."""
+
+    _fields_ = (
+        *((name, c_uint64) for name in ("first", "bytes", "number_bytes", "count", "gate_up_offset", "down_offset")),
+        *((name, c_int64) for name in ("hidden", "intermediate", "width", "kind")),
+        *((name, c_float) for name in ("alpha", "limit", "up_shift")),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -62,6 +80,7 @@ class _Layer(ctypes.Structure):
         ("stack", c_void_p),
         ("size", c_void_p),
         ("offset", c_void_p),
+        ("blobs", Blobs),
     )
 
 
@@ -81,15 +100,20 @@ class _Prepared:
 
 
 class FastPath:
-    def __init__(self, memory: DeviceMemory, channel: Channel) -> None:
-        self._memory, self._channel = memory, channel
+    """computing: where the CPU may compute what is missing; needs the compiled one."""
+
+    def __init__(self, memory: DeviceMemory, channel: Channel, computing: Computing | None = None) -> None:
+        self._memory, self._channel, self._computing = memory, channel, computing
         self._calls = calls = memory.device.calls()
         self._half_served: int | None = None  # a layer
         sizes = zip(memory._tiers, memory.store.layers, memory.slots, strict=True)
         self._layers = [_Prepared(tiers, entry.experts, slots) for tiers, entry, slots in sizes]
         self._word = c_uint64(channel.arrived_word)
         self._compiled: Any = None
-        if calls is not None and (library := _library()) is not None:
+        if computing is not None:
+            for here, blobs in zip(self._layers, computing.blobs, strict=True):
+                here.layer.blobs = blobs
+        if calls is not None and (library := serving_library()) is not None:
             self._compiled = library.amoeba_serve
             functions = calls.to_device, calls.write_word, calls.to_device_at_once
             pointers = [0 if call is None else ctypes.cast(call, c_void_p).value or 0 for call in functions]
@@ -97,6 +121,8 @@ class FastPath:
             self._table_address = ctypes.addressof(self._table)
 
     def forget(self, layer: int) -> None:
+        if self._computing is not None:
+            self._computing.wait()  # for who reads blobs
         here = self._layers[layer]
         here.layer.leave_count, here.is_known = 0, False
 
@@ -131,7 +157,8 @@ class FastPath:
             self._half_served = layer
         if self._compiled is not None:
             places, number = channel.places(serial), channel.wrapped(serial)
-            found = self._compiled(*places, number, looks, here.address, self._table_address)
+            compute = 0 if self._computing is None else self._computing.address(layer)
+            found = self._compiled(*places, number, looks, here.address, self._table_address, compute)
             if found < 0:
                 raise RuntimeError(f"CUDA error {-found}")
         elif not channel.is_there_after(serial, looks):
@@ -142,24 +169,30 @@ class FastPath:
             self._half_served = None
         return found
 
-    def write_down(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
-        memory, ids, shown = self._memory, there + missing, self._memory._shown[layer]
+    def write_down(self, layer: int, serial: int, missing: list[int], there: list[int]) -> list[int]:
+        """Who of them is computed by the CPU."""
+        from amoeba.kernels.ask import COMPUTED, LATER
+
+        memory, shown, slot_of = self._memory, self._memory._shown[layer], self._layers[layer].slot_of
         self.forget_who_leaves(layer)
+        answer = self._channel.answered(serial)
+        came = [(expert, slot % LATER) for expert, slot in answer if slot >= 0]
+        comers = [expert for expert, _ in came]
+        ids, beside = there + comers, [expert for expert in missing if expert not in comers]
         with memory._counting:
-            fetch = memory.cache.request(layer, ids)
-            for expert in missing:
+            fetch = memory.cache.request(layer, ids, beside)
+            for expert in comers:
                 memory.cache.loaded(layer, expert)
             memory.cache.release(layer, ids)
         memory._tiers[layer].copied_from(host_slot for _, host_slot, _ in fetch.from_host)
-        answer, slot_of = self._channel.answered(serial), self._layers[layer].slot_of
-        for expert, slot in answer:
-            if slot < 0:
-                del shown[expert]
-            else:
-                shown[expert] = slot_of[expert] = slot
-        if answer[len(missing) :] != [(expert, slot) for expert, _, slot in fetch.from_host] or fetch.writes:
+        for expert in (expert for expert, slot in answer if slot == -1):
+            del shown[expert]
+        for expert, slot in came:
+            shown[expert] = slot_of[expert] = slot
+        if came != [(expert, slot) for expert, _, slot in fetch.from_host] or fetch.writes:
             raise RuntimeError(f"layer {layer}: {answer} was answered, which is not what {fetch} says")
         self._half_served = None
+        return [expert for expert, slot in answer if slot == COMPUTED or slot >= LATER]
 
     def drop_half_served(self) -> None:
         layer, self._half_served = self._half_served, None
@@ -190,7 +223,7 @@ class FastPath:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def serving_library() -> ctypes.CDLL | None:
     try:
         return with_library("serve", lambda file: load(file, _SIGNATURES), sources=Path(__file__).parent / "csrc")
     except CoreUnavailable as error:

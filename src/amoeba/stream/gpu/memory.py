@@ -27,6 +27,7 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.stream.cache import ExpertCache, Fetch
+from amoeba.stream.gpu.computing import make_computing
 from amoeba.stream.gpu.device import Device, Event
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.export import IndexExport
@@ -57,6 +58,7 @@ class DeviceMemory:
     """
     layers: the kind of weights of each layer, in the store's order.
     cache:  what is where, and what that cost so far.
+    computing: of experts that are missing, on the CPU; None: they are moved.
     waited_seconds: on the host, for reads and for ids.
     """
 
@@ -68,6 +70,7 @@ class DeviceMemory:
         host_slots: Sequence[int],
         ids: int,
         policy: str = DEFAULT_POLICY,
+        miss: str = "move",
     ) -> None:
         self.store, self.device, self.policy = store, device, policy
         self.slots, self.host_slots = tuple(slots), tuple(host_slots)
@@ -99,6 +102,9 @@ class DeviceMemory:
         self._turns = [threading.RLock() for _ in shapes]
         self._counting = threading.Lock()
         self.waited_seconds, self._closed = 0.0, False
+        self._promoted: Event | None = None  # copies of the latest replay that nobody waited for
+        self.computing = make_computing(self, miss)
+        self.miss = "move" if self.computing is None else miss
         self.replays = GpuReplays(self, ids)
         self.recorder: Recorder | None = None
 
@@ -113,6 +119,7 @@ class DeviceMemory:
     def __str__(self) -> str:
         experts = max(entry.experts for entry in self.store.layers)
         below = f"{show_range(self.host_slots)} in {show_size(self.host_bytes)} of host memory"
+        below += "" if self.computing is None else f", {self.computing}"
         return f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}, {below}"
 
     def record(self, recorder: Recorder | None) -> None:
@@ -133,6 +140,8 @@ class DeviceMemory:
             if last is not None:
                 device.wait(device.compute, last)
                 if last is self._replayed:
+                    if self._promoted is not None:
+                        device.wait(device.compute, self._promoted)
                     self._tiers[layer].read_by(range(self.slots[layer]), last)
             try:
                 yield
@@ -386,6 +395,8 @@ class DeviceMemory:
         if self._closed:
             return
         self._closed = True
+        if self.computing is not None:
+            self.computing.close()
         self._release()
         self.store.close()
         if self.recorder is not None:

@@ -8,7 +8,8 @@
 `ask` (kernels/ask.py) is one kernel: it turns ids into slots, tells the host what is missing, and waits for it on the
 GPU. Here is the host's side: it looks at memory that the GPU writes, question by question, and where one misses experts
 it has them copied, and behind the copies the word for which the GPU waits. If all of them are in host memory, that is
-done ahead of everything else (fast_path.py).
+done ahead of everything else (fast_path.py). Where the CPU may compute experts (computing.py), some of them need not be
+copied: their sum is added behind the kernels of the others.
 
 **No event keeps copies off slots that are read.** A copy into a slot of layer l is called after the question of layer l
 of this replay has been read. All that reads slots of that layer and was enqueued before, the previous replay's experts
@@ -46,6 +47,8 @@ from amoeba.stream.gpu.fast_path import SERVED, FastPath
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
 
+Given = tuple[Tensor, Tensor]  # x_TH and weight_TK of a pass
+
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
 _LOOKS = 512
 
@@ -55,6 +58,7 @@ class Passes:
     """Over which layers, in order; of how many tokens."""
 
     layers: list[int] = field(default_factory=list)  # that ask
+    computed: list[torch.Size | None] = field(default_factory=list)  # T, K of each where the host may compute experts
     complete: dict[int, int] = field(default_factory=dict)  # layers that have all of their experts, and ids of a pass
     tokens: int = 0
     ids: int = 0  # of one pass, at most
@@ -74,7 +78,7 @@ class GpuReplays:
         if self._channel is None:
             memory, experts = self._memory, max(entry.experts for entry in self._memory.store.layers)
             self._channel = Channel(memory.device, experts, self._ids, len(memory.slots))
-            self._fast = FastPath(memory, self._channel)
+            self._fast = FastPath(memory, self._channel, memory.computing)
         return self._channel
 
     def forget(self, layer: int) -> None:
@@ -106,7 +110,7 @@ class GpuReplays:
         finally:
             self._mode.rehearses = False
 
-    def rehearse(self, layer: int, expert_TK: Tensor) -> None:
+    def rehearse(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> None:
         """Called by every pass of a few tokens: where it is a rehearsal, `ask` is launched once, asking for nothing."""
         if not getattr(self._mode, "rehearses", False):
             return
@@ -119,7 +123,9 @@ class GpuReplays:
         if not memory.is_complete(layer):
             channel = self.channel
             serial = channel.expect(1)
-            self.ask(layer, torch.full_like(expert_TK, -1))
+            self.ask(layer, torch.full_like(expert_TK, -1), given)
+            if given is not None:
+                self.add_computed(layer, torch.empty_like(given[0], memory_format=torch.contiguous_format), given)
             channel.go_on(serial)  # nobody waits: if a device cannot do it, it is to be known now
 
     @contextmanager
@@ -134,23 +140,38 @@ class GpuReplays:
     def is_capturing(self) -> bool:
         return getattr(self._mode, "passes", None) is not None
 
-    def slots_of(self, layer: int, expert_TK: Tensor) -> Tensor:
-        """Of a pass that is captured, when its experts are there."""
+    def slots_of(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
+        """Of a pass that is captured, when its experts are there. given: x_TH and weight_TK, of which `add_computed` is
+        told as well."""
         passes, memory = self._mode.passes, self._memory
         passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
-        if expert_TK.data_ptr() % 16:  # of kernels for such ids nothing was rehearsed
-            expert_TK = expert_TK.clone()
         if memory.is_complete(layer):  # for ever; and each is in the slot of its number
             passes.complete[layer] = expert_TK.numel()
-            return expert_TK
+            return _aligned(expert_TK)
         if len(passes.layers) >= len(memory.slots):
             raise CannotCapture(f"a step passes over some of its {len(memory.slots)} layers more than once")
         passes.layers.append(layer)
-        return self.ask(layer, expert_TK)
+        passes.computed.append(expert_TK.shape if self.computes(layer, given) else None)
+        return self.ask(layer, _aligned(expert_TK), given)
 
-    def ask(self, layer: int, expert_TK: Tensor) -> Tensor:
-        shown, entry = self._memory.export.shown(layer), self._memory.store.layers[layer]
-        return self.channel.ask(shown, entry.experts, expert_TK)
+    def ask(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
+        memory, entry = self._memory, self._memory.store.layers[layer]
+        shown = memory.export.shown(layer)
+        if given is None or not self.computes(layer, given):
+            return self.channel.ask(layer, shown, entry.experts, expert_TK)
+        return self.channel.ask(layer, shown, entry.experts, expert_TK, memory.computing, *map(_aligned, given))
+
+    def computes(self, layer: int, given: Given | None) -> bool:
+        """Whether the host may compute experts of such a pass over the layer."""
+        computing = self._memory.computing
+        return computing is not None and given is not None and computing.takes(layer, given[1])
+
+    def add_computed(self, layer: int, y_TH: Tensor, given: Given) -> None:
+        """Behind the experts in slots: those that the host computes meanwhile, if it may."""
+        memory = self._memory
+        if not memory.is_complete(layer) and self.computes(layer, given):
+            assert memory.computing is not None
+            self.channel.add_computed(y_TH, memory.computing)
 
     # --- replays ------------------------------------------------------------------------------------------------------
 
@@ -198,7 +219,9 @@ class GpuReplays:
             for layer, ids in passes.complete.items():
                 memory.cache.count_hits(layer, ids)
         self._most_ids = passes.ids
-        for serial, layer in enumerate(passes.layers, first):
+        for serial, (layer, shape) in enumerate(zip(passes.layers, passes.computed, strict=True), first):
+            if memory.computing is not None:
+                memory.computing.expect(shape)
             assert channel is not None and self._fast is not None
             is_served = self._wait_for(layer, serial)
             with memory._counting:
@@ -212,6 +235,8 @@ class GpuReplays:
                 self._load(layer, serial, missing, there)
             self._later.append((layer, [] if missing else there))
         self._count_all()
+        if memory.computing is not None:  # promoted experts are there for passes outside of graphs too
+            memory._promoted = memory.device.record(memory.device.copies)
 
     def _wait_for(self, layer: int, serial: int) -> bool:
         """Looks until the question is there, and does in between what can be done later. Whether it was served."""
@@ -284,3 +309,9 @@ class GpuReplays:
                 memory._changed[layer] = True
         device.record(device.compute).wait()
         channel.begin_anew()
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Of kernels for others nothing was rehearsed."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor

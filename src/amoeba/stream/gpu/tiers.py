@@ -48,7 +48,7 @@ class LayerTiers:
             for stack, part in zip(self._stacks.values(), entry.parts, strict=True)
         ]
         self.addresses = [(stack.data_ptr(), size, offset) for stack, size, offset in self._parts]
-        self._first_blob = 0 if self.blobs is None else self.blobs.data_ptr()
+        self.first_blob = 0 if self.blobs is None else self.blobs.data_ptr()
         # torch may have given memory that is still used by kernels ahead, of which the stream of copies knows nothing
         self._readers: list[Event | None] = [device.record(device.compute)] * slots
         self._leaving: list[Event | None] = [None] * slots
@@ -116,7 +116,7 @@ class LayerTiers:
         if event is not None and not event.done():
             return 0
         self._falling[host_slot] = None
-        return self._first_blob + host_slot * self._entry.expert_bytes
+        return self.first_blob + host_slot * self._entry.expert_bytes
 
     def copied_from(self, host_slots: Iterable[int]) -> None:
         """By calls that were made elsewhere, in the stream of copies."""

@@ -1,0 +1,157 @@
+"""Missing experts that the CPU computes where they lie, in host memory, instead of moving them over the link.
+
+    miss="move"   every missing expert is moved into a slot: the bits of resident experts
+    miss="cpu"    the CPU computes them, and slots stay as they are
+    miss="auto"   both at once, split so that link and CPU are done together, by what each took lately; and while the
+                  link has little to do, an expert that was computed is moved too, for the next passes
+
+Inside of graphs alone, for a few tokens, and for experts that are in host memory; prompts, training and what is on the
+disk are moved. The kernel that asks hands x, ids and weights over (kernels/ask.py), serve.cpp decides, and what the CPU
+core decodes with computes (compute.h), with bf16 or fp32 weights and sums in fp32, in the order of expert ids. Another
+kernel adds that sum to what the experts in slots gave: within the tolerance of bf16, and with `auto` not always the
+same last bits, since time decides who computes what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from ctypes import c_double, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from amoeba.cpu.node_library import ACTIVATION_KINDS
+from amoeba.errors import bad_value
+from amoeba.machine import usable_cores
+from amoeba.stream.gpu.fast_path import Blobs, serving_library
+from amoeba.stream.gpu.link import copy_rate
+from amoeba.stream.store.layers import LayerEntry
+
+if TYPE_CHECKING:
+    from amoeba.stream.gpu.memory import DeviceMemory
+    from amoeba.stream.gpu.tiers import LayerTiers
+
+logger = logging.getLogger("amoeba")
+
+Miss = Literal["move", "cpu", "auto"]
+MISSES: tuple[Miss, ...] = get_args(Miss)
+# Of a pass that is handed over, and experts of each: for more, weights pass by several times.
+MOST_TOKENS, MOST_TOP_K = 8, 32
+
+
+class _Compute(ctypes.Structure):
+    """As serve.cpp has it."""
+
+    _fields_ = (
+        ("computer", c_void_p),
+        ("miss", c_int64),
+        ("move_seconds", c_double),
+        ("tokens", c_int64),
+        ("top_k", c_int64),
+        *((name, c_void_p) for name in ("x", "expert", "weight", "arrived", "y", "word")),
+    )
+
+
+def check_miss(miss: str) -> None:
+    if miss not in MISSES:
+        raise bad_value("miss", f"one of {', '.join(MISSES)}", repr(miss), "move gives the bits of resident experts")
+
+
+def make_computing(memory: DeviceMemory, miss: str) -> Computing | None:
+    """None, with a word on why, where misses cannot be computed here."""
+    check_miss(miss)
+    if miss == "move":
+        return None
+    if (reason := _why_not(memory)) is not None:
+        logger.warning("missing experts are moved to the GPU and not computed on the CPU: %s", reason)
+        return None
+    return Computing(memory, miss)
+
+
+def _why_not(memory: DeviceMemory) -> str | None:
+    if memory.device.why_not_captured() is not None or memory.device.calls() is None:
+        return "steps cannot be captured here"
+    if serving_library() is None:
+        return "the compiled part that serves them is not there"
+    reasons = [_why_not_layer(entry) for entry in memory.store.layers]
+    if all(reasons):
+        return reasons[0]
+    return None if any(memory.host_slots) else "none are in host memory"
+
+
+def _why_not_layer(entry: LayerEntry) -> str | None:
+    if entry.dtype not in (torch.bfloat16, torch.float32):
+        return f"the CPU core reads bfloat16 and float32, not {entry.dtype}"
+    return "experts with biases" if entry.has_bias else None
+
+
+class Computing:
+    """blobs: of each layer, for serve.cpp."""
+
+    def __init__(self, memory: DeviceMemory, miss: str) -> None:
+        from amoeba.kernels.ask import Handed
+
+        self.miss = miss
+        device, layers = memory.device, memory.store.layers
+        hidden, ids = max(entry.hidden for entry in layers), MOST_TOKENS * MOST_TOP_K
+        x, y = (device.mapped(MOST_TOKENS * hidden).view(torch.float32) for _ in range(2))
+        expert, weight = device.mapped(2 * ids).view(torch.int64), device.mapped(ids).view(torch.float32)
+        words = device.mapped(32)  # each on a line of the processor's cache: one side writes it, the other one looks
+        self.handed = handed = Handed(x, expert, weight, words[:1], y, words[16:17])
+        self._entries = layers
+        self.blobs = [_blobs(*each) for each in zip(layers, memory._tiers, memory.host_slots, strict=True)]
+        library: Any = serving_library()
+        self._library = library
+        # one core is left to who serves
+        self._computer = library.amoeba_computer_new(max(1, usable_cores() - 1))
+        self._delete = weakref.finalize(self, library.amoeba_computer_delete, self._computer)
+        rate = copy_rate(device).bytes_per_second
+        places = (each.data_ptr() for each in (x, expert, weight, handed.arrived, y, handed.word))
+        self._compute = _Compute(self._computer, MISSES.index(miss), 1 / rate, 0, 0, *places)
+        self._address = ctypes.addressof(self._compute)
+
+    def __str__(self) -> str:
+        split = "the CPU computes some of them, as is quicker" if self.miss == "auto" else "the CPU computes them"
+        return f"misses: {split} (within bf16's tolerance of resident experts, not their bits)"
+
+    def takes(self, layer: int, weight_TK: Tensor) -> bool:
+        """Whether such a pass over the layer is handed over."""
+        tokens, top_k = weight_TK.shape
+        return bool(self.blobs[layer].count) and tokens <= MOST_TOKENS and top_k <= MOST_TOP_K
+
+    def expect(self, shape: torch.Size | None) -> None:
+        """The next question is of T x K ids; None: it is not handed over."""
+        self._compute.tokens, self._compute.top_k = (0, 0) if shape is None else shape
+
+    def address(self, layer: int) -> int:
+        """For serve.cpp; 0 where the next question is not handed over."""
+        return self._address if self._compute.tokens else 0
+
+    @property
+    def seconds(self) -> float:
+        """That an expert took lately; 0: none yet."""
+        return self._library.amoeba_computer_seconds(self._computer) if self._delete.alive else 0.0
+
+    def wait(self) -> None:
+        """Until the CPU computes nothing."""
+        if self._delete.alive:
+            self._library.amoeba_computer_wait(self._computer)
+
+    def close(self) -> None:
+        self._delete()
+
+
+def _blobs(entry: LayerEntry, tiers: LayerTiers, host_slots: int) -> Blobs:
+    if not host_slots or _why_not_layer(entry) is not None:
+        return Blobs()
+    offsets = {part.name: part.offset for part in entry.parts}
+    activation = entry.activation
+    return Blobs(
+        *(tiers.first_blob, entry.expert_bytes, entry.dtype.itemsize, host_slots),
+        *(offsets["gate_up_JH"], offsets["down_HI"]),
+        *(entry.hidden, entry.intermediate, activation.width(entry.intermediate), ACTIVATION_KINDS[activation.kind]),
+        *(activation.alpha, activation.limit, activation.up_shift),
+    )
