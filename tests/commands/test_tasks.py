@@ -74,6 +74,12 @@ def test_a_trace_opens_in_perfetto(tmp_path):
         assert around and start["ts"] <= ends[number]["ts"]
 
 
+def test_a_schedule_is_drawn(tmp_path):
+    path = tmp_path / "tasks.svg"
+    assert document(simulate(*SMALL, "--picture", path, "--json"))["picture"] == str(path)
+    assert "T=9 H=8 I=6 E=4 K=2, simulated" in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -82,6 +88,7 @@ def test_a_trace_opens_in_perfetto(tmp_path):
         (("--remote", "2"), "ranks from 0 to 1; got 2"),
         (("--remote", "one"), "Count them from 0"),
         (("--trace", "."), "a folder"),
+        (("--picture", "."), "a folder"),
         (("--ranks", 1000), "--ranks: expected at most 64; got 1000"),
         (("--passes", 100000), "multiplications in all"),
     ],

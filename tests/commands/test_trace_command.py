@@ -34,6 +34,8 @@ def test_a_backward_is_traced_printed_and_written(tmp_path):
     assert len(slices) == found["tasks"] and {event["name"] for event in slices} == KINDS
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in slices)
     assert sum(event["ph"] == "s" for event in events) == sum(event["ph"] == "f" for event in events) > 0
+    assert found["picture"] == str(tmp_path / "trace.svg") and found["tensor_cores"] is None
+    assert "T=40 H=16 I=24 E=3 K=2, float32, in Triton&#x27;s interpreter" in (tmp_path / "trace.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -58,15 +60,18 @@ def test_without_the_interpreter_a_cpu_is_refused(monkeypatch, tmp_path):
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_a_folder_is_no_file(tmp_path):
-    result = trace("--out", tmp_path)
-    assert result.exit_code == 2 and "a folder" in result.output
+def test_a_folder_is_no_file_and_one_file_is_not_two(tmp_path):
+    for words in (("--out", tmp_path), ("--out", tmp_path / "trace.json", "--picture", tmp_path)):
+        result = trace(*words)
+        assert result.exit_code == 2 and "a folder" in result.output
+    assert "another file than --out" in trace("--out", tmp_path / "trace.svg").output
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_each_multiprocessor_is_a_thread_of_the_trace(tmp_path):
     path = tmp_path / "trace.json"
-    assert trace("--shape", "1024,256,128,16,4", "--out", path).exit_code == 0
+    result = trace("--shape", "1024,256,128,16,4", "--out", path)
+    assert result.exit_code == 0 and "tensor cores: " in result.stdout
     events = json.loads(path.read_text())["traceEvents"]
     places = {event["tid"] for event in events if event["ph"] == "X"}
     assert 1 < len(places) <= torch.cuda.get_device_properties(0).multi_processor_count

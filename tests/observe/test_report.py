@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -337,6 +338,19 @@ def test_the_page_shows_everything_without_an_error(chromium, whole_run, width, 
     ):
         assert len(chart) >= 2
         assert all(left[1] < right[0] for left, right in pairwise(chart)), "labels overlap"
+
+
+@needs_chromium
+def test_a_traced_backward_in_the_folder_is_shown(chromium, whole_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    picture = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 40 20"><text>"&lt;/script>"</text></svg>'
+    (folder / report.TIMELINE).write_text(picture)
+    address = write_report(folder).as_uri()
+    chromium.open(address, 1200)
+    assert chromium.problems == []
+    assert all(each == address or each.startswith("data:image/svg+xml,") for each in chromium.requests)
+    assert chromium.evaluate("document.querySelector('#timeline').naturalWidth > 0")
 
 
 @needs_chromium

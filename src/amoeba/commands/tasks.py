@@ -57,6 +57,9 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the first schedule for ui.perfetto.dev, as JSON.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Write the first schedule as an SVG picture.")
+    ] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -69,12 +72,13 @@ def simulate(
         count = workers or (132 if timing else 4)
         _check_size(found, ranks, count, passes, timing)
         far = _ranks_named(remote, ranks)
-        if trace is not None and trace.is_dir():
-            raise bad_value(
-                "--trace", "the name of a file", f"{trace}, a folder", "give a name, such as tasks.json in it"
-            )
+        for option, file, name in (("--trace", trace, "tasks.json"), ("--picture", picture, "tasks.svg")):
+            if file is not None and file.is_dir():
+                raise bad_value(option, "the name of a file", f"{file}, a folder", f"give a name, such as {name} in it")
     run = _estimate if timing else _prove
-    document, ok = run(found, ranks, count, passes, schedules, far, seed, trace, output)
+    document, ok, ran = run(found, ranks, count, passes, schedules, far, seed, output)
+    if ran is not None:
+        document |= _written(ran, count, found, trace, picture, output)
     finish(output, document, ok, json)
 
 
@@ -113,9 +117,8 @@ def _prove(
     schedules: int,
     remote: frozenset[int],
     seed: int,
-    trace: Path | None,
     output: Output,
-) -> tuple[dict[str, Any], bool]:
+) -> tuple[dict[str, Any], bool, Ran | None]:
     from amoeba.proof.schedules import TOLERANCE, make_case
     from amoeba.tasks.simulate import Pace, ScheduleFault, simulate
     from amoeba.tasks.sizes import Sizes, Tiling
@@ -169,7 +172,7 @@ def _prove(
         output.line(f"{'ok' if ok else 'FAILED'}: gradients within {errors[worst]:.1e} of the reference ({worst})")
     document = _document(shape, ranks, workers, passes, summary)
     document |= {"schedules": schedules, "remote": sorted(remote), "errors": errors, "fault": fault, "ok": ok}
-    return _traced(document, ran, trace, output), ok
+    return document, ok, ran
 
 
 def _estimate(
@@ -180,9 +183,8 @@ def _estimate(
     schedules: int,
     remote: frozenset[int],
     seed: int,
-    trace: Path | None,
     output: Output,
-) -> tuple[dict[str, Any], bool]:
+) -> tuple[dict[str, Any], bool, Ran | None]:
     from amoeba.tasks.simulate import Pace, simulate
     from amoeba.tasks.sizes import Sizes
     from amoeba.tasks.summary import summarise
@@ -203,7 +205,7 @@ def _estimate(
     output.line(f"{summary.span / 1e3 / passes:.2f} ms a pass: an estimate of the order, not a measurement")
     document = _document(shape, ranks, workers, passes, summary)
     document |= {"remote": sorted(remote), "ok": True}
-    return _traced(document, ran, trace, output), True
+    return document, True, ran
 
 
 def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: Output) -> None:
@@ -251,12 +253,21 @@ def _document(shape: Shape, ranks: int, workers: int, passes: int, summary: Summ
     return document
 
 
-def _traced(document: dict[str, Any], ran: Ran | None, trace: Path | None, output: Output) -> dict[str, Any]:
-    if trace is None or ran is None:
-        return document
+def _written(
+    ran: Ran, workers: int, shape: Shape, trace: Path | None, picture: Path | None, output: Output
+) -> dict[str, str]:
     from amoeba.files import write_whole
+    from amoeba.tasks.picture import draw
     from amoeba.tasks.trace import trace_text
 
-    write_whole(trace, trace_text(ran.records, ran.arrows))
-    output.line(f"{trace}: open it at ui.perfetto.dev")
-    return document | {"trace": str(trace)}
+    written = {}
+    if trace is not None:
+        write_whole(trace, trace_text(ran.records, ran.arrows))
+        output.line(f"{trace}: open it at ui.perfetto.dev")
+        written["trace"] = str(trace)
+    if picture is not None:
+        sizes = f"T={shape.tokens} H={shape.hidden} I={shape.intermediate} E={shape.experts} K={shape.top_k}"
+        write_whole(picture, draw(ran.records, workers, f"{sizes}, simulated", "us"))
+        output.line(f"{picture}: a picture of it")
+        written["picture"] = str(picture)
+    return written

@@ -25,6 +25,9 @@ GPU_SHAPE, INTERPRETED_SHAPE = "1024,1536,256,128,8", "40,16,24,3,2"
 
 def trace(
     out: Annotated[Path, typer.Option("--out", help="The file, for ui.perfetto.dev.")] = Path("amoeba-trace.json"),
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="The same as an SVG picture; default: beside --out.")
+    ] = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -48,17 +51,25 @@ def trace(
         default = INTERPRETED_SHAPE if place.type == "cpu" else GPU_SHAPE
         found = parse_shape(shape or default)
         (kind,) = parse_dtypes([dtype] if dtype else [], [_default_dtype(place)])
-        if out.is_dir():
-            raise bad_value("--out", "the name of a file", f"{out}, a folder", "give a name, such as trace.json in it")
+        drawn = picture or out.with_suffix(".svg")
+        for option, file in (("--out", out), ("--picture", drawn)):
+            if file.is_dir():
+                remedy = f"give a name, such as trace{'.json' if file is out else '.svg'} in it"
+                raise bad_value(option, "the name of a file", f"{file}, a folder", remedy)
+        if drawn == out:
+            raise bad_value("--picture", "another file than --out", drawn, "leave it out for one beside the JSON")
         check_memory([(kind, found)], place, training=True)
         problem, dy_TH = _problem(found, place, kind, seed)
         _check(problem)
-    finish(output, run(found, problem, dy_TH, out, output), True, json)
+    finish(output, run(found, problem, dy_TH, out, drawn, output), True, json)
 
 
-def run(shape: Shape, problem: Problem, dy_TH: torch.Tensor, out: Path, output: Output) -> dict[str, Any]:
+def run(
+    shape: Shape, problem: Problem, dy_TH: torch.Tensor, out: Path, picture: Path, output: Output
+) -> dict[str, Any]:
     from amoeba.files import write_whole
     from amoeba.tasks.kernel import programs
+    from amoeba.tasks.picture import draw
     from amoeba.tasks.summary import summarise
     from amoeba.tasks.trace import trace_text
 
@@ -68,18 +79,29 @@ def run(shape: Shape, problem: Problem, dy_TH: torch.Tensor, out: Path, output: 
         f"intermediate {shape.intermediate}, {dtype}, on {device.type}"
     )
     with output.working():
-        records, arrows = _trace(problem, dy_TH)
+        ceiling = _ceiling(device, problem.x_TH.dtype)
+        records, arrows, rows = _trace(problem, dy_TH)
     workers = max(programs(device), 1 + max(record.worker for record in records))
     summary = summarise(records, workers)
     unit = "us" if device.type == "cuda" else "ticks"  # the interpreter's clock goes on by one at each look
     print_summary(summary, output, "tasks as they ran", unit)
     idle = max(0.0, 1 - summary.busy - summary.waited)
     output.line(f"{workers} workers: {summary.busy:.0%} busy, {summary.waited:.0%} waiting at gates, {idle:.0%} idle")
-    write_whole(out, trace_text(records, arrows))
-    output.line(f"{out}: open it at ui.perfetto.dev")
+    tensor_cores = None
+    if ceiling is not None:
+        reached = _flops(problem, rows) / (summary.span * 1e-6)
+        tensor_cores = {"flops_per_second": reached, "ceiling": ceiling, "share": reached / ceiling}
+        output.line(
+            f"tensor cores: {reached / ceiling:.0%} busy, {reached / 1e12:.0f} TFLOP/s over the whole backward "
+            f"of {ceiling / 1e12:.0f} that a dense product reaches here (arithmetic of the {rows} rows alone)"
+        )
+    write_whole(out, trace_text(records, arrows, "SM" if device.type == "cuda" else "program"))
+    sizes = "T={} H={} I={} E={} K={}".format(*_numbers(shape))
+    write_whole(picture, draw(records, workers, f"{sizes}, {dtype}, {_named(device)}", unit))
+    output.line(f"{out}: open it at ui.perfetto.dev; {picture}: a picture of it")
     return {
         "document": "amoeba trace",
-        "shape": [shape.tokens, shape.hidden, shape.intermediate, shape.experts, shape.top_k],
+        "shape": _numbers(shape),
         "dtype": dtype,
         "device": device.type,
         "unit": unit,
@@ -90,8 +112,36 @@ def run(shape: Shape, problem: Problem, dy_TH: torch.Tensor, out: Path, output: 
         "busy": summary.busy,
         "waited": summary.waited,
         "idle": idle,
+        "tensor_cores": tensor_cores,
         "trace": str(out),
+        "picture": str(picture),
     }
+
+
+def _numbers(shape: Shape) -> list[int]:
+    return [shape.tokens, shape.hidden, shape.intermediate, shape.experts, shape.top_k]
+
+
+def _named(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "in Triton's interpreter"
+
+
+def _ceiling(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What a large dense product reaches on this GPU; the interpreter's clock says nothing about rates."""
+    if device.type != "cuda":
+        return None
+    from amoeba.bench.ceilings import measure_ceilings
+
+    return measure_ceilings(device, [dtype]).matmul_flops_per_second(dtype)
+
+
+def _flops(problem: Problem, rows: int) -> int:
+    from amoeba.cost import backward_flops
+
+    _, hidden, intermediate = problem.weights.down_EHI.shape
+    return backward_flops(rows=rows, hidden=hidden, intermediate=intermediate, gated=problem.weights.activation.gated)
 
 
 def _default_dtype(device: torch.device) -> torch.dtype:
@@ -134,8 +184,8 @@ def _check(problem: Problem) -> None:
         )
 
 
-def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tuple[Record, Record]]]:
-    """Of the second pass: the first one compiles."""
+def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tuple[Record, Record]], int]:
+    """Of the second pass: the first one compiles. And how many rows it had."""
     from amoeba.backends.tasks import kernel_for
     from amoeba.backends.triton import BACKEND
     from amoeba.problem import Saved
@@ -157,5 +207,5 @@ def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tu
             saved.maps,
             trace=trace.room,
         )
-    records = trace.records()
-    return records, trace.gates(records, saved.offs_E.tolist())
+    records, ends = trace.records(), saved.offs_E.tolist()
+    return records, trace.gates(records, ends), ends[-1]

@@ -17,6 +17,7 @@ from amoeba.files import finite, write_whole
 from amoeba.observe.run_log import Record, Run, read_run
 
 _PLACEHOLDER = "__RUN__"
+TIMELINE = "amoeba-trace.svg"
 # What a browser still moves through without a pause; more is thinned evenly, and the page says so.
 _LOAD_VALUES = 400_000
 _LINE_RECORDS = 5_000
@@ -68,7 +69,14 @@ def page_data(run: Run) -> dict[str, Any]:
         "router": router,
         "coactivation": run.coactivation[-1] if run.coactivation else None,
         "final": None if run.final is None else _spoken(run.final),
+        "timeline": _timeline(run.folder),
     }
+
+
+def _timeline(folder: Path) -> str | None:
+    """The picture that `amoeba trace` left in the run's folder, if it did."""
+    picture = folder / TIMELINE
+    return picture.read_text(encoding="utf-8") if picture.is_file() else None
 
 
 def _spoken(record: Record) -> Record:

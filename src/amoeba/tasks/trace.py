@@ -16,20 +16,21 @@ from amoeba.tasks.graph import SEED_KIND
 from amoeba.tasks.simulate import Record
 
 
-def trace_text(records: Iterable[Record], arrows: Iterable[tuple[Record, Record]]) -> str:
+def trace_text(records: Iterable[Record], arrows: Iterable[tuple[Record, Record]], worker: str = "worker") -> str:
+    """worker: what a worker is called: on a GPU it is a multiprocessor."""
     records = list(records)
-    events = [*_names(records), *(event for record in records for event in _slices(record))]
+    events = [*_names(records, worker), *(event for record in records for event in _slices(record))]
     for number, (before, after) in enumerate(arrows):
         events += _arrow(number, before, after)
     return json.dumps({"displayTimeUnit": "ns", "traceEvents": events})
 
 
-def _names(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+def _names(records: Iterable[Record], called: str) -> Iterator[dict[str, Any]]:
     workers = sorted({(record.rank, record.worker) for record in records})
     for rank in sorted({rank for rank, _ in workers}):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for rank, worker in workers:
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": worker, "args": {"name": f"worker {worker}"}}
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": worker, "args": {"name": f"{called} {worker}"}}
 
 
 def _slices(record: Record) -> Iterator[dict[str, Any]]:
