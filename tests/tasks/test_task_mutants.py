@@ -60,7 +60,7 @@ def cases() -> list[ScheduleCase]:
     return [*NAMED.values(), *(random_case(number) for number in range(20))]
 
 
-def how_it_dies(mutant: Callable[..., Graph]) -> str | None:
+def how_it_dies(mutant: Callable[..., Graph], cases: Callable[[], list[ScheduleCase]] = cases) -> str | None:
     """The rule that some schedule breaks; None where it lives."""
     for number, case in enumerate(cases()):
         try:
@@ -74,8 +74,10 @@ def how_it_dies(mutant: Callable[..., Graph]) -> str | None:
     return None
 
 
-def with_gates(kind: Kind, name: str, change: Callable[[Gate], Gate | None]) -> type[Graph]:
-    class Mutant(Graph):
+def with_gates(
+    kind: Kind, name: str, change: Callable[[Gate], Gate | None], graph: type[Graph] = Graph
+) -> type[Graph]:
+    class Mutant(graph):
         def gates(self, task: Task, epoch: int) -> Iterator[Gate]:
             for gate in super().gates(task, epoch):
                 changed = change(gate) if (task.kind, gate.counter.name) == (kind, name) else gate
@@ -85,8 +87,10 @@ def with_gates(kind: Kind, name: str, change: Callable[[Gate], Gate | None]) -> 
     return Mutant
 
 
-def with_signals(kind: Kind, name: str, change: Callable[[Signal], list[Signal]]) -> type[Graph]:
-    class Mutant(Graph):
+def with_signals(
+    kind: Kind, name: str, change: Callable[[Signal], list[Signal]], graph: type[Graph] = Graph
+) -> type[Graph]:
+    class Mutant(graph):
         def signals(self, task: Task, epoch: int) -> Iterator[Signal]:
             for signal in super().signals(task, epoch):
                 yield from change(signal) if (task.kind, signal.counter.name) == (kind, name) else [signal]

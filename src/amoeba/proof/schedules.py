@@ -74,8 +74,7 @@ class ScheduleCase:
         if before is not None and all(map(_same_tensors, before[0], memory_W)):
             return before[1]
         worst: dict[str, float] = {}
-        for rank, expected in enumerate(self._expected[number]):
-            found = self._gradients(rank, memory_W[rank])
+        for found, expected in zip(self._found(memory_W), self._expected[number], strict=True):
             for name, value in expected.items():
                 worst[name] = max(worst.get(name, 0.0), relative_error(name, found[name], value, torch.float64))
         self._compared[number] = memory_W, worst
@@ -105,6 +104,10 @@ class ScheduleCase:
             for rank in range(self.ranks)
         ]
 
+    def _found(self, memory_W: list[dict[Region, Tensor]]) -> list[dict[str, Tensor]]:
+        """As `_expected`, of one pass."""
+        return [self._gradients(rank, memory) for rank, memory in enumerate(memory_W)]
+
     def _gradients(self, rank: int, memory: dict[Region, Tensor]) -> dict[str, Tensor]:
         hidden, intermediate, _, top_k = self.sizes
         own = sum(owner == rank for owner in self.layer.owner_E)
@@ -132,9 +135,9 @@ class ScheduleCase:
         gate = [value for _, value in sorted((r.at, v) for r, v in memory.items() if r.name == "d_gate")]
         gate_up, down = matrices("d_gate_up", own, hidden), matrices("d_down", own, intermediate)
         return {
-            "x": rows("dx", hidden),
+            "x": rows("dx" if gate else "dx of experts", hidden),
             "weight": rows("d_weight", top_k),
-            "gate": torch.cat(gate, dim=1),
+            **({"gate": torch.cat(gate, dim=1)} if gate else {}),
             "gate_up": torch.stack(gate_up) if own else self.layer.gate_up_EJH[:0],
             "down": torch.stack(down) if own else self.layer.down_EHI[:0],
         }

@@ -25,7 +25,12 @@ class Reach:
         self.remote = remote
         self.ranks = len(rows)
         self.peers = [(rank + step) % self.ranks for step in range(1, self.ranks)]  # not all begin with rank 0
-        self.token_blocks = blocks(self.rows.tokens, tiling.tokens)
+        self.token_blocks = blocks(self.combined, tiling.tokens)
+
+    @property
+    def combined(self) -> int:
+        """Tokens whose dx is summed up here."""
+        return self.rows.tokens
 
     def is_remote(self, peer: int) -> bool:
         return peer != self.rank and (peer in self.remote or self.rank in self.remote)
@@ -42,7 +47,10 @@ class Reach:
     def sources(self, tile: int) -> list[tuple[int, int]]:
         """(source, block) of the cells in which rows of this tile arrive."""
         _, first, end = self.rows.tiles[tile]
-        received = (self.rows.rows[row].received for row in range(first, end))
+        return self.cells_of(self.rows.rows[row].received for row in range(first, end))
+
+    def cells_of(self, received: Iterable[int]) -> list[tuple[int, int]]:
+        """(source, block) of the cells in which these of the received rows arrive; own rows are in none."""
         return _distinct(
             (source, (index - self.rows.first_from[source]) // self.tiling.sent)
             for index in received
@@ -64,7 +72,7 @@ class Reach:
         ]
 
     def tokens_of(self, block: int) -> range:
-        return range(block * self.tiling.tokens, min((block + 1) * self.tiling.tokens, self.rows.tokens))
+        return range(block * self.tiling.tokens, min((block + 1) * self.tiling.tokens, self.combined))
 
     def loaded(self, block: int) -> Iterator[tuple[int, int, int, int]]:
         """(owner, row tile there, token, slot) of each row of dx that is read where it was computed."""

@@ -65,9 +65,15 @@ class RankRows(NamedTuple):
 Ids = Sequence[Sequence[int]]  # (T, K) experts of one rank's tokens; an id that nobody owns is a sentinel
 
 
-def divide_rows(expert_WTK: Sequence[Ids], owner_E: Sequence[int], ranks: int, row_block: int) -> list[RankRows]:
+def divide_rows(
+    expert_WTK: Sequence[Ids], owner_E: Sequence[int], ranks: int, row_block: int, *, everywhere: bool = False
+) -> list[RankRows]:
+    """everywhere: each token has its place at each rank, also where it has no expert: at its own number."""
     owned = [[expert for expert, owner in enumerate(owner_E) if owner == rank] for rank in range(ranks)]
-    sent = [[_tokens_for(expert_TK, set(owned[to])) for to in range(ranks)] for expert_TK in expert_WTK]
+    sent = [
+        [tuple(range(len(expert_TK))) if everywhere else _tokens_for(expert_TK, set(owned[to])) for to in range(ranks)]
+        for expert_TK in expert_WTK
+    ]
     return [_rows_of(rank, expert_WTK, owned[rank], sent, row_block) for rank in range(ranks)]
 
 

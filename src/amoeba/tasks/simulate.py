@@ -112,7 +112,7 @@ def all_tasks(graph: Graph) -> Iterator[Task]:
         if graph.is_remote(peer):
             came = rows.first_from[peer + 1] - rows.first_from[peer]
             yield from (Task(Kind.RETURN, peer, part) for part in range(len(range(0, came, tiling.sent))))
-    for block in range(len(range(0, rows.tokens, tiling.tokens))):
+    for block in range(len(range(0, graph.combined, tiling.tokens))):
         yield Task(Kind.COMBINE, block)
         if graph.router:
             yield Task(Kind.ROUTER, block)
