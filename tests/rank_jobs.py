@@ -9,6 +9,7 @@ import errno
 import functools
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -108,10 +109,13 @@ def with_and_without_checkpointing(rank: int) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
 
 
-def peers_as_collective(rank: int, count: int, steps: list[tuple[int, ...]], **options: Any) -> tuple[list[bool], int]:
+def peers_as_collective(
+    rank: int, count: int, steps: list[tuple[int, ...]], backend: str = "auto", **options: Any
+) -> tuple[list[bool], int]:
     """Whether output and gradients by `peers` have the bits of `collective`; and how often the hosts of the former
-    talked. steps: tokens of each rank in each of them."""
+    talked. steps: tokens of each rank in each of them. options: of the former; backend: of the latter."""
     layers = {name: sharded_layer(count, transport=name) for name in ("peers", "collective")}
+    layers["collective"] = replace(layers["collective"], local_backend=backend)
     layers["peers"] = replace(layers["peers"], **options)
     equal, talked = [], 0
     for step, tokens_of in enumerate(steps):
@@ -129,6 +133,33 @@ def peers_as_collective(rank: int, count: int, steps: list[tuple[int, ...]], **o
             talked += (layer.ranks._exchanges - before) * (name == "peers")
         equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
     return equal, talked
+
+
+def started_early(
+    rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int, slow: int
+) -> tuple[list[bool], int]:
+    """As `peers_as_collective`, where the scheduled backward sends dy itself and begins before that of others is there;
+    and how often it did. slow: this rank comes late to each backward."""
+    import amoeba.backends.tasks  # noqa: F401
+    from amoeba.tasks import arrivals
+
+    taken, sleep = [], threading.Event()
+    announced = arrivals.announced
+
+    def late(dy_RH: torch.Tensor) -> Any:
+        sleep.wait(1.0 if rank == slow else 0.0)
+        found = announced(dy_RH)
+        taken.extend([] if found is None else [found])
+        return found
+
+    arrivals.announced = late
+    try:
+        equal, _ = peers_as_collective(
+            rank, count, steps, "triton", most_tokens=most_tokens, local_backend="tasks"
+        )
+    finally:
+        arrivals.announced = announced
+    return equal, len(taken)
 
 
 def too_many_for_peers(rank: int, **most: int) -> str:

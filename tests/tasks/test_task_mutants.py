@@ -74,9 +74,7 @@ def how_it_dies(mutant: Callable[..., Graph], cases: Callable[[], list[ScheduleC
     return None
 
 
-def with_gates(
-    kind: Kind, name: str, change: Callable[[Gate], Gate | None], graph: type[Graph] = Graph
-) -> type[Graph]:
+def with_gates(kind: Kind, name: str, change: Callable[[Gate], Gate | None], graph: type[Graph] = Graph) -> type[Graph]:
     class Mutant(graph):
         def gates(self, task: Task, epoch: int) -> Iterator[Gate]:
             for gate in super().gates(task, epoch):

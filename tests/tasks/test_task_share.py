@@ -73,4 +73,3 @@ def test_the_first_cell_of_a_tile_is_not_all_of_them():
             return iter(gates[:1] if task.kind == Kind.DOWN else gates)
 
     assert how_it_dies(Mutant, cases) in EARLY
-

@@ -68,12 +68,14 @@ class Backend(ABC):
     kinds:           the kinds of weights it serves; of others it is not asked.
     preference:      among the backends of a kind the highest that has no reason against a request is chosen.
     waits_on_gpu:    whether each pass on a GPU waits for it; nobody gets such a backend without being told.
+    starts_early:    whether its backward takes a dy of which rows are still on their way (`amoeba.tasks.arrivals`).
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     kinds: ClassVar[tuple[type, ...]]
     waits_on_gpu: ClassVar[bool] = False
+    starts_early: ClassVar[bool] = False
 
     def preference(self, device: torch.device) -> int:
         """device: where the weights are."""

@@ -10,6 +10,7 @@ those of `triton` do, see `amoeba.tasks.hopper.why_not`, the plain kernel does a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,11 +24,13 @@ from amoeba.torch_internals import graph_is_freed
 from amoeba.weights import ExpertWeights
 
 if TYPE_CHECKING:
+    from amoeba.tasks.arrivals import Arrival
     from amoeba.tasks.kernel import Scheduled
 
 
 class TasksBackend(TritonBackend):
     name, summary, kinds = "tasks", "our kernels, the backward as one scheduled kernel", (ExpertWeights,)
+    starts_early = True
 
     def preference(self, device: torch.device) -> int:
         return -1  # behind every other: `eager` serves all there is
@@ -43,15 +46,29 @@ class TasksBackend(TritonBackend):
             return "needs weights in one piece, contiguous as (E, J, H) and (E, H, I)"
         return super().why_not(request)
 
-    def _backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        from amoeba.tasks.arrivals import announced
+
+        arrival = announced(dy_TH)
+        if arrival is None:
+            return super().backward(problem, saved, dy_TH, needs)
+        found = self._backward(problem, saved, dy_TH, needs, arrival)
+        arrival.close()
+        return found
+
+    def _backward(
+        self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs, arrival: Arrival | None = None
+    ) -> Gradients:
         from amoeba.backends.triton_rows import TritonRows
+        from amoeba.tasks.kernel import scheduled_backward
 
         if problem.rows == 0:
             return Gradients.zeros(problem, needs)
         rows = TritonRows.dispatch(problem, saved)
         problem, weights = rows.problem, rows.problem.weights
-        found = kernel_for(problem)(
-            rows.gather(dy_TH.contiguous()).rows_TW,
+        kernel = kernel_for(problem) if arrival is None else partial(scheduled_backward, arrival=arrival)
+        found = kernel(
+            rows.gather(dy_TH.contiguous()).rows_TW if arrival is None else dy_TH,
             problem.x_TH.contiguous(),
             rows.hidden() if saved is None else saved.h_NJ,
             problem.expert_TK,

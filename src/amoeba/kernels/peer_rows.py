@@ -52,6 +52,7 @@ from amoeba.kernels.peer_counters import (
 )
 
 SLOTS, ROWS, SUMS, GRADIENTS = range(4)
+FLAGS = 4  # no channel: where the flags of `amoeba.tasks.arrivals` lie, of each source one for 16 rows at most
 # Programs that write to other ranks: few, for the SMs are wanted. They and those that read what came have to be as many
 # on every rank. The interpreter runs one after another.
 PUSHERS, TAKERS = 16, 64
@@ -124,7 +125,7 @@ def heap_layout(ranks: int, tokens: int, top_k: int, row_bytes: int) -> tuple[tu
     """cell_at and cell_size of a `Post`, and the bytes of a heap."""
     tokens = tokens_of_cells(tokens)
     slots = tokens * top_k
-    sizes = (slots * (4 + 8), tokens * row_bytes, tokens * row_bytes, slots * 8)
+    sizes = (slots * (4 + 8), tokens * row_bytes, tokens * row_bytes, slots * 8, tokens // 16 * 8)
     at = [_whole(2 * CHANNELS.value * ranks * 8)]
     for size in sizes:
         at.append(_whole(at[-1] + ranks * size))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.backend import Backend, Request
-from amoeba.backends.registry import choose, explain
+from amoeba.backends.registry import backends_of, choose, explain
 from amoeba.parallel.exchange import combine, copied, dispatch, summed
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.choice import choose_transport
@@ -53,7 +53,7 @@ class RanksBackend(Backend):
         x_RH, expert_RK, weight_RK = dispatch(exchange, x_TH, routing.weight_TK)
         most_rows = None if exchange.slots is None else max(exchange.slots, 1)
         mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=most_rows)
-        return combine(exchange, self._compute_share(request, x_RH, mine))
+        return combine(exchange, self._compute_share(request, x_RH, mine), _starts_early(sharded, x_RH))
 
     def _run_same(self, request: Request) -> Tensor:
         """All ranks have the same tokens."""
@@ -70,6 +70,15 @@ class RanksBackend(Backend):
         if share.weights.num_experts == 0:
             return _Nothing.apply(x_RH, *_tensors(share)[1:])
         return choose(_sharded(request).local_backend, share).run(share)
+
+
+def _starts_early(sharded: ShardedExperts, x_RH: Tensor) -> bool:
+    """Whether backward begins before all rows of dy are there, on all ranks alike: they were told the same backend, and
+    each has experts for it. Who takes such a dy gives dx back."""
+    name, owners = sharded.local_backend, sharded.owners
+    named = [backend for backend in backends_of(type(sharded.local), x_RH.device) if backend.name == name]
+    everyone = all(owners.experts_of(rank) for rank in range(owners.ranks))
+    return everyone and x_RH.requires_grad and any(backend.starts_early for backend in named)
 
 
 def _share(request: Request, x_RH: Tensor, routing: Routing) -> Request:

@@ -25,8 +25,9 @@ def dispatch(exchange: Exchange, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tenso
     return _Dispatch.apply(exchange, x_TH, weight_TK)
 
 
-def combine(exchange: Exchange, y_RH: Tensor) -> Tensor:
-    return _Combine.apply(exchange, y_RH)
+def combine(exchange: Exchange, y_RH: Tensor, early: bool = False) -> Tensor:
+    """early: what made y_RH takes a dy of which rows are still on their way."""
+    return _Combine.apply(exchange, y_RH, early)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -48,14 +49,15 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, y_RH: Tensor) -> Tensor:
-        ctx.exchange = exchange
+    def forward(ctx: Any, exchange: Exchange, y_RH: Tensor, early: bool) -> Tensor:
+        ctx.exchange, ctx.early = exchange, early
         return exchange.give_back(y_RH, "sums of the experts")
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TH: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.send(dy_TH, "gradients of sums")
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[None, Tensor, None]:
+        started = ctx.exchange.start_sending(dy_TH) if ctx.early else None
+        return None, ctx.exchange.send(dy_TH, "gradients of sums") if started is None else started, None
 
 
 def copied(ranks: Ranks, tensor: Tensor) -> Tensor:

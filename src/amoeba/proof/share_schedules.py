@@ -1,7 +1,7 @@
 """The proof for one rank's share of the scheduled backward: what the ranks' sums add up to, against the reference.
 
-    case = share_case(random_case(seed=3))
-    errors = case.check(simulate(case.job(), workers=2, pace=Pace(seed=0, slowness=[1.0] * case.ranks)))
+case = share_case(random_case(seed=3))
+errors = case.check(simulate(case.job(), workers=2, pace=Pace(seed=0, slowness=[1.0] * case.ranks)))
 """
 
 from __future__ import annotations
@@ -50,4 +50,3 @@ class ShareCase(ScheduleCase):
 
 def share_case(case: ScheduleCase) -> ShareCase:
     return ShareCase(case.layer, case.tokens, case.logits, case.sizes, case.tiling, case.ranks)
-

@@ -23,6 +23,7 @@ from amoeba.kernels.tiles import grouped_order
 from amoeba.kernels.weight_gradient import rows_of
 from amoeba.tasks.graph import Kind
 
+SEND = tl.constexpr(int(Kind.SEND))
 DOWN = tl.constexpr(int(Kind.DOWN))
 ACTIVATE = tl.constexpr(int(Kind.ACTIVATE))
 UP = tl.constexpr(int(Kind.UP))
@@ -192,6 +193,13 @@ def decode_ticket(
         else:
             kind, item = 0 * index + COMBINE, block
     return kind, item, part
+
+
+@triton.jit
+def decode_send(ticket, tokens, rank, SENT: tl.constexpr, RANKS: tl.constexpr):
+    """Of the tickets before all others, where rows go to other ranks: each begins with another one."""
+    blocks = (tokens + SENT - 1) // SENT
+    return 0 * ticket + SEND, (rank + 1 + ticket // blocks) % RANKS, ticket % blocks
 
 
 @triton.jit

@@ -4,9 +4,10 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     found = scheduled_backward(dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, activation, maps)
 
-Plain Triton, for one rank, without router, biases and LoRA. The tasks are those of `Graph`; here a tile of dA' takes
-its activation back in its epilogue, and ACTIVATE adds up what the tiles of a row left of ds, in their order. Tiles,
-block sizes and sums are those of the `triton` backend's own kernels, and so are the bits.
+Plain Triton, for one rank, or for its share of a layer over ranks (`arrival`), without router, biases and LoRA. The
+tasks are those of `Graph` and `ShareGraph`; here a tile of dA' takes its activation back in its epilogue, and ACTIVATE
+adds up what the tiles of a row left of ds, in their order. Tiles, block sizes and sums are those of the `triton`
+backend's own kernels, and so are the bits.
 """
 
 from __future__ import annotations
@@ -30,19 +31,23 @@ from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.product_tiles import multiply_tile
 from amoeba.kernels.tiles import slots
 from amoeba.kernels.weight_gradient import weight_gradient_tile
+from amoeba.tasks.arrivals import NO_RANKS, NOTHING, Arrival, send_block, wait_for_rows
 from amoeba.tasks.clock import note_task, now
 from amoeba.tasks.decoder import (
     ACTIVATE,
     COMBINE,
     DOWN,
     DOWN_WEIGHTS,
+    SEND,
     UP,
     Layout,
     count_tickets,
+    decode_send,
     decode_ticket,
     make_table,
     rows_of_row_tile,
 )
+from amoeba.tasks.own_first import make_own_table, own_tiles_first
 
 # Experts that go through the steps together, row tiles that sweep the columns together, tokens that are combined by one
 # task. Not measured yet.
@@ -69,9 +74,11 @@ def scheduled_backward(
     *,
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
+    arrival: Arrival | None = None,
 ) -> Scheduled:
     """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous.
 
+    arrival: dy of other ranks' rows is still on its way, and this rank's is sent on from here.
     trace: makes room for so many tickets, of row tiles of so many rows: see `amoeba.tasks.device_trace`.
     """
     order_N, slot_row_N, offs_E = maps
@@ -95,6 +102,10 @@ def scheduled_backward(
         GROUP,
     )
     table = make_table(offs_E, layout.row_block)
+    own: tuple[Tensor | None, ...] = (None, None)
+    if arrival is not None:
+        own = make_own_table(order_N, offs_E, table, layout.row_block, top_k, *arrival.rows)
+    sends = 0 if arrival is None else arrival.sends
     most_tiles = slots(rows, experts, down.block_m)
     counters = torch.zeros(1 + experts + most_tiles, dtype=torch.int32, device=device)
     at_once, block = combine_block(hidden, top_k)
@@ -122,9 +133,12 @@ def scheduled_backward(
         offs_E,
         *table,
         counters,
-        None if trace is None else trace(layout.most_tickets(most_tiles), layout.row_block),
+        None if trace is None else trace(sends + layout.most_tickets(most_tiles), layout.row_block),
         tokens,
         rows,
+        *own,
+        *(NOTHING if arrival is None else arrival.arguments()),
+        sends,
         H=hidden,
         I=intermediate,
         J=width,
@@ -150,6 +164,7 @@ def scheduled_backward(
         AT_ONCE=at_once,
         COMBINE_BLOCK=block,
         INTERPRETED=_backward.interpreted,
+        **(NO_RANKS if arrival is None else arrival.constants()),
         num_warps=down.num_warps,
         num_stages=max(2, down.num_stages // 2),  # shared memory of two kinds of tasks is held at once
         enable_fp_fusion=False,  # as in `down_backward`
@@ -191,7 +206,7 @@ def _signal(counter):
 
 
 @quick
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(do_not_specialize=["tokens", "rows", "sent_tokens", "most_tokens", "rank", "limit", "sends"])
 def _backward(
     dy_TH,
     x_TH,
@@ -219,6 +234,23 @@ def _backward(
     trace,
     tokens,
     rows,
+    first_own,
+    own_before,
+    sent_dy,
+    goes_WT,
+    addresses,
+    epochs,
+    trouble,
+    record,
+    cell_at,
+    cell_size,
+    flags_at,
+    flags_size,
+    sent_tokens,
+    most_tokens,
+    rank,
+    limit,
+    sends,
     H: tl.constexpr,
     I: tl.constexpr,
     J: tl.constexpr,
@@ -258,15 +290,21 @@ def _backward(
     AT_ONCE: tl.constexpr,
     COMBINE_BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    RANKS: tl.constexpr,
+    SENT: tl.constexpr,
+    SEND_T: tl.constexpr,
+    SEND_H: tl.constexpr,
+    TAKERS: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):
     expert_counters = counters + 1
     row_counters = expert_counters + EXPERTS
-    total = count_tickets(first_tile, EXPERTS, TN, TNX, DOWN_PARTS, UP_PARTS, TOKEN_BLOCKS)
+    total = sends + count_tickets(first_tile, EXPERTS, TN, TNX, DOWN_PARTS, UP_PARTS, TOKEN_BLOCKS)
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
         next_ticket = tl.atomic_add(counters, 1, sem="relaxed")  # on its way while this task is computed
         kind, item, part = decode_ticket(
-            ticket,
+            tl.maximum(ticket - sends, 0),
             tl.arange(0, BLOCK_G),
             heaviest_E,
             first_tile,
@@ -280,6 +318,11 @@ def _backward(
             WAVES,
             GROUP,
         )
+        if RANKS > 1:
+            if ticket < sends:
+                kind, item, part = decode_send(ticket, most_tokens, rank, SENT, RANKS)
+            elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
+                item = own_tiles_first(item, tl.arange(0, BLOCK_E), first_tile, first_own, own_before, EXPERTS, WAVE)
         if trace is not None:
             came = now(trace, INTERPRETED)
             started = came
@@ -298,6 +341,12 @@ def _backward(
             while least < complete:
                 least = _least(row_counters + tile, owned, complete)
             tl.debug_barrier()
+            if RANKS > 1:  # also rows that no expert here reads: the next pass is sent to the same cell
+                token_M = item * TOKENS + tl.arange(0, TOKENS)
+                wait_for_rows(
+                    token_M, token_M < tokens, addresses, epochs, trouble, record, flags_at, flags_size, most_tokens,
+                    rank, limit, SENT, ON_GPU,
+                )  # fmt: skip
             if trace is not None:
                 started = now(trace, INTERPRETED)
             slot_gradient_tile(slot, inside, ds_N, slot_row_N, None, d_weight, rows, False)
@@ -312,6 +361,16 @@ def _backward(
             places = tl.arange(0, BLOCK_E)
             expert, row, row_end = rows_of_row_tile(item, places, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_M)
             if kind == DOWN:
+                if RANKS > 1:
+                    row_M = row + tl.arange(0, BLOCK_M)
+                    wanted_M = row_M < row_end
+                    token_M = tl.load(order_N + row_M, mask=wanted_M, other=0) // TOP_K
+                    wait_for_rows(
+                        token_M, wanted_M, addresses, epochs, trouble, record, flags_at, flags_size, most_tokens, rank,
+                        limit, SENT, ON_GPU,
+                    )  # fmt: skip
+                    if trace is not None:
+                        started = now(trace, INTERPRETED)
                 down_backward_tile(
                     expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN,
                     order_N, rows, H, 1, H * I, I, 1, J, J, I, H, I, TOP_K, INTERLEAVED, SLICES, KIND, GATED,
@@ -338,6 +397,12 @@ def _backward(
             _signal(row_counters + item)
             if kind == ACTIVATE:
                 _signal(expert_counters + expert)
+        elif kind == SEND:
+            if RANKS > 1:
+                send_block(
+                    item, part, sent_dy, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at,
+                    flags_size, sent_tokens, rank, limit, H, RANKS, SENT, SEND_T, SEND_H, TAKERS, ON_GPU,
+                )  # fmt: skip
         else:
             end = tl.load(offs_E + item)
             start = tl.load(offs_E + item - 1, mask=item > 0, other=0)

@@ -114,6 +114,11 @@ class PeerExchange(Exchange):
         take_rows(post, self.plan, rows_RH, self.comes_R)
         return rows_RH
 
+    def start_sending(self, rows_TH: Tensor) -> Tensor | None:
+        from amoeba.parallel.transports.early import start_sending
+
+        return start_sending(self.office.checked(), self.office.memory, self.plan, rows_TH, self.goes_WT)
+
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_rows import GRADIENTS, SUMS, add_rows, push_rows
 
@@ -208,6 +213,12 @@ class Office:
     def join(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    @property
+    def memory(self) -> Tensor:
+        """This rank's heap, in bytes."""
+        assert self._heap is not None
+        return self._heap.own
 
     def checked(self) -> Post:
         self.check()

@@ -39,6 +39,11 @@ class Exchange(ABC):
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
         """rows_RH: each token's row at each rank that it goes to. what: in a word, for who waits in vain."""
 
+    def start_sending(self, rows_TH: Tensor) -> Tensor | None:
+        """As `send`, but rows of other ranks are still on their way, and these are sent by who reads the result: see
+        `amoeba.tasks.arrivals`. None where that cannot be, on all ranks alike."""
+        return None
+
     @abstractmethod
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
         """Each token's sum over the ranks, added in the order of the ranks in fp32 or wider; 0 if it went nowhere."""

@@ -1,0 +1,32 @@
+"""`peers` where the scheduled backward sends dy itself, and begins before that of other ranks has arrived.
+
+T tokens of this rank · R = W·C rows, C the most tokens that a rank may have · H hidden · W ranks
+
+    dy_RH = start_sending(post, memory, plan, dy_TH, goes_WT)      # or None, on all ranks alike
+
+The rows arrive in this rank's heap, in one cell for each rank, and are read there: nothing is copied but own rows. For
+that the cells have to hold just C rows of H numbers each: so `most_tokens` has to be given, a multiple of 16, and no
+layer of the group may need more.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from amoeba.kernels.peer_rows import ROWS, Plan, Post
+from amoeba.tasks.arrivals import Arrival, announce
+
+
+def start_sending(post: Post, memory: Tensor, plan: Plan, dy_TH: Tensor, goes_WT: Tensor) -> Tensor | None:
+    hidden = dy_TH.shape[1]
+    if plan.tokens != post.tokens or plan.rows != post.count * post.tokens:
+        return None
+    if post.cell_size[ROWS] != plan.tokens * hidden * dy_TH.element_size():
+        return None
+    dy_TH = dy_TH.contiguous()
+    cells = memory[post.cell_at[ROWS] : post.cell_at[ROWS] + post.count * post.cell_size[ROWS]]
+    dy_RH = cells.view(dy_TH.dtype).view(plan.rows, hidden)
+    first = post.rank * plan.tokens
+    dy_RH[first : first + dy_TH.shape[0]].copy_(dy_TH)
+    announce(dy_RH, Arrival(post, plan, dy_TH, goes_WT))
+    return dy_RH

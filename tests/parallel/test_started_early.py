@@ -1,0 +1,33 @@
+"""Over ranks, the scheduled backward's tiles start when their rows are there: interpreted, over real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rank_jobs
+from amoeba.parallel.processes import LocalRanks
+from selection import quick
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
+
+
+@quick(lambda ranks, slow: (ranks, slow) == (2, 1))
+@pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (2, 1), (3, 1)])
+def test_gradients_have_the_bits_of_collective_while_rows_come_late(
+    processes: LocalRanks, ranks: int, slow: int
+) -> None:
+    """Numbers of tokens change, cells are used again, and a rank may come without any."""
+    steps = [(20, 5, 9)[:ranks], (0, 3, 32)[:ranks]]
+    jobs = [(rank, ranks, steps, 32, slow) for rank in range(ranks)]
+    for equal, early in processes.run(rank_jobs.started_early, jobs):
+        assert len(equal) == 5 * len(steps) and all(equal)
+        assert early == len(steps)
+
+
+def test_where_cells_have_other_sizes_all_is_waited_for_as_before(processes: LocalRanks) -> None:
+    """most_tokens is no multiple of 16."""
+    jobs = [(rank, 2, [(9, 5), (0, 9)], 9, 0) for rank in range(2)]
+    for equal, early in processes.run(rank_jobs.started_early, jobs):
+        assert all(equal) and early == 0
