@@ -154,9 +154,7 @@ def started_early(
 
     arrivals.announced = late
     try:
-        equal, _ = peers_as_collective(
-            rank, count, steps, "triton", most_tokens=most_tokens, local_backend="tasks"
-        )
+        equal, _ = peers_as_collective(rank, count, steps, "triton", most_tokens=most_tokens, local_backend="tasks")
     finally:
         arrivals.announced = announced
     return equal, len(taken)

@@ -124,14 +124,15 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
             "weight_gradient": lambda: weight_gradient(h, x, offs, gate_up, right_order_N=order, top_k=K),
         }
 
-    def scheduled(per_expert: int) -> None:
+    def scheduled(per_expert: int, arrival: Any = None) -> None:
         N = E * per_expert
         x, h, order = empty(N // K, H), empty(N, 2 * I), empty(N, dtype=torch.int32)
         ids, scale = empty(N // K, K, dtype=torch.int64), empty(N // K, K, dtype=torch.float32)
-        scheduled_backward(x, x, h, ids, scale, gate_up, down, activation, (order, order, offs))
+        scheduled_backward(x, x, h, ids, scale, gate_up, down, activation, (order, order, offs), arrival=arrival)
 
     for per_expert in (100, 2000):
         found[f"scheduled_backward {per_expert}"] = partial(scheduled, per_expert)
+    found["scheduled_backward over ranks"] = partial(scheduled, 100, _arrival(empty(400, H)))
     for per_expert in (8, 24, 100, 2000):
         found |= {f"{name} {per_expert}": launch for name, launch in of_rows(per_expert).items()}
 
@@ -229,6 +230,22 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
                 q, q, k, k, q, saved, ends, 0.1, -1
             )
     return found
+
+
+def _arrival(dy_TH: torch.Tensor) -> Any:
+    """Of rank 0 of two, on a GPU."""
+    from amoeba.kernels.peer_rows import Plan, Post, heap_layout
+    from amoeba.tasks.arrivals import Arrival
+
+    class OnGpu(Arrival):
+        def constants(self) -> dict[str, Any]:
+            return super().constants() | {"ON_GPU": True}
+
+    numbers = [torch.empty(1, dtype=torch.int64, device="meta") for _ in range(4)]
+    at, sizes, _ = heap_layout(2, len(dy_TH), 8, dy_TH[0].nbytes)
+    post = Post(*numbers, at, sizes, tokens=len(dy_TH), rank=0, count=2, seconds=600.0)
+    goes_WT = torch.empty((2, len(dy_TH)), dtype=torch.uint8, device="meta")
+    return OnGpu(post, Plan(numbers[0], numbers[0], len(dy_TH), 2 * len(dy_TH)), dy_TH, goes_WT)
 
 
 def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:

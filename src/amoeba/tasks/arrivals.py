@@ -69,6 +69,7 @@ class Arrival:
             "SENT": self.sent,
             "SEND_T": min(max(_SEND_TILE // columns, 1), self.sent),
             "SEND_H": columns,
+            "ALIGNED": self.dy_TH.data_ptr() % 16 == 0 and self.dy_TH.stride(0) * self.dy_TH.element_size() % 16 == 0,
             "TAKERS": self.post.takers,
             "ON_GPU": self.dy_TH.is_cuda,
         }
@@ -83,7 +84,9 @@ class Arrival:
 
 
 NOTHING = (None,) * 14  # in place of `Arrival.arguments`
-NO_RANKS: dict[str, Any] = {"RANKS": 1, "SENT": 1, "SEND_T": 1, "SEND_H": 1, "TAKERS": 1, "ON_GPU": False}
+NO_RANKS: dict[str, Any] = {
+    "RANKS": 1, "SENT": 1, "SEND_T": 1, "SEND_H": 1, "ALIGNED": False, "TAKERS": 1, "ON_GPU": False
+}  # fmt: skip
 _announced: dict[int, Arrival] = {}
 
 
@@ -118,7 +121,7 @@ def send_block(
     dest, block, dy_TH, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at, flags_size, tokens,
     rank, limit,
     H: tl.constexpr, RANKS: tl.constexpr, SENT: tl.constexpr, SEND_T: tl.constexpr, SEND_H: tl.constexpr,
-    TAKERS: tl.constexpr, ON_GPU: tl.constexpr,
+    ALIGNED: tl.constexpr, TAKERS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """SEND: as soon as what was sent before is taken."""
     epoch = tl.load(epochs + _CHANNEL)
@@ -126,6 +129,8 @@ def send_block(
     wait_for(taken, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, _CHANNEL, ON_GPU)
     cell = tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size
     rows = cell.to(tl.pointer_type(dy_TH.dtype.element_ty))
+    if ALIGNED:
+        rows = tl.multiple_of(rows, 16)
     for first in range(block * SENT, tl.minimum((block + 1) * SENT, tokens), SEND_T):
         t = first + tl.arange(0, SEND_T)
         goes = tl.load(goes_WT + dest.to(tl.int64) * tokens + t, mask=t < tokens, other=0) != 0

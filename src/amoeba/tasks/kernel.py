@@ -294,6 +294,7 @@ def _backward(
     SENT: tl.constexpr,
     SEND_T: tl.constexpr,
     SEND_H: tl.constexpr,
+    ALIGNED: tl.constexpr,
     TAKERS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
@@ -401,7 +402,7 @@ def _backward(
             if RANKS > 1:
                 send_block(
                     item, part, sent_dy, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at,
-                    flags_size, sent_tokens, rank, limit, H, RANKS, SENT, SEND_T, SEND_H, TAKERS, ON_GPU,
+                    flags_size, sent_tokens, rank, limit, H, RANKS, SENT, SEND_T, SEND_H, ALIGNED, TAKERS, ON_GPU,
                 )  # fmt: skip
         else:
             end = tl.load(offs_E + item)
