@@ -32,6 +32,7 @@ def test_schedules_are_run_and_told():
     for kind in Kind:
         assert (found["kinds"][kind.name.lower()]["tasks"] > 0) == (kind != Kind.RETURN)
     assert 0 < found["idlest"] <= found["busy"] <= found["busiest"] <= 1
+    assert found["travelled"]["time"] > 0 and 0 <= found["travelled"]["hidden"] <= 1 and "hidden" in result.stdout
 
 
 def test_remote_ranks_return_their_sums():

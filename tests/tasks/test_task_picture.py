@@ -10,6 +10,7 @@ import pytest
 from amoeba.tasks.graph import Kind, Task
 from amoeba.tasks.picture import draw
 from amoeba.tasks.simulate import Record
+from amoeba.tasks.summary import travelled
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -63,3 +64,14 @@ def test_ranks_lie_below_each_other_and_both_are_close_up():
 
 def test_an_empty_schedule_is_drawn_too():
     ElementTree.fromstring(draw([], 4, "nothing", "us"))
+
+
+def test_of_what_travels_the_share_is_hidden_in_which_nobody_waits_for_it():
+    def record(rank: int, worker: int, kind: Kind, item: int, came: float, started: float, ended: float) -> Record:
+        return Record(rank, worker, 1, 0, Task(kind, item), came, started, ended)
+
+    sends = [record(0, 0, Kind.SEND, 1, 0, 10, 15), record(0, 1, Kind.SEND, 1, 0, 12, 20)]  # to rank 1, from 10 to 20
+    waits = [record(1, 0, Kind.DOWN, 0, 5, 14, 30), record(1, 1, Kind.DOWN, 1, 25, 25, 30)]
+    waits.append(record(1, 1, Kind.UP, 1, 12, 19, 30))  # for something else
+    assert travelled(sends + waits, workers=2) == (10.0, 1 - 4 / 20)
+    assert travelled(waits, workers=2) is None

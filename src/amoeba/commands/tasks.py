@@ -159,9 +159,11 @@ def _prove(
             ran = ran or found
             errors = {name: max(error, errors.get(name, 0.0)) for name, error in case.check(found).items()}
     ok = fault is None and max(errors.values()) <= TOLERANCE
+    travel: dict[str, Any] = {}
     summary = None if ran is None else summarise(ran.records, workers)
-    if summary is not None:
+    if summary is not None and ran is not None:
         print_summary(summary, output, OF_SCHEDULE)
+        travel = _say_travelled(ran, workers, output)
     if fault is not None:
         output.line(f"FAILED, {fault}", style="red")
     else:
@@ -171,7 +173,7 @@ def _prove(
         )
         output.line(f"{'ok' if ok else 'FAILED'}: gradients within {errors[worst]:.1e} of the reference ({worst})")
     document = _document(shape, ranks, workers, passes, summary)
-    document |= {"schedules": schedules, "remote": sorted(remote), "errors": errors, "fault": fault, "ok": ok}
+    document |= travel | {"schedules": schedules, "remote": sorted(remote), "errors": errors, "fault": fault, "ok": ok}
     return document, ok, ran
 
 
@@ -202,9 +204,10 @@ def _estimate(
         ran = simulate(job, workers, Pace(seed, [1.0] * ranks, latency=2.0, even=True, work=microseconds))
     summary = summarise(ran.records, workers)
     print_summary(summary, output, OF_SCHEDULE)
+    travel = _say_travelled(ran, workers, output)
     output.line(f"{summary.span / 1e3 / passes:.2f} ms a pass: an estimate of the order, not a measurement")
     document = _document(shape, ranks, workers, passes, summary)
-    document |= {"remote": sorted(remote), "ok": True}
+    document |= travel | {"remote": sorted(remote), "ok": True}
     return document, True, ran
 
 
@@ -237,6 +240,16 @@ def print_summary(summary: Summary, output: Output, title: str, unit: str = "us"
         f"workers were busy {100 * summary.busy:.0f} % of {summary.span:.1f} {unit} "
         f"({100 * summary.idlest:.0f} to {100 * summary.busiest:.0f}), and waited {100 * summary.waited:.0f} % at gates"
     )
+
+
+def _say_travelled(ran: Ran, workers: int, output: Output) -> dict[str, Any]:
+    from amoeba.tasks.summary import travelled
+
+    found = travelled(ran.records, workers)
+    if found is None:
+        return {}
+    output.line(f"dy of other ranks was {found.time:.1f} us on its way, of which {found.hidden:.0%} was hidden")
+    return {"travelled": found._asdict()}
 
 
 def _document(shape: Shape, ranks: int, workers: int, passes: int, summary: Summary | None) -> dict[str, Any]:

@@ -30,7 +30,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 @dataclass(frozen=True, eq=False)
 class Heap:
     addresses: Tensor  # int64 (W,), on the device
-    own: Tensor  # uint8, this rank's
     nbytes: int
     kept: Any  # the mappings, which last as long as this
 
@@ -43,7 +42,7 @@ def open_heap(ranks: Ranks, device: torch.device, nbytes: int) -> Heap:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     ranks.gather([nbytes], torch.device("cpu"), "the others' heaps")
-    return Heap(torch.tensor(places, dtype=torch.int64, device=device), own, nbytes, kept)
+    return Heap(torch.tensor(places, dtype=torch.int64, device=device), nbytes, kept)
 
 
 def _on_gpus(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[Tensor, list[int], Any]:

@@ -23,7 +23,10 @@ _NOBODY = -1  # took this ticket: there are fewer than there is room for
 
 
 class DeviceTrace:
-    def __init__(self, device: torch.device) -> None:
+    """rank: whose. On one GPU the clock is the same for all."""
+
+    def __init__(self, device: torch.device, rank: int = 0) -> None:
+        self._rank = rank
         self._device, self._buffer = device, torch.empty(0, dtype=torch.int64, device=device)
         self._row_block = 1
 
@@ -33,16 +36,24 @@ class DeviceTrace:
         self._buffer[0] = 0
         return self._buffer
 
-    def records(self) -> list[Record]:
-        """In the order of tickets. Microseconds from the first task on; in the interpreter, looks at the clock."""
+    def began(self) -> int:
+        """When the first task was come to, by the device's clock."""
+        lines = self._buffer[1:].view(-1, len(FIELDS))
+        return int(lines[lines[:, 0] != _NOBODY][:, 4].min())
+
+    def records(self, since: int | None = None) -> list[Record]:
+        """In the order of tickets. Microseconds from the first task on, or from a time that all ranks agree on; in the
+        interpreter, looks at the clock."""
         lines = self._buffer[1:].view(-1, len(FIELDS)).cpu()
         lines = lines[lines[:, 0] != _NOBODY]
         if not len(lines):
             return []
-        lines[:, 4:] -= lines[:, 4].min()
+        lines[:, 4:] -= lines[:, 4].min() if since is None else since
         unit = 1e3 if self._device.type == "cuda" else 1.0
         return [
-            Record(0, place, 1, ticket, Task(Kind(kind), item, part), came / unit, started / unit, ended / unit)
+            Record(
+                self._rank, place, 1, ticket, Task(Kind(kind), item, part), came / unit, started / unit, ended / unit
+            )
             for ticket, (kind, item, part, place, came, started, ended) in enumerate(lines.tolist())
         ]
 

@@ -218,7 +218,7 @@ class Office:
     def memory(self) -> Tensor:
         """This rank's heap, in bytes."""
         assert self._heap is not None
-        return self._heap.own
+        return self._heap.kept[0 if self.device.type == "cuda" else self.ranks.rank]
 
     def checked(self) -> Post:
         self.check()
