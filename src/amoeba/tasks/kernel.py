@@ -231,6 +231,7 @@ def _backward(
     TOKEN_BLOCKS: tl.constexpr,
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
+    LATE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -278,6 +279,7 @@ def _backward(
             TOKEN_BLOCKS,
             WAVE,
             WAVES,
+            LATE,
             GROUP,
         )
         if trace is not None:
