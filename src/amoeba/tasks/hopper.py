@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from amoeba.config import Activation
-from amoeba.kernels.activate import WIDEST_BLOCK
+from amoeba.kernels.activate import WIDEST_BACKWARD
 from amoeba.kernels.activation import constants
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
 from amoeba.kernels.hopper.product import BLOCK_K, BLOCK_M, BLOCK_N, Constants, multiprocessors
@@ -143,7 +143,7 @@ class Plan:
     @property
     def BLOCK(self) -> int:
         """Columns of a line of the row pass, those of `activate_backward`."""
-        return column_block(self.I, WIDEST_BLOCK)
+        return column_block(self.I, WIDEST_BACKWARD)
 
     @property
     def LINES(self) -> int:
@@ -152,8 +152,8 @@ class Plan:
 
     @property
     def OWN_LINES(self) -> int:
-        """Of a warpgroup: half of a stage's, if that is whole patterns of 8 lines of the shared memory's layout."""
-        return self.LINES // 2 if self.LINES % 16 == 0 else self.LINES
+        """Of a warpgroup: half of a stage's, whole patterns of 8 lines of the shared memory's layout."""
+        return self.LINES // 2
 
     @property
     def LINE_LAYOUT(self) -> Any:

@@ -58,8 +58,9 @@ from amoeba.tasks.hopper_queue import (
     STAGES,
     STOP,
     TASKS,
-    field,
+    is_there,
     pass_on,
+    take,
     tell,
     wait,
     wait_for_tokens,
@@ -158,7 +159,6 @@ def _consume(
     weight, order, slot_row = sources
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, turned_buffers, all_scales = staging
-    _, pushed, task_full, task_empty = queue
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     buffer = buffers.index(WARPGROUP)
     turned = turned_buffers.index(WARPGROUP)
@@ -166,24 +166,19 @@ def _consume(
     count = 0
     taken = 0
     untold = -1
+    next_task = take(queue, taken)
+    ahead = True  # the next task is taken already
     working = True
     while working:
         if trace is not None:
             came = now(trace, False)
-        if gl.min(pushed.load(ONE), 0) <= taken:
-            tell(untold, counters, PLAN)
-            untold = -1
-        slot = taken % TASKS
-        mbarrier.wait(task_full.index(slot), (taken // TASKS) & 1)
-        kind = field(queue, slot, 0)
-        item = field(queue, slot, 1)
-        part = field(queue, slot, 2)
-        expert = field(queue, slot, 3)
-        row = field(queue, slot, 4)
-        end = field(queue, slot, 5)
-        ticket = field(queue, slot, 6)
-        barrier()
-        mbarrier.arrive(task_empty.index(slot), count=1)
+        if not ahead:
+            if not is_there(queue, taken):
+                tell(untold, counters, PLAN)
+                untold = -1
+            next_task = take(queue, taken)
+        kind, item, part, expert, row, end, ticket = next_task
+        ahead = False
         taken += 1
         if trace is not None:
             started = now(trace, False)
@@ -198,6 +193,9 @@ def _consume(
                 count += 1
                 if k == tell_at:
                     tell(untold, counters, PLAN)
+            ahead = is_there(queue, taken)
+            if ahead:  # while the last stage is multiplied
+                next_task = take(queue, taken)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
             halves = acc.reshape((64, 2, 128)).permute((0, 2, 1)).split()
@@ -217,6 +215,9 @@ def _consume(
                 count += 1
                 if (first <= tell_at) & (tell_at < first + BLOCK_K):
                     tell(untold, counters, PLAN)
+            ahead = is_there(queue, taken)
+            if ahead:
+                next_task = take(queue, taken)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > row)
             if end == row:

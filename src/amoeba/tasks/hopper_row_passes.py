@@ -39,8 +39,7 @@ def activate(
     da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row, end, intermediate,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """dh, s·a and ds of this warpgroup's lines: half of each stage, or every second stage where a half would be half a
-    pattern of the shared memory's layout. Sums as `_activate_backward` makes them."""
+    """dh, s·a and ds of this warpgroup's lines, half of each stage. Sums as `_activate_backward` makes them."""
     # All rows' weights at once: one by one each would be waited for. They are on their way while the last task is told.
     own_row = row + gl.arange(0, BLOCK_M, ONE)
     slot = gl.load(order + own_row, mask=own_row < end, other=0)
@@ -49,23 +48,12 @@ def activate(
     scales.store(own_scale.to(gl.float32))
     scale_bufs = reinterpret(scales, gl.float32, [BLOCK_M // PLAN.OWN_LINES, PLAN.OWN_LINES], scales.layout)
     barrier()
+    FIRST: gl.constexpr = WARPGROUP * PLAN.OWN_LINES
     for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
-        if PLAN.OWN_LINES < PLAN.LINES:
-            first: gl.constexpr = WARPGROUP * PLAN.OWN_LINES
-            scale_buf = scale_bufs.index((line - row) // PLAN.OWN_LINES + WARPGROUP)
-            count = _activate_lines(
-                da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + first, end, intermediate, first, PLAN
-            )
-        elif (line - row) // PLAN.LINES % 2 == WARPGROUP:
-            scale_buf = scale_bufs.index((line - row) // PLAN.LINES)
-            count = _activate_lines(
-                da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line, end, intermediate, 0, PLAN
-            )
-        else:  # the other's: given back when it is there, or this one would be two rounds ahead
-            for _ in range(0, intermediate, PLAN.BLOCK):
-                mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
-                mbarrier.arrive(empty.index(count % STAGES), count=1)
-                count += 1
+        scale_buf = scale_bufs.index((line - row) // PLAN.OWN_LINES + WARPGROUP)
+        count = _activate_lines(
+            da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + FIRST, end, intermediate, FIRST, PLAN
+        )
     return count
 
 
@@ -76,7 +64,6 @@ def _activate_lines(
 ):  # fmt: skip
     """Of the stages' lines those from FIRST on."""
     layout: gl.constexpr = PLAN.LINE_LAYOUT
-    FEW: gl.constexpr = PLAN.OWN_LINES < PLAN.LINES
     dtype: gl.constexpr = da.dtype.element_ty
     n = row + gl.arange(0, PLAN.OWN_LINES, gl.SliceLayout(1, layout))
     c = gl.arange(0, PLAN.BLOCK, gl.SliceLayout(0, layout))
@@ -90,9 +77,8 @@ def _activate_lines(
         d = da_bufs.index(stage).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
         gate = h_bufs.index(stage * 2).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
         up = h_bufs.index(stage * 2 + 1).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
-        if FEW:
-            barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
         count += 1
         column = (first_column + c)[None, :]
         inside = own[:, None]
@@ -113,9 +99,6 @@ def _activate_lines(
         gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)
         dot += d * a
         gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
-        if not FEW:
-            barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
     gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
     return count
 
