@@ -30,7 +30,7 @@ from amoeba.tasks.decoder import Layout, make_table
 from amoeba.tasks.hopper_kernel import backward_kernel
 from amoeba.tasks.kernel import GROUP, TOKENS, Scheduled
 
-_STAGED, _TURNED, _RIGHT, _LEFT = (64, 128), (128, 64), (BLOCK_K, BLOCK_N), (64, 64)
+_STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
 MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
 # The order of tickets, see `order_of`. Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less than
 # one turn of all programs (sonic_a, qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up takes
@@ -234,7 +234,7 @@ def hopper_backward(
         descriptor(da_NI, _STAGED),
         descriptor(dx_NH, _STAGED),
         descriptor(found.down.view(-1, intermediate), _STAGED),
-        descriptor(found.gate_up.view(-1, hidden), _TURNED),
+        descriptor(found.gate_up.view(-1, hidden), _STAGED),
         dy_TH,
         x_TH,
         expert_TK,
@@ -267,6 +267,5 @@ def _bound(plan: Plan, dtype: torch.dtype) -> Any:
         LEFT_LAYOUT=shared_layout(_LEFT, dtype),
         LINES_LAYOUT=shared_layout((plan.LINES, plan.BLOCK), dtype),
         OUT_LAYOUT=shared_layout(_STAGED, dtype),
-        TURNED_LAYOUT=shared_layout(_TURNED, dtype),
         num_warps=4,
     )

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from amoeba.kernels.hopper.descriptor import barrier, reinterpret
 from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
-from amoeba.kernels.hopper.product import fill_product, multiply_stage, row_pointers, store_tile
+from amoeba.kernels.hopper.product import column_parts, fill_product, multiply_stage, row_pointers, store_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.clock import note_task, now
@@ -158,10 +158,8 @@ def _consume(
     dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
     weight, order, slot_row = sources
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
-    buffers, turned_buffers, all_scales = staging
+    buffers, all_scales = staging
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    buffer = buffers.index(WARPGROUP)
-    turned = turned_buffers.index(WARPGROUP)
     scales = all_scales.index(WARPGROUP)
     count = 0
     taken = 0
@@ -198,14 +196,15 @@ def _consume(
                 next_task = take(queue, taken)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-            halves = acc.reshape((64, 2, 128)).permute((0, 2, 1)).split()
-            for half in gl.static_range(2):
+            quarters = column_parts(acc, 4)
+            for quarter in gl.static_range(4):
                 first_row = row + WARPGROUP * 64
-                column = part * 256 + half * 128
+                column = part * 256 + quarter * 64
+                buffer = buffers.index(WARPGROUP * 2 + quarter % 2)
                 if kind == DOWN:
-                    store_tile(halves[half], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0)
+                    store_tile(quarters[quarter], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0, 1)
                 else:
-                    store_tile(halves[half], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0)
+                    store_tile(quarters[quarter], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0, 1)
             untold = item * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
@@ -226,13 +225,14 @@ def _consume(
             if kind == DOWN_WEIGHTS:
                 h, w = grouped_order(part, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
                 store_gradient(
-                    acc, buffer, d_down, d_down_desc, expert, h, w, PLAN.H, PLAN.I, WARPGROUP, False, BLOCK_M, BLOCK_N
-                )
+                    acc, buffers, d_down, d_down_desc, expert, h, w, PLAN.H, PLAN.I, WARPGROUP, False, BLOCK_M,
+                    BLOCK_N, 2,
+                )  # fmt: skip
             else:
                 h, w = grouped_order(part, PLAN.H_TILES, PLAN.J_TILES, PLAN.GROUP)
                 store_gradient(
-                    acc, turned, d_gate_up, d_gate_up_desc, expert, h, w, PLAN.H, PLAN.J, WARPGROUP, True, BLOCK_M,
-                    BLOCK_N,
+                    acc, buffers, d_gate_up, d_gate_up_desc, expert, h, w, PLAN.H, PLAN.J, WARPGROUP, True, BLOCK_M,
+                    BLOCK_N, 2,
                 )  # fmt: skip
         elif kind == ACTIVATE:
             count = activate(
@@ -261,7 +261,7 @@ def backward_kernel(
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
     slot_row, offs_E, heaviest_E, counters, trace, tokens, rows, intermediate, wave, late, PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr, TURNED_LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = da.dtype.element_ty
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -269,12 +269,11 @@ def backward_kernel(
     rowwise: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], MATRIX_LAYOUT)
-    buffers = gl.allocate_shared_memory(dtype, [2, 64, 128], OUT_LAYOUT)
+    buffers = gl.allocate_shared_memory(dtype, [4, 64, 64], OUT_LAYOUT)  # two of each warpgroup, which take turns
     left_bufs = reinterpret(row_bufs, dtype, [STAGES * 2, 64, 64], LEFT_LAYOUT)
     da_bufs = reinterpret(row_bufs, dtype, [STAGES, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
     h_bufs = reinterpret(matrix_bufs, dtype, [STAGES * 2, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
     token_bufs = reinterpret(matrix_bufs, dtype, [STAGES, BLOCK_K, BLOCK_N], rowwise)
-    turned_buffers = reinterpret(buffers, dtype, [2, 128, 64], TURNED_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     tasks = gl.allocate_shared_memory(gl.int32, [TASKS * FIELDS, 1], plain)
@@ -291,7 +290,7 @@ def backward_kernel(
     pushed.store(gl.full([128], 0, gl.int32, ONE))
     ring = (row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty)
     queue = (tasks, pushed, task_full, task_empty)
-    staging = (buffers, turned_buffers, scales)
+    staging = (buffers, scales)
     stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)
     loads = (down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc)
     results = (da, dh, ds, d_x, d_weight, d_down, d_gate_up)
