@@ -2,8 +2,9 @@
 
     y_TH = amoeba.experts(x_TH, routing, weights, backend="tasks")
 
-`auto` takes it where it was measured to be faster (`amoeba.backends.measured`). Gradients have the bits of `triton`. Where Hopper's kernel in Gluon does not serve a layer that
-those of `triton` do, see `amoeba.tasks.hopper.why_not`, the plain kernel does and the two differ by rounding.
+`auto` takes it where it was measured to be faster (`amoeba.backends.measured`). Gradients have the bits of `triton`.
+Where Hopper's kernel in Gluon does not serve a layer that those of `triton` do, see `amoeba.tasks.hopper.why_not`, the
+plain kernel does and the two differ by rounding.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ from amoeba.tasks.kernel import GROUP, TOKENS, Scheduled
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
 MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
-# The order of tickets, see `order_of`. Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less than
-# one turn of all programs (sonic_a, qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up takes
-# about twice as long as the sums over tokens, which are bound by memory, so that they can run beside it.
+# The order of tickets, see `order_of`. Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less
+# than one turn of all programs (sonic_a, qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up
+# takes about twice as long as the sums over tokens, which are bound by memory, so that they can run beside it.
 LEAST_WAVE, ROUNDS, BESIDE_TOKENS = 8, 2, 360
 
 

@@ -32,7 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from amoeba.kernels.hopper.descriptor import barrier, reinterpret
+from amoeba.kernels.hopper.descriptor import reinterpret
 from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
 from amoeba.kernels.hopper.product import column_parts, fill_product, multiply_stage, row_pointers, store_tile
 from amoeba.kernels.launch import quick
@@ -68,7 +68,7 @@ from amoeba.tasks.hopper_queue import (
 from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines, fill_tokens
 
 # A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
-# microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two always multiplies.
+# microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two multiplies.
 TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 

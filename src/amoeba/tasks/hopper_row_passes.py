@@ -1,4 +1,4 @@
-"""The row passes of the kernel for Hopper, from the ring of stages: the activation's backward, and the sums over tokens.
+"""The row passes of the kernel for Hopper, from the ring of stages: the activation's backward, the sums over tokens.
 
 See `amoeba.tasks.hopper_kernel`.
 """

@@ -184,9 +184,7 @@ def store_gradient(
                 BUFFERS - 1,
             )  # fmt: skip
         else:
-            _store(
-                parts[part], out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1
-            )
+            _store(parts[part], out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1)
 
 
 @gluon.jit
