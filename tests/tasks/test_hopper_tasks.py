@@ -115,8 +115,9 @@ class TestOnHopper:
         records = trace.records()
         assert [record.ticket for record in records] == list(range(len(records)))
         plan = Plan(hidden, intermediate, experts, top_k, **constants(Activation()))
+        programs = torch.cuda.get_device_properties(0).multi_processor_count
         tickets = torch.arange(len(records), dtype=torch.int32, device="cuda")
-        *expected, total = decode(tickets, saved.offs_E, plan.layout(tokens)).tolist()
+        *expected, total = decode(tickets, saved.offs_E, plan.layout(tokens, tokens * top_k, programs)).tolist()
         assert total == [len(records)] * 3
         assert [list(map(int, record.task)) for record in records] == expected
         assert all(record.came <= record.started <= record.ended for record in records)

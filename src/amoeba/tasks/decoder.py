@@ -44,6 +44,12 @@ class Layout(NamedTuple):
     token_blocks: int
     wave: int
     group: int
+    kept: int = 1
+
+    @property
+    def late(self) -> int:
+        """Of the experts, heaviest first, the first one whose gradient of gate_up is kept for the end."""
+        return max(cdiv(self.experts, self.wave) - max(self.kept, 1), 0) * self.wave
 
     def most_tickets(self, row_tiles: int) -> int:
         of_weights = self.experts * (self.down_weight_parts + self.up_weight_parts)
@@ -60,6 +66,7 @@ class Layout(NamedTuple):
             "TOKEN_BLOCKS": self.token_blocks,
             "WAVE": self.wave,
             "WAVES": waves,
+            "LATE": self.late,
             "BLOCK_G": next_power_of_2(waves),
             "GROUP": self.group,
         }
@@ -147,21 +154,23 @@ def decode_ticket(
     DOWN_PARTS: tl.constexpr,
     UP_PARTS: tl.constexpr,
     TOKEN_BLOCKS,
-    WAVE: tl.constexpr,
-    WAVES: tl.constexpr,
+    WAVE,
+    WAVES,
+    LATE,
     GROUP: tl.constexpr,
 ):
     """(kind, item, part) of a ticket, as `Task` has them. wave_G: 0 to BLOCK_G, which Gluon wants laid out."""
     # A wave's tickets begin with its row passes, among the next wave's products: behind all products up to that wave,
-    # the row passes and dx of those before it, and their weights.
+    # the row passes and dx of those before it, and their weights; those of gate_up from LATE on are at the end.
     begin_G, end_G = tl.minimum(wave_G * WAVE, EXPERTS), tl.minimum((wave_G + 1) * WAVE, EXPERTS)
     start_G = tl.load(first_tile + end_G) * TN + tl.load(first_tile + begin_G) * (1 + TNX)
-    start_G += begin_G * (DOWN_PARTS + UP_PARTS)
+    start_G += begin_G * DOWN_PARTS + tl.minimum(begin_G, LATE) * UP_PARTS
     wave = tl.sum(((start_G <= ticket) & (wave_G < WAVES)).to(tl.int32), 0) - 1  # -1: before the first
     begin, end = tl.maximum(tl.minimum(wave * WAVE, EXPERTS), 0), tl.minimum((wave + 1) * WAVE, EXPERTS)
     tile_begin, tile_end = tl.load(first_tile + begin), tl.load(first_tile + end)
     next_end = tl.load(first_tile + tl.minimum((wave + 2) * WAVE, EXPERTS))
-    start = tl.where(wave < 0, 0, tile_end * TN + tile_begin * (1 + TNX) + begin * (DOWN_PARTS + UP_PARTS))
+    start = tile_end * TN + tile_begin * (1 + TNX) + begin * DOWN_PARTS + tl.minimum(begin, LATE) * UP_PARTS
+    start = tl.where(wave < 0, 0, start)
     tiles, next_tiles, experts = tile_end - tile_begin, next_end - tile_end, end - begin
 
     index = ticket - start
@@ -185,6 +194,7 @@ def decode_ticket(
         index -= beside + tiles * TNX + experts * DOWN_PARTS
         blocks = 0 * index
         if wave == WAVES - 1:
+            begin, experts = 0 * index + LATE, EXPERTS - LATE + 0 * index
             blocks += TOKEN_BLOCKS
         is_weight, weight_index, block = _merged(index, experts * UP_PARTS, blocks)
         if is_weight:
@@ -235,6 +245,7 @@ def _decode(
     TOKEN_BLOCKS: tl.constexpr,
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
+    LATE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -255,6 +266,7 @@ def _decode(
             TOKEN_BLOCKS,
             WAVE,
             WAVES,
+            LATE,
             GROUP,
         )
         line = out + 3 * index

@@ -263,6 +263,7 @@ def _backward(
     TOKEN_BLOCKS: tl.constexpr,
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
+    LATE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -317,6 +318,7 @@ def _backward(
             TOKEN_BLOCKS,
             WAVE,
             WAVES,
+            LATE,
             GROUP,
         )
         if RANKS > 1:
