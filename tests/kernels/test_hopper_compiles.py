@@ -175,6 +175,7 @@ def _type_of(argument: Any) -> str:
     names = {
         torch.bfloat16: "bf16",
         torch.int32: "i32",
+        torch.int64: "i64",
         torch.float32: "fp32",
         torch.float8_e4m3fn: "fp8e4nv",
     }

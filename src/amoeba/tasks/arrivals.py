@@ -110,7 +110,7 @@ def _close(addresses, epochs, rank, PUSHERS: tl.constexpr, TAKERS: tl.constexpr,
 
 
 @triton.jit
-def _flag_of(addresses, at_rank, source, block, flags_at, flags_size):
+def flag_of(addresses, at_rank, source, block, flags_at, flags_size):
     """In the heap of `at_rank`, of a block of rows from `source`."""
     flags = tl.load(addresses + at_rank) + flags_at + source.to(tl.int64) * flags_size
     return flags.to(tl.pointer_type(tl.int64)) + block
@@ -140,7 +140,7 @@ def send_block(
             mask = goes[:, None] & (c < H)[None, :]
             tl.store(rows + at, tl.load(dy_TH + at, mask=mask), mask=mask)
     tl.debug_barrier()  # what all threads of the program have written comes before
-    tl.atomic_xchg(_flag_of(addresses, dest, rank, block, flags_at, flags_size), epoch + 1, sem="release", scope="sys")
+    tl.atomic_xchg(flag_of(addresses, dest, rank, block, flags_at, flags_size), epoch + 1, sem="release", scope="sys")
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def wait_for_rows(
     epoch = tl.load(epochs + _CHANNEL) + 1
     source_M = row_M // most_tokens
     foreign_M = wanted_M & (source_M != rank)
-    flag_M = _flag_of(addresses, rank, source_M, row_M % most_tokens // SENT, flags_at, flags_size)
+    flag_M = flag_of(addresses, rank, source_M, row_M % most_tokens // SENT, flags_at, flags_size)
     oldest = _oldest(flag_M, foreign_M, epoch)
     if oldest < epoch:
         began = microseconds(epoch * 0, ON_GPU)
@@ -170,5 +170,5 @@ def wait_for_rows(
 @triton.jit
 def _oldest(flag_M, wanted_M, epoch):
     """A number and no tensor from turn to turn: see the kernel."""
-    seen_M = tl.atomic_add(flag_M, 0, mask=wanted_M, sem="acquire", scope="sys")
+    seen_M = tl.atomic_add(flag_M, wanted_M.to(tl.int64) * 0, mask=wanted_M, sem="acquire", scope="sys")
     return tl.min(tl.where(wanted_M, seen_M, epoch), 0)

@@ -10,7 +10,7 @@ For one rank, without router, biases and LoRA. Gradients have the bits of `Hoppe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,9 +26,12 @@ from amoeba.kernels.hopper.product import BLOCK_K, BLOCK_M, BLOCK_N, Constants, 
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.row_tiles import column_block
 from amoeba.kernels.tiles import slots
+from amoeba.tasks.arrivals import Arrival
 from amoeba.tasks.decoder import Layout, make_table
+from amoeba.tasks.hopper_arrivals import write_letter
 from amoeba.tasks.hopper_kernel import backward_kernel
 from amoeba.tasks.kernel import GROUP, TOKENS, Scheduled
+from amoeba.tasks.own_first import make_own_table
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
 MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
@@ -59,6 +62,9 @@ class Plan:
     PAIRED: bool = False
     B_K_MAJOR: bool = False
     SHORT: bool = False
+    # Over ranks, where dy of others is still on its way: how many, and the transport's programs that take rows.
+    RANKS: int = 1
+    TAKERS: int = 1
 
     @property
     def J(self) -> int:
@@ -207,12 +213,18 @@ def hopper_backward(
     *,
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
+    arrival: Arrival | None = None,
 ) -> Scheduled:
     """As `scheduled_backward`; the rows of dy and x begin at multiples of 16 bytes."""
     order_N, slot_row_N, offs_E = maps
     (tokens, hidden), (experts, _, intermediate) = x_TH.shape, down_EHI.shape
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
+    table, letter, sends = make_table(offs_E, BLOCK_M), None, 0
+    if arrival is not None:
+        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers)
+        own = make_own_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
+        letter, sends = write_letter(arrival, own), arrival.sends
     programs = multiprocessors(device)
     layout = plan.layout(tokens, rows, programs)
     most_tiles = slots(rows, experts, BLOCK_M)
@@ -246,9 +258,10 @@ def hopper_backward(
         order_N,
         slot_row_N,
         offs_E,
-        make_table(offs_E, BLOCK_M).heaviest_E,
+        table.heaviest_E,
         counters,
-        None if trace is None else trace(layout.most_tickets(most_tiles), BLOCK_M),
+        letter,
+        None if trace is None else trace(sends + layout.most_tickets(most_tiles), BLOCK_M),
         tokens,
         rows,
         intermediate,

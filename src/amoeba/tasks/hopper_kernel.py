@@ -43,11 +43,26 @@ from amoeba.tasks.decoder import (
     COMBINE,
     DOWN,
     DOWN_WEIGHTS,
+    SEND,
     UP,
     UP_WEIGHTS,
     count_tickets,
+    decode_send,
     decode_ticket,
     rows_of_row_tile,
+)
+from amoeba.tasks.hopper_arrivals import (
+    FIRST_OWN,
+    HALF,
+    MOST_TOKENS,
+    RANK,
+    SENDS,
+    number,
+    numbers_at,
+    send_half,
+    wait_for_received,
+    wait_for_tile,
+    wait_until_taken,
 )
 from amoeba.tasks.hopper_queue import (
     BLOCK_K,
@@ -66,6 +81,7 @@ from amoeba.tasks.hopper_queue import (
     wait_for_tokens,
 )
 from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines, fill_tokens
+from amoeba.tasks.own_first import own_tiles_first
 
 # A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
 # microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two multiplies.
@@ -74,7 +90,8 @@ TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 @gluon.jit
 def _produce(
-    descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, wave, late, PLAN: gl.constexpr
+    descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, wave, late,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
@@ -90,19 +107,38 @@ def _produce(
     places = gl.arange(0, PLAN.BLOCK_E, PLAN.EXPERT_LAYOUT)
     token_blocks = gl.cdiv(tokens, PLAN.TOKENS)
     total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, token_blocks)
+    sends = 0 * total
+    if PLAN.RANKS > 1:
+        sends = number(letter, SENDS)
+    total += sends
     count = 0
     passed = 0
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
         kind, item, part = decode_ticket(
-            ticket, wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS,
+            gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS,
             token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, PLAN.GROUP,
         )  # fmt: skip
+        if PLAN.RANKS > 1:
+            if ticket < sends:
+                kind, item, part = decode_send(
+                    ticket, number(letter, MOST_TOKENS), number(letter, RANK), 2 * HALF, PLAN.RANKS
+                )
+            elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
+                first_own = numbers_at(letter, FIRST_OWN, gl.int32)
+                item = own_tiles_first(
+                    item, places, first_tile, first_own, first_own + PLAN.EXPERTS, PLAN.EXPERTS, wave
+                )
         expert = item
         row = 0 * item
         end = 0 * item
         if kind == COMBINE:
             wait_for_tokens(item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN)
+            if PLAN.RANKS > 1:
+                wait_for_received(letter, item, tokens, PLAN)
+        elif kind == SEND:
+            if PLAN.RANKS > 1:
+                wait_until_taken(letter, item, PLAN.RANKS, PLAN.TAKERS)
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             row = gl.load(offs_E + item - 1, mask=item > 0, other=0)
             end = gl.load(offs_E + item)
@@ -113,6 +149,8 @@ def _produce(
                 wait(row_counters + item, PLAN.MULTIPLIED)
             elif kind == UP:
                 wait(row_counters + item, PLAN.ACTIVATED)
+            elif PLAN.RANKS > 1:
+                wait_for_tile(letter, order, row, end, PLAN)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
         if kind == DOWN:
             pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
@@ -141,7 +179,7 @@ def _produce(
             count = fill_lines(
                 da_lines_desc, h_lines_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN
             )
-        else:
+        elif kind == COMBINE:
             count = fill_tokens(item, dx, slot_row, token_bufs, full, empty, count, tokens, rows, PLAN)
         ticket = gl.atomic_add(counters, 1, sem="relaxed")
     pass_on(queue, passed, STOP, 0, 0, 0, 0, 0, 0)
@@ -149,14 +187,14 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    descriptors, results, sources, counters, queue, ring, staging, trace, tokens, rows, intermediate,
+    descriptors, results, sources, counters, queue, ring, staging, letter, trace, tokens, rows, intermediate,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each task."""
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
-    weight, order, slot_row = sources
+    dy, weight, order, slot_row = sources
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, all_scales = staging
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -246,6 +284,11 @@ def _consume(
                 WARPGROUP, PLAN,
             )  # fmt: skip
             untold = -1
+        elif PLAN.RANKS > 1:
+            if kind == SEND:
+                tell(untold, counters, PLAN)
+                untold = -1
+                send_half(letter, item, part, dy, WARPGROUP, PLAN)
         working = kind != STOP
         if trace is not None and WARPGROUP == 0:  # noqa: SIM102 - known when it is compiled, unlike the next
             if working:
@@ -259,7 +302,7 @@ def _consume(
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
-    slot_row, offs_E, heaviest_E, counters, trace, tokens, rows, intermediate, wave, late, PLAN: gl.constexpr,
+    slot_row, offs_E, heaviest_E, counters, letter, trace, tokens, rows, intermediate, wave, late, PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -298,16 +341,16 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                stores, results, (weight, order, slot_row), counters, queue, ring, staging, trace, tokens, rows,
+                stores, results, (dy, weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
                 intermediate, gl.constexpr(0), PLAN,
             )),
             (_consume, (
-                stores, results, (weight, order, slot_row), counters, queue, ring, staging, trace, tokens, rows,
+                stores, results, (dy, weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
                 intermediate, gl.constexpr(1), PLAN,
             )),
             (_produce, (
-                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, tokens, rows, intermediate, wave, late,
-                PLAN,
+                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, letter, tokens, rows, intermediate, wave,
+                late, PLAN,
             )),
         ],
         [4, 4],

@@ -98,7 +98,7 @@ def _make_own_table(
 
 @triton.jit
 def own_tiles_first(
-    item, places, first_tile, first_own, own_before, EXPERTS: tl.constexpr, WAVE: tl.constexpr
+    item, places, first_tile, first_own, own_before, EXPERTS: tl.constexpr, WAVE
 ):  # fmt: skip
     """The row tile in place of this one, which is counted from the beginning of its wave of experts. places: 0 to a
     power of two, at least EXPERTS."""
