@@ -10,7 +10,6 @@ plain kernel does and the two differ by rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,14 +58,12 @@ class TasksBackend(TritonBackend):
         self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs, arrival: Arrival | None = None
     ) -> Gradients:
         from amoeba.backends.triton_rows import TritonRows
-        from amoeba.tasks.kernel import scheduled_backward
 
         if problem.rows == 0:
             return Gradients.zeros(problem, needs)
         rows = TritonRows.dispatch(problem, saved)
         problem, weights = rows.problem, rows.problem.weights
-        kernel = kernel_for(problem) if arrival is None else partial(scheduled_backward, arrival=arrival)
-        found = kernel(
+        found = kernel_for(problem)(
             rows.gather(dy_TH.contiguous()).rows_TW if arrival is None else dy_TH,
             problem.x_TH.contiguous(),
             rows.hidden() if saved is None else saved.h_NJ,
@@ -77,6 +74,7 @@ class TasksBackend(TritonBackend):
             weights.activation,
             (rows.order_N, rows.slot_row_N, rows.offs_E),
             overwrite_h=saved is None or graph_is_freed(),
+            **({} if arrival is None else {"arrival": arrival}),
         )
         return Gradients(**{name: value if getattr(needs, name) else None for name, value in found._asdict().items()})
 

@@ -29,14 +29,14 @@ HALF = gl.constexpr(64)  # rows of a flag
 GOES, ADDRESSES, EPOCHS, TROUBLE, RECORD, CELL_AT, CELL_SIZE, FLAGS_AT, FLAGS_SIZE, SENT_TOKENS = map(
     gl.constexpr, range(10)
 )
-MOST_TOKENS, RANK, LIMIT, SENDS, FIRST_OWN = map(gl.constexpr, range(10, 15))
+MOST_TOKENS, RANK, LIMIT, SENDS, FIRST_OWN, OWN_DY = map(gl.constexpr, range(10, 16))
 _LETTER = 16
 
 
 def write_letter(arrival: Arrival, own: OwnTable) -> Tensor:
     letter = torch.empty(_LETTER, dtype=torch.int64, device=arrival.dy_TH.device)
-    _, goes_WT, *others = arrival.arguments()
-    _write[(1,)](letter, goes_WT, *others, arrival.sends, own.first_own, num_warps=1)
+    dy_TH, *others = arrival.arguments()
+    _write[(1,)](letter, *others, arrival.sends, own.first_own, dy_TH, num_warps=1)
     return letter
 
 
@@ -48,7 +48,7 @@ def write_letter(arrival: Arrival, own: OwnTable) -> Tensor:
 )  # fmt: skip
 def _write(
     letter, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at, flags_size, sent_tokens,
-    most_tokens, rank, limit, sends, first_own,
+    most_tokens, rank, limit, sends, first_own, own_dy,
 ):  # fmt: skip
     tl.store(letter, goes_WT.to(tl.int64))
     tl.store(letter + 1, addresses.to(tl.int64))
@@ -65,6 +65,7 @@ def _write(
     tl.store(letter + 12, limit)
     tl.store(letter + 13, sends)
     tl.store(letter + 14, first_own.to(tl.int64))
+    tl.store(letter + 15, own_dy.to(tl.int64))
 
 
 @triton.jit
@@ -122,6 +123,12 @@ def _cell_of(letter, dest, like):
 
 
 @triton.jit
+def _aligned(letter, like):
+    # not by `numbers_at`: what is said about the result of a call is lost where the call is inlined
+    return tl.multiple_of(tl.load(letter + OWN_DY).to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
 def _raise_flag(letter, dest, block):
     flag = flag_of(
         numbers_at(letter, ADDRESSES, tl.int64), dest, number(letter, RANK), block, tl.load(letter + FLAGS_AT),
@@ -133,13 +140,13 @@ def _raise_flag(letter, dest, block):
 
 
 @gluon.jit
-def send_half(letter, dest, block, dy, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """SEND: 64 rows of own dy, which lie in this rank's own cell."""
+def send_half(letter, dest, block, like, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
+    """SEND: 64 rows of own dy. like: a pointer to such numbers."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     half = block * 2 + WARPGROUP
     tokens = number(letter, SENT_TOKENS)
-    own = dy + (number(letter, RANK) * number(letter, MOST_TOKENS)).to(gl.int64) * PLAN.H
-    cell = _cell_of(letter, dest, dy)
+    own = _aligned(letter, like)
+    cell = _cell_of(letter, dest, like)
     goes = numbers_at(letter, GOES, gl.uint8) + dest.to(gl.int64) * tokens
     c = gl.arange(0, 256, gl.SliceLayout(0, layout))
     for first in range(half * HALF, gl.minimum((half + 1) * HALF, tokens), 16):

@@ -116,8 +116,8 @@ def _produce(
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
         kind, item, part = decode_ticket(
-            gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS,
-            token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, PLAN.GROUP,
+            gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX,
+            PLAN.DOWN_PARTS, PLAN.UP_PARTS, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, PLAN.GROUP,
         )  # fmt: skip
         if PLAN.RANKS > 1:
             if ticket < sends:
@@ -194,7 +194,7 @@ def _consume(
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
-    dy, weight, order, slot_row = sources
+    weight, order, slot_row = sources
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, all_scales = staging
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -284,11 +284,11 @@ def _consume(
                 WARPGROUP, PLAN,
             )  # fmt: skip
             untold = -1
-        elif PLAN.RANKS > 1:
+        elif PLAN.RANKS > 1:  # noqa: SIM102 - known when it is compiled, unlike the next
             if kind == SEND:
                 tell(untold, counters, PLAN)
                 untold = -1
-                send_half(letter, item, part, dy, WARPGROUP, PLAN)
+                send_half(letter, item, part, da, WARPGROUP, PLAN)
         working = kind != STOP
         if trace is not None and WARPGROUP == 0:  # noqa: SIM102 - known when it is compiled, unlike the next
             if working:
@@ -341,16 +341,16 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                stores, results, (dy, weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
+                stores, results, (weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
                 intermediate, gl.constexpr(0), PLAN,
             )),
             (_consume, (
-                stores, results, (dy, weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
+                stores, results, (weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
                 intermediate, gl.constexpr(1), PLAN,
             )),
             (_produce, (
-                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, letter, tokens, rows, intermediate, wave,
-                late, PLAN,
+                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, letter, tokens, rows, intermediate,
+                wave, late, PLAN,
             )),
         ],
         [4, 4],
