@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,16 @@ def test_a_signal_comes_behind_stores_that_arrived_and_a_load_behind_the_signal(
     assert order.count("fence") == len(signals) + len(waits)
 
 
+def test_over_ranks_rows_go_16_bytes_at_a_time_and_flags_are_raised_behind_them_for_the_whole_system(found):
+    over_ranks = found["over ranks"]
+    assert over_ranks["stack_bytes"] <= MOST_STACK + 32 and over_ranks["shared"] <= SHARED_BYTES
+    assert over_ranks["local_in_loops"] == found["qwen3_30b"]["local_in_loops"]
+    assert re.search(r"load16 (load16 )*store16 (store16 )*(barrier )+raise", over_ranks["sends"]), over_ranks["sends"]
+    assert over_ranks["sends"].count("raise") == 2  # of two warpgroups
+    assert over_ranks["sends"].count("look") >= 4  # what was taken, rows of a product, rows of a block of tokens
+    assert not re.search("raise|look", found["qwen3_30b"]["sends"])
+
+
 def test_a_line_of_the_row_pass_is_laid_out_as_the_row_pass_of_triton(found):
     """So both add it up in the same order."""
     for width, (ours, theirs) in found["lines"].items():
@@ -74,19 +85,22 @@ def main(names: list[str]) -> dict[str, dict]:
 
     hopper.multiprocessors = lambda device: 132
     kernel = hopper.backward_kernel = CompileOnly(hopper.backward_kernel.kernel)
+    hopper.make_own_table, hopper.write_letter = lambda *table: None, lambda *told: empty(16, dtype=torch.int64)
     hopper.make_table = lambda offs_E, block: Table(numbers(8), numbers(9), numbers(8))
     made = {}
-    for name in names:
-        (H, I, E, K), T = SHAPES[name], 64
+    others = SimpleNamespace(post=SimpleNamespace(count=2, takers=64), rows=(0, 64), sends=1)
+    for name in (*names, "over ranks"):
+        (H, I, E, K), T = SHAPES.get(name, SHAPES["qwen3_30b"]), 64
         assert hopper.why_not(K, Activation()) is None
         N = T * K
         weight_TK, expert_TK = empty(T, K, dtype=torch.float32), empty(T, K, dtype=torch.int32)
         hopper.hopper_backward(
             empty(T, H), empty(T, H), empty(N, 2 * I), expert_TK, weight_TK, empty(E, 2 * I, H), empty(E, H, I),
-            Activation(), (numbers(N), numbers(N), numbers(E)),
+            Activation(), (numbers(N), numbers(N), numbers(E)), arrival=None if name in SHAPES else others,
         )  # fmt: skip
         compiled = kernel.last.compiled
-        made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"])}
+        made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"], WORDS)}
+        made[name]["sends"] = order_of(compiled.asm["ptx"], OVER_RANKS)
     return made | {"lines": {I: lines_of(I) for I in (64, 128, 256, 768, 512, 1024, 1472)}}
 
 
@@ -99,8 +113,17 @@ WORDS = {
 }
 
 
-def order_of(ptx: str) -> str:
-    found = (next((word for sign, word in WORDS.items() if sign in line), None) for line in ptx.splitlines())
+OVER_RANKS = {
+    "ld.global.v4": "load16",
+    "st.global.v4": "store16",
+    "bar.sync": "barrier",
+    "sys.release.exch": "raise",
+    "sys.acquire": "look",
+}
+
+
+def order_of(ptx: str, words: dict[str, str]) -> str:
+    found = (next((word for sign, word in words.items() if sign in line), None) for line in ptx.splitlines())
     return " ".join(word for word in found if word)
 
 
