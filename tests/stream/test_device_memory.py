@@ -166,6 +166,21 @@ def test_what_comes_back_from_the_host_waits_until_it_is_there() -> None:
     assert bool((tiers.weights.gate_up_EJH[0] == 7).all()), "its blob was overwritten ahead of the copy from it"
 
 
+def test_a_group_is_copied_in_one_call_and_waited_for_by_one_event() -> None:
+    """Passes of training stream all experts: what the host does for each of them would keep the link waiting."""
+    with closing(Watched(0, slots=4, host_slots=E, layers=1)) as watched:
+        device, calls, waits = watched.device, [], []
+        watched.run(0, list(range(E)))  # from the store to the host
+        copy_all, wait = device.copy_all, device.wait
+        device.copy_all = lambda source, pieces: (calls.append(len(pieces)), copy_all(source, pieces))
+        device.wait = lambda stream, event: (waits.append(stream.name), wait(stream, event))
+        watched.run(0, list(range(E)))
+        of_group, parts = 4 // 2, 2
+        assert calls == [of_group * parts] * ((E - 4) // of_group)  # those of two groups were there
+        assert waits.count("copies") == len(calls)
+        assert waits.count("compute") == len(calls) + 1  # and for the pass before this
+
+
 def test_what_leaves_is_copied_down_beside_what_comes_up_and_neither_overtakes_the_other() -> None:
     """Copies down as late as they may: what is loaded into their slots, and from their blobs, waits for them."""
     for seed in range(6):

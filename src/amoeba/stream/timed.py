@@ -80,7 +80,7 @@ class _OnGpu:
         around.call(memory, "wait_for_ids", lambda _, layer: ("wait", f"layer {layer} waits for its ids", _of(layer)))
         around.call(memory, "_wait_for_reads", _of_wait)
         around.call(memory, "_begin", _of_loads)
-        around.call(memory, "_read_and_copy", _of_load)
+        around.call(memory.reads, "read_and_copy", _of_load)
         around.call(replays, "replay", lambda _, passes, *__: ("pass", "a captured step", {"tokens": passes.tokens}))
         around.call(replays, "_wait_for", lambda _, *asked: self._of_looking(asked[-1]))
         for owner, name, timed in (

@@ -56,16 +56,16 @@ class GpuStreamedBackend(PassesBackend):
         with memory.turn(layer):
             if save != "h" and tokens <= triton.DECODE_TOKENS:
                 return _Few(problem).decode(), None
-            y_NH = None
+            y_NH = alone = None
             with _groups(problem) as groups:
                 for slot_of in groups:
                     if len(slot_of) == problem.weights.num_experts:
                         y_TH = _many(_in_slots(problem))
                         break
-                    alone = _rows_alone(problem)
-                    ones = torch.ones_like(alone.weight_TK)
-                    rows = _many(_in_slots(alone._replace(weight_TK=ones)))
-                    y_NH = rows if y_NH is None else y_NH.add_(rows)  # others' rows are zero
+                    if alone is None:
+                        alone = _rows_alone(problem)
+                        alone = alone._replace(weight_TK=torch.ones_like(alone.weight_TK))
+                    y_NH = _many(_in_slots(alone)._replace(onto_TH=y_NH))  # others' rows are zero
             if y_NH is not None:
                 y_TH = _combined(y_NH, problem, problem.weight_TK)
         _expect(problem, layer + 1)
@@ -207,10 +207,7 @@ def _expect(problem: Problem, layer: int) -> None:
 
 def _many(problem: Problem) -> Tensor:
     """The sorted way, however few rows there are."""
-    from amoeba.backends import sorted_rows
-    from amoeba.backends.triton_rows import TritonRows
-
-    return sorted_rows.forward(problem, "nothing", TritonRows)[0]
+    return triton.BACKEND.forward_sorted(problem, "nothing")[0]
 
 
 def _in_slots(problem: Problem, slot_TK: Tensor | None = None) -> Problem:

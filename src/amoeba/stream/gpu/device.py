@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,10 @@ from amoeba.stream.store.buffers import aligned_buffer
 logger = logging.getLogger("amoeba")
 
 Stream = Any  # a device's own
+Piece = tuple[Tensor, int, int, int]  # flat bytes on the device, where in them, where in the source, how many
+
+# Bytes of a copy that is called together with others. With smaller ones among them CUDA's call waits for all of them.
+LEAST_AT_ONCE = 256 * 1024
 
 
 class Event(Protocol):
@@ -87,6 +91,11 @@ class Device(ABC):
     def copy_bytes(self, stream: Stream, target: Tensor, at: int, source: Tensor, source_at: int, size: int) -> None:
         """Of flat tensors of bytes, one on the host, one on the device."""
         self.copy(stream, target[at : at + size], source[source_at : source_at + size])
+
+    def copy_all(self, source: Tensor, pieces: Sequence[Piece]) -> None:
+        """Pieces of flat host memory to the device, in the stream of copies; in one call where that can be."""
+        for target, at, source_at, size in pieces:
+            self.copy_bytes(self.copies, target, at, source, source_at, size)
 
     @abstractmethod
     def write_word(self, stream: Stream, word: Tensor, value: int) -> None:
@@ -170,6 +179,19 @@ class CudaDevice(Device):
         else:
             copy = self._driver.to_device if target.is_cuda else self._driver.to_host
             copy(target.data_ptr() + at, source.data_ptr() + source_at, size, stream.cuda_stream)
+
+    def copy_all(self, source: Tensor, pieces: Sequence[Piece]) -> None:
+        # where memory could not be pinned such copies wait for the host, together or alone
+        can = self._driver is not None and not self._said_pageable and len(pieces) > 1
+        if not can or min(size for *_, size in pieces) < LEAST_AT_ONCE:
+            super().copy_all(source, pieces)
+            return
+        assert self._driver is not None
+        first = source.data_ptr()
+        targets, sources, sizes = zip(
+            *((target.data_ptr() + at, first + source_at, size) for target, at, source_at, size in pieces), strict=True
+        )
+        self._driver.to_device_at_once(targets, sources, sizes, self.copies.cuda_stream)
 
     def write_word(self, stream: torch.cuda.Stream, word: Tensor, value: int) -> None:
         if self._driver is None:

@@ -21,6 +21,8 @@ from torch import Tensor
 from amoeba.stream.gpu.device import Device, Event
 
 BUFFERS = 2
+# Maps on their way to the device: while one is waited for, passes are launched ahead, a group of experts with each.
+STAGED = 4
 
 
 class Asked(NamedTuple):
@@ -37,8 +39,8 @@ class _Layer:
         self.experts = experts
         # slot of each expert, then the expert in each slot (0 where it is empty): shown by one copy
         self.shown = torch.empty(experts + slots, dtype=torch.int32, device=device.device)
-        self.staged = [device.mapped(experts + slots) for _ in range(BUFFERS)]
-        self.shown_at: list[Event | None] = [None] * BUFFERS
+        self.staged = [device.mapped(experts + slots) for _ in range(STAGED)]
+        self.shown_at: list[Event | None] = [None] * STAGED
         self.rows = [device.mapped(row_length(experts, ids)) for _ in range(BUFFERS)]
         self.written: Event | None = None
         self.launches = self.shows = 0
@@ -116,10 +118,10 @@ class IndexExport:
         """In the order of the stream of the calling thread. What is not in `slot_of` is missing from now on."""
         here = self._layers[layer]
         here.shows += 1
-        turn = here.shows % BUFFERS
+        turn = here.shows % STAGED
         before = here.shown_at[turn]
         if before is not None:
-            before.wait()  # two shows ago: as good as always done
+            before.wait()  # four shows ago: a host that is so far ahead has nothing to do yet
         row, experts = here.staged[turn], here.experts
         row[:experts].fill_(-1)
         row[experts:].zero_()

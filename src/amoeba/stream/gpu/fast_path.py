@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amoeba.cpu.build import CoreUnavailable, load, with_library
+from amoeba.stream.gpu.device import LEAST_AT_ONCE
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.channel import Channel
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("amoeba")
 
 NOT_THERE, NOT_SERVED, SERVED = range(3)
-
-# Bytes of a copy that is called together with others. With smaller ones among them CUDA's call waits for all of them.
-LEAST_AT_ONCE = 256 * 1024
 
 _SIGNATURES = {
     # row, answer, most, serial, looks, layer, calls, compute

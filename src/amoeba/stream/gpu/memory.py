@@ -16,19 +16,16 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from queue import SimpleQueue
-
-from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.stream.cache import ExpertCache, Fetch
 from amoeba.stream.gpu.computing import make_computing
 from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.gpu.expert_reads import ExpertReads
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.export import IndexExport
 from amoeba.stream.gpu.loader import Job, Loader
@@ -85,11 +82,7 @@ class DeviceMemory:
             for layer, (entry, tiers) in enumerate(zip(store.layers, self._tiers, strict=True))
             for weights in [tiers.weights]
         )
-        # what is read for the device alone passes through one of these
-        self._passing: SimpleQueue[tuple[Tensor, Event | None]] = SimpleQueue()
-        largest = max(entry.expert_bytes for entry in store.layers)
-        for _ in range(READS):
-            self._passing.put((device.host_memory(largest), None))
+        self.reads = ExpertReads(store, device, self._tiers)
         self._loader = Loader(READS)
         self._release = weakref.finalize(self, _release, self._loader, device)  # where nobody closes it
         self._expected: dict[tuple[int, int], Job] = {}  # loads of prefetches that nobody has asked for yet
@@ -198,8 +191,7 @@ class DeviceMemory:
                 self._end(layer, groups.pop(0))
         finally:
             for group in groups:  # nobody waited for their copies, and they are shown from now on
-                for event in group.copied.values():
-                    self.device.wait(self.device.compute, event)
+                self._compute_waits_for(group.copied.values())
                 self._end(layer, group)
 
     def prefetch(self, layer: int, ids: Iterable[int]) -> None:
@@ -208,6 +200,8 @@ class DeviceMemory:
         with self.turn(layer):
             with self._counting:
                 fetch = self.cache.prefetch(layer, ids)
+            if not (fetch.from_host or fetch.from_disk):
+                return  # there is no room: nobody leaves
             self._changed[layer] = True
             loads: list[tuple[_Load, bool]] = [(load, True) for load in fetch.from_host]
             loads += [(load, False) for load in fetch.from_disk]
@@ -239,12 +233,12 @@ class DeviceMemory:
                 self._write_back(layer, fetch)
             finally:
                 written.set()
-            # copies come to pass one after the other: those first that wait for nothing
-            written_from = {slot for _, slot, _ in fetch.writes}
-            for expert, host_slot, slot in sorted(fetch.from_host, key=lambda each: each[2] in written_from):
-                group.copied[expert] = tiers.up(slot, host_slot)
+            for some in tiers.by_what_they_wait_for(fetch.from_host):
+                event = tiers.up_all([(slot, host_slot) for _, host_slot, slot in some])
                 with self._counting:
-                    self.cache.loaded(layer, expert)
+                    for expert, _, _ in some:
+                        self.cache.loaded(layer, expert)
+                        group.copied[expert] = event
         except BaseException:
             self._let_go(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
             raise
@@ -269,7 +263,10 @@ class DeviceMemory:
 
     def _finish(self, layer: int, group: _Group) -> None:
         """The host waits for reads, the stream that computes for copies."""
-        for event in (*group.copied.values(), *self._wait_for_reads(layer, group)):
+        self._compute_waits_for((*group.copied.values(), *self._wait_for_reads(layer, group)))
+
+    def _compute_waits_for(self, copies: Iterable[Event]) -> None:
+        for event in {id(event): event for event in copies}.values():  # one event is of many copies
             self.device.wait(self.device.compute, event)
 
     def _wait_for_reads(self, layer: int, group: _Group) -> list[Event]:
@@ -329,7 +326,7 @@ class DeviceMemory:
 
         def read_and_copy() -> None:
             try:
-                event = self._read_and_copy(layer, expert, host_slot, slot, is_there, after)
+                event = self.reads.read_and_copy(layer, expert, host_slot, slot, is_there, after)
             except BaseException:
                 with self._counting:
                     self.cache.failed(layer, expert)
@@ -339,34 +336,6 @@ class DeviceMemory:
                 self._arrived[layer, expert] = event
 
         return self._loader.submit(read_and_copy, predicted=predicted)
-
-    def _read_and_copy(
-        self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool, after: threading.Event
-    ) -> Event:
-        tiers = self._tiers[layer]
-
-        def read(blob: Tensor, copy: Callable[[int, int], None]) -> None:
-            def copy_part(begin: int, size: int) -> None:
-                after.wait()
-                copy(begin, size)
-
-            self.store.read(layer, expert, blob, copy_part)
-            after.wait()
-
-        if is_there:
-            return tiers.up(slot, host_slot)
-        if host_slot is not None:
-            assert tiers.blobs is not None
-            tiers.blob_is_free(host_slot)
-            return tiers.up(slot, host_slot, read=partial(read, tiers.blobs[host_slot]))
-        memory, before = self._passing.get()
-        try:
-            if before is not None:
-                before.wait()
-            blob = memory[: self.store.expert_bytes(layer)]
-            return tiers.up(slot, None, blob, partial(read, blob))
-        finally:
-            self._passing.put((memory, self.device.record(self.device.copies)))
 
     def _show(self, layer: int, slot_of: dict[int, int]) -> None:
         if slot_of != self._shown[layer]:

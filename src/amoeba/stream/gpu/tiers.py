@@ -21,7 +21,7 @@ called elsewhere (fast_path.py), by `addresses` and `blob_address`; `copied_from
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from amoeba.stream.store.layers import LayerEntry
 from amoeba.weights import ExpertWeights
 
 Read = Callable[[Callable[[int, int], None]], None]
+Load = tuple[int, int, int]  # expert, host slot, slot
 
 
 class LayerTiers:
@@ -107,6 +108,42 @@ class LayerTiers:
         finally:  # where one fails, those before it are still under way
             event = device.record(copies)
             if host_slot is not None:
+                self._blob_users[host_slot] = event
+        return event
+
+    def by_what_they_wait_for(self, loads: Sequence[Load]) -> list[list[Load]]:
+        """Copies come to pass one after the other: those first that do not wait for copies down, of what leaves their
+        slot or of what they are copied from."""
+        waits, others = list[Load](), list[Load]()
+        for load in loads:
+            _, host_slot, slot = load
+            has_to_wait = self._leaving[slot] is not None or self._falling[host_slot] is not None
+            (waits if has_to_wait else others).append(load)
+        return [some for some in (others, waits) if some]
+
+    def up_all(self, loads: Sequence[tuple[int, int]]) -> Event:
+        """(slot, host slot) of each: in one call, where the device can, and with one event for all."""
+        device, whole = self._device, self._entry.expert_bytes
+        waits: dict[int, Event] = {}
+        for slot, host_slot in loads:
+            for events, at in ((self._readers, slot), (self._leaving, slot), (self._falling, host_slot)):
+                if (event := events[at]) is not None:
+                    waits[id(event)], events[at] = event, None
+        for event in waits.values():
+            device.wait(device.copies, event)
+        assert self._host_bytes is not None
+        try:
+            device.copy_all(
+                self._host_bytes,
+                [
+                    (stack, slot * size, host_slot * whole + offset, size)
+                    for slot, host_slot in loads
+                    for stack, size, offset in self._parts
+                ],
+            )
+        finally:  # where one fails, those before it are still under way
+            event = device.record(device.copies)
+            for _, host_slot in loads:
                 self._blob_users[host_slot] = event
         return event
 
