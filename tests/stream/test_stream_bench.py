@@ -210,7 +210,7 @@ def test_a_size_without_room_is_refused(monkeypatch) -> None:
 
 def test_a_size_without_room_on_the_disk_is_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("amoeba.bench.stream.problem.shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
-    with pytest.raises(ValueError, match="of room on the disk .* for tiny"):
+    with pytest.raises(ValueError, match=r"of room on the disk .* for tiny"):
         choose_problem(["tiny"], "disk", CPU)
 
 

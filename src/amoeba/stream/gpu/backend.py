@@ -75,24 +75,22 @@ class GpuStreamedBackend(PassesBackend):
         layer, rows = problem.weights.layer, problem.rows
         if rows == 0:
             return Gradients.zeros(problem, needs)
-        found = Gradients.zeros(problem, needs)._asdict()
         dx_NH = dy_TH.new_zeros(rows, dy_TH.shape[1]) if needs.x else None
         d_weight = torch.zeros_like(problem.weight_TK, memory_format=torch.contiguous_format) if needs.weight else None
         with problem.weights.memory.turn(layer), _groups(problem) as groups:
             alone = _rows_alone(problem)
             dy_NH = dy_TH.index_select(0, _token_N(problem))
+            factors = _FactorGradients(problem)
             for _ in groups:
                 of_group = triton.BACKEND.backward(_in_slots(alone), None, dy_NH, needs)
                 if dx_NH is not None:
                     dx_NH += _there(of_group.x)
                 if d_weight is not None:
                     d_weight.view(-1).add_(_there(of_group.weight).flatten())
-                for name in LORA_NAMES:
-                    if (of_factor := getattr(of_group, name)) is not None:  # of a shared A, gate's is all of it
-                        found[name] = _put(problem, of_factor, found[name])
+                factors.add(of_group)
         _expect(problem, layer - 1)
         d_x = None if dx_NH is None else _combined(dx_NH, problem, None)
-        return Gradients(**found | {"x": d_x, "weight": d_weight})
+        return Gradients(d_x, d_weight, **factors.of_experts())
 
 
 class _Few:
@@ -229,11 +227,28 @@ def _factors_in_slots(lora: LoraFactors, expert_S: Tensor) -> LoraFactors:
     return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)
 
 
-def _put(problem: Problem, of_slots: Tensor, of_experts: Tensor) -> Tensor:
-    """What each slot got, to the expert that is in it."""
-    slot_E = problem.weights.memory.export.slot_E(problem.weights.layer)
-    there_E = (slot_E >= 0).view(-1, *(1 for _ in of_slots.shape[1:]))
-    return torch.where(there_E, of_slots.index_select(0, slot_E.clamp(min=0)), of_experts)
+class _FactorGradients:
+    """What each slot got in each group, to be put to the expert that was in it: at the end, all of them at once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._slot_E = problem.weights.memory.export.slot_E(problem.weights.layer)
+        self._slots = problem.weights.slots.num_experts
+        self._place_E = torch.zeros_like(self._slot_E)
+        self._groups: dict[str, list[Tensor]] = {}
+        self._count = 0
+
+    def add(self, of_group: Gradients) -> None:
+        """Of the experts that are shown."""
+        for name in LORA_NAMES:
+            if (of_factor := getattr(of_group, name)) is not None:  # of a shared A, gate's is all of it
+                self._groups.setdefault(name, []).append(of_factor)
+        if self._groups:
+            place_E = self._slot_E + self._count * self._slots
+            self._place_E = torch.where(self._slot_E >= 0, place_E, self._place_E)
+        self._count += 1
+
+    def of_experts(self) -> dict[str, Tensor]:
+        return {name: torch.cat(groups).index_select(0, self._place_E) for name, groups in self._groups.items()}
 
 
 def _token_N(problem: Problem) -> Tensor:
