@@ -107,6 +107,7 @@ class _Few:
         from amoeba.kernels.index_export import MOST_IDS
 
         problem, memory, layer, export = self.problem, self.memory, self.layer, self.memory.export
+        memory.replays.predict(layer, problem.x_TH, problem.expert_TK.shape[1])
         memory.replays.rehearse(layer, problem.expert_TK, _given(problem))
         if problem.rows > MOST_IDS:
             return self._with(problem, list(range(problem.weights.num_experts)))
@@ -175,6 +176,7 @@ def _captured(problem: Problem, save: Save) -> Tensor:
     if save == "h" or tokens > triton.DECODE_TOKENS:
         raise CannotCapture(f"{tokens} tokens of a step, or its gradients, are streamed by the host")
     given = _given(problem)
+    memory.replays.predict(layer, problem.x_TH, problem.expert_TK.shape[1])
     slot_TK = memory.replays.slots_of(layer, problem.expert_TK, given)
     y_TH = decode(_in_slots(problem, slot_TK), like=Like(tokens, problem.weights.num_experts))
     if given is not None:

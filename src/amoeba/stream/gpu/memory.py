@@ -68,15 +68,17 @@ class DeviceMemory:
         ids: int,
         policy: str = DEFAULT_POLICY,
         miss: str = "move",
+        spares: Sequence[int] | None = None,
     ) -> None:
+        """spares: of the slots of each layer, those for copies that begin early (early_copies.py)."""
         self.store, self.device, self.policy = store, device, policy
-        self.slots, self.host_slots = tuple(slots), tuple(host_slots)
+        self.spares = (0,) * len(slots) if spares is None else tuple(spares)
+        self.slots = tuple(whole - spare for whole, spare in zip(slots, self.spares, strict=True))
+        self.host_slots = tuple(host_slots)
         shapes = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
-        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy)
-        self._tiers = [
-            LayerTiers(device, *sizes) for sizes in zip(store.layers, self.slots, self.host_slots, strict=True)
-        ]
-        self.export = IndexExport(device, [entry.experts for entry in store.layers], self.slots, ids)
+        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy, spares=self.spares)
+        self._tiers = [LayerTiers(device, *sizes) for sizes in zip(store.layers, slots, self.host_slots, strict=True)]
+        self.export = IndexExport(device, [entry.experts for entry in store.layers], slots, ids)
         self.layers = tuple(
             GpuStreamedExperts(self, layer, weights, of_all(weights, entry.experts))
             for layer, (entry, tiers) in enumerate(zip(store.layers, self._tiers, strict=True))
@@ -135,7 +137,7 @@ class DeviceMemory:
                 if last is self._replayed:
                     if self._promoted is not None:
                         device.wait(device.compute, self._promoted)
-                    self._tiers[layer].read_by(range(self.slots[layer]), last)
+                    self._tiers[layer].read_by(range(self.slots[layer] + self.spares[layer]), last)
             try:
                 yield
             finally:

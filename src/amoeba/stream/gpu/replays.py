@@ -32,7 +32,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -43,6 +43,7 @@ from torch import Tensor
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
+from amoeba.stream.gpu.predictions import Predictions
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
@@ -72,6 +73,7 @@ class GpuReplays:
         self._mode = threading.local()  # of the thread that rehearses or captures
         self._most_ids = 0  # of a question of this replay
         self._later: deque[tuple[int, list[int]]] = deque()  # layers, and what they found: to be counted
+        self._predictions: Predictions | None = None
 
     @property
     def channel(self) -> Channel:
@@ -80,6 +82,16 @@ class GpuReplays:
             self._channel = Channel(memory.device, experts, self._ids, len(memory.slots))
             self._fast = FastPath(memory, self._channel, memory.computing)
         return self._channel
+
+    def predict_by(self, routers: Sequence[Tensor | None]) -> None:
+        """From now on passes that are captured say what the next layer will ask for, by its router (E, H), and that is
+        copied early where the layer has spare slots."""
+        self._predictions = Predictions(self._memory, routers, self._ids)
+
+    def predict(self, layer: int, x_TH: Tensor, top_k: int) -> None:
+        """Called by every pass of a few tokens: for the next layer, where it is captured or rehearsed."""
+        if self._predictions is not None and (self.is_capturing or getattr(self._mode, "rehearses", False)):
+            self._predictions.launch(layer, x_TH, top_k)
 
     def forget(self, layer: int) -> None:
         """What was prepared: the layer is about to change."""
@@ -104,6 +116,7 @@ class GpuReplays:
                 with memory.turn(layer):
                     for _ in memory.lend(layer, range(entry.experts)):
                         pass
+        memory.device.join()  # of a rehearsal that was broken off
         self._mode.rehearses = True
         try:
             yield
@@ -228,6 +241,7 @@ class GpuReplays:
                 missing, there = channel.read(serial)
             if not missing:
                 self.forget_who_leaves(layer)
+                self._fast.early.drop(layer)
             elif is_served:
                 self._fast.write_down(layer, serial, missing, there)
             else:
@@ -244,6 +258,9 @@ class GpuReplays:
         assert fast is not None and replayed is not None
         has_ended = False
         while not (found := fast.look(layer, serial, 1 if self._later else _LOOKS)):
+            if self._predictions is not None and fast.early.is_on and (expected := self._predictions.read(layer)):
+                fast.early.begin(layer, expected)
+                continue
             if self._later:
                 self._count_one()
                 continue
@@ -252,6 +269,8 @@ class GpuReplays:
             turns += 1
             time.sleep(0)  # other threads need Python too
             has_ended = not turns % 16 and replayed.done()
+        if self._predictions is not None:
+            self._predictions.read(layer)  # too late
         return found == SERVED
 
     def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
