@@ -129,6 +129,7 @@ def test_every_pass_finds_its_experts_at_any_speed(slots: int, host_slots: int) 
             assert len(served.seen) == 12
 
 
+@quick(lambda host_slots: host_slots == 2)
 @pytest.mark.parametrize("host_slots", [E, 2], ids=["all in host memory", "over a disk"])
 def test_captured_passes_hit_as_often_as_the_simulator_says(host_slots: int) -> None:
     with closing(Served(0, 4, host_slots)) as served:

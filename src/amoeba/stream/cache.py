@@ -72,8 +72,8 @@ class Counters:
 
     @property
     def prefetch_recall(self) -> float:
-        """Of what was not on the top tier when it was asked for, the share whose copy had begun early."""
-        return self.prefetched_used / max(1, self.from_host + self.from_disk)
+        """Of what would have missed, the share whose load had begun before it was asked for."""
+        return self.prefetched_used / max(1, self.prefetched_used + self.from_host + self.from_disk)
 
     def per_token(self, amount: int) -> float:
         return amount / max(1, self.tokens)

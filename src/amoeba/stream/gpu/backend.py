@@ -104,10 +104,16 @@ class _Few:
         self.like = Like(problem.x_TH.shape[0], problem.weights.num_experts)
 
     def decode(self) -> Tensor:
+        replays = self.memory.replays
+        replays.predict(self.layer, self.problem.x_TH, self.problem.expert_TK.shape[1])
+        y_TH = self._decode()
+        replays.prefetch(self.layer + 1)
+        return y_TH
+
+    def _decode(self) -> Tensor:
         from amoeba.kernels.index_export import MOST_IDS
 
         problem, memory, layer, export = self.problem, self.memory, self.layer, self.memory.export
-        memory.replays.predict(layer, problem.x_TH, problem.expert_TK.shape[1])
         memory.replays.rehearse(layer, problem.expert_TK, _given(problem))
         if problem.rows > MOST_IDS:
             return self._with(problem, list(range(problem.weights.num_experts)))

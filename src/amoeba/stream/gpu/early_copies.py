@@ -8,14 +8,10 @@ A layer has a few slots of which neither its table nor its map on the GPU knows.
 into one of them. If the layer then asks for it, which it does as for any that is missing, the answer names that slot,
 and the slot of whoever leaves for it is spare from then on; else its copy was for nothing. So a wrong guess takes no
 expert away and nothing has to be kept off slots that are read: they are as if the copy had not begun.
-
-**It has to pay.** An early copy that is used saves the time of a copy at best, one that is not takes as much of the
-link. Where fewer are used than not, or they are few beside all that misses, copies are begun no more.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from ctypes import Array
 from typing import TYPE_CHECKING
@@ -23,12 +19,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
 
-logger = logging.getLogger("amoeba")
-
 SPARES = 2  # of a layer that has slots enough: a token misses one or two experts of a layer
 LEAST_SLOTS = 16  # of a layer; below that two slots are worth more as they are
-# Missing experts after which it is judged, again and again, and the share of them that has to have come early.
-JUDGED, LEAST_RECALL = 512, 0.1
 NOBODY = -1
 
 
@@ -43,8 +35,6 @@ class EarlyCopies:
     def __init__(self, memory: DeviceMemory, early_of: Sequence[Array]) -> None:
         self._memory, self._early_of = memory, early_of
         self._slot_of: list[dict[int, int]] = [{} for _ in early_of]
-        self.is_on = any(memory.spares)
-        self._begun = self._used = self._missed = 0  # since it was judged
 
     def __getitem__(self, layer: int) -> dict[int, int]:
         return self._slot_of[layer]
@@ -65,7 +55,6 @@ class EarlyCopies:
                 here[expert] = of_layer[expert] = slot
                 loads.append((slot, host_slot))
             memory.cache.counters.prefetched += len(loads)
-        self._begun += len(loads)
         if loads:
             memory._tiers[layer].up_all(loads)
 
@@ -77,12 +66,11 @@ class EarlyCopies:
             table.move(expert, here.pop(expert))
             table.spare.append(slot)
             self._early_of[layer][expert] = NOBODY
-        self._memory.cache.counters.prefetched_used += len(used)
-        self._used += len(used)
-        self._missed += len(from_host)
+        counters = self._memory.cache.counters
+        counters.prefetched_used += len(used)
+        counters.from_host -= len(used)  # they were on their way
+        counters.waited += len(used)
         self.drop(layer)
-        if self.is_on and self._missed >= JUDGED:
-            self._judge()
 
     def drop(self, layer: int) -> None:
         """Copies into these slots that come later come after what is under way."""
@@ -93,11 +81,3 @@ class EarlyCopies:
             for expert in here:
                 self._early_of[layer][expert] = NOBODY
             here.clear()
-
-    def _judge(self) -> None:
-        recall, wasted = self._used / self._missed, self._begun - self._used
-        self.is_on = self._used > wasted and recall >= LEAST_RECALL
-        if not self.is_on:
-            found = f"{self._used} of {self._missed} that were missing came early, {wasted} came for nothing"
-            logger.info("experts are no longer copied before they are asked for, it does not pay: %s", found)
-        self._begun = self._used = self._missed = 0
