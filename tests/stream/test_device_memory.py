@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -119,6 +119,36 @@ def test_slots_hold_what_they_are_said_to_hold_at_any_speed(slots: int, host_slo
         with closing(Watched(seed, slots, host_slots)) as watched:
             watched.store.slow = seed % 3 == 0
             passes(watched, seed, 16, prefetches=seed % 2 == 0)
+
+
+def test_while_one_sequence_waits_for_the_disk_another_passes_over_other_layers(monkeypatch) -> None:
+    with closing(Watched(0, slots=3, host_slots=2)) as watched:
+        watched.run(0, [1, 2])
+        go_on, reads, read = threading.Event(), threading.Event(), watched.store._read
+
+        def held_up(layer: int, expert: int, memory) -> None:
+            if layer == 1:
+                reads.set()
+                assert go_on.wait(20)
+            read(layer, expert, memory)
+
+        monkeypatch.setattr(watched.store, "_read", held_up)
+        with ThreadPoolExecutor(1) as another:
+            ahead = another.submit(watched.run, 1, [4, 5])
+            assert reads.wait(20)
+            for ids in ([1, 2], [2, 1]):
+                watched.run(0, ids)  # what it needs is there
+            assert not ahead.done()
+            go_on.set()
+            ahead.result(20)
+
+
+def test_sequences_in_several_threads_find_their_experts_at_any_speed() -> None:
+    for seed in range(3):
+        with closing(Watched(seed, slots=4, host_slots=3)) as watched, ThreadPoolExecutor(3) as pool:
+            watched.store.slow = True
+            for each in [pool.submit(passes, watched, 10 * seed + number, 8) for number in range(3)]:
+                each.result(60)
 
 
 @pytest.mark.parametrize("prefetches", [False, True])
