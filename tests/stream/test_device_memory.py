@@ -108,7 +108,10 @@ def passes(watched: Watched, seed: int, count: int, prefetches: bool = False) ->
         watched.run(layer, drawn.sample(range(E), drawn.choice((1, 2, 3, E))))
         watched.look_at_all_shown(layer)
         if prefetches:
-            watched.memory.prefetch(1 - layer, drawn.sample(range(E), 4))
+            if drawn.random() < 0.5:
+                watched.memory.prefetch(1 - layer, drawn.sample(range(E), 4))
+            else:
+                watched.memory.expect_all(1 - layer)
             for _ in range(drawn.choice((0, 1, 2))):
                 watched.look_at_all_shown(1 - layer)
 
@@ -209,6 +212,23 @@ def test_a_group_is_copied_in_one_call_and_waited_for_by_one_event() -> None:
         assert calls == [of_group * parts] * ((E - 4) // of_group)  # those of two groups were there
         assert waits.count("copies") == len(calls)
         assert waits.count("compute") == len(calls) + 1  # and for the pass before this
+
+
+def test_between_two_layers_the_link_brings_what_the_next_will_need_first() -> None:
+    with closing(Watched(0, slots=4, host_slots=E)) as watched:
+        device, memory = watched.device, watched.memory
+        for layer in (0, 1, 0):
+            watched.run(layer, list(range(E)))
+            memory.expect_all(1 - layer)
+        from_host, waits, copy_all, wait = [], [], device.copy_all, device.wait
+        device.copy_all = lambda source, pieces: (from_host.append(len(pieces)), copy_all(source, pieces))
+        device.wait = lambda stream, event: (waits.append(stream.name), wait(stream, event))
+        watched.run(1, list(range(E)))
+        assert from_host == []  # all four that it missed had come
+        waits.clear()
+        memory.expect_all(0)
+        assert from_host == [4] and "copies" not in waits  # in one call, which waits for nothing
+        del device.copy_all, device.wait
 
 
 def test_what_leaves_is_copied_down_beside_what_comes_up_and_neither_overtakes_the_other() -> None:

@@ -208,7 +208,7 @@ def _groups(problem: Problem) -> Iterator[Iterator[dict[int, int]]]:
 def _expect(problem: Problem, layer: int) -> None:
     memory = problem.weights.memory
     if 0 <= layer < len(memory.layers):
-        memory.prefetch(layer, range(memory.layers[layer].num_experts))
+        memory.expect_all(layer)
 
 
 def _many(problem: Problem) -> Tensor:

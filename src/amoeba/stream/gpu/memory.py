@@ -30,7 +30,8 @@ from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.export import IndexExport
 from amoeba.stream.gpu.loader import Job, Loader
 from amoeba.stream.gpu.replays import GpuReplays
-from amoeba.stream.gpu.tiers import LayerTiers
+from amoeba.stream.gpu.staging import Staging
+from amoeba.stream.gpu.tiers import LayerTiers, Load
 from amoeba.stream.memory import READS, of_all, show_range
 from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.recorder import Recorder
@@ -85,6 +86,7 @@ class DeviceMemory:
             for weights in [tiers.weights]
         )
         self.reads = ExpertReads(store, device, self._tiers)
+        self.staging = Staging(self)
         self._loader = Loader(READS)
         self._release = weakref.finalize(self, _release, self._loader, device)  # where nobody closes it
         self._expected: dict[tuple[int, int], Job] = {}  # loads of prefetches that nobody has asked for yet
@@ -222,6 +224,12 @@ class DeviceMemory:
                         self.cache.failed(layer, load[0])
                 raise
 
+    def expect_all(self, layer: int) -> None:
+        """All experts of the layer will be asked for next."""
+        self.prefetch(layer, range(self.store.layers[layer].experts))
+        with self.turn(layer):
+            self.staging.fill(layer)
+
     def _begin(self, layer: int, part: list[int]) -> _Group:
         tiers, fetch = self._tiers[layer], self._request(layer, part)
         self._changed[layer] = True
@@ -235,12 +243,12 @@ class DeviceMemory:
                 self._write_back(layer, fetch)
             finally:
                 written.set()
-            for some in tiers.by_what_they_wait_for(fetch.from_host):
+            staged, event = self.staging.up(layer, fetch.from_host)
+            if event is not None:
+                self._copied(layer, group, staged, event)
+            for some in tiers.by_what_they_wait_for([load for load in fetch.from_host if load not in staged]):
                 event = tiers.up_all([(slot, host_slot) for _, host_slot, slot in some])
-                with self._counting:
-                    for expert, _, _ in some:
-                        self.cache.loaded(layer, expert)
-                        group.copied[expert] = event
+                self._copied(layer, group, some, event)
         except BaseException:
             self._let_go(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
             raise
@@ -250,6 +258,12 @@ class DeviceMemory:
                 self._loader.promote(job)
                 group.jobs[expert] = job
         return group
+
+    def _copied(self, layer: int, group: _Group, loads: Sequence[Load], event: Event) -> None:
+        with self._counting:
+            for expert, _, _ in loads:
+                self.cache.loaded(layer, expert)
+                group.copied[expert] = event
 
     def _request(self, layer: int, part: list[int]) -> Fetch:
         try:
