@@ -27,8 +27,8 @@ from amoeba.stream.gpu.tiers import Load
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
 
-# 16 experts of Qwen3-30B's sizes are 151 MB and take 3 ms over the link; between two layers of a training step with 4096
-# tokens it would rest for one to three. Not measured yet.
+# 16 experts of Qwen3-30B's sizes are 151 MB and take 3 ms over the link. Between two layers of a training step with
+# 4096 tokens it would rest for one to three, as estimated; not measured yet.
 MOST_STAGED, MOST_BYTES = 16, 160 * 2**20
 
 
