@@ -164,12 +164,13 @@ class Plan:
 
     def layout(self, tokens: int, rows: int, programs: int) -> Layout:
         parts = (self.TN, self.TNX, self.DOWN_PARTS, self.UP_PARTS)
-        wave, kept = order_of(self, rows, programs)
-        return Layout(self.EXPERTS, BLOCK_M, *parts, cdiv(tokens, self.TOKENS), wave, self.GROUP, kept)
+        wave, mixed, kept = order_of(self, rows, programs)
+        return Layout(self.EXPERTS, BLOCK_M, *parts, cdiv(tokens, self.TOKENS), wave, self.GROUP, mixed, kept)
 
 
-def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, int]:
-    """Experts of a wave, and how many waves' gradients of gate_up are kept for the end.
+def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, bool, int]:
+    """Experts of a wave, whether its gradients of down come among dx, and how many waves' gradients of gate_up are
+    kept for the end: see `Tiling`.
 
     A wave is at least ROUNDS turns of all programs in DOWN: so that by the time a row pass or dx is handed out, what it
     waits for is done. It is no larger, so that its rows stay in the second-level cache.
@@ -177,7 +178,7 @@ def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, int]:
     tiles = max(1, cdiv(rows, plan.EXPERTS * BLOCK_M)) * plan.TN  # of an expert, if all have as many rows
     wave = max(LEAST_WAVE, next_power_of_2(cdiv(ROUNDS * programs, tiles)))
     waves = cdiv(plan.EXPERTS, wave)
-    return wave, max(1, min(waves, cdiv(waves * BESIDE_TOKENS, plan.J)))
+    return wave, False, max(1, min(waves, cdiv(waves * BESIDE_TOKENS, plan.J)))
 
 
 def _within_a_warp(size: int) -> Any:
@@ -254,6 +255,7 @@ def hopper_backward(
         intermediate,
         layout.wave,
         layout.late,
+        int(layout.mixed),
     )
     return found
 

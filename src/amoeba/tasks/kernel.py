@@ -232,6 +232,7 @@ def _backward(
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
     LATE: tl.constexpr,
+    MIXED: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -280,6 +281,7 @@ def _backward(
             WAVE,
             WAVES,
             LATE,
+            MIXED,
             GROUP,
         )
         if trace is not None:
