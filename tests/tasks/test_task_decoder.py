@@ -47,7 +47,16 @@ def layout_of(graph: Graph) -> Layout:
     kinds = (Kind.DOWN, Kind.UP, Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS)
     parts = (graph.parts(kind) for kind in kinds)
     tiling = graph.tiling
-    return Layout(graph.rows.experts, tiling.rows, *parts, graph.token_blocks, tiling.wave, tiling.group, tiling.mixed, tiling.kept)
+    return Layout(
+        graph.rows.experts,
+        tiling.rows,
+        *parts,
+        graph.token_blocks,
+        tiling.wave,
+        tiling.group,
+        tiling.mixed,
+        tiling.kept,
+    )
 
 
 def check(seed: int, most: int) -> None:

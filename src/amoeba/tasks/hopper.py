@@ -28,10 +28,11 @@ from amoeba.kernels.row_tiles import column_block
 from amoeba.kernels.tiles import slots
 from amoeba.tasks.decoder import Layout, make_table
 from amoeba.tasks.hopper_kernel import backward_kernel
-from amoeba.tasks.kernel import GROUP, TOKENS, Scheduled
+from amoeba.tasks.kernel import GROUP, Scheduled
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
 MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
+TOKENS = 32  # that are combined by one task: to find out whether their rows are there takes as long as to add up ten
 # The order of tickets, see `order_of`. Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less
 # than one turn of all programs (sonic_a, qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up
 # takes about twice as long as the sums over tokens, which are bound by memory, so that they can run beside it.
@@ -139,6 +140,13 @@ class Plan:
     @property
     def STAGED_ROWS(self) -> int:
         return next_power_of_2(self.TOGETHER * self.TOP_K)
+
+    @property
+    def SUM_LAYOUT(self) -> Any:
+        """Of 128 columns of those tokens; of four tokens each warp has one."""
+        if self.TOGETHER < 8:
+            return gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+        return gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 
     @property
     def BLOCK(self) -> int:
