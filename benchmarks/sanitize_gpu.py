@@ -31,7 +31,9 @@ HAZARD = re.compile(r"Potential (\w+) hazard detected at __shared__ 0x([0-9a-f]+
 ACCESS = re.compile(r"(?:Read|Write) Thread .* at (\w+)\+0x[0-9a-f]+ in (\S+):(\d+)")
 
 
-def run_layer(dtype: torch.dtype, T: int, H: int, I: int, activation: Activation, bias: bool, E: int = 8) -> None:
+def run_layer(
+    dtype: torch.dtype, T: int, H: int, I: int, activation: Activation, bias: bool, E: int = 8, backend: str = "triton"
+) -> None:
     """Forward and, for more than a few tokens, backward of a layer with K=2 (8 for one token), some slots nobody's."""
     generator = torch.Generator("cuda").manual_seed(0)
     K, train = (8, False) if T == 1 else (2, T > 8)
@@ -47,7 +49,7 @@ def run_layer(dtype: torch.dtype, T: int, H: int, I: int, activation: Activation
     weights = ExpertWeights(normal(E, J, H), normal(E, H, I), *biases, activation)
     routing = Routing(expert_TK, torch.rand(T, K, device="cuda", generator=generator).requires_grad_(train))
     with torch.set_grad_enabled(train):
-        y_TH = experts(normal(T, H), routing, weights, backend="triton")
+        y_TH = experts(normal(T, H), routing, weights, backend=backend)
     if train:
         y_TH.backward(torch.randn_like(y_TH))
     torch.cuda.synchronize()
@@ -89,6 +91,7 @@ def run_control(convert: bool) -> None:
 LAYERS: dict[str, Callable[[], None]] = {
     "gated with biases": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), True),
     "gated": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), False),
+    "scheduled backward": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), False, backend="tasks"),
     "plain": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation("relu2", gated=False), False),
     "fp32, odd sizes": lambda: run_layer(torch.float32, 199, 63, 199, CLAMPED, True),
     "one token": lambda: run_layer(torch.bfloat16, 1, 2048, 768, Activation(), False, E=16),
@@ -113,8 +116,9 @@ def dispatch_lines(file: str) -> set[int]:
 def _kernel_files() -> list[str]:
     from amoeba.kernels.hopper import gradient as hopper_gradient
     from amoeba.kernels.hopper import product as hopper_product
+    from amoeba.tasks import hopper_kernel
 
-    return [inspect.getfile(module) for module in (hopper_gradient, hopper_product)]
+    return [inspect.getfile(module) for module in (hopper_gradient, hopper_product, hopper_kernel)]
 
 
 def watch(tool: str, layer: str) -> tuple[list[str], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -44,6 +45,33 @@ def test_a_sharded_layer_in_fp8_never_sees_old_codes(world: None) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.gpu
+@pytest.mark.thorough  # half a minute
+def test_a_thousand_scheduled_backwards_end_while_fsdp_gathers_the_next_layer(world: None) -> None:
+    """A kernel that waits on all multiprocessors, and copies of other streams beside it."""
+    torch.manual_seed(0)
+    config = MoEConfig(256, 128, RouterConfig(16, 2))
+    model = torch.nn.Sequential(*(MoE(config, backend="tasks", device=DEVICE, dtype=torch.bfloat16) for _ in range(3)))
+    mesh = init_device_mesh(DEVICE, (1,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for before, after in pairwise(model):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+    x = torch.randn(300, 256, device=DEVICE, dtype=torch.bfloat16)
+    parameters = list(model.parameters())
+    first, differ = None, torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for _ in range(1000):
+        model(x).float().square().mean().backward()
+        found = [parameter.grad.to_local() for parameter in parameters]
+        first = first or [each.clone() for each in found]
+        for left, right in zip(found, first, strict=True):
+            differ |= (left != right).any()
+        model.zero_grad()
+    assert not differ
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16 compute"])

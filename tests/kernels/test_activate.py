@@ -216,8 +216,9 @@ def test_a_diverged_row_shows(device, name):
 
 @pytest.mark.parametrize("width", [1, 16, 63, 64, 768, 1408, 2880, 14336, 28672])
 def test_a_block_leaves_few_lanes_idle_and_a_tile_is_never_smaller_than_its_threads(width):
-    block = kernels.column_block(width, kernels.WIDEST_BLOCK)
-    assert block & (block - 1) == 0 and block <= kernels.WIDEST_BLOCK
-    assert -(-width // block) * block - width < max(block, 16) and (width < 64 or block >= 64)
-    for tile in (kernels.FORWARD_TILE, kernels.BACKWARD_TILE):
+    passes = ((kernels.WIDEST_BLOCK, kernels.FORWARD_TILE), (kernels.WIDEST_BACKWARD, kernels.BACKWARD_TILE))
+    for widest, tile in passes:
+        block = kernels.column_block(width, widest)
+        assert block & (block - 1) == 0 and block <= widest
+        assert -(-width // block) * block - width < max(block, 16) and (width < 64 or block >= 64)
         assert tile // block * block >= 32 * kernels.WARPS * 8

@@ -1,4 +1,4 @@
-"""The backend `tasks`: proven like every other, asked for by name alone."""
+"""The backend `tasks`: proven like every other, taken where it is asked for by name or was measured to be faster."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from amoeba import Activation, ExpertWeights, Routing, experts
-from amoeba.backends import registry
+from amoeba.backends import measured, registry
 from amoeba.backends.backend import Request
+from amoeba.commands.verify import check_backends
 from amoeba.proof.cases import Case
 from amoeba.proof.conformance import verify_case
 from small_layer import Layer
@@ -67,10 +68,38 @@ def request_of(layer: Layer, weights: ExpertWeights | None = None) -> Request:
     return Request(named["x"], routing, layer.weights(named) if weights is None else weights)
 
 
-def test_auto_never_takes_it():
-    for device in ("cpu", "cuda"):
-        assert registry.backends_of(ExpertWeights, torch.device(device))[-1].name == "tasks"
-    assert registry.explain(request_of(Layer(bias=False))).backend.name != "tasks"
+def test_auto_takes_it_where_the_table_says_that_it_is_faster_and_nowhere_else(monkeypatch):
+    request = request_of(Layer(bias=False))
+    usual = registry.explain(request).backend.name
+    assert usual != "tasks" and registry.backends_of(ExpertWeights, DEVICE)[-1].name == "tasks"
+    (tokens, hidden), weights = request.x_TH.shape, request.weights
+    layer = hidden, weights.intermediate, weights.num_experts, request.routing.expert_TK.shape[1]
+    monkeypatch.setattr(measured, "_is_measured", lambda weights: True)  # as on a GPU in 16 bits
+    monkeypatch.setattr(measured, "gpu_name", lambda device: "this one")
+
+    def chosen(entry, gpu="this one", rival=usual, request=request):
+        monkeypatch.setattr(measured, "FASTER", {(gpu, rival): (entry,)})
+        return registry.explain(request).backend.name
+
+    entry = measured.Faster("tasks", *layer, (tokens, tokens), 1.05)
+    assert chosen(entry) == "tasks"
+    assert chosen(entry, gpu="another") == chosen(entry, rival="another") == usual
+    assert chosen(entry._replace(tokens=(tokens + 1, 2 * tokens))) == usual
+    assert chosen(entry._replace(hidden=hidden + 64)) == chosen(entry._replace(top_k=layer[3] + 1)) == usual
+    assert chosen(entry, request=request_of(Layer(bias=True))) == usual, "has no tasks for biases"
+
+
+def test_the_table_has_no_layer_where_it_is_slower():
+    for entries in measured.FASTER.values():
+        assert all(entry.times >= 1.01 and entry.tokens[0] <= entry.tokens[1] for entry in entries)
+
+
+def test_it_is_there_for_who_asks_for_it_by_name(monkeypatch):
+    monkeypatch.setattr(registry, "_backends", [each for each in registry._backends if each.name != "tasks"])
+    registry._sort_backends()
+    request = request_of(Layer(bias=False))
+    assert registry.choose("tasks", request).name == "tasks"
+    assert check_backends(["tasks"], DEVICE) == ["tasks"]
 
 
 def test_what_it_has_no_tasks_for_is_refused_with_the_reason(tasks):

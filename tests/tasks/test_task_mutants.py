@@ -179,7 +179,7 @@ def test_a_task_that_is_handed_out_twice(kind):
 def test_an_empty_expert_that_is_skipped(kind):
     class Mutant(Graph):
         def full(self, wave: int) -> list[int]:
-            begin, end = self._experts_of(wave)
+            begin, end = self._experts_of(kind, wave)
             return [expert for expert in self.rows.heaviest[begin:end] if self.tiles_of_expert(expert)]
 
         def lane_size(self, found: Kind, wave: int) -> int:

@@ -11,12 +11,14 @@ experts are.
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
 from amoeba.backends import block_scaled, block_scaled_triton, cpu, eager, fp8, fp8_triton, grouped, packed, triton
 from amoeba.backends.backend import Backend, Request
+from amoeba.backends.measured import faster_than
 from amoeba.errors import bad_value
 
 logger = logging.getLogger("amoeba")
@@ -25,6 +27,8 @@ _backends: list[Backend] = [
     module.BACKEND
     for module in (cpu, eager, grouped, triton, packed, block_scaled, block_scaled_triton, fp8, fp8_triton)
 ]
+# Those that come when they are asked for by name, or because they were measured to be faster: where they register.
+_BY_NAME = {"tasks": "amoeba.backends.tasks"}
 _serving: dict[tuple[type, str], list[Backend]] = {}  # by kind and type of device, the preferred ones first
 _announced: set[str] = set()
 
@@ -84,14 +88,30 @@ def explain(request: Request) -> Explanation:
     for backend in backends_of(type(request.weights), request.weights.device):
         reason = backend.why_not(request)
         if reason is None:
-            return Explanation(backend, refused)
+            return Explanation(_measured_faster(backend, request) or backend, refused)
         refused[backend.name] = reason
     return Explanation(None, refused)
+
+
+def _measured_faster(backend: Backend, request: Request) -> Backend | None:
+    name = faster_than(backend.name, request)
+    if name is None or not is_known(name):
+        return None
+    serving = backends_of(type(request.weights), request.weights.device)
+    return next((other for other in serving if other.name == name and other.why_not(request) is None), None)
+
+
+def is_known(name: str) -> bool:
+    """Whether there is such a backend; one that waits to be asked for by name is there from now on."""
+    if name in _BY_NAME and not any(backend.name == name for backend in _backends):
+        register_backend(import_module(_BY_NAME[name]).BACKEND)
+    return any(backend.name == name for backend in _backends)
 
 
 def choose(name: str, request: Request) -> Backend:
     if name == "auto":
         return _choose_auto(request)
+    is_known(name)
     serving = backends_of(type(request.weights), request.weights.device)
     for backend in serving:
         if backend.name == name:

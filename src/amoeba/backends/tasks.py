@@ -1,10 +1,10 @@
-"""`tasks`: the kernels of `triton`, with the backward as one scheduled kernel (docs/tasks.md). Not measured yet.
+"""`tasks`: the kernels of `triton`, with the backward as one scheduled kernel (docs/tasks.md).
 
-    import amoeba.backends.tasks                                  # registers it
     y_TH = amoeba.experts(x_TH, routing, weights, backend="tasks")
 
-`auto` never takes it. Gradients have the bits of `triton`. Where Hopper's kernel in Gluon does not serve a layer that
-those of `triton` do, see `amoeba.tasks.hopper.why_not`, the plain kernel does and the two differ by rounding.
+`auto` takes it where it was measured to be faster (`amoeba.backends.measured`). Gradients have the bits of `triton`.
+Where Hopper's kernel in Gluon does not serve a layer that those of `triton` do, see `amoeba.tasks.hopper.why_not`, the
+plain kernel does and the two differ by rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.backend import Request
-from amoeba.backends.registry import register_backend
 from amoeba.backends.triton import TritonBackend
 from amoeba.problem import Gradients, Needs, Problem, Saved
 from amoeba.torch_internals import graph_is_freed
@@ -80,4 +79,3 @@ def kernel_for(problem: Problem) -> Callable[..., Scheduled]:
 
 
 BACKEND = TasksBackend()
-register_backend(BACKEND)

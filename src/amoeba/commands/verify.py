@@ -11,6 +11,7 @@ import torch
 
 import amoeba.stream.gpu.placement
 import amoeba.stream.placement  # noqa: F401 - both register themselves, so that streamed experts have their rows
+from amoeba.backends.registry import is_known
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
 from amoeba.errors import bad_value
@@ -33,7 +34,7 @@ def check_backends(names: Sequence[str], device: torch.device) -> list[str]:
     """The backends asked for, or all of this device."""
     known = backend_names(device)
     for name in names:
-        if name not in known:
+        if name not in known and not is_known(name):
             raise bad_value("--backend", f"one of {', '.join(known)}", repr(name), "leave it out for all of them")
     return list(dict.fromkeys(names)) or list(known)
 

@@ -32,7 +32,8 @@ from amoeba.precision.quantised import QuantisedMatrix
 # and 3.9 to 4.1 backward, of 4.3 copied (2026-11-15); other sizes were not tried.
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 WARPS = 4
-WIDEST_BLOCK = 1024
+# Columns of a line. Backward: two warpgroups share a line of at most this width, see `amoeba.tasks.hopper`.
+WIDEST_BLOCK, WIDEST_BACKWARD = 1024, 512
 
 
 @triton.jit
@@ -281,7 +282,7 @@ def activate_backward(
     ds_N = torch.empty(rows, dtype=torch.float32, device=da_NI.device)
     if rows == 0:
         return ds_N
-    block = column_block(intermediate, WIDEST_BLOCK)
+    block = column_block(intermediate, WIDEST_BACKWARD)
     if quantised_dh is not None:
         block = max(block, BLOCK)  # of which a row has one scale
     tile_rows = BACKWARD_TILE // block

@@ -43,6 +43,13 @@ class Layout(NamedTuple):
     token_blocks: int
     wave: int
     group: int
+    mixed: bool = False
+    kept: int = 1
+
+    @property
+    def late(self) -> int:
+        """Of the experts, heaviest first, the first one whose gradient of gate_up is kept for the end."""
+        return max(cdiv(self.experts, self.wave) - max(self.kept, 1), 0) * self.wave
 
     def most_tickets(self, row_tiles: int) -> int:
         of_weights = self.experts * (self.down_weight_parts + self.up_weight_parts)
@@ -59,6 +66,8 @@ class Layout(NamedTuple):
             "TOKEN_BLOCKS": self.token_blocks,
             "WAVE": self.wave,
             "WAVES": waves,
+            "LATE": self.late,
+            "MIXED": int(self.mixed),
             "BLOCK_G": next_power_of_2(waves),
             "GROUP": self.group,
         }
@@ -146,21 +155,24 @@ def decode_ticket(
     DOWN_PARTS: tl.constexpr,
     UP_PARTS: tl.constexpr,
     TOKEN_BLOCKS,
-    WAVE: tl.constexpr,
-    WAVES: tl.constexpr,
+    WAVE,
+    WAVES,
+    LATE,
+    MIXED,
     GROUP: tl.constexpr,
 ):
     """(kind, item, part) of a ticket, as `Task` has them. wave_G: 0 to BLOCK_G, which Gluon wants laid out."""
     # A wave's tickets begin with its row passes, among the next wave's products: behind all products up to that wave,
-    # the row passes and dx of those before it, and their weights.
+    # the row passes and dx of those before it, and their weights; those of gate_up from LATE on are at the end.
     begin_G, end_G = tl.minimum(wave_G * WAVE, EXPERTS), tl.minimum((wave_G + 1) * WAVE, EXPERTS)
     start_G = tl.load(first_tile + end_G) * TN + tl.load(first_tile + begin_G) * (1 + TNX)
-    start_G += begin_G * (DOWN_PARTS + UP_PARTS)
+    start_G += begin_G * DOWN_PARTS + tl.minimum(begin_G, LATE) * UP_PARTS
     wave = tl.sum(((start_G <= ticket) & (wave_G < WAVES)).to(tl.int32), 0) - 1  # -1: before the first
     begin, end = tl.maximum(tl.minimum(wave * WAVE, EXPERTS), 0), tl.minimum((wave + 1) * WAVE, EXPERTS)
     tile_begin, tile_end = tl.load(first_tile + begin), tl.load(first_tile + end)
     next_end = tl.load(first_tile + tl.minimum((wave + 2) * WAVE, EXPERTS))
-    start = tl.where(wave < 0, 0, tile_end * TN + tile_begin * (1 + TNX) + begin * (DOWN_PARTS + UP_PARTS))
+    start = tile_end * TN + tile_begin * (1 + TNX) + begin * DOWN_PARTS + tl.minimum(begin, LATE) * UP_PARTS
+    start = tl.where(wave < 0, 0, start)
     tiles, next_tiles, experts = tile_end - tile_begin, next_end - tile_end, end - begin
 
     index = ticket - start
@@ -173,17 +185,22 @@ def decode_ticket(
         else:
             tile, part = grouped_order(product_index, next_tiles, TN, GROUP)
             kind, item = 0 * index + DOWN, tile_end + tile
-    elif index < beside + tiles * TNX:
-        tile, part = grouped_order(index - beside, tiles, TNX, GROUP)
-        kind, item = 0 * index + UP, tile_begin + tile
     elif index < beside + tiles * TNX + experts * DOWN_PARTS:
-        index -= beside + tiles * TNX
-        kind, part = 0 * index + DOWN_WEIGHTS, index % DOWN_PARTS
-        item = tl.load(heaviest_E + begin + index // DOWN_PARTS)
+        is_product, product_index, weight_index = _merged(index - beside, tiles * TNX, experts * DOWN_PARTS)
+        if MIXED == 0:
+            is_product = index < beside + tiles * TNX
+            product_index, weight_index = index - beside, index - beside - tiles * TNX
+        if is_product:
+            tile, part = grouped_order(product_index, tiles, TNX, GROUP)
+            kind, item = 0 * index + UP, tile_begin + tile
+        else:
+            kind, part = 0 * index + DOWN_WEIGHTS, weight_index % DOWN_PARTS
+            item = tl.load(heaviest_E + begin + weight_index // DOWN_PARTS)
     else:
         index -= beside + tiles * TNX + experts * DOWN_PARTS
         blocks = 0 * index
         if wave == WAVES - 1:
+            begin, experts = 0 * index + LATE, EXPERTS - LATE + 0 * index
             blocks += TOKEN_BLOCKS
         is_weight, weight_index, block = _merged(index, experts * UP_PARTS, blocks)
         if is_weight:
@@ -227,6 +244,8 @@ def _decode(
     TOKEN_BLOCKS: tl.constexpr,
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
+    LATE: tl.constexpr,
+    MIXED: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -247,6 +266,8 @@ def _decode(
             TOKEN_BLOCKS,
             WAVE,
             WAVES,
+            LATE,
+            MIXED,
             GROUP,
         )
         line = out + 3 * index

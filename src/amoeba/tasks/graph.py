@@ -164,22 +164,28 @@ class Graph(Reach):
     def runs(self) -> list[tuple[Lane, ...]]:
         """The order of the tickets. Lanes that stand together are merged evenly.
 
-        Row passes are bound by memory and run beside the next wave's products; the last wave's weights beside the sums
+        Row passes are bound by memory and run beside the next wave's products; the last waves' weights beside the sums
         over tokens. By the time that a wave's dx is handed out, its row passes are done.
         """
-        waves = blocks(self.rows.experts, self.tiling.wave)
+        waves, first_kept = self._waves
         runs: list[tuple[Lane, ...]] = [(self._lane(Kind.SEND),)]
         for wave in range(-1, waves):
             runs.append((self._lane(Kind.ACTIVATE, wave), self._lane(Kind.DOWN, wave + 1)))
-            runs.append((self._lane(Kind.UP, wave),))
-            runs.append((self._lane(Kind.DOWN_WEIGHTS, wave),))
-            if wave < waves - 1:
+            lanes = self._lane(Kind.UP, wave), self._lane(Kind.DOWN_WEIGHTS, wave)
+            runs += [lanes] if self.tiling.mixed else [(lane,) for lane in lanes]
+            if wave < first_kept:
                 runs.append((self._lane(Kind.UP_WEIGHTS, wave),))
         runs.append((self._lane(Kind.RETURN),))  # before all that waits for what peers return
-        runs.append((self._lane(Kind.UP_WEIGHTS, waves - 1), self._lane(Kind.COMBINE)))
+        runs.append((self._lane(Kind.UP_WEIGHTS, first_kept), self._lane(Kind.COMBINE)))
         runs.append((self._lane(Kind.ROUTER),))
         runs.append((self._lane(Kind.ROUTER_WEIGHTS),))
         return [run for run in runs if any(lane.size for lane in run)]
+
+    @property
+    def _waves(self) -> tuple[int, int]:
+        """How many there are, and the first of those whose gradients of gate_up are kept for the end."""
+        waves = blocks(self.rows.experts, self.tiling.wave)
+        return waves, max(waves - max(self.tiling.kept, 1), 0)
 
     def _lane(self, kind: Kind, wave: int = 0) -> Lane:
         return Lane(kind, wave, self.lane_size(kind, wave))
@@ -191,7 +197,7 @@ class Graph(Reach):
             return self.token_blocks if kind == Kind.COMBINE or self.router else 0
         if kind == Kind.ROUTER_WEIGHTS:
             return self.parts(kind) if self.router else 0
-        begin, end = self._experts_of(wave)
+        begin, end = self._experts_of(kind, wave)
         if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
             return (end - begin) * self.parts(kind)  # an expert without rows, too: its gradient is zero, and written
         return (self.rows.first_tile[end] - self.rows.first_tile[begin]) * self.parts(kind)
@@ -220,16 +226,18 @@ class Graph(Reach):
             return Task(kind, index)
         if kind == Kind.ROUTER_WEIGHTS:
             return Task(kind, 0, index)
-        begin, end = self._experts_of(wave)
+        begin, end = self._experts_of(kind, wave)
         if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
             return Task(kind, self.rows.heaviest[begin + index // self.parts(kind)], index % self.parts(kind))
         tiles = self.rows.first_tile[end] - self.rows.first_tile[begin]
         tile, part = grouped(index, tiles, self.parts(kind), self.tiling.group)
         return Task(kind, self._own_first(begin, end, tile), part)
 
-    def _experts_of(self, wave: int) -> tuple[int, int]:
+    def _experts_of(self, kind: Kind, wave: int) -> tuple[int, int]:
         """Places in `heaviest`; none for a wave before the first or after the last."""
         begin, end = wave * self.tiling.wave, (wave + 1) * self.tiling.wave
+        if kind == Kind.UP_WEIGHTS and wave == self._waves[1]:  # the lane at the end has all that were kept for it
+            end = self.rows.experts
         return min(max(begin, 0), self.rows.experts), min(max(end, 0), self.rows.experts)
 
     def _first_block(self, kind: Kind) -> list[int]:

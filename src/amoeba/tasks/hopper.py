@@ -19,9 +19,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from amoeba.config import Activation
-from amoeba.kernels.activate import WIDEST_BLOCK
+from amoeba.kernels.activate import WIDEST_BACKWARD
 from amoeba.kernels.activation import constants
-from amoeba.kernels.combine import combine_block
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
 from amoeba.kernels.hopper.product import BLOCK_K, BLOCK_M, BLOCK_N, Constants, multiprocessors
 from amoeba.kernels.launch import cdiv, next_power_of_2
@@ -29,10 +28,15 @@ from amoeba.kernels.row_tiles import column_block
 from amoeba.kernels.tiles import slots
 from amoeba.tasks.decoder import Layout, make_table
 from amoeba.tasks.hopper_kernel import backward_kernel
-from amoeba.tasks.kernel import GROUP, TOKENS, WAVE, Scheduled
+from amoeba.tasks.kernel import GROUP, Scheduled
 
-_STAGED, _TURNED, _RIGHT, _LEFT = (64, 128), (128, 64), (BLOCK_K, BLOCK_N), (64, 64)
-MOST_SLOTS = 16  # of a token: their rows' numbers stay in registers
+_STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
+MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
+TOKENS = 32  # that are combined by one task: to find out whether their rows are there takes as long as to add up ten
+# The order of tickets, see `order_of`. Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less
+# than one turn of all programs (sonic_a, qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up
+# takes about twice as long as the sums over tokens, which are bound by memory, so that they can run beside it.
+LEAST_WAVE, ROUNDS, BESIDE_TOKENS = 8, 2, 360
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,6 @@ class Plan:
     CLAMP: bool
     LIMIT: float
     UP_SHIFT: float
-    WAVE: int = WAVE
     GROUP: int = GROUP
     TOKENS: int = TOKENS
     # As the functions of the product ask it: rows may be gathered, the matrix lies along its columns.
@@ -105,12 +108,9 @@ class Plan:
         return 2 * (self.TN + 1 + self.TNX)
 
     @property
-    def WAVES(self) -> int:
-        return cdiv(self.EXPERTS, self.WAVE)
-
-    @property
     def BLOCK_G(self) -> int:
-        return next_power_of_2(self.WAVES)
+        """At least the number of waves."""
+        return next_power_of_2(cdiv(self.EXPERTS, LEAST_WAVE))
 
     @property
     def BLOCK_E(self) -> int:
@@ -133,13 +133,25 @@ class Plan:
         return next_power_of_2(self.TOKENS // 2 * self.TOP_K)
 
     @property
-    def AT_ONCE(self) -> int:
-        return combine_block(self.H, self.TOP_K)[0]
+    def TOGETHER(self) -> int:
+        """Tokens whose rows of dx are in a stage together."""
+        return min(self.TOKENS, next_power_of_2(BLOCK_K // self.TOP_K + 1) // 2)
+
+    @property
+    def STAGED_ROWS(self) -> int:
+        return next_power_of_2(self.TOGETHER * self.TOP_K)
+
+    @property
+    def SUM_LAYOUT(self) -> Any:
+        """Of 128 columns of those tokens; of four tokens each warp has one."""
+        if self.TOGETHER < 8:
+            return gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+        return gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 
     @property
     def BLOCK(self) -> int:
         """Columns of a line of the row pass, those of `activate_backward`."""
-        return column_block(self.I, WIDEST_BLOCK)
+        return column_block(self.I, WIDEST_BACKWARD)
 
     @property
     def LINES(self) -> int:
@@ -148,8 +160,8 @@ class Plan:
 
     @property
     def OWN_LINES(self) -> int:
-        """Of a warpgroup: half of a stage's, if that is whole patterns of 8 lines of the shared memory's layout."""
-        return self.LINES // 2 if self.LINES % 16 == 0 else self.LINES
+        """Of a warpgroup: half of a stage's, whole patterns of 8 lines of the shared memory's layout."""
+        return self.LINES // 2
 
     @property
     def LINE_LAYOUT(self) -> Any:
@@ -158,9 +170,23 @@ class Plan:
         warps = min(4, self.BLOCK // (8 * lanes))
         return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4 // warps, warps], [1, 0])
 
-    def layout(self, tokens: int) -> Layout:
+    def layout(self, tokens: int, rows: int, programs: int) -> Layout:
         parts = (self.TN, self.TNX, self.DOWN_PARTS, self.UP_PARTS)
-        return Layout(self.EXPERTS, BLOCK_M, *parts, cdiv(tokens, self.TOKENS), self.WAVE, self.GROUP)
+        wave, mixed, kept = order_of(self, rows, programs)
+        return Layout(self.EXPERTS, BLOCK_M, *parts, cdiv(tokens, self.TOKENS), wave, self.GROUP, mixed, kept)
+
+
+def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, bool, int]:
+    """Experts of a wave, whether its gradients of down come among dx, and how many waves' gradients of gate_up are
+    kept for the end: see `Tiling`.
+
+    A wave is at least ROUNDS turns of all programs in DOWN: so that by the time a row pass or dx is handed out, what it
+    waits for is done. It is no larger, so that its rows stay in the second-level cache.
+    """
+    tiles = max(1, cdiv(rows, plan.EXPERTS * BLOCK_M)) * plan.TN  # of an expert, if all have as many rows
+    wave = max(LEAST_WAVE, next_power_of_2(cdiv(ROUNDS * programs, tiles)))
+    waves = cdiv(plan.EXPERTS, wave)
+    return wave, False, max(1, min(waves, cdiv(waves * BESIDE_TOKENS, plan.J)))
 
 
 def _within_a_warp(size: int) -> Any:
@@ -196,6 +222,8 @@ def hopper_backward(
     (tokens, hidden), (experts, _, intermediate) = x_TH.shape, down_EHI.shape
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
+    programs = multiprocessors(device)
+    layout = plan.layout(tokens, rows, programs)
     most_tiles = slots(rows, experts, BLOCK_M)
     counters = torch.zeros(1 + experts + most_tiles, dtype=torch.int32, device=device)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
@@ -204,7 +232,7 @@ def hopper_backward(
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
     found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
     lines = (plan.LINES, plan.BLOCK)
-    _bound(plan, x_TH.dtype)[(multiprocessors(device),)](
+    _bound(plan, x_TH.dtype)[(programs,)](
         descriptor(down_EHI.view(-1, intermediate), _RIGHT),
         descriptor(gate_up_EJH.view(-1, hidden), _RIGHT),
         descriptor(dh_NJ, (BLOCK_M, BLOCK_K)),
@@ -215,7 +243,7 @@ def hopper_backward(
         descriptor(da_NI, _STAGED),
         descriptor(dx_NH, _STAGED),
         descriptor(found.down.view(-1, intermediate), _STAGED),
-        descriptor(found.gate_up.view(-1, hidden), _TURNED),
+        descriptor(found.gate_up.view(-1, hidden), _STAGED),
         dy_TH,
         x_TH,
         expert_TK,
@@ -229,10 +257,13 @@ def hopper_backward(
         offs_E,
         make_table(offs_E, BLOCK_M).heaviest_E,
         counters,
-        None if trace is None else trace(plan.layout(tokens).most_tickets(most_tiles), BLOCK_M),
+        None if trace is None else trace(layout.most_tickets(most_tiles), BLOCK_M),
         tokens,
         rows,
         intermediate,
+        layout.wave,
+        layout.late,
+        int(layout.mixed),
     )
     return found
 
@@ -246,6 +277,5 @@ def _bound(plan: Plan, dtype: torch.dtype) -> Any:
         LEFT_LAYOUT=shared_layout(_LEFT, dtype),
         LINES_LAYOUT=shared_layout((plan.LINES, plan.BLOCK), dtype),
         OUT_LAYOUT=shared_layout(_STAGED, dtype),
-        TURNED_LAYOUT=shared_layout(_TURNED, dtype),
         num_warps=4,
     )

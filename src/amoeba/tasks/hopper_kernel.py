@@ -8,8 +8,9 @@ other two what to do and fills the stages; those compute and signal. A stage hol
     DOWN, UP                   128 rows of 64 of the depth, and 64 lines of 256 columns of the matrix
     DOWN_WEIGHTS, UP_WEIGHTS   64 gathered rows, 128 wide in two halves, and the same sorted rows, 256 wide
     ACTIVATE                   dA', gate and up: so many whole lines of BLOCK columns as make 16 KB each
+    COMBINE                    rows of dx, 256 columns of them, of as many tokens as have 64 of them
 
-COMBINE reads memory itself. The tiles of products and weight gradients are the functions of the kernels that do
+The tiles of products and weight gradients are the functions of the kernels that do
 nothing else, and what the row passes add up they add up in the order of theirs: the bits are the same.
 
 **Who may wait for whom.** Both sides of a program take its tasks in the order of tickets, and only the producer waits
@@ -22,7 +23,7 @@ way knows what the other has under way. `tell`: the engine's writes have arrived
 memory), a fence joins the two ways, all threads of the warpgroup are through, then the release. `wait`: the acquire,
 then the fence again, before the engine is told to load. So for dA' (stored by the engine or, at an expert's end, by
 threads; loaded by the engine), dh and s·a (stored by threads, loaded by the engine or by threads) and dx (stored by
-either, loaded by threads).
+either, copied to shared memory by threads).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from amoeba.kernels.hopper.descriptor import barrier, reinterpret
+from amoeba.kernels.hopper.descriptor import reinterpret
 from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
-from amoeba.kernels.hopper.product import fill_product, multiply_stage, row_pointers, store_tile
+from amoeba.kernels.hopper.product import column_parts, fill_product, multiply_stage, row_pointers, store_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.clock import note_task, now
@@ -57,28 +58,33 @@ from amoeba.tasks.hopper_queue import (
     STAGES,
     STOP,
     TASKS,
-    field,
+    is_there,
     pass_on,
+    take,
     tell,
     wait,
     wait_for_tokens,
 )
-from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines
+from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines, fill_tokens
 
 # A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
-# microsecond, in which the matrix unit has enough to do.
-TELL_AT = gl.constexpr(2)
+# microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two multiplies.
+TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 
 @gluon.jit
-def _produce(descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, PLAN: gl.constexpr):
+def _produce(
+    descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule, PLAN: gl.constexpr
+):  # fmt: skip
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
     dy, x, da, dh, expert_TK = sources
     order, slot_row, offs_E, heaviest_E = maps
+    wave, late, mixed = schedule
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1
-    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, full, empty = ring
+    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
+    dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
     expert_counters = counters + 1
     row_counters = expert_counters + PLAN.EXPERTS
     wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
@@ -91,7 +97,7 @@ def _produce(descriptors, sources, maps, counters, queue, ring, tokens, rows, in
     while ticket < total:
         kind, item, part = decode_ticket(
             ticket, wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS,
-            token_blocks, PLAN.WAVE, PLAN.WAVES, PLAN.GROUP,
+            token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, mixed, PLAN.GROUP,
         )  # fmt: skip
         expert = item
         row = 0 * item
@@ -136,6 +142,8 @@ def _produce(descriptors, sources, maps, counters, queue, ring, tokens, rows, in
             count = fill_lines(
                 da_lines_desc, h_lines_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN
             )
+        else:
+            count = fill_tokens(item, dx, slot_row, token_bufs, full, empty, count, tokens, rows, PLAN)
         ticket = gl.atomic_add(counters, 1, sem="relaxed")
     pass_on(queue, passed, STOP, 0, 0, 0, 0, 0, 0)
 
@@ -150,41 +158,33 @@ def _consume(
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
     weight, order, slot_row = sources
-    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, full, empty = ring
-    buffers, turned_buffers, all_scales = staging
-    _, pushed, task_full, task_empty = queue
+    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
+    buffers, all_scales = staging
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    buffer = buffers.index(WARPGROUP)
-    turned = turned_buffers.index(WARPGROUP)
     scales = all_scales.index(WARPGROUP)
     count = 0
     taken = 0
     untold = -1
+    next_task = take(queue, taken)
+    ahead = True  # the next task is taken already
     working = True
     while working:
         if trace is not None:
             came = now(trace, False)
-        if gl.min(pushed.load(ONE), 0) <= taken:
-            tell(untold, counters, PLAN)
-            untold = -1
-        slot = taken % TASKS
-        mbarrier.wait(task_full.index(slot), (taken // TASKS) & 1)
-        kind = field(queue, slot, 0)
-        item = field(queue, slot, 1)
-        part = field(queue, slot, 2)
-        expert = field(queue, slot, 3)
-        row = field(queue, slot, 4)
-        end = field(queue, slot, 5)
-        ticket = field(queue, slot, 6)
-        barrier()
-        mbarrier.arrive(task_empty.index(slot), count=1)
+        if not ahead:
+            if not is_there(queue, taken):
+                tell(untold, counters, PLAN)
+                untold = -1
+            next_task = take(queue, taken)
+        kind, item, part, expert, row, end, ticket = next_task
+        ahead = False
         taken += 1
         if trace is not None:
             started = now(trace, False)
         if (kind == DOWN) | (kind == UP):
             acc = gl.zeros((64, 256), gl.float32, mma)
             depth = gl.where(kind == DOWN, PLAN.H, PLAN.J)
-            tell_at = gl.minimum(TELL_AT * BLOCK_K, depth - BLOCK_K)
+            tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
             for k in range(0, depth, BLOCK_K):
                 acc = multiply_stage(
                     acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
@@ -192,25 +192,32 @@ def _consume(
                 count += 1
                 if k == tell_at:
                     tell(untold, counters, PLAN)
+            ahead = is_there(queue, taken)
+            if ahead:  # while the last stage is multiplied
+                next_task = take(queue, taken)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-            halves = acc.reshape((64, 2, 128)).permute((0, 2, 1)).split()
-            for half in gl.static_range(2):
+            quarters = column_parts(acc, 4)
+            for quarter in gl.static_range(4):
                 first_row = row + WARPGROUP * 64
-                column = part * 256 + half * 128
+                column = part * 256 + quarter * 64
+                buffer = buffers.index(WARPGROUP * 2 + quarter % 2)
                 if kind == DOWN:
-                    store_tile(halves[half], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0)
+                    store_tile(quarters[quarter], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0, 1)
                 else:
-                    store_tile(halves[half], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0)
+                    store_tile(quarters[quarter], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0, 1)
             untold = item * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
-            tell_at = gl.minimum(row + TELL_AT * BLOCK_K, end - 1)
+            tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
             for first in range(row, end, BLOCK_K):
                 acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
                 count += 1
                 if (first <= tell_at) & (tell_at < first + BLOCK_K):
                     tell(untold, counters, PLAN)
+            ahead = is_there(queue, taken)
+            if ahead:
+                next_task = take(queue, taken)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > row)
             if end == row:
@@ -219,25 +226,27 @@ def _consume(
             if kind == DOWN_WEIGHTS:
                 h, w = grouped_order(part, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
                 store_gradient(
-                    acc, buffer, d_down, d_down_desc, expert, h, w, PLAN.H, PLAN.I, WARPGROUP, False, BLOCK_M, BLOCK_N
-                )
+                    acc, buffers, d_down, d_down_desc, expert, h, w, PLAN.H, PLAN.I, WARPGROUP, False, BLOCK_M,
+                    BLOCK_N, 2,
+                )  # fmt: skip
             else:
                 h, w = grouped_order(part, PLAN.H_TILES, PLAN.J_TILES, PLAN.GROUP)
                 store_gradient(
-                    acc, turned, d_gate_up, d_gate_up_desc, expert, h, w, PLAN.H, PLAN.J, WARPGROUP, True, BLOCK_M,
-                    BLOCK_N,
+                    acc, buffers, d_gate_up, d_gate_up_desc, expert, h, w, PLAN.H, PLAN.J, WARPGROUP, True, BLOCK_M,
+                    BLOCK_N, 2,
                 )  # fmt: skip
         elif kind == ACTIVATE:
-            tell(untold, counters, PLAN)
             count = activate(
-                da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, intermediate,
-                WARPGROUP, PLAN,
+                da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row, end,
+                intermediate, WARPGROUP, PLAN,
             )  # fmt: skip
             untold = item * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
-            tell(untold, counters, PLAN)
+            count = combine(
+                item, ds, slot_row, d_x, d_weight, counters, untold, token_bufs, full, empty, count, tokens, rows,
+                WARPGROUP, PLAN,
+            )  # fmt: skip
             untold = -1
-            combine(item, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP, PLAN)
         working = kind != STOP
         if trace is not None and WARPGROUP == 0:  # noqa: SIM102 - known when it is compiled, unlike the next
             if working:
@@ -247,24 +256,25 @@ def _consume(
 
 
 @quick
-@gluon.jit(do_not_specialize=["tokens", "rows"])
+@gluon.jit(do_not_specialize=["tokens", "rows", "wave", "late", "mixed"])
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
-    slot_row, offs_E, heaviest_E, counters, trace, tokens, rows, intermediate, PLAN: gl.constexpr,
+    slot_row, offs_E, heaviest_E, counters, trace, tokens, rows, intermediate, wave, late, mixed, PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr, TURNED_LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = da.dtype.element_ty
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rowwise: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], MATRIX_LAYOUT)
-    buffers = gl.allocate_shared_memory(dtype, [2, 64, 128], OUT_LAYOUT)
+    buffers = gl.allocate_shared_memory(dtype, [4, 64, 64], OUT_LAYOUT)  # two of each warpgroup, which take turns
     left_bufs = reinterpret(row_bufs, dtype, [STAGES * 2, 64, 64], LEFT_LAYOUT)
     da_bufs = reinterpret(row_bufs, dtype, [STAGES, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
     h_bufs = reinterpret(matrix_bufs, dtype, [STAGES * 2, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
-    turned_buffers = reinterpret(buffers, dtype, [2, 128, 64], TURNED_LAYOUT)
+    token_bufs = reinterpret(matrix_bufs, dtype, [STAGES, BLOCK_K, BLOCK_N], rowwise)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     tasks = gl.allocate_shared_memory(gl.int32, [TASKS * FIELDS, 1], plain)
@@ -279,9 +289,9 @@ def backward_kernel(
         mbarrier.init(task_full.index(i), count=1)
         mbarrier.init(task_empty.index(i), count=2)
     pushed.store(gl.full([128], 0, gl.int32, ONE))
-    ring = (row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, full, empty)
+    ring = (row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty)
     queue = (tasks, pushed, task_full, task_empty)
-    staging = (buffers, turned_buffers, scales)
+    staging = (buffers, scales)
     stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)
     loads = (down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc)
     results = (da, dh, ds, d_x, d_weight, d_down, d_gate_up)
@@ -297,7 +307,8 @@ def backward_kernel(
                 intermediate, gl.constexpr(1), PLAN,
             )),
             (_produce, (
-                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, tokens, rows, intermediate, PLAN,
+                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, tokens, rows, intermediate,
+                (wave, late, mixed), PLAN,
             )),
         ],
         [4, 4],

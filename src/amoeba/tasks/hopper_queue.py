@@ -94,6 +94,27 @@ def pass_on(queue, count, kind, item, part, expert, row, end, ticket):
 
 
 @gluon.jit
-def field(queue, slot, FIELD: gl.constexpr):
+def is_there(queue, taken):
+    """Whether the next task was passed on, after so many: for all threads of a warpgroup the same answer."""
+    _, pushed, _, _ = queue
+    return gl.min(pushed.load(ONE), 0) > taken
+
+
+@gluon.jit
+def take(queue, taken):
+    """The next task, as soon as it is there: kind, item, part, expert, first row, end of the rows, ticket."""
+    _, _, task_full, task_empty = queue
+    slot = taken % TASKS
+    mbarrier.wait(task_full.index(slot), (taken // TASKS) & 1)
+    task = ()  # type: tuple
+    for at in gl.static_range(FIELDS):
+        task += (_field(queue, slot, at),)
+    barrier()
+    mbarrier.arrive(task_empty.index(slot), count=1)
+    return task
+
+
+@gluon.jit
+def _field(queue, slot, FIELD: gl.constexpr):
     tasks, _, _, _ = queue
     return gl.max(tasks.index(slot * FIELDS + FIELD).load(ONE), 0)

@@ -1,4 +1,4 @@
-"""The row passes of the kernel for Hopper: the activation's backward from the ring of stages, and the sums over tokens.
+"""The row passes of the kernel for Hopper, from the ring of stages: the activation's backward, the sums over tokens.
 
 See `amoeba.tasks.hopper_kernel`.
 """
@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from amoeba.kernels.activation import gated_backward
-from amoeba.kernels.hopper.descriptor import barrier, bulk_load, reinterpret
-from amoeba.tasks.hopper_queue import BLOCK_M, ONE, STAGE_BYTES, STAGES
+from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
+from amoeba.tasks.hopper_queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, tell
 
 
 @gluon.jit
@@ -36,34 +36,24 @@ def fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, i
 
 @gluon.jit
 def activate(
-    da, dh, ds, weight, order, da_bufs, h_bufs, scales, full, empty, count, row, end, intermediate,
+    da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row, end, intermediate,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """dh, s·a and ds of this warpgroup's lines: half of each stage, or every second stage where a half would be half a
-    pattern of the shared memory's layout. Sums as `_activate_backward` makes them."""
-    # All rows' weights at once: one by one each would be waited for.
+    """dh, s·a and ds of this warpgroup's lines, half of each stage. Sums as `_activate_backward` makes them."""
+    # All rows' weights at once: one by one each would be waited for. They are on their way while the last task is told.
     own_row = row + gl.arange(0, BLOCK_M, ONE)
     slot = gl.load(order + own_row, mask=own_row < end, other=0)
-    scales.store(gl.load(weight + slot, mask=own_row < end, other=0.0).to(gl.float32))
+    own_scale = gl.load(weight + slot, mask=own_row < end, other=0.0)
+    tell(untold, counters, PLAN)
+    scales.store(own_scale.to(gl.float32))
     scale_bufs = reinterpret(scales, gl.float32, [BLOCK_M // PLAN.OWN_LINES, PLAN.OWN_LINES], scales.layout)
     barrier()
+    FIRST: gl.constexpr = WARPGROUP * PLAN.OWN_LINES
     for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
-        if PLAN.OWN_LINES < PLAN.LINES:
-            first: gl.constexpr = WARPGROUP * PLAN.OWN_LINES
-            scale_buf = scale_bufs.index((line - row) // PLAN.OWN_LINES + WARPGROUP)
-            count = _activate_lines(
-                da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + first, end, intermediate, first, PLAN
-            )
-        elif (line - row) // PLAN.LINES % 2 == WARPGROUP:
-            scale_buf = scale_bufs.index((line - row) // PLAN.LINES)
-            count = _activate_lines(
-                da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line, end, intermediate, 0, PLAN
-            )
-        else:  # the other's: given back when it is there, or this one would be two rounds ahead
-            for _ in range(0, intermediate, PLAN.BLOCK):
-                mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
-                mbarrier.arrive(empty.index(count % STAGES), count=1)
-                count += 1
+        scale_buf = scale_bufs.index((line - row) // PLAN.OWN_LINES + WARPGROUP)
+        count = _activate_lines(
+            da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + FIRST, end, intermediate, FIRST, PLAN
+        )
     return count
 
 
@@ -74,7 +64,6 @@ def _activate_lines(
 ):  # fmt: skip
     """Of the stages' lines those from FIRST on."""
     layout: gl.constexpr = PLAN.LINE_LAYOUT
-    FEW: gl.constexpr = PLAN.OWN_LINES < PLAN.LINES
     dtype: gl.constexpr = da.dtype.element_ty
     n = row + gl.arange(0, PLAN.OWN_LINES, gl.SliceLayout(1, layout))
     c = gl.arange(0, PLAN.BLOCK, gl.SliceLayout(0, layout))
@@ -88,9 +77,8 @@ def _activate_lines(
         d = da_bufs.index(stage).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
         gate = h_bufs.index(stage * 2).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
         up = h_bufs.index(stage * 2 + 1).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
-        if FEW:
-            barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
         count += 1
         column = (first_column + c)[None, :]
         inside = own[:, None]
@@ -111,41 +99,73 @@ def _activate_lines(
         gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)
         dot += d * a
         gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
-        if not FEW:
-            barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
     gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
     return count
 
 
 @gluon.jit
-def combine(block, dx, ds, slot_row, d_x, d_weight, tokens, rows, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """d_x and d_weight of this warpgroup's half of a block of tokens."""
+def fill_tokens(block, dx, slot_row, token_bufs, full, empty, count, tokens, rows, PLAN: gl.constexpr):
+    """Of a block of tokens the rows of dx, a few tokens and 256 columns a stage: their first slots' rows, their
+    second slots', and so on; zeros for a slot without a row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    at = gl.arange(0, PLAN.STAGED_ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    first_token = block.to(gl.int64) * PLAN.TOKENS
+    for group in range(0, PLAN.TOKENS, PLAN.TOGETHER):
+        token = first_token + group + at % PLAN.TOGETHER
+        k = at // PLAN.TOGETHER
+        row = gl.load(slot_row + token * PLAN.TOP_K + k, mask=(token < tokens) & (k < PLAN.TOP_K), other=rows)
+        owned = (row < rows)[:, None]
+        pointers = dx + row.to(gl.int64)[:, None] * PLAN.H + c[None, :]
+        for column in range(0, PLAN.H, BLOCK_N):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.arrive(bar, count=1)  # in place of the copy engine
+            buffer = token_bufs.index(stage).slice(0, PLAN.STAGED_ROWS, 0)
+            if PLAN.H % BLOCK_N == 0:
+                gather(buffer, pointers, mask=owned)
+            else:
+                gather(buffer, pointers, mask=owned & (column + c < PLAN.H)[None, :])
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            pointers += BLOCK_N
+            count += 1
+    return count
+
+
+@gluon.jit
+def combine(
+    block, ds, slot_row, d_x, d_weight, counters, untold, token_bufs, full, empty, count, tokens, rows,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """d_x of a block of tokens, this warpgroup's half of each stage's columns; d_weight of its half of the tokens."""
     HALF: gl.constexpr = PLAN.TOKENS // 2
-    first = block.to(gl.int64) * PLAN.TOKENS + WARPGROUP * HALF
     lane = gl.arange(0, PLAN.HALF_SLOTS, ONE)
-    slot = first * PLAN.TOP_K + lane
+    slot = (block.to(gl.int64) * PLAN.TOKENS + WARPGROUP * HALF) * PLAN.TOP_K + lane
     inside = (lane < HALF * PLAN.TOP_K) & (slot < tokens * PLAN.TOP_K)
     of_slot = gl.load(slot_row + slot, mask=inside, other=rows)
+    tell(untold, counters, PLAN)
     gradient = gl.load(ds + of_slot, mask=of_slot < rows, other=0.0)
-    gl.store(d_weight + slot, gradient.to(d_weight.dtype.element_ty), mask=inside)
 
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    token = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    mine = token < tokens
-    sorted_rows = ()  # type: tuple
-    for k in gl.static_range(PLAN.TOP_K):
-        sorted_rows += (gl.load(slot_row + token * PLAN.TOP_K + k, mask=mine, other=rows),)
-    c = gl.arange(0, 256, gl.SliceLayout(0, layout))
-    for first_column in range(0, PLAN.H, 256):
-        column = (first_column + c)[None, :]
-        within = column < PLAN.H
-        values = ()  # type: tuple
-        total = gl.zeros((HALF, 256), gl.float32, layout)
-        for begin in gl.static_range(0, PLAN.TOP_K, PLAN.AT_ONCE):
-            for k in gl.static_range(begin, min(begin + PLAN.AT_ONCE, PLAN.TOP_K)):
-                at = dx + sorted_rows[k].to(gl.int64)[:, None] * PLAN.H + column
-                values += (gl.load(at, mask=(sorted_rows[k] < rows)[:, None] & within, other=0.0),)
-            for k in gl.static_range(begin, min(begin + PLAN.AT_ONCE, PLAN.TOP_K)):
-                total += values[k].to(gl.float32)
-        gl.store(d_x + token[:, None] * PLAN.H + column, total.to(d_x.dtype.element_ty), mask=mine[:, None] & within)
+    COLUMNS: gl.constexpr = BLOCK_N // 2
+    layout: gl.constexpr = PLAN.SUM_LAYOUT
+    c = WARPGROUP * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    for group in range(0, PLAN.TOKENS, PLAN.TOGETHER):
+        token = block.to(gl.int64) * PLAN.TOKENS + group + gl.arange(0, PLAN.TOGETHER, gl.SliceLayout(1, layout))
+        mine = (token < tokens)[:, None]
+        out = d_x + token[:, None] * PLAN.H + c[None, :]
+        for column in range(0, PLAN.H, BLOCK_N):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            buffer = token_bufs.index(stage)
+            total = gl.zeros((PLAN.TOGETHER, COLUMNS), gl.float32, layout)
+            for k in gl.static_range(PLAN.TOP_K):
+                of_slots = buffer.slice(k * PLAN.TOGETHER, PLAN.TOGETHER, 0).slice(WARPGROUP * COLUMNS, COLUMNS, 1)
+                total += of_slots.load(layout).to(gl.float32)
+            barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            count += 1
+            within = mine & (column + c < PLAN.H)[None, :]
+            gl.store(out + column, total.to(d_x.dtype.element_ty), mask=within)
+    gl.store(d_weight + slot, gradient.to(d_weight.dtype.element_ty), mask=inside)
+    return count

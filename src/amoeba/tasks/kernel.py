@@ -231,6 +231,8 @@ def _backward(
     TOKEN_BLOCKS: tl.constexpr,
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
+    LATE: tl.constexpr,
+    MIXED: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -278,6 +280,8 @@ def _backward(
             TOKEN_BLOCKS,
             WAVE,
             WAVES,
+            LATE,
+            MIXED,
             GROUP,
         )
         if trace is not None:

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.product import multiprocessors
+from amoeba.kernels.hopper.product import column_parts, multiprocessors, wait_for_buffer
 from amoeba.kernels.launch import quick
 
 # A tile of the gradient, and how many rows one stage holds. 4 stages and the epilogue's buffers take 224 KB of the 227.
@@ -136,7 +136,6 @@ def _consume(
     tiles = experts * h_tiles * w_tiles
     HALF: gl.constexpr = BLOCK_H // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
-    buffer = staging.index(WARPGROUP)
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
         tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
@@ -148,7 +147,7 @@ def _consume(
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
         if tile < tiles:
             store_gradient(
-                acc, buffer, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
             )
     tma.store_wait(0)
 
@@ -168,31 +167,38 @@ def sum_stage(acc, left_bufs, right_bufs, full, empty, count, more, WARPGROUP: g
 
 @gluon.jit
 def store_gradient(
-    acc, buffer, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BUFFERS: gl.constexpr = 1,
 ):  # fmt: skip
-    """One warpgroup's half of a tile along H, in two parts."""
+    """One warpgroup's half of a tile along H, in two parts for each of its buffers, which take turns."""
     HALF: gl.constexpr = BLOCK_H // 2
-    parts = acc.reshape((HALF, 2, BLOCK_W // 2)).permute((0, 2, 1)).split()
-    for part in gl.static_range(2):
+    PARTS: gl.constexpr = 2 * BUFFERS
+    parts = column_parts(acc, PARTS)
+    for part in gl.static_range(PARTS):
         first_h = h * BLOCK_H + WARPGROUP * HALF
-        first_w = w * BLOCK_W + part * (BLOCK_W // 2)
-        value = parts[part].to(out.dtype.element_ty)
-        tma.store_wait(0)
+        first_w = w * BLOCK_W + part * (BLOCK_W // PARTS)
+        buffer = staging.index(WARPGROUP * BUFFERS + part % BUFFERS)
         if TRANSPOSED:
-            buffer.permute((1, 0)).store(value)
-            _store(out, out_desc, buffer, expert, first_w, width, first_h, hidden)
+            _store(
+                parts[part], out, out_desc, buffer, buffer.permute((1, 0)), expert, first_w, width, first_h, hidden,
+                BUFFERS - 1,
+            )  # fmt: skip
         else:
-            buffer.store(value)
-            _store(out, out_desc, buffer, expert, first_h, hidden, first_w, width)
+            _store(parts[part], out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1)
 
 
 @gluon.jit
-def _store(out, out_desc, buffer, expert, row, rows, column, columns):
-    """A part of an expert's (rows, columns) to memory: by the copy engine where it is whole, else under a mask."""
+def _store(value, out, out_desc, buffer, turned, expert, row, rows, column, columns, PENDING: gl.constexpr):
+    """A part of an expert's (rows, columns) to memory: by the copy engine where it is whole, else under a mask.
+
+    turned: the buffer as `value` lies. PENDING: as for `store_tile`.
+    """
     HEIGHT: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
-    if (row + HEIGHT <= rows) & (column + WIDTH <= columns):
+    whole = (row + HEIGHT <= rows) & (column + WIDTH <= columns)
+    wait_for_buffer(whole, PENDING)
+    turned.store(value.to(out.dtype.element_ty))
+    if whole:
         fence_async_shared()
         bulk_store(out_desc, [expert * rows + row, column], buffer)
     else:

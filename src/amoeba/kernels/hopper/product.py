@@ -289,7 +289,7 @@ def _consume(
         row += WARPGROUP * HEIGHT
         column = n * PLAN.COLUMNS
         bias_row = bias + expert.to(gl.int64) * width
-        left, right = acc.reshape((HEIGHT, 2, HALF)).permute((0, 2, 1)).split()
+        left, right = column_parts(acc, 2)
         if PLAN.PAIRED:
             if PLAN.BIAS:
                 left = add_bias(left, bias_row, column, columns, HALF)
@@ -320,6 +320,31 @@ def add_bias(tile, bias, column, width, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def column_parts(tile, PARTS: gl.constexpr):
+    """A tile's left and right half, or its four quarters."""
+    HEIGHT: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    left, right = tile.reshape((HEIGHT, 2, WIDTH // 2)).permute((0, 2, 1)).split()
+    if PARTS == 2:
+        return left, right
+    else:
+        first, second = left.reshape((HEIGHT, 2, WIDTH // 4)).permute((0, 2, 1)).split()
+        third, fourth = right.reshape((HEIGHT, 2, WIDTH // 4)).permute((0, 2, 1)).split()
+        return first, second, third, fourth
+
+
+@gluon.jit
+def wait_for_buffer(whole, PENDING: gl.constexpr):
+    """Until the copies by the engine have read their buffers, all but the last PENDING. whole: it copies this, too."""
+    if PENDING == 0:
+        tma.store_wait(0)
+    elif whole:
+        tma.store_wait(PENDING)
+    else:
+        tma.store_wait(0)  # nothing is copied now: the next ones may count on it
+
+
+@gluon.jit
 def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift, PENDING: gl.constexpr = 0):
     """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it.
 
@@ -328,12 +353,7 @@ def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift,
     HEIGHT: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]
     whole = (row + HEIGHT <= end) & (column + COLUMNS <= width)
-    if PENDING == 0:
-        tma.store_wait(0)
-    elif whole:
-        tma.store_wait(PENDING)
-    else:
-        tma.store_wait(0)  # nothing is copied now: the next ones may count on it
+    wait_for_buffer(whole, PENDING)
     buffer.store(value.to(out.dtype.element_ty))
     if whole:
         fence_async_shared()

@@ -1,0 +1,61 @@
+"""Where a backend that nobody takes by default was measured to be faster than the one that is taken.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate
+
+    name = faster_than("triton", request)        # "tasks", or None: `auto` takes it then, see `registry.explain`
+
+Data, by the GPU's name: what is not here was not measured, or was not faster. Both have the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from amoeba.backends.backend import Request
+from amoeba.weights import AnyExperts, ExpertWeights
+
+
+class Faster(NamedTuple):
+    """times: as fast as the other, whole backward, in a CUDA graph, at both ends of the tokens."""
+
+    backend: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    tokens: tuple[int, int]
+    times: float
+
+
+# by the GPU's name and the backend that is left aside
+FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {}
+
+
+def faster_than(name: str, request: Request) -> str | None:
+    """Of weights in 16 bits. A traced graph keeps to the default: it is made once for many sizes."""
+    weights = request.weights
+    if not FASTER or torch.compiler.is_compiling() or not _is_measured(weights):
+        return None
+    assert isinstance(weights, ExpertWeights)
+    (tokens, hidden), top_k = request.x_TH.shape, request.routing.expert_TK.shape[1]
+    layer = hidden, weights.intermediate, weights.num_experts, top_k
+    for entry in FASTER.get((gpu_name(weights.device), name), ()):
+        least, most = entry.tokens
+        if entry[1:5] == layer and least <= tokens <= most:
+            return entry.backend
+    return None
+
+
+def _is_measured(weights: AnyExperts) -> bool:
+    """Whether the table can say something of such weights."""
+    if not isinstance(weights, ExpertWeights) or weights.device.type != "cuda":
+        return False
+    return weights.dtype in (torch.bfloat16, torch.float16)
+
+
+@cache
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
