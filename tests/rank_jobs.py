@@ -108,10 +108,13 @@ def with_and_without_checkpointing(rank: int) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
 
 
-def peers_as_collective(rank: int, count: int, steps: list[tuple[int, ...]], **options: Any) -> tuple[list[bool], int]:
+def peers_as_collective(
+    rank: int, count: int, steps: list[tuple[int, ...]], local_backend: str = "auto", **options: Any
+) -> tuple[list[bool], int]:
     """Whether output and gradients by `peers` have the bits of `collective`; and how often the hosts of the former
     talked. steps: tokens of each rank in each of them."""
     layers = {name: sharded_layer(count, transport=name) for name in ("peers", "collective")}
+    layers = {name: replace(layer, local_backend=local_backend) for name, layer in layers.items()}
     layers["peers"] = replace(layers["peers"], **options)
     equal, talked = [], 0
     for step, tokens_of in enumerate(steps):

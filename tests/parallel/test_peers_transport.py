@@ -46,6 +46,16 @@ def test_step_after_step_it_has_the_bits_of_collective_while_numbers_of_tokens_c
 
 
 @interpreted
+@pytest.mark.parametrize("local_backend", ["triton", "eager"])
+def test_rows_that_travel_while_own_ones_are_computed_change_no_bit(processes: LocalRanks, local_backend: str) -> None:
+    """Also with a backend that waits for all rows, and without tokens on one rank or on both."""
+    steps = [(3, 5), (40, 0), (0, 0), (2, 1)]
+    jobs = [(rank, 2, steps, local_backend) for rank in range(2)]
+    for equal, _ in processes.run(overlapped, jobs):
+        assert len(equal) == 5 * len(steps) and all(equal)
+
+
+@interpreted
 def test_with_a_fixed_capacity_hosts_talk_once_and_too_many_tokens_are_refused(processes: LocalRanks) -> None:
     jobs = [(rank, 2, steps, 9, 20) for rank in range(2) for steps in [[(3, 5)], [(3, 5), (9, 0), (1, 2)]]]
     once, often = (processes.run(with_capacity, [jobs[at], jobs[at + 2]]) for at in range(2))
@@ -65,6 +75,10 @@ def test_more_rows_than_there_is_room_for_are_refused_with_the_numbers_and_none_
     for rank, said in enumerate(both):
         asked = f"expected room for all slots with an expert of rank {rank}, {slots[rank]} in exchange 1; got 3."
         assert said.startswith(f"most_rows: {asked}")
+
+
+def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backend: str) -> tuple[list[bool], int]:
+    return rank_jobs.peers_as_collective(rank, count, steps, local_backend, overlap=True)
 
 
 def with_capacity(

@@ -71,14 +71,24 @@ class Peers(Transport):
         facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
         tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
         plan = _plan(tuple(tokens), routing.num_tokens, office)
-        return PeerExchange(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
+        exchange = PeerExchange(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
+        exchange.counts = gradients and sharded.most_rows is None and sharded.most_tokens is None
+        exchange.travels = sharded.overlap
+        return exchange
 
 
 class PeerExchange(Exchange):
+    """counts: whether the host asks how many slots have an expert here, while the rows are under way."""
+
+    counts = False
+
     def __init__(
         self, office: Office, owners: Owners, expert_TK: Tensor, plan: Plan, most_rows: int | None = None
     ) -> None:
         self.office, self.plan, self.slots = office, plan, most_rows
+        self.own = plan.places[office.ranks.rank]
+        self._gone: set[int] = set()  # channels by which rows have left early
+        self._kept: list[Tensor] = []  # what is still read beside
         self.rank_TK, self.local_TK = owners.find(expert_TK)
         device, tokens = expert_TK.device, expert_TK.shape[0]
         self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
@@ -86,41 +96,84 @@ class PeerExchange(Exchange):
 
     def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows are under way while ids and weights arrive, which say what to do with them."""
-        from amoeba.kernels.peer_rows import push_slots, take_slots
+        from amoeba.kernels.peer_rows import push_slots, room_for_rows, take_slots
 
         post, x_TH, weight_TK = self.office.checked(), x_TH.contiguous(), weight_TK.contiguous()
         push_slots(post, self.plan, self.rank_TK, self.local_TK, weight_TK, self.goes_WT)
-        self._push(x_TH)
+        x_RH = room_for_rows(self.plan, x_TH)
+        self._set_off(x_TH, x_RH)
         expert_RK, weight_RK = take_slots(post, self.plan, weight_TK, self.comes_R, self.slots)
-        return self._take(x_TH), expert_RK, weight_RK
+        if self.counts:
+            self.slots = _rounded_up(int((expert_RK >= 0).sum()), expert_RK.numel())
+        self._arrive(x_TH, x_RH)
+        return x_RH, expert_RK, weight_RK
 
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
-        rows_TH = rows_TH.contiguous()
-        self._push(rows_TH)
-        return self._take(rows_TH)
+        from amoeba.kernels.peer_rows import room_for_rows
 
-    def _push(self, rows_TH: Tensor) -> None:
+        rows_TH = rows_TH.contiguous()
+        rows_RH = room_for_rows(self.plan, rows_TH)
+        self._set_off(rows_TH, rows_RH)
+        self._arrive(rows_TH, rows_RH)
+        return rows_RH
+
+    def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
+        from amoeba.kernels.peer_copies import copy_there, take_copies
         from amoeba.kernels.peer_rows import ROWS, push_rows
 
+        post = self.office.checked()
         with self.office.beside():
-            push_rows(self.office.checked(), self.plan.there, ROWS, rows_TH, self.goes_WT)
+            if self.travels:
+                copy_there(post, self.plan, rows_TH)
+                take_copies(post, self.plan, out_RH)
+                self._kept.append(rows_TH)
+            else:
+                push_rows(post, self.plan.there, ROWS, rows_TH, self.goes_WT)
 
-    def _take(self, rows_TH: Tensor) -> Tensor:
+    def _arrive(self, rows_TH: Tensor, out_RH: Tensor) -> None:
+        """Where rows travel on, own ones alone."""
         from amoeba.kernels.peer_rows import own_rows, take_rows
 
         post = self.office.checked()
-        rows_RH = own_rows(post, self.plan, rows_TH, self.comes_R)
+        own_rows(post, self.plan, rows_TH, out_RH, self.comes_R)
+        if not self.travels:
+            self.office.join()
+            take_rows(post, self.plan, out_RH, self.comes_R)
+
+    def wait(self) -> None:
         self.office.join()
-        take_rows(post, self.plan, rows_RH, self.comes_R)
-        return rows_RH
+        self._kept.clear()
+
+    def leave(self, rows_TH: Tensor, d_weight_TK: Tensor | None = None) -> None:
+        from amoeba.kernels.peer_copies import copy_back
+        from amoeba.kernels.peer_rows import GRADIENTS, SUMS, push_rows
+
+        post = self.office.checked()
+        if d_weight_TK is not None:
+            push_rows(post, self.plan.back, GRADIENTS, d_weight_TK.contiguous(), self.comes_R)
+            self._gone.add(GRADIENTS)
+        with self.office.beside():
+            copy_back(post, self.plan, rows_TH)
+        self._kept.append(rows_TH)
+        self._gone.add(SUMS)
 
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_rows import GRADIENTS, SUMS, add_rows, push_rows
 
         post, rows_RH = self.office.checked(), rows_RH.contiguous()
         channel = GRADIENTS if what == "gradients of routing weights" else SUMS
-        push_rows(post, self.plan.back, channel, rows_RH, self.comes_R)
+        if channel in self._gone:
+            self._gone.discard(channel)
+            self.wait()  # the kernel that ends the epoch must not come ahead of those that read its number
+        else:
+            push_rows(post, self.plan.back, channel, rows_RH, self.comes_R)
         return add_rows(post, self.plan, channel, rows_RH, self.goes_WT)
+
+
+def _rounded_up(slots: int, most: int) -> int:
+    """To one of 64 sizes, so that memory of the pass before serves again."""
+    step = max(-(-most // (64 * 128)), 1) * 128
+    return min(-(-max(slots, 1) // step) * step, most)
 
 
 @dataclass(frozen=True)
@@ -192,6 +245,7 @@ class Office:
             rank=ranks.rank,
             count=ranks.count,
             seconds=ranks.deadline,
+            heaps=self._heap.bytes_of,
         )
         self.size = size
 
@@ -253,7 +307,8 @@ def _plan(counts: tuple[int, ...], tokens: int, office: Office) -> Plan:
     tables = [torch.tensor(table, dtype=torch.int64, device=_HOST) for table in (there, [first, first, list(counts)])]
     if office.device.type == "cuda":  # only from pinned memory is a copy sure not to wait for the device
         tables = [table.pin_memory().to(office.device, non_blocking=True) for table in tables]
-    return Plan(tables[0], tables[1], counts[office.ranks.rank], sum(counts))
+    places = tuple(slice(begin, begin + count) for begin, count in zip(first, counts, strict=True))
+    return Plan(tables[0], tables[1], counts[office.ranks.rank], sum(counts), places)
 
 
 def _places(ranks: Ranks, device: torch.device) -> list[str]:
