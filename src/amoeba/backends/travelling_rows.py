@@ -37,13 +37,15 @@ class TravellingRows(HopperRows):
     _part: Tensor | None = None  # the tiles of the product that is to be launched; None: all
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
-        for self._part in self._as_rows_come():
+        for part in self._as_rows_come():
+            self._part = part
             super()._multiply_x_and_activate(h_NJ, a_NI, addend)
         self._part = None
         return h_NJ
 
     def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor, addend: Addend | None) -> None:
-        for self._part in self._as_rows_come():
+        for part in self._as_rows_come():
+            self._part = part
             super()._multiply_dy(dy_TH, da_NI, addend)
         self._part = None
 
@@ -74,7 +76,7 @@ class TravellingRows(HopperRows):
         return self.problem.travel
 
     @property
-    def table(self) -> Tensor:  # type: ignore[override]
+    def table(self) -> Tensor:
         return self._all_tiles if self._part is None else self._part
 
     @cached_property

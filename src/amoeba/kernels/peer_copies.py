@@ -2,12 +2,12 @@
 
 T tokens of this rank · R rows here, those of all ranks by (rank, token) · H columns · W ranks
 
-    copy_there(post, plan, x_TH)                    # all tokens to every rank, also to one that wants none of their experts
+    copy_there(post, plan, x_TH)                    # all tokens to every rank, whether or not it has their experts
     take_copies(post, plan, x_RH)                   # the rows of the other ranks' tokens
     copy_back(post, plan, y_RH)
 
-What arrived and what was taken is counted as `amoeba.kernels.peer_rows` counts it, so that one rank may copy what another
-pushes. The kernels here are one warp each with 32 registers at most, which finds room beside a product on Hopper.
+What arrived and what was taken is counted as `amoeba.kernels.peer_rows` counts it: one rank may copy, another push.
+The kernels here are one warp each with 32 registers at most, which finds room beside a product on Hopper.
 """
 
 from __future__ import annotations

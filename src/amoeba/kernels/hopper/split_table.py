@@ -30,9 +30,7 @@ def split_table(table: Tensor, order_N: Tensor, first_slot: int, last_slot: int)
 
 @quick
 @triton.jit(do_not_specialize=["first_slot", "last_slot"])
-def _split_table(
-    table, order_N, inside, outside, first_slot, last_slot, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
-):
+def _split_table(table, order_N, inside, outside, first_slot, last_slot, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
     tiles = tl.load(table)
     inner = tiles * 0
     for start in range(0, tiles, BLOCK):
