@@ -2,10 +2,11 @@
 
 T tokens · K experts per token · R rows of all ranks · H hidden · W ranks
 
-Nothing waits for the GPU. The hosts tell each other how many tokens they have, unless `most_tokens` says what is the
-most; a cell of the heap grows when more come. What goes where, the kernels see (`amoeba.kernels.peer_rows`). Rows here
-are those of all ranks' tokens, by (rank, token), also those that do not come: they have no expert, and nobody reads
-them.
+The hosts tell each other how many tokens they have, unless `most_tokens` says what is the most; a cell of the heap
+grows when more come. What goes where, the kernels see (`amoeba.kernels.peer_rows`). Rows here are those of all ranks'
+tokens, by (rank, token), also those that do not come: they have no expert, and nobody reads them. How many slots have
+one the host asks where memory counts, in passes with gradients, unless `most_rows` or `most_tokens` is given: then
+nothing waits for the GPU.
 """
 
 from __future__ import annotations
