@@ -109,13 +109,13 @@ def with_and_without_checkpointing(rank: int) -> list[bool]:
 
 
 def peers_as_collective(
-    rank: int, count: int, steps: list[tuple[int, ...]], local_backend: str = "auto", **options: Any
+    rank: int, count: int, steps: list[tuple[int, ...]], local_backend: str = "auto", by: str = "peers", **options: Any
 ) -> tuple[list[bool], int]:
     """Whether output and gradients by `peers` have the bits of `collective`; and how often the hosts of the former
-    talked. steps: tokens of each rank in each of them."""
-    layers = {name: sharded_layer(count, transport=name) for name in ("peers", "collective")}
+    talked. steps: tokens of each rank in each of them. by: another transport instead of `peers`."""
+    layers = {name: sharded_layer(count, transport=name) for name in (by, "collective")}
     layers = {name: replace(layer, local_backend=local_backend) for name, layer in layers.items()}
-    layers["peers"] = replace(layers["peers"], **options)
+    layers[by] = replace(layers[by], **options)
     equal, talked = [], 0
     for step, tokens_of in enumerate(steps):
         generator = torch.Generator().manual_seed(10 * step + rank)
@@ -129,7 +129,7 @@ def peers_as_collective(
             wanted += [t.requires_grad_() for t in layer.local.tensors() if t is not None]
             y_TH = experts(wanted[0], Routing(expert_TK, wanted[1]), layer)
             found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
-            talked += (layer.ranks._exchanges - before) * (name == "peers")
+            talked += (layer.ranks._exchanges - before) * (name == by)
         equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
     return equal, talked
 

@@ -63,7 +63,7 @@ def main() -> dict[str, str]:
     pointers |= dict.fromkeys(("wanted", "comes_R", "goes_WT"), "*u8")
     numbers = dict.fromkeys(("cell_at", "cell_size", "rank", "limit", "tokens"), "i32")
     constants = {"H": 2048, "BLOCK_T": 8, "BLOCK_H": 2048, "ALIGNED": True, "RANKS": 2, "ON_GPU": True, "CHANNEL": 1}
-    constants |= {"TAKERS": 64, "PUSHERS": 16, "PARTS": 16, "WHICH": 0, "OWN": False, "WIDE": False}
+    constants |= {"TAKERS": 64, "PUSHERS": 16, "PARTS": 16, "WHICH": 0, "OWN": False, "WIDE": False, "TELLS": True}
     kernels = {"push": peer_rows._push_rows, "take": peer_rows._take_rows, "add": peer_rows._add_rows}
     alone = {
         "wait": peer_counters.wait_for_arrivals,

@@ -31,32 +31,41 @@ def copy_back(post: Post, plan: Plan, rows_RH: Tensor) -> None:
 
 def take_copies(post: Post, plan: Plan, out_RH: Tensor) -> None:
     wait_for_all(post, ROWS)
-    for source in _others(post):
+    for source in others(post):
         into = out_RH[plan.places[source]]
-        into.copy_(_cell(post, post.rank, source, ROWS, into), non_blocking=True)
-    add_everywhere[(1,)](post.addresses, post.rank, PARTS=post.takers, WHICH=TAKEN.value, **_constants(post, ROWS))
+        into.copy_(cell(post, post.rank, source, ROWS, into), non_blocking=True)
+    if post.reaches:
+        count_everywhere(post, ROWS, TAKEN.value)
 
 
 def _copy(post: Post, channel: int, rows_for: Callable[[int], Tensor]) -> None:
-    wait_until_taken[(1,)](*post.waiting, post.rank, post.limit, TAKERS=post.takers, **_constants(post, channel))
-    for dest in _others(post):
+    wait_for_room(post, channel)
+    for dest in others(post):
         rows = rows_for(dest)
-        _cell(post, dest, post.rank, channel, rows).copy_(rows, non_blocking=True)
-    add_everywhere[(1,)](
-        post.addresses, post.rank, PARTS=post.pushers, WHICH=ARRIVED.value, **_constants(post, channel)
-    )
+        cell(post, dest, post.rank, channel, rows).copy_(rows, non_blocking=True)
+    count_everywhere(post, channel, ARRIVED.value)
+
+
+def wait_for_room(post: Post, channel: int) -> None:
+    wait_until_taken[(1,)](*post.waiting, post.rank, post.limit, TAKERS=post.takers, **_constants(post, channel))
+
+
+def count_everywhere(post: Post, channel: int, which: int) -> None:
+    """In all other heaps, that all of this rank's rows have arrived or that it has taken all of theirs."""
+    parts = post.pushers if which == ARRIVED.value else post.takers
+    add_everywhere[(1,)](post.addresses, post.rank, PARTS=parts, WHICH=which, **_constants(post, channel))
 
 
 def _constants(post: Post, channel: int) -> dict[str, Any]:
     return post.constants(channel) | {"num_warps": 1}
 
 
-def _others(post: Post) -> list[int]:
+def others(post: Post) -> list[int]:
     """Each rank begins with another one."""
     return [(post.rank + step) % post.count for step in range(1, post.count)]
 
 
-def _cell(post: Post, heap: int, source: int, channel: int, like: Tensor) -> Tensor:
+def cell(post: Post, heap: int, source: int, channel: int, like: Tensor) -> Tensor:
     """Rows in the heap of one rank that come from another."""
     first = post.cell_at[channel] + source * post.cell_size[channel]
     size = like.numel() * like.element_size()

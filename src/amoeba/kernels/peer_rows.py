@@ -74,6 +74,7 @@ class Post:
     cell_size: of each channel, in bytes.
     tokens:    of one rank at most.
     heaps:     the same heaps, uint8, for copies that no kernel makes.
+    reaches:   whether the addresses are all there; else who reads tells nobody, and others' heaps are for `Courier`.
     """
 
     addresses: Tensor
@@ -87,6 +88,7 @@ class Post:
     count: int
     seconds: float
     heaps: tuple[Tensor, ...] = ()
+    reaches: bool = True
 
     @property
     def limit(self) -> int:
@@ -167,7 +169,7 @@ def take_slots(
     weight_RK = torch.empty((plan.rows, top_k), dtype=weight_TK.dtype, device=weight_TK.device)
     _take_slots[(post.takers,)](
         expert_RK, weight_RK, comes_R, plan.back, post.addresses, post.cell_at[SLOTS], post.cell_size[SLOTS],
-        post.tokens, post.rank, K=top_k, **_slot_tile(top_k), **post.constants(SLOTS), num_warps=4,
+        post.tokens, post.rank, K=top_k, TELLS=post.reaches, **_slot_tile(top_k), **post.constants(SLOTS), num_warps=4,
     )  # fmt: skip
     if most_rows is not None and most_rows < expert_RK.numel():
         slots = expert_RK.numel()
@@ -216,8 +218,8 @@ def add_rows(post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Ten
     out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
     _add_rows[(post.takers,)](
         rows_RH, goes_WT, out_TH, plan.back, post.addresses, post.trouble, post.cell_at[channel],
-        post.cell_size[channel], tokens, post.rank, WIDE=rows_RH.dtype == torch.float64, **_tile(rows_RH, width),
-        **post.constants(channel), num_warps=_WARPS,
+        post.cell_size[channel], tokens, post.rank, WIDE=rows_RH.dtype == torch.float64, TELLS=post.reaches,
+        **_tile(rows_RH, width), **post.constants(channel), num_warps=_WARPS,
     )  # fmt: skip
     return out_TH
 
@@ -297,7 +299,7 @@ def _push_slots(
 @triton.jit(do_not_specialize=["rank"])
 def _take_slots(
     expert_RK, weight_RK, comes_R, places, addresses, cell_at, cell_size, most_tokens, rank,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, TELLS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -316,7 +318,7 @@ def _take_slots(
             tl.store(weight_RK + first_row * K + at, tl.load(weights + at, mask=inside, other=0), mask=inside)
             comes = (tl.max(expert, axis=1) >= 0).to(tl.uint8)
             tl.store(comes_R + first_row + t, comes, mask=t < count)
-    for step in range(1, RANKS):
+    for step in range(1, RANKS if TELLS else 1):
         add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
 
 
@@ -389,8 +391,8 @@ def _take_rows(
 @triton.jit(do_not_specialize=["tokens", "rank"])
 def _add_rows(
     rows_RH, goes_WT, out_TH, places, addresses, trouble, cell_at, cell_size, tokens, rank,
-    WIDE: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr,
-    CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+    WIDE: tl.constexpr, TELLS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     lost = tl.load(trouble) != 0
@@ -409,5 +411,5 @@ def _add_rows(
                 total += tl.load(rows + at, mask=goes[:, None] & inside, other=0).to(total.dtype)
             total = tl.where(lost, float("nan"), total)
             tl.store(out_TH + at, total.to(out_TH.dtype.element_ty), mask=inside)
-    for step in range(1, RANKS):
+    for step in range(1, RANKS if TELLS else 1):
         add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))

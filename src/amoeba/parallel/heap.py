@@ -35,9 +35,9 @@ class Heap:
     kept: Any  # what the mappings need to last as long as this
 
 
-def open_heap(ranks: Ranks, device: torch.device, nbytes: int) -> Heap:
-    """Of zeros, before any rank goes on."""
-    make = _on_gpus if device.type == "cuda" else _in_files
+def open_heap(ranks: Ranks, device: torch.device, nbytes: int, *, remote: bool = False) -> Heap:
+    """Of zeros, before any rank goes on. remote: for NVSHMEM; of the others there are neither addresses nor bytes."""
+    make = (_by_nvshmem if remote else _on_gpus) if device.type == "cuda" else _in_files
     heaps, places, kept = make(ranks, device, nbytes)
     heaps[ranks.rank].zero_()
     if device.type == "cuda":
@@ -50,6 +50,12 @@ def _on_gpus(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[list[Tens
     own, handle = symmetric_memory(nbytes, device, ranks.group)
     heaps = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(ranks.count)]
     return heaps, list(handle.buffer_ptrs), (own, handle)
+
+
+def _by_nvshmem(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[list[Tensor], list[int], Any]:
+    own, handle = symmetric_memory(nbytes, device, ranks.group, nvshmem=True)
+    heaps = [own if rank == ranks.rank else own[:0] for rank in range(ranks.count)]
+    return heaps, [own.data_ptr() if rank == ranks.rank else 0 for rank in range(ranks.count)], (own, handle)
 
 
 def _in_files(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[list[Tensor], list[int], Any]:

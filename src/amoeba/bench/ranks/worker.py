@@ -101,7 +101,7 @@ def prepare(rank: int, job: RankJob) -> dict[str, Any]:
     layer = ShardedExperts(local, owners, ranks)
 
     def inputs(tokens: int, num_experts: int, only_own: bool) -> tuple[Tensor, Routing, Tensor]:
-        scores = torch.rand(tokens, num_experts, generator=draw.args[0], device=device)
+        scores = torch.rand(tokens, num_experts, generator=draw.args[0], dtype=torch.float32, device=device)
         expert_TK = scores.topk(min(job.top_k, num_experts), 1).indices
         if only_own:
             rank_TK, local_TK = owners.find(expert_TK)
@@ -125,7 +125,8 @@ def prepare(rank: int, job: RankJob) -> dict[str, Any]:
 
 
 def _drawn(generator: torch.Generator, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
-    return (scale * torch.randn(*shape, generator=generator, device=generator.device)).to(dtype)
+    drawn = torch.randn(*shape, generator=generator, dtype=torch.float32, device=generator.device)
+    return (scale * drawn).to(dtype)
 
 
 def why_not(setting: str) -> str | None:

@@ -12,10 +12,10 @@ import torch
 
 from amoeba.errors import bad_value
 from amoeba.parallel.ranks import Ranks
-from amoeba.parallel.transports import collective, peers
+from amoeba.parallel.transports import collective, peers, shmem
 from amoeba.parallel.transports.transport import Transport
 
-TRANSPORTS: tuple[Transport, ...] = (peers.TRANSPORT, collective.TRANSPORT)
+TRANSPORTS: tuple[Transport, ...] = (peers.TRANSPORT, shmem.TRANSPORT, collective.TRANSPORT)
 
 logger = logging.getLogger("amoeba")
 
