@@ -22,6 +22,7 @@ from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, own_paramet
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
 from amoeba.parallel.together import Together
+from amoeba.parallel.transports import peers
 
 E, H, I = 5, 16, 24
 # what the jobs below need, and takes seconds in each process
@@ -132,6 +133,17 @@ def peers_as_collective(
             talked += (layer.ranks._exchanges - before) * (name == by)
         equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
     return equal, talked
+
+
+def rows_of_buffers(rank: int, gradients: bool, **options: int) -> tuple[int | None, int, int]:
+    """By `peers`: rows that the buffers between the products get, slots with an expert of this rank, slots of all."""
+    layer = replace(sharded_layer(2, transport="peers"), **options)
+    generator = torch.Generator().manual_seed(rank)
+    x_TH, weight_TK = torch.randn(300, H, generator=generator), torch.rand(300, 2, generator=generator)
+    routing = Routing(torch.randint(0, 2, (300, 2), generator=generator) * 4, weight_TK)  # experts 0 and 4 of five
+    exchange = peers.TRANSPORT.plan(layer, x_TH, routing, gradients)
+    _, expert_RK, _ = exchange.dispatch(x_TH, weight_TK)
+    return exchange.slots, int((expert_RK >= 0).sum()), expert_RK.numel()
 
 
 def too_many_for_peers(rank: int, **most: int) -> str:

@@ -49,17 +49,17 @@ def test_step_after_step_it_has_the_bits_of_collective_while_numbers_of_tokens_c
 @pytest.mark.parametrize("local_backend", ["triton", "eager"])
 def test_rows_that_travel_while_own_ones_are_computed_change_no_bit(processes: LocalRanks, local_backend: str) -> None:
     """Also with a backend that waits for all rows, and without tokens on one rank or on both."""
-    steps = [(3, 5), (40, 0), (0, 0), (2, 1)]
+    steps = [(3, 5), (6, 0), (0, 0)]
     jobs = [(rank, 2, steps, local_backend) for rank in range(2)]
     for equal, _ in processes.run(overlapped, jobs):
         assert len(equal) == 5 * len(steps) and all(equal)
 
 
 @interpreted
-@pytest.mark.parametrize("most", [{}, {"most_tokens": 70, "most_rows": 200}], ids=["as they come", "fixed room"])
+@pytest.mark.parametrize("most", [{}, {"most_tokens": 20, "most_rows": 60}], ids=["as they come", "fixed room"])
 def test_ranks_that_do_not_reach_each_others_memory_have_the_same_bits(processes: LocalRanks, most: dict) -> None:
     """By `shmem`, with files in place of NVSHMEM."""
-    steps = [(3, 5), (40, 0), (5, 70), (0, 0), (2, 1)]
+    steps = [(3, 5), (20, 0), (0, 0), (2, 1)]
     for equal, _ in processes.run(remote, [(rank, 2, steps, most) for rank in range(2)]):
         assert len(equal) == 5 * len(steps) and all(equal)
 
@@ -92,6 +92,20 @@ def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backen
 
 def remote(rank: int, count: int, steps: list[tuple[int, ...]], most: dict[str, int]) -> tuple[list[bool], int]:
     return rank_jobs.peers_as_collective(rank, count, steps, by="shmem", **most)
+
+
+@interpreted
+def test_buffers_of_a_training_pass_have_as_many_rows_as_a_rank_owns(processes: LocalRanks) -> None:
+    for room, owned, slots in processes.run(buffers, [(rank, True) for rank in range(2)]):
+        assert owned <= room < owned + 128 < slots
+    for room, *_ in processes.run(buffers, [(rank, False) for rank in range(2)]):
+        assert room is None  # the host was not told, and the GPU not waited for
+    assert [peers._rounded_up(slots, 262144) for slots in (0, 1, 4096, 131073)] == [4096, 4096, 4096, 135168]
+    assert peers._rounded_up(27, 28) == 28
+
+
+def buffers(rank: int, gradients: bool) -> tuple[int | None, int, int]:
+    return rank_jobs.rows_of_buffers(rank, gradients)
 
 
 def with_capacity(

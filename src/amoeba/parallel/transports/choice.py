@@ -38,6 +38,13 @@ def choose_transport(name: str, ranks: Ranks, device: torch.device) -> tuple[Tra
     return None, refused
 
 
+def chosen_by_auto(ranks: Ranks) -> str:
+    """For who says it before the first pass: the transport for tensors on the device of this process. On all ranks."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    transport, _ = choose_transport("auto", ranks, device)
+    return "nothing" if transport is None else transport.name
+
+
 def _announce(transport: Transport, ranks: Ranks, device: torch.device, refused: dict[str, str]) -> None:
     waits = transport.waits_on_gpu and device.type == "cuda"
     logger.log(
