@@ -135,6 +135,26 @@ def peers_as_collective(
     return equal, talked
 
 
+def overlapped_on_gpu(rank: int) -> list[bool]:
+    """Whether output and gradients have the bits of a pass that waits for all rows, three times."""
+    generator = torch.Generator("cuda").manual_seed(rank)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16() / 8
+
+    local = ExpertWeights(drawn(2, 256, 256).requires_grad_(), drawn(2, 256, 128).requires_grad_())
+    layer = ShardedExperts(local, Owners.even(4, 2), Ranks(first_processes(2), 30.0), transport="peers")
+    tokens = (900, 1300)[rank]
+    expert_TK = torch.rand(tokens, 4, generator=generator, device="cuda").topk(2, 1).indices
+    x_TH, weight_TK, dy_TH = drawn(tokens, 256), drawn(tokens, 2).float(), drawn(tokens, 256)
+    wanted = [x_TH.requires_grad_(), weight_TK.requires_grad_(), *local.tensors()[:2]]
+    found = []
+    for overlap in (False, True, True, True):
+        y_TH = experts(x_TH, Routing(expert_TK, weight_TK), replace(layer, overlap=overlap))
+        found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
+    return [torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True)]
+
+
 def rows_of_buffers(rank: int, gradients: bool, **options: int) -> tuple[int | None, int, int]:
     """By `peers`: rows that the buffers between the products get, slots with an expert of this rank, slots of all."""
     layer = replace(sharded_layer(2, transport="peers"), **options)

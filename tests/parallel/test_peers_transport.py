@@ -132,6 +132,14 @@ def test_processes_that_share_a_gpu_have_the_gradients_of_one(transport: str) ->
             assert torch.equal(found, alone[name]), name
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_rows_that_travel_meanwhile_change_no_bit() -> None:
+    """In bf16 and with tiles of own rows alone, so that products run in two parts."""
+    with LocalRanks(2) as processes:
+        for equal in processes.run(rank_jobs.overlapped_on_gpu, [(rank,) for rank in range(2)]):
+            assert len(equal) == 15 and all(equal)
+
+
 def on_gpu(share: Share) -> dict[str, torch.Tensor]:
     tensors = {name: tensor.cuda() for name, tensor in share.tensors.items()}
     found = compute_share(share._replace(tensors=tensors, expert_TK=share.expert_TK.cuda()))
