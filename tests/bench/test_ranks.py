@@ -24,8 +24,9 @@ def processes() -> Iterator[LocalRanks]:
         yield found
 
 
-def test_an_exchange_has_times_memory_and_what_it_hides(processes: LocalRanks) -> None:
-    seen = []
+def test_an_exchange_has_times_memory_and_what_it_hides(processes: LocalRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "_ROUNDS", 1)
+    seen: list[int] = []
     report = run_ranks(
         JOB, 1, so_far=lambda found: seen.append(len(found.measurements)), processes=processes, settings=["collective"]
     )
