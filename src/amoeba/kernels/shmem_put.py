@@ -1,7 +1,7 @@
 """Bytes of one rank's heap into another's by NVSHMEM, which reaches GPUs of other machines, and counters behind them.
 
     put(heap, source_at, dest_at, nbytes, pe)                   # all of it is on its way when the next kernel begins
-    count(heap, epochs, pes, counter_at, rank, channel=1, ahead=1, parts=16)   # in all other heaps, when it is there
+    count(heap, epochs, pes, counter_at, spare_at, rank, channel=1, ahead=1, parts=16)   # at all others, once it is there
 
 A heap is at the same place in every process, so offsets say where. Counters are set, not added to: each has one writer.
 These kernels are launched by torch's wrapper, which initialises NVSHMEM in them. Importing this file needs NVSHMEM.
@@ -29,11 +29,21 @@ def put(heap: Tensor, source_at: int, dest_at: int, nbytes: int, pe: int) -> Non
 
 
 def count(
-    heap: Tensor, epochs: Tensor, pes: Tensor, counter_at: int, rank: int, *, channel: int, ahead: int, parts: int
+    heap: Tensor,
+    epochs: Tensor,
+    pes: Tensor,
+    counter_at: int,
+    spare_at: int,
+    rank: int,
+    *,
+    channel: int,
+    ahead: int,
+    parts: int,
 ) -> None:
-    """pes: int32 (W,), how NVSHMEM calls each rank. ahead: of the epoch that the device has counted to."""
-    ranks, spare_at = pes.shape[0], heap.shape[0] - 256
-    _count[(1,)](heap, epochs, pes, counter_at, spare_at, rank, ahead, parts, CHANNEL=channel, RANKS=ranks, num_warps=1)
+    """pes: int32 (W,), how NVSHMEM calls each rank. spare_at: bytes that nobody reads, which go with a counter.
+    ahead: of the epoch that the device has counted to."""
+    numbers = (counter_at, spare_at, rank, ahead, parts)
+    _count[(1,)](heap, epochs, pes, *numbers, CHANNEL=channel, RANKS=pes.shape[0], num_warps=1)
 
 
 @nvshmem.requires_nvshmem

@@ -24,6 +24,7 @@ from torch import Tensor
 from amoeba.parallel.ranks import Ranks
 from amoeba.torch_internals import symmetric_memory
 
+SPARE = 256  # bytes at the end of a remote heap that nobody reads, see `amoeba.kernels.shmem_put`
 _SHARED_MEMORY = Path("/dev/shm")
 
 

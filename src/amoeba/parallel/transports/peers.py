@@ -26,7 +26,7 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.parallel.agreement import agree, facts_of
-from amoeba.parallel.heap import Heap, open_heap
+from amoeba.parallel.heap import SPARE, Heap, open_heap
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks, watch
 from amoeba.parallel.sharded import ShardedExperts
@@ -275,8 +275,7 @@ class Office:
         ranks.gather([size.tokens], _HOST, "the others to be done with the heap")
         self._heap = self._post = None
         cell_at, cell_size, nbytes = heap_layout(ranks.count, *vars(size).values())
-        # behind the outbox some bytes to spare, see `transports.shmem`
-        nbytes = 2 * nbytes + 256 if self.remote else nbytes
+        nbytes = 2 * nbytes + SPARE if self.remote else nbytes
         self._heap = open_heap(ranks, self.device, nbytes, remote=self.remote)
         self._post = Post(
             self._heap.addresses,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amoeba.parallel.heap import SPARE
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.peers import (
@@ -102,8 +103,9 @@ class Nvshmem(Courier):
 
         arrived = which == ARRIVED.value
         counter = ((which * CHANNELS.value + channel) * post.count + post.rank) * 8
+        own = post.heaps[post.rank]
         shmem_put.count(
-            post.heaps[post.rank], post.epochs, self._pes, counter, post.rank, channel=channel, ahead=int(arrived),
+            own, post.epochs, self._pes, counter, own.shape[0] - SPARE, post.rank, channel=channel, ahead=int(arrived),
             parts=post.pushers if arrived else post.takers,
         )  # fmt: skip
 
@@ -115,9 +117,6 @@ def _courier(office: Office) -> Courier:
 
 def _outbox_at(post: Post) -> int:
     return (post.heaps[post.rank].shape[0] - SPARE) // 2
-
-
-SPARE = 256  # bytes at the end of a heap, to which a counter's company goes
 
 
 def _cell_at(post: Post, channel: int, rank: int) -> int:
