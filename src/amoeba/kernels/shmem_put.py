@@ -1,7 +1,7 @@
 """Bytes of one rank's heap into another's by NVSHMEM, which reaches GPUs of other machines, and counters behind them.
 
     put(heap, source_at, dest_at, nbytes, pe)                   # all of it is on its way when the next kernel begins
-    count(heap, epochs, pes, counter_at, spare_at, rank, channel=1, ahead=1, parts=16)   # at all others, once it is there
+    count(heap, epochs, pes, counter_at, spare_at, rank, channel=1, ahead=1, parts=16)  # elsewhere, once it is there
 
 A heap is at the same place in every process, so offsets say where. Counters are set, not added to: each has one writer.
 These kernels are launched by torch's wrapper, which initialises NVSHMEM in them. Importing this file needs NVSHMEM.
