@@ -46,7 +46,7 @@ class TritonBackend(PassesBackend):
 
     name, summary, kinds = "triton", "our kernels on the GPU", (ExpertWeights,)
     traced = SavedRows(map_dtype=torch.int32, low_ranks=low_ranks)
-    adds_onto = True
+    adds_onto = overlaps = True
 
     def preference(self, device: torch.device) -> int:
         return 10 if device.type == "cpu" else 40
@@ -59,6 +59,8 @@ class TritonBackend(PassesBackend):
         return problem
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        if problem.travel is not None:
+            return self._forward(problem, save)
         if save != "h" and _is_few(problem):
             from amoeba.kernels.decode import decode
 
@@ -74,6 +76,8 @@ class TritonBackend(PassesBackend):
         return planned(what, _tensors(problem), lambda: self._forward(problem, save))
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        if problem.travel is not None:  # what it launches is not its own alone, and cannot be repeated as such
+            return self._backward(problem, saved, dy_TH, needs)
         from amoeba.kernels.launch_plan import planned
 
         what = ("backward", self.name, needs, saved is None, graph_is_freed(), *_constants(problem))
