@@ -23,6 +23,7 @@ from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, own_paramet
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
 from amoeba.parallel.together import Together
+from amoeba.parallel.transports import peers
 
 E, H, I = 5, 16, 24
 # what the jobs below need, and takes seconds in each process
@@ -110,13 +111,13 @@ def with_and_without_checkpointing(rank: int) -> list[bool]:
 
 
 def peers_as_collective(
-    rank: int, count: int, steps: list[tuple[int, ...]], backend: str = "auto", **options: Any
+    rank: int, count: int, steps: list[tuple[int, ...]], local_backend: str = "auto", by: str = "peers", **options: Any
 ) -> tuple[list[bool], int]:
     """Whether output and gradients by `peers` have the bits of `collective`; and how often the hosts of the former
-    talked. steps: tokens of each rank in each of them. options: of the former; backend: of the latter."""
-    layers = {name: sharded_layer(count, transport=name) for name in ("peers", "collective")}
-    layers["collective"] = replace(layers["collective"], local_backend=backend)
-    layers["peers"] = replace(layers["peers"], **options)
+    talked. steps: tokens of each rank in each of them. by: another transport instead of `peers`."""
+    layers = {name: sharded_layer(count, transport=name) for name in (by, "collective")}
+    layers = {name: replace(layer, local_backend=local_backend) for name, layer in layers.items()}
+    layers[by] = replace(layers[by], **options)
     equal, talked = [], 0
     for step, tokens_of in enumerate(steps):
         generator = torch.Generator().manual_seed(10 * step + rank)
@@ -130,7 +131,7 @@ def peers_as_collective(
             wanted += [t.requires_grad_() for t in layer.local.tensors() if t is not None]
             y_TH = experts(wanted[0], Routing(expert_TK, wanted[1]), layer)
             found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
-            talked += (layer.ranks._exchanges - before) * (name == "peers")
+            talked += (layer.ranks._exchanges - before) * (name == by)
         equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
     return equal, talked
 
@@ -154,10 +155,41 @@ def started_early(
 
     arrivals.announced = late
     try:
-        equal, _ = peers_as_collective(rank, count, steps, "triton", most_tokens=most_tokens, local_backend="tasks")
+        equal, _ = peers_as_collective(rank, count, steps, "tasks", most_tokens=most_tokens)
     finally:
         arrivals.announced = announced
     return equal, len(taken)
+
+
+def overlapped_on_gpu(rank: int) -> list[bool]:
+    """Whether output and gradients have the bits of a pass that waits for all rows, three times."""
+    generator = torch.Generator("cuda").manual_seed(rank)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16() / 8
+
+    local = ExpertWeights(drawn(2, 256, 256).requires_grad_(), drawn(2, 256, 128).requires_grad_())
+    layer = ShardedExperts(local, Owners.even(4, 2), Ranks(first_processes(2), 30.0), transport="peers")
+    tokens = (900, 1300)[rank]
+    expert_TK = torch.rand(tokens, 4, generator=generator, device="cuda").topk(2, 1).indices
+    x_TH, weight_TK, dy_TH = drawn(tokens, 256), drawn(tokens, 2).float(), drawn(tokens, 256)
+    wanted = [x_TH.requires_grad_(), weight_TK.requires_grad_(), *local.tensors()[:2]]
+    found = []
+    for overlap in (False, True, True, True):
+        y_TH = experts(x_TH, Routing(expert_TK, weight_TK), replace(layer, overlap=overlap))
+        found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
+    return [torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True)]
+
+
+def rows_of_buffers(rank: int, gradients: bool, **options: int) -> tuple[int | None, int, int]:
+    """By `peers`: rows that the buffers between the products get, slots with an expert of this rank, slots of all."""
+    layer = replace(sharded_layer(2, transport="peers"), **options)
+    generator = torch.Generator().manual_seed(rank)
+    x_TH, weight_TK = torch.randn(300, H, generator=generator), torch.rand(300, 2, generator=generator)
+    routing = Routing(torch.randint(0, 2, (300, 2), generator=generator) * 4, weight_TK)  # experts 0 and 4 of five
+    exchange = peers.TRANSPORT.plan(layer, x_TH, routing, gradients)
+    _, expert_RK, _ = exchange.dispatch(x_TH, weight_TK)
+    return exchange.slots, int((expert_RK >= 0).sum()), expert_RK.numel()
 
 
 def too_many_for_peers(rank: int, **most: int) -> str:

@@ -117,8 +117,9 @@ def bench(
         list[str] | None, typer.Option("--shape", help="A name (small, qwen3_30b, ...) or T,H,I,E,K; may be repeated.")
     ] = None,
     suite: Annotated[
-        str | None, typer.Option("--suite", help="small, cpu, gpu, model (whole models) or stream (streamed experts).")
+        str | None, typer.Option("--suite", help="small, cpu, gpu, model, stream (streamed experts) or ranks.")
     ] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", help="With --suite ranks: processes; default 2.")] = None,
     dtype: Dtypes = None,
     device: Device = "auto",
     passes: Annotated[
@@ -175,7 +176,20 @@ def bench(
         document, ok = bench_stream.run(problem, repeats, path, output)
         finish(output, document, ok, json)
         return
+    if suite == "ranks":
+        with usage():
+            from amoeba.commands import bench_ranks
+
+            place = parse_device(device)
+            others = {"--ours": ours, "--peer": peer, "--sustained": sustained}
+            dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
+            job = bench_ranks.choose_job(shape or [], ranks, place, dtypes, others)
+            path = bench_command.free_path(out)
+        document, ok = bench_ranks.run(job, repeats, path, output)
+        finish(output, document, ok, json)
+        return
     with usage():
+        bench_command.check_no_ranks(ranks)
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
         shapes = bench_command.choose_shapes(shape or [], suite, place)

@@ -8,6 +8,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,23 @@ from amoeba.weights import LORA_NAMES, LoraFactors
 Save = Literal["h", "inputs", "nothing"]
 
 
+class Travel(ABC):
+    """Of a pass that begins while rows of other processes are under way to it, and whose sums for them go back early.
+
+    own: the tokens whose rows are there from the beginning: of x in forward, of dy in backward.
+    """
+
+    own: slice
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Ahead of whatever reads the others' rows. The device waits, not the host."""
+
+    @abstractmethod
+    def leave(self, rows_TH: Tensor, d_weight_TK: Tensor | None = None) -> None:
+        """The others' tokens have their sums in rows_TH, or their gradients, and go while the pass goes on."""
+
+
 class Problem(NamedTuple):
     """All that goes into the experts of one layer in one pass."""
 
@@ -31,6 +49,7 @@ class Problem(NamedTuple):
     lora: LoraFactors | None = None
     most_rows: int | None = None  # see `Routing`
     onto_TH: Tensor | None = None  # y is this and the experts' sum; for operators that have it, and without a gradient
+    travel: Travel | None = None  # of rows that are not there yet; for backends that overlap
 
     @property
     def rows(self) -> int:

@@ -24,10 +24,12 @@ __all__ = [
     "inside_backward",
     "is_batch_of_gradients",
     "is_view",
+    "nvshmem_device_functions",
     "occupy_gpu",
     "symmetric_memory",
     "transformed",
     "tree_leaves",
+    "why_not_nvshmem",
     "why_not_symmetric_memory",
     "writes_to_arguments",
 ]
@@ -63,11 +65,40 @@ def why_not_symmetric_memory() -> str | None:
     return f"torch {torch.__version__} has no {' and no '.join(missing)} for it" if missing else None
 
 
-def symmetric_memory(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
-    """Bytes on this GPU, and a handle whose buffer_ptrs are the addresses of all ranks' bytes. All ranks call it."""
+def why_not_nvshmem() -> str | None:
+    """Why this process cannot have memory that NVSHMEM reaches from other machines; or None."""
+    reason = why_not_symmetric_memory()
+    if reason is not None:
+        return reason
+    from torch.distributed import _symmetric_memory
+
+    available = getattr(_symmetric_memory, "is_nvshmem_available", lambda: False)
+    if not available():
+        return f"torch {torch.__version__} finds no NVSHMEM"
+    try:
+        nvshmem_device_functions().NvshmemLibFinder.find_device_library()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def nvshmem_device_functions() -> Any:
+    """What Triton kernels call of NVSHMEM, and `requires_nvshmem` for these kernels."""
+    from torch.distributed._symmetric_memory import _nvshmem_triton
+
+    return _nvshmem_triton
+
+
+def symmetric_memory(nbytes: int, device: torch.device, group: Any, *, nvshmem: bool = False) -> tuple[Tensor, Any]:
+    """Bytes on this GPU, and a handle whose buffer_ptrs are the addresses of all ranks' bytes. All ranks call it.
+
+    nvshmem: by NVSHMEM, for good and for all that is allocated so in this process; torch refuses where there was other.
+    """
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # several ranks on one GPU
     from torch.distributed import _symmetric_memory
 
+    if nvshmem:
+        _symmetric_memory.set_backend("NVSHMEM")
     own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     return own, _symmetric_memory.rendezvous(own, group)
 

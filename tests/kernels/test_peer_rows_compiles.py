@@ -7,7 +7,10 @@ for sure. In a process of its own, this file as a program, since Triton's interp
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 from test_hopper_compiles import compiled_by
@@ -36,7 +39,14 @@ def test_rows_go_16_bytes_at_a_time_and_the_counter_is_added_to_behind_a_barrier
     assert order[kernel].count("add") == 1
 
 
-@pytest.mark.parametrize("kernel", ["push", "wait"])
+def test_counting_beside_a_product_takes_what_it_leaves_of_a_multiprocessor(order) -> None:
+    """A warp: 1024 of 65536 registers, and a kilobyte of shared memory, which the driver takes itself."""
+    for kernel in ("wait", "taken", "everywhere"):
+        figures = dict(each.split("=") for each in order[f"{kernel} figures"].split())
+        assert int(figures["registers"]) <= 32 and int(figures["shared"]) <= 1024, kernel
+
+
+@pytest.mark.parametrize("kernel", ["push", "wait", "taken"])
 def test_a_wait_looks_with_acquire_and_at_the_clock(order, kernel: str) -> None:
     assert re.search(r"look .*clock .*look .*clock", order[kernel]), order[kernel]
 
@@ -46,29 +56,50 @@ def main() -> dict[str, str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.kernels import peer_rows as module
+    from amoeba.kernels import peer_counters, peer_rows
 
     pointers = dict.fromkeys(("addresses", "epochs", "trouble", "record", "places"), "*i64")
     pointers |= dict.fromkeys(("rows", "rows_TH", "rows_RH", "out_RH", "out_TH"), "*bf16")
     pointers |= dict.fromkeys(("wanted", "comes_R", "goes_WT"), "*u8")
     numbers = dict.fromkeys(("cell_at", "cell_size", "rank", "limit", "tokens"), "i32")
     constants = {"H": 2048, "BLOCK_T": 8, "BLOCK_H": 2048, "ALIGNED": True, "RANKS": 2, "ON_GPU": True, "CHANNEL": 1}
-    constants |= {"TAKERS": 64, "PUSHERS": 16, "OWN": False, "WIDE": False}
-    kernels = {"push": "_push_rows", "take": "_take_rows", "add": "_add_rows", "wait": "wait_for_arrivals"}
+    constants |= {"TAKERS": 64, "PUSHERS": 16, "PARTS": 16, "WHICH": 0, "OWN": False, "WIDE": False, "TELLS": True}
+    kernels = {"push": peer_rows._push_rows, "take": peer_rows._take_rows, "add": peer_rows._add_rows}
+    alone = {
+        "wait": peer_counters.wait_for_arrivals,
+        "taken": peer_counters.wait_until_taken,
+        "everywhere": peer_counters.add_everywhere,
+    }
     found = {}
-    for name, function in kernels.items():
-        kernel = getattr(module, function).kernel
+    for name, function in (kernels | alone).items():
+        kernel = function.kernel
         arguments = kernel.arg_names
         signature = {each: (pointers | numbers).get(each, "constexpr") for each in arguments}
         whole = [each for each in arguments if each in pointers or each.startswith("cell")]
         attributes = {(arguments.index(each),): [["tt.divisibility", 16]] for each in whole}
         known = {each: value for each, value in constants.items() if each in arguments}
         source = ASTSource(kernel, signature, constexprs=known, attrs=attributes)
-        warps = 1 if name == "wait" else 16
-        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+        warps = 1 if name in alone else 16
+        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        ptx = compiled.asm["ptx"]
+        if name in alone:
+            found[f"{name} figures"] = (
+                f"registers={_registers(compiled.asm['cubin'])} shared={compiled.metadata.shared}"
+            )
         met = re.findall("|".join(re.escape(each) for each in KINDS), ptx)
         found[name] = " ".join(KINDS[each] for each in met)
     return found
+
+
+def _registers(cubin: bytes) -> int:
+    """Of a thread."""
+    from triton import knobs
+
+    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+    path.write_bytes(cubin)
+    words = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    (found,) = re.findall(r"REG:(\d+)", subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    return int(found)
 
 
 if __name__ == "__main__":

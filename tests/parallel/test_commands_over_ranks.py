@@ -147,7 +147,8 @@ def test_the_command_over_four_ranks_of_which_one_has_no_expert_and_one_no_row(
     found = processes.run(rank_jobs.run_command, [(rank, 4, ranked) for rank in range(4)])
     assert [code for code, *_ in found] == [0] * 4
     assert json.loads(found[0][1].splitlines()[-1])["steps"] == 20
-    assert "experts by amoeba over 4 ranks" in found[0][2] and "step 20/20" in found[0][2]
+    over = "experts by amoeba over 4 ranks, which share each batch and exchange rows by collective"
+    assert over in found[0][2] and "step 20/20" in found[0][2]
     assert all(out == err == "" for _, out, err in found[1:])  # one of them speaks
     check_same_run(tmp_path / "ranks", tmp_path / "alone", "model")
     assert any("e_score_correction_bias" in name for name in weights(tmp_path / "ranks" / "model"))

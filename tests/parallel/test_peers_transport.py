@@ -13,7 +13,7 @@ import torch
 import rank_jobs
 from amoeba.kernels import peer_rows
 from amoeba.parallel.processes import LocalRanks
-from amoeba.parallel.transports import choice, peers
+from amoeba.parallel.transports import choice, peers, shmem
 from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, Share, check_divided, compute_share, joined, shares, whole
 
@@ -46,6 +46,26 @@ def test_step_after_step_it_has_the_bits_of_collective_while_numbers_of_tokens_c
 
 
 @interpreted
+@pytest.mark.parametrize(("local_backend", "steps"), [("triton", [(3, 5)]), ("eager", [(3, 5), (6, 0), (0, 0)])])
+def test_rows_that_travel_while_own_ones_are_computed_change_no_bit(
+    processes: LocalRanks, local_backend: str, steps: list[tuple[int, int]]
+) -> None:
+    """Also with a backend that waits for all rows, and without tokens on one rank or on both."""
+    jobs = [(rank, 2, steps, local_backend) for rank in range(2)]
+    for equal, _ in processes.run(overlapped, jobs):
+        assert len(equal) == 5 * len(steps) and all(equal)
+
+
+@interpreted
+@pytest.mark.parametrize("most", [{}, {"most_tokens": 20, "most_rows": 60}], ids=["as they come", "fixed room"])
+def test_ranks_that_do_not_reach_each_others_memory_have_the_same_bits(processes: LocalRanks, most: dict) -> None:
+    """By `shmem`, with files in place of NVSHMEM."""
+    steps = [(3, 5), (20, 0), (0, 0), (2, 1)]
+    for equal, _ in processes.run(remote, [(rank, 2, steps, most) for rank in range(2)]):
+        assert len(equal) == 5 * len(steps) and all(equal)
+
+
+@interpreted
 def test_with_a_fixed_capacity_hosts_talk_once_and_too_many_tokens_are_refused(processes: LocalRanks) -> None:
     jobs = [(rank, 2, steps, 9, 20) for rank in range(2) for steps in [[(3, 5)], [(3, 5), (9, 0), (1, 2)]]]
     once, often = (processes.run(with_capacity, [jobs[at], jobs[at + 2]]) for at in range(2))
@@ -65,6 +85,28 @@ def test_more_rows_than_there_is_room_for_are_refused_with_the_numbers_and_none_
     for rank, said in enumerate(both):
         asked = f"expected room for all slots with an expert of rank {rank}, {slots[rank]} in exchange 1; got 3."
         assert said.startswith(f"most_rows: {asked}")
+
+
+def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backend: str) -> tuple[list[bool], int]:
+    return rank_jobs.peers_as_collective(rank, count, steps, local_backend, overlap=True)
+
+
+def remote(rank: int, count: int, steps: list[tuple[int, ...]], most: dict[str, int]) -> tuple[list[bool], int]:
+    return rank_jobs.peers_as_collective(rank, count, steps, by="shmem", **most)
+
+
+@interpreted
+def test_buffers_of_a_training_pass_have_as_many_rows_as_a_rank_owns(processes: LocalRanks) -> None:
+    for room, owned, slots in processes.run(buffers, [(rank, True) for rank in range(2)]):
+        assert owned <= room < owned + 128 < slots
+    for room, *_ in processes.run(buffers, [(rank, False) for rank in range(2)]):
+        assert room is None  # the host was not told, and the GPU not waited for
+    assert [peers._rounded_up(slots, 262144) for slots in (0, 1, 4096, 131073)] == [4096, 4096, 4096, 135168]
+    assert peers._rounded_up(27, 28) == 28
+
+
+def buffers(rank: int, gradients: bool) -> tuple[int | None, int, int]:
+    return rank_jobs.rows_of_buffers(rank, gradients)
 
 
 def with_capacity(
@@ -91,6 +133,14 @@ def test_processes_that_share_a_gpu_have_the_gradients_of_one(transport: str) ->
             assert torch.equal(found, alone[name]), name
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_rows_that_travel_meanwhile_change_no_bit() -> None:
+    """In bf16 and with tiles of own rows alone, so that products run in two parts."""
+    with LocalRanks(2) as processes:
+        for equal in processes.run(rank_jobs.overlapped_on_gpu, [(rank,) for rank in range(2)]):
+            assert len(equal) == 15 and all(equal)
+
+
 def on_gpu(share: Share) -> dict[str, torch.Tensor]:
     tensors = {name: tensor.cuda() for name, tensor in share.tensors.items()}
     found = compute_share(share._replace(tensors=tensors, expert_TK=share.expert_TK.cuda()))
@@ -105,7 +155,15 @@ def test_auto_says_what_it_chose_and_why_not_what_is_faster(
     with caplog.at_level(logging.INFO, "amoeba"):
         transport, refused = choice.choose_transport("auto", alone, cpu)
     assert "by collective, torch's all_to_all, by gloo or NCCL; peers is for GPUs, x is on cpu" in caplog.text
-    assert transport is not None and transport.name == "collective" and refused == {"peers": "is for GPUs, x is on cpu"}
+    assert transport is not None and transport.name == "collective"
+    assert refused == dict.fromkeys(("peers", "shmem"), "is for GPUs, x is on cpu")
+    told = shmem.TRANSPORT.why_not_by_itself(torch.device("cuda"))
+    assert told == "has not been run between machines: ask for it by name, or with AMOEBA_REMOTE_RANKS=1"
+    with monkeypatch.context() as context:
+        context.setenv("AMOEBA_REMOTE_RANKS", "1")
+        assert shmem.TRANSPORT.why_not_by_itself(torch.device("cuda")) is None
+        forced = "is for ranks that reach each other's memory, and AMOEBA_REMOTE_RANKS=1 says that they do not"
+        assert peers.TRANSPORT.why_not(alone, cpu) == forced
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert peers.TRANSPORT.why_not(alone, cpu) == "needs GPUs (or TRITON_INTERPRET=1, to try it), x is on cpu"
     between = peers._why_not_between(["boot1 here ", "boot1 here ", "boot2 there "], cpu)

@@ -168,3 +168,36 @@ def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
         plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
         assert bytes_of_stage == 2 * 3 * plan.LINES * plan.BLOCK
         assert plan.OWN_LINES % 8 == 0  # each warpgroup has whole patterns of the shared memory's layout
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "wave", "kept"),
+    [
+        (24576, (1536, 256, 128, 8), 32, 3),  # sonic_a
+        (8192, (2048, 768, 128, 8), 32, 1),  # qwen3_small
+        (32768, (2048, 768, 128, 8), 8, 4),  # qwen3_30b
+        (1024, (1536, 256, 128, 8), 512, 1),  # all experts at once
+        (8192, (4096, 14336, 8, 2), 8, 1),  # mixtral
+    ],
+)
+def test_a_wave_is_two_turns_of_all_programs_and_some_weights_are_left_for_the_sums_over_tokens(
+    tokens, sizes, wave, kept
+):
+    from amoeba.tasks.hopper import Plan
+
+    plan = Plan(*sizes, **constants(Activation()))
+    layout = plan.layout(tokens, tokens * plan.TOP_K, programs=132)
+    assert (layout.wave, layout.kept) == (wave, kept)
+    waves = -(-plan.EXPERTS // layout.wave)
+    assert waves <= plan.BLOCK_G and 1 <= layout.kept <= waves and layout.late == (waves - kept) * wave
+    tiles = max(1, tokens * plan.TOP_K // plan.EXPERTS // 128) * plan.TN
+    assert min(wave, plan.EXPERTS) * tiles >= 2 * 132 or waves == 1
+
+
+def test_a_stage_holds_whole_tokens_for_their_sums():
+    from amoeba.tasks.hopper import MOST_SLOTS, Plan
+
+    for top_k in range(1, MOST_SLOTS + 1):
+        plan = Plan(512, 256, 32, top_k, **constants(Activation()))
+        assert plan.TOGETHER * top_k <= plan.STAGED_ROWS <= 64 and plan.TOKENS % plan.TOGETHER == 0
+        assert plan.TOGETHER == plan.TOKENS or 2 * plan.TOGETHER * top_k > 64

@@ -34,6 +34,7 @@ def random_graph(seed: int) -> tuple[Graph, torch.Tensor]:
         tokens=draw.randint(1, 5),
         wave=draw.randint(1, 4),
         group=draw.randint(1, 3),
+        mixed=draw.random() < 0.5,
         kept=draw.randint(1, 4),
     )
     sizes = Sizes(draw.randint(1, 9), draw.randint(1, 7), experts, top_k)
@@ -46,7 +47,16 @@ def layout_of(graph: Graph) -> Layout:
     kinds = (Kind.DOWN, Kind.UP, Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS)
     parts = (graph.parts(kind) for kind in kinds)
     tiling = graph.tiling
-    return Layout(graph.rows.experts, tiling.rows, *parts, graph.token_blocks, tiling.wave, tiling.group, tiling.kept)
+    return Layout(
+        graph.rows.experts,
+        tiling.rows,
+        *parts,
+        graph.token_blocks,
+        tiling.wave,
+        tiling.group,
+        tiling.mixed,
+        tiling.kept,
+    )
 
 
 def check(seed: int, most: int) -> None:

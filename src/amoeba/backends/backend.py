@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.experts_operator import ExpertsOperator, SavedRows
-from amoeba.problem import Gradients, Needs, Problem, Save
+from amoeba.problem import Gradients, Needs, Problem, Save, Travel
 from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, LoraFactors
 
@@ -32,6 +32,7 @@ class Request:
 
     lora:      low-rank updates of the projections.
     recompute: save x alone for backward and compute the up projection again there.
+    travel:    of rows of x that are not there yet.
     """
 
     x_TH: Tensor
@@ -39,6 +40,7 @@ class Request:
     weights: AnyExperts
     lora: LoraFactors | None = None
     recompute: bool = False
+    travel: Travel | None = None
 
 
 class RowsApart(NamedTuple):
@@ -96,11 +98,13 @@ class PassesBackend(Backend):
     operator_name: of `torch.ops.amoeba`; the backend's own name, unless it is taken.
     traced:        what forward saves in a traced graph; None: backward calls forward again there.
     adds_onto:     whether forward adds to a problem's onto_TH.
+    overlaps:      whether its passes begin before all rows are there (see `Travel`).
     """
 
     operator_name: ClassVar[str | None] = None
     traced: ClassVar[SavedRows | None] = None
     adds_onto: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = False
 
     def __init__(self) -> None:
         (kind,) = self.kinds
@@ -128,8 +132,9 @@ class PassesBackend(Backend):
     def run(self, request: Request) -> Tensor:
         routing = request.routing
         problem = Problem(
-            request.x_TH, routing.expert_TK, routing.weight_TK, request.weights, request.lora, routing.most_rows
-        )
+            request.x_TH, routing.expert_TK, routing.weight_TK, request.weights, request.lora, routing.most_rows,
+            travel=request.travel,
+        )  # fmt: skip
         gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in problem.tensors())
         save: Save = "nothing" if not gradient else "inputs" if request.recompute else "h"
         return self.operator(self.prepared(problem, gradient), save)

@@ -241,7 +241,7 @@ class _Direct(torch.autograd.Function):
         weights, lora = problem.weights, problem.lora
         ctx.operator, ctx.constants, ctx.inputs = operator, weights.constants(), len(tensors)
         ctx.scaling = None if lora is None else lora.scaling
-        ctx.most_rows = problem.most_rows
+        ctx.most_rows, ctx.travel = problem.most_rows, problem.travel
         # a handle does not keep alive what it stands for
         ctx.owner = weights if isinstance(weights, ExpertsByHandle) else None
         ctx.save_for_backward(*tensors, *kept)
@@ -257,10 +257,13 @@ class _Direct(torch.autograd.Function):
         tensors = kept[: ctx.inputs]
         structure, rest = ctx.saved_structure, kept[ctx.inputs :]
         saved = Saved(*rest) if structure is Saved else _with_tensors(structure, rest)
-        problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)._replace(most_rows=ctx.most_rows)
+        problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)
+        problem = problem._replace(most_rows=ctx.most_rows, travel=ctx.travel)
         needs = operator.needs(ctx.needs_input_grad[others:])
         refuse_batched(f"amoeba::{operator.name}", dy_TH)
         if torch.is_grad_enabled() or transformed():  # second derivatives, or a transform: it says why not
+            if problem.travel is not None:
+                problem.travel.wait()
             found = operator.dispatched_backward(problem, saved, dy_TH, needs)
         else:
             found = operator.backward(problem, saved, dy_TH.contiguous(), needs)

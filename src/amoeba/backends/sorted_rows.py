@@ -77,6 +77,13 @@ class SortedRows(ABC):
     def combine(self, rows_NH: Tensor, *, weighted: bool) -> Tensor:
         """Each token's sum over its rows; weighted: a sum of experts' outputs, which the routing weights scale."""
 
+    def sums_to_travel(self, a_NI: Any) -> Tensor:
+        """y of each token, where those of other processes leave."""
+        y_TH = self.combine(self.down(a_NI), weighted=True)
+        assert self.problem.travel is not None
+        self.problem.travel.leave(y_TH)
+        return y_TH
+
     @abstractmethod
     def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
         """dA' = dy · down (+ LoRA), without the routing weight, and what follows from it and h."""
@@ -113,9 +120,12 @@ def forward(problem: Problem, save: Save, rows_type: type[SortedRows]) -> tuple[
         y_TH = torch.zeros_like(problem.x_TH) if problem.onto_TH is None else problem.onto_TH.clone()
     else:
         h_NJ, a_NI = rows.up(save == "h")
-        y_NH = rows.down(a_NI)
-        del a_NI
-        y_TH = rows.combine(y_NH, weighted=True)
+        if problem.travel is not None:
+            y_TH = rows.sums_to_travel(a_NI)
+        else:
+            y_NH = rows.down(a_NI)
+            del a_NI
+            y_TH = rows.combine(y_NH, weighted=True)
     if save != "h":
         return y_TH, None
     assert h_NJ is not None
@@ -171,6 +181,8 @@ def backward(
     if dx_NH is not None:
         d_x = rows.combine(dx_NH, weighted=False)
         del dx_NH
+        if problem.travel is not None:
+            problem.travel.leave(d_x, d_weight)
     if needs.gate_up and not rows.weights_first:
         found["gate_up"] = rows.weight_gradient(dh_NJ, rows.x, weights.gate_up_EJH)
     return Gradients(d_x, d_weight, **found)

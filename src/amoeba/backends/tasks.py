@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class TasksBackend(TritonBackend):
     name, summary, kinds = "tasks", "our kernels, the backward as one scheduled kernel", (ExpertWeights,)
-    starts_early = True
+    overlaps, starts_early = False, True  # rows of dy alone, and not by a `Travel`
 
     def preference(self, device: torch.device) -> int:
         return -1  # behind every other: `eager` serves all there is

@@ -46,7 +46,7 @@ class TritonBackend(PassesBackend):
 
     name, summary, kinds = "triton", "our kernels on the GPU", (ExpertWeights,)
     traced = SavedRows(map_dtype=torch.int32, low_ranks=low_ranks)
-    adds_onto = True
+    adds_onto = overlaps = True
 
     def preference(self, device: torch.device) -> int:
         return 10 if device.type == "cpu" else 40
@@ -59,17 +59,25 @@ class TritonBackend(PassesBackend):
         return problem
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        if problem.travel is not None:
+            return self._forward(problem, save)
         if save != "h" and _is_few(problem):
             from amoeba.kernels.decode import decode
 
             y_TH = decode(problem)
             return y_TH if problem.onto_TH is None else problem.onto_TH + y_TH, None
+        return self.forward_sorted(problem, save)
+
+    def forward_sorted(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        """However few rows there are."""
         from amoeba.kernels.launch_plan import planned
 
         what = ("forward", self.name, save, *_constants(problem))
         return planned(what, _tensors(problem), lambda: self._forward(problem, save))
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        if problem.travel is not None:  # what it launches is not its own alone, and cannot be repeated as such
+            return self._backward(problem, saved, dy_TH, needs)
         from amoeba.kernels.launch_plan import planned
 
         what = ("backward", self.name, needs, saved is None, graph_is_freed(), *_constants(problem))

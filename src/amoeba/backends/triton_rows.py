@@ -47,6 +47,12 @@ class TritonRows(SortedRows):
     def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
         problem = with_plain_rows(problem)
         kept: Sequence[Tensor] = saved[1:] if saved else _sorted(problem)
+        if problem.travel is not None:
+            from amoeba.backends.travelling_rows import TravellingRows, why_not_travelling
+
+            if why_not_travelling(problem) is None:
+                return TravellingRows(problem, *kept)  # whose rows came into memory of our own, in one piece
+            problem.travel.wait()
         if why_not_hopper(problem) is not None:
             return TritonRows(problem, *kept)
         return HopperRows(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
@@ -169,7 +175,7 @@ class TritonRows(SortedRows):
         problem = self.problem
         da_NI = self.new_rows(problem.weights.intermediate)
         addend = None if self.low_rank is None else self.low_rank.add_to_da(dy_TH)
-        self._multiply(ByToken(dy_TH), problem.weights.down_EHI.mT, da_NI, addend=addend)
+        self._multiply_dy(dy_TH, da_NI, addend)
         if (found := self._with_low_rank(da_NI, h_NJ, dh_NJ, needs)) is not None:
             return found
         scaled_a_NI = da_NI if needs.scaled_a else None
@@ -178,6 +184,9 @@ class TritonRows(SortedRows):
             da_NI, h_NJ, problem.weight_TK, self.order_N, activation, dh_NJ, scaled_a_NI, self.offs_E
         )
         return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
+
+    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor, addend: Addend | None) -> None:
+        self._multiply(ByToken(dy_TH), self.problem.weights.down_EHI.mT, da_NI, addend=addend)
 
     def _with_low_rank(self, da_NI: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients | None:
         """The activation's backward together with LoRA's part in it, where one kernel does both."""

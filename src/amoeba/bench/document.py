@@ -25,6 +25,7 @@ from amoeba.machine import commit, machine, machine_kind, versions
 
 if TYPE_CHECKING:
     from amoeba.bench.models.suite import ModelReport  # needs more than torch
+    from amoeba.bench.ranks.suite import RanksReport
     from amoeba.bench.stream.suite import StreamSuiteReport
 
 # 1: without `rest_ms` (it was 4 on a GPU), `sustained` and `models`. All that it has means the same in 2.
@@ -41,10 +42,11 @@ def make_document(
     finished: bool = True,
     models: Sequence[ModelReport] = (),
     streams: Sequence[StreamSuiteReport] = (),
+    ranks: Sequence[RanksReport] = (),
 ) -> dict[str, Any]:
     """load_before: the machine's load average before the first measurement; others' work distorts the times.
 
-    models, streams: the reports of --suite model and of --suite stream, which have no others.
+    models, streams, ranks: the reports of --suite model, stream and ranks, which have no others.
     finished: False while the run goes on, and for good where it was stopped.
     """
     return {
@@ -63,6 +65,7 @@ def make_document(
         "results": [_plain(report) for report in reports],
         "models": [asdict(report) for report in models],
         "streams": [asdict(report) for report in streams],
+        "ranks": [asdict(report) for report in ranks],
     }
 
 

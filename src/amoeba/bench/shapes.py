@@ -143,7 +143,10 @@ def default_suite(device: torch.device) -> str:
 def parse_suite(name: str) -> list[Shape]:
     if name not in SUITES:
         raise bad_value(
-            "--suite", f"one of {', '.join(SUITES)}, model, stream", repr(name), "see the names in docs/benchmarks.md"
+            "--suite",
+            f"one of {', '.join(SUITES)}, model, stream, ranks",
+            repr(name),
+            "see the names in docs/benchmarks.md",
         )
     return [SHAPES[shape] for shape in SUITES[name]]
 

@@ -37,6 +37,11 @@ def choose_shapes(shapes: Sequence[str], suite: str | None, device: torch.device
     return [parse_shape(text) for text in shapes] if shapes else parse_suite(suite or default_suite(device))
 
 
+def check_no_ranks(ranks: int | None) -> None:
+    if ranks is not None:
+        raise bad_value("--ranks", "--suite ranks with it", f"--ranks {ranks} alone", "add --suite ranks")
+
+
 def choose_peers(names: Sequence[str]) -> Sequence[str]:
     """All of them, unless some are named."""
     for name in names:

@@ -45,6 +45,7 @@ from amoeba.lora.adapter_folder import adapter_of
 from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.together import ALONE, Together
+from amoeba.parallel.transports.choice import chosen_by_auto
 from amoeba.placement import Load
 from amoeba.stream.attaching import Streamed, attach, home_of
 from amoeba.stream.store import Store, is_store
@@ -277,9 +278,10 @@ def _placed(model: Any, settings: FinetuneSettings, streamed: Streamed | None, t
     if streamed is not None:
         return Placed(streamed.memory.layers[0].placement, str(streamed.memory))
     if together.ranks is not None:
-        return Placed(
-            "ranks", f"over {together.count}, which share each batch" if together.count > 1 else "one has all"
-        )
+        if together.count == 1:
+            return Placed("ranks", "one has all")
+        way = chosen_by_auto(together.ranks)
+        return Placed("ranks", f"over {together.count}, which share each batch and exchange rows by {way}")
     tokens = settings.batch_size * settings.sequence_length
     return place_experts(model, settings.experts, Load(tokens, settings.r, recompute=settings.gradient_checkpointing))
 

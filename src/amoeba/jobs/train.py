@@ -32,6 +32,7 @@ from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.together import ALONE, Together
+from amoeba.parallel.transports.choice import chosen_by_auto
 from amoeba.precision.recipes import SUMMARIES, UNCHANGED, Fp8Experts
 from amoeba.shell import shell_words
 
@@ -163,7 +164,9 @@ def _on(model: str) -> str:
 def _shared_out(together: Together) -> str:
     if together.ranks is None:
         return ""
-    return f" over {together.count} ranks, which share each batch" if together.count > 1 else " on one rank"
+    if together.count == 1:
+        return " on one rank"
+    return f" over {together.count} ranks, which share each batch and exchange rows by {chosen_by_auto(together.ranks)}"
 
 
 def _build_model(

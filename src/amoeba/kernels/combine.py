@@ -103,10 +103,18 @@ def combine_block(hidden: int, top_k: int) -> tuple[int, int]:
 
 
 def combine(
-    rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, onto_TH: Tensor | None = None
+    rows_NH: Tensor,
+    slot_row_TK: Tensor,
+    weight_TK: Tensor | None,
+    out_TH: Tensor,
+    onto_TH: Tensor | None = None,
+    *,
+    sentinel: int | None = None,
 ) -> Tensor:
     """out[t] = Σ_k weight[t, k] · rows[slot_row[t, k]], in fp32 and in the order of k; weight None stands for ones.
-    With `onto`, that sum is rounded, and onto[t] is added to it."""
+    With `onto`, that sum is rounded, and onto[t] is added to it.
+
+    sentinel: from this row on slots have none; given where these are some of the tokens alone, else T·K."""
     tokens, hidden = out_TH.shape
     top_k = slot_row_TK.shape[1]
     fit = have_lines(rows_NH, out_TH) and slot_row_TK.is_contiguous() and slot_row_TK.shape[0] == tokens
@@ -123,7 +131,7 @@ def combine(
         None if weight_TK is None else weight_TK.contiguous(),
         out_TH,
         onto_TH,
-        slot_row_TK.numel(),
+        slot_row_TK.numel() if sentinel is None else sentinel,
         K=top_k,
         H=hidden,
         ROW_STRIDE=rows_NH.stride(0),

@@ -71,6 +71,32 @@ def tell(
 
 @quick
 @triton.jit(do_not_specialize=["rank", "limit"])
+def wait_until_taken(
+    addresses, epochs, trouble, record, rank, limit,
+    TAKERS: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """Until what was sent to all other ranks before has been read."""
+    epoch = tl.load(epochs + CHANNEL)
+    for step in range(1, RANKS):
+        dest = (rank + step) % RANKS
+        counter = counter_of(addresses, rank, dest, TAKEN, CHANNEL, RANKS)
+        wait_for(counter, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, CHANNEL, ON_GPU)
+
+
+@quick
+@triton.jit(do_not_specialize=["rank"])
+def add_everywhere(
+    addresses, rank, PARTS: tl.constexpr, WHICH: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """As PARTS programs would, each of which adds one to the counter of this rank in the heap of each other."""
+    for step in range(1, RANKS):
+        counter = counter_of(addresses, (rank + step) % RANKS, rank, WHICH, CHANNEL, RANKS)
+        tl.atomic_add(counter, PARTS, sem="release", scope="sys")
+
+
+@quick
+@triton.jit(do_not_specialize=["rank", "limit"])
 def wait_for_arrivals(
     addresses, epochs, trouble, record, rank, limit,
     PUSHERS: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,

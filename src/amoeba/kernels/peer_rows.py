@@ -5,7 +5,7 @@ T tokens of this rank · R rows here, those of all ranks by (rank, token) · K e
     push_slots(post, plan, rank_TK, local_TK, weight_TK, goes_WT)    # for each rank which of its experts a token wants
     expert_RK, weight_RK = take_slots(post, plan, weight_TK, comes_R)
     push_rows(post, plan.there, ROWS, x_TH, goes_WT)                 # a token once to each rank that it goes to
-    x_RH = own_rows(post, plan, x_TH, comes_R)                       # while the others' are under way
+    own_rows(post, plan, x_TH, x_RH, comes_R)                        # while the others' are under way
     take_rows(post, plan, x_RH, comes_R)
     push_rows(post, plan.back, SUMS, y_RH, comes_R)                  # what the experts here made of it
     y_TH = add_rows(post, plan, SUMS, y_RH, goes_WT)                 # by rank, in fp32
@@ -74,6 +74,8 @@ class Post:
     cell_at:   of each channel, the first byte of its cells in a heap.
     cell_size: of each channel, in bytes.
     tokens:    of one rank at most.
+    heaps:     the same heaps, uint8, for copies that no kernel makes.
+    reaches:   whether the addresses are all there; else who reads tells nobody, and others' heaps are for `Courier`.
     """
 
     addresses: Tensor
@@ -86,6 +88,8 @@ class Post:
     rank: int
     count: int
     seconds: float
+    heaps: tuple[Tensor, ...] = ()
+    reaches: bool = True
 
     @property
     def limit(self) -> int:
@@ -113,12 +117,14 @@ class Plan:
 
     there: of this rank's tokens, in x_TH and goes_WT.
     back:  of each rank's tokens, in x_RH and comes_R.
+    places: of each rank's tokens in x_RH, as the host knows them.
     """
 
     there: Tensor
     back: Tensor
     tokens: int
     rows: int
+    places: tuple[slice, ...] = ()
 
 
 def heap_layout(ranks: int, tokens: int, top_k: int, row_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -159,12 +165,12 @@ def take_slots(
     most_rows: where more slots have one, none has: nothing is written behind the end of a buffer, and the host is told.
     """
     top_k = weight_TK.shape[1]
-    _wait_for_all(post, SLOTS)
+    wait_for_all(post, SLOTS)
     expert_RK = torch.empty((plan.rows, top_k), dtype=torch.int32, device=weight_TK.device)
     weight_RK = torch.empty((plan.rows, top_k), dtype=weight_TK.dtype, device=weight_TK.device)
     _take_slots[(post.takers,)](
         expert_RK, weight_RK, comes_R, plan.back, post.addresses, post.cell_at[SLOTS], post.cell_size[SLOTS],
-        post.tokens, post.rank, K=top_k, **_slot_tile(top_k), **post.constants(SLOTS), num_warps=4,
+        post.tokens, post.rank, K=top_k, TELLS=post.reaches, **_slot_tile(top_k), **post.constants(SLOTS), num_warps=4,
     )  # fmt: skip
     if most_rows is not None and most_rows < expert_RK.numel():
         slots = expert_RK.numel()
@@ -184,16 +190,18 @@ def push_rows(post: Post, places: Tensor, channel: int, rows: Tensor, wanted: Te
     )  # fmt: skip
 
 
-def own_rows(post: Post, plan: Plan, rows_TH: Tensor, comes_R: Tensor) -> Tensor:
-    """Room for the rows of all ranks' tokens, those of this rank copied; who does not come holds anything."""
-    out_RH = torch.empty((plan.rows, rows_TH.shape[1]), dtype=rows_TH.dtype, device=rows_TH.device)
+def room_for_rows(plan: Plan, rows_TH: Tensor) -> Tensor:
+    """For the rows of all ranks' tokens; who does not come holds anything."""
+    return torch.empty((plan.rows, rows_TH.shape[1]), dtype=rows_TH.dtype, device=rows_TH.device)
+
+
+def own_rows(post: Post, plan: Plan, rows_TH: Tensor, out_RH: Tensor, comes_R: Tensor) -> None:
     _copy_rows(post, plan, rows_TH, out_RH, comes_R, OWN=True)
-    return out_RH
 
 
 def take_rows(post: Post, plan: Plan, out_RH: Tensor, comes_R: Tensor) -> None:
     """The rows of the other ranks' tokens."""
-    _wait_for_all(post, ROWS)
+    wait_for_all(post, ROWS)
     _copy_rows(post, plan, out_RH, out_RH, comes_R, OWN=False)
 
 
@@ -207,17 +215,17 @@ def _copy_rows(post: Post, plan: Plan, rows: Tensor, out_RH: Tensor, comes_R: Te
 def add_rows(post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor) -> Tensor:
     """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere."""
     tokens, width = goes_WT.shape[1], rows_RH.shape[1]
-    _wait_for_all(post, channel)
+    wait_for_all(post, channel)
     out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
     _add_rows[(post.takers,)](
         rows_RH, goes_WT, out_TH, plan.back, post.addresses, post.trouble, post.cell_at[channel],
-        post.cell_size[channel], tokens, post.rank, WIDE=rows_RH.dtype == torch.float64, **_tile(rows_RH, width),
-        **post.constants(channel), num_warps=_WARPS,
+        post.cell_size[channel], tokens, post.rank, WIDE=rows_RH.dtype == torch.float64, TELLS=post.reaches,
+        **_tile(rows_RH, width), **post.constants(channel), num_warps=_WARPS,
     )  # fmt: skip
     return out_TH
 
 
-def _wait_for_all(post: Post, channel: int) -> None:
+def wait_for_all(post: Post, channel: int) -> None:
     wait_for_arrivals[(1,)](
         *post.waiting, post.rank, post.limit, PUSHERS=post.pushers, **post.constants(channel), num_warps=1
     )
@@ -292,7 +300,7 @@ def _push_slots(
 @triton.jit(do_not_specialize=["rank"])
 def _take_slots(
     expert_RK, weight_RK, comes_R, places, addresses, cell_at, cell_size, most_tokens, rank,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, TELLS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -311,7 +319,7 @@ def _take_slots(
             tl.store(weight_RK + first_row * K + at, tl.load(weights + at, mask=inside, other=0), mask=inside)
             comes = (tl.max(expert, axis=1) >= 0).to(tl.uint8)
             tl.store(comes_R + first_row + t, comes, mask=t < count)
-    for step in range(1, RANKS):
+    for step in range(1, RANKS if TELLS else 1):
         add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
 
 
@@ -384,8 +392,8 @@ def _take_rows(
 @triton.jit(do_not_specialize=["tokens", "rank"])
 def _add_rows(
     rows_RH, goes_WT, out_TH, places, addresses, trouble, cell_at, cell_size, tokens, rank,
-    WIDE: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr,
-    CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+    WIDE: tl.constexpr, TELLS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     lost = tl.load(trouble) != 0
@@ -404,5 +412,5 @@ def _add_rows(
                 total += tl.load(rows + at, mask=goes[:, None] & inside, other=0).to(total.dtype)
             total = tl.where(lost, float("nan"), total)
             tl.store(out_TH + at, total.to(out_TH.dtype.element_ty), mask=inside)
-    for step in range(1, RANKS):
+    for step in range(1, RANKS if TELLS else 1):
         add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))

@@ -8,16 +8,19 @@ recompute. Only the way there and back is here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amoeba.backends.backend import Backend, Request
+from amoeba.backends.experts_operator import nobody_watches
 from amoeba.backends.registry import backends_of, choose, explain
 from amoeba.parallel.exchange import combine, copied, dispatch, summed
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.choice import choose_transport
+from amoeba.parallel.transports.transport import Exchange
 from amoeba.routing import Routing
 from amoeba.torch_internals import transformed
 
@@ -53,7 +56,8 @@ class RanksBackend(Backend):
         x_RH, expert_RK, weight_RK = dispatch(exchange, x_TH, routing.weight_TK)
         most_rows = None if exchange.slots is None else max(exchange.slots, 1)
         mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=most_rows)
-        return combine(exchange, self._compute_share(request, x_RH, mine), _starts_early(sharded, x_RH))
+        y_RH = self._compute_share(request, x_RH, mine, exchange)
+        return combine(exchange, y_RH, _starts_early(sharded, x_RH))
 
     def _run_same(self, request: Request) -> Tensor:
         """All ranks have the same tokens."""
@@ -65,11 +69,18 @@ class RanksBackend(Backend):
         routing = Routing(mine_TK, copied(ranks, weight_TK), trusted=True, most_rows=slots)
         return summed(ranks, self._compute_share(request, copied(ranks, x_TH), routing))
 
-    def _compute_share(self, request: Request, x_RH: Tensor, routing: Routing) -> Tensor:
+    def _compute_share(
+        self, request: Request, x_RH: Tensor, routing: Routing, exchange: Exchange | None = None
+    ) -> Tensor:
         share = _share(request, x_RH, routing)
-        if share.weights.num_experts == 0:
-            return _Nothing.apply(x_RH, *_tensors(share)[1:])
-        return choose(_sharded(request).local_backend, share).run(share)
+        backend = None if share.weights.num_experts == 0 else choose(_sharded(request).local_backend, share)
+        if exchange is not None and exchange.travels:
+            if getattr(backend, "overlaps", False) and nobody_watches(*_tensors(share)):
+                share = replace(share, travel=exchange)
+            else:
+                exchange.wait()
+                exchange.travels = False
+        return _Nothing.apply(x_RH, *_tensors(share)[1:]) if backend is None else backend.run(share)
 
 
 def _starts_early(sharded: ShardedExperts, x_RH: Tensor) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 from amoeba.parallel.ranks import Ranks
 from amoeba.torch_internals import symmetric_memory
 
+SPARE = 256  # bytes at the end of a remote heap that nobody reads, see `amoeba.kernels.shmem_put`
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -31,26 +32,34 @@ _SHARED_MEMORY = Path("/dev/shm")
 class Heap:
     addresses: Tensor  # int64 (W,), on the device
     nbytes: int
-    kept: Any  # the mappings, which last as long as this
+    bytes_of: tuple[Tensor, ...]  # the heap of each rank, uint8
+    kept: Any  # what the mappings need to last as long as this
 
 
-def open_heap(ranks: Ranks, device: torch.device, nbytes: int) -> Heap:
-    """Of zeros, before any rank goes on."""
-    make = _on_gpus if device.type == "cuda" else _in_files
-    own, places, kept = make(ranks, device, nbytes)
-    own.zero_()
+def open_heap(ranks: Ranks, device: torch.device, nbytes: int, *, remote: bool = False) -> Heap:
+    """Of zeros, before any rank goes on. remote: for NVSHMEM; of the others there are neither addresses nor bytes."""
+    make = (_by_nvshmem if remote else _on_gpus) if device.type == "cuda" else _in_files
+    heaps, places, kept = make(ranks, device, nbytes)
+    heaps[ranks.rank].zero_()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     ranks.gather([nbytes], torch.device("cpu"), "the others' heaps")
-    return Heap(torch.tensor(places, dtype=torch.int64, device=device), nbytes, kept)
+    return Heap(torch.tensor(places, dtype=torch.int64, device=device), nbytes, tuple(heaps), kept)
 
 
-def _on_gpus(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[Tensor, list[int], Any]:
+def _on_gpus(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[list[Tensor], list[int], Any]:
     own, handle = symmetric_memory(nbytes, device, ranks.group)
-    return own, list(handle.buffer_ptrs), (own, handle)
+    heaps = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(ranks.count)]
+    return heaps, list(handle.buffer_ptrs), (own, handle)
 
 
-def _in_files(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[Tensor, list[int], Any]:
+def _by_nvshmem(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[list[Tensor], list[int], Any]:
+    own, handle = symmetric_memory(nbytes, device, ranks.group, nvshmem=True)
+    heaps = [own if rank == ranks.rank else own[:0] for rank in range(ranks.count)]
+    return heaps, [own.data_ptr() if rank == ranks.rank else 0 for rank in range(ranks.count)], (own, handle)
+
+
+def _in_files(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[list[Tensor], list[int], Any]:
     file, name = tempfile.mkstemp(prefix="amoeba-heap-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
     try:
         os.ftruncate(file, nbytes)
@@ -60,4 +69,4 @@ def _in_files(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[Tensor, 
     finally:
         os.close(file)
         os.unlink(name)
-    return maps[ranks.rank], [each.data_ptr() for each in maps], maps
+    return maps, [each.data_ptr() for each in maps], None

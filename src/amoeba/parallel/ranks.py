@@ -96,6 +96,11 @@ class Ranks:
         return total.to(tensor.device, tensor.dtype)
 
     @property
+    def global_ranks(self) -> list[int]:
+        """What each rank is called among all processes."""
+        return list(self._names)
+
+    @property
     def has_host_backend(self) -> bool:
         """Whether numbers of the host travel without a GPU."""
         return "cpu" in self._backends

@@ -46,6 +46,7 @@ class ShardedExperts:
                other between the passes, as in a CUDA graph; all ranks' rows are then so many, most of them maybe empty.
     most_rows: of slots with an expert here, in any pass. With it `peers` has buffers between the products of that size,
                and not of one row for each slot of all ranks' tokens; more are an error, and are never dropped.
+    overlap:   with `peers`, rows travel by the copy engines of the GPU while own rows are computed.
     """
 
     local: AnyExperts
@@ -56,6 +57,7 @@ class ShardedExperts:
     local_backend: str = "auto"
     most_tokens: int | None = None
     most_rows: int | None = None
+    overlap: bool = False
 
     placement = "ranks"
 

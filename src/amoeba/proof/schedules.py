@@ -168,6 +168,7 @@ def random_case(seed: int) -> ScheduleCase:
         sent=draw.randint(1, 3),
         wave=draw.randint(1, 3),
         group=draw.randint(1, 3),
+        mixed=draw.random() < 0.5,
         kept=draw.randint(1, 3),
     )
     passes = draw.choice((1, 1, 3)) if ranks > 1 else 1

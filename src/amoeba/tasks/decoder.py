@@ -44,6 +44,7 @@ class Layout(NamedTuple):
     token_blocks: int
     wave: int
     group: int
+    mixed: bool = False
     kept: int = 1
 
     @property
@@ -67,6 +68,7 @@ class Layout(NamedTuple):
             "WAVE": self.wave,
             "WAVES": waves,
             "LATE": self.late,
+            "MIXED": int(self.mixed),
             "BLOCK_G": next_power_of_2(waves),
             "GROUP": self.group,
         }
@@ -157,6 +159,7 @@ def decode_ticket(
     WAVE,
     WAVES,
     LATE,
+    MIXED,
     GROUP: tl.constexpr,
 ):
     """(kind, item, part) of a ticket, as `Task` has them. wave_G: 0 to BLOCK_G, which Gluon wants laid out."""
@@ -183,13 +186,17 @@ def decode_ticket(
         else:
             tile, part = grouped_order(product_index, next_tiles, TN, GROUP)
             kind, item = 0 * index + DOWN, tile_end + tile
-    elif index < beside + tiles * TNX:
-        tile, part = grouped_order(index - beside, tiles, TNX, GROUP)
-        kind, item = 0 * index + UP, tile_begin + tile
     elif index < beside + tiles * TNX + experts * DOWN_PARTS:
-        index -= beside + tiles * TNX
-        kind, part = 0 * index + DOWN_WEIGHTS, index % DOWN_PARTS
-        item = tl.load(heaviest_E + begin + index // DOWN_PARTS)
+        is_product, product_index, weight_index = _merged(index - beside, tiles * TNX, experts * DOWN_PARTS)
+        if MIXED == 0:
+            is_product = index < beside + tiles * TNX
+            product_index, weight_index = index - beside, index - beside - tiles * TNX
+        if is_product:
+            tile, part = grouped_order(product_index, tiles, TNX, GROUP)
+            kind, item = 0 * index + UP, tile_begin + tile
+        else:
+            kind, part = 0 * index + DOWN_WEIGHTS, weight_index % DOWN_PARTS
+            item = tl.load(heaviest_E + begin + weight_index // DOWN_PARTS)
     else:
         index -= beside + tiles * TNX + experts * DOWN_PARTS
         blocks = 0 * index
@@ -246,6 +253,7 @@ def _decode(
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
     LATE: tl.constexpr,
+    MIXED: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -267,6 +275,7 @@ def _decode(
             WAVE,
             WAVES,
             LATE,
+            MIXED,
             GROUP,
         )
         line = out + 3 * index

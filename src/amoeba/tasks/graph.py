@@ -171,8 +171,8 @@ class Graph(Reach):
         runs: list[tuple[Lane, ...]] = [(self._lane(Kind.SEND),)]
         for wave in range(-1, waves):
             runs.append((self._lane(Kind.ACTIVATE, wave), self._lane(Kind.DOWN, wave + 1)))
-            runs.append((self._lane(Kind.UP, wave),))
-            runs.append((self._lane(Kind.DOWN_WEIGHTS, wave),))
+            lanes = self._lane(Kind.UP, wave), self._lane(Kind.DOWN_WEIGHTS, wave)
+            runs += [lanes] if self.tiling.mixed else [(lane,) for lane in lanes]
             if wave < first_kept:
                 runs.append((self._lane(Kind.UP_WEIGHTS, wave),))
         runs.append((self._lane(Kind.RETURN),))  # before all that waits for what peers return

@@ -30,11 +30,12 @@ from amoeba.tasks.arrivals import Arrival
 from amoeba.tasks.decoder import Layout, make_table
 from amoeba.tasks.hopper_arrivals import write_letter
 from amoeba.tasks.hopper_kernel import backward_kernel
-from amoeba.tasks.kernel import GROUP, TOKENS, Scheduled
+from amoeba.tasks.kernel import GROUP, Scheduled
 from amoeba.tasks.own_first import make_own_table
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
 MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
+TOKENS = 32  # that are combined by one task: to find out whether their rows are there takes as long as to add up ten
 # The order of tickets, see `order_of`. Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less
 # than one turn of all programs (sonic_a, qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up
 # takes about twice as long as the sums over tokens, which are bound by memory, so that they can run beside it.
@@ -147,6 +148,13 @@ class Plan:
         return next_power_of_2(self.TOGETHER * self.TOP_K)
 
     @property
+    def SUM_LAYOUT(self) -> Any:
+        """Of 128 columns of those tokens; of four tokens each warp has one."""
+        if self.TOGETHER < 8:
+            return gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+        return gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+
+    @property
     def BLOCK(self) -> int:
         """Columns of a line of the row pass, those of `activate_backward`."""
         return column_block(self.I, WIDEST_BACKWARD)
@@ -170,12 +178,13 @@ class Plan:
 
     def layout(self, tokens: int, rows: int, programs: int) -> Layout:
         parts = (self.TN, self.TNX, self.DOWN_PARTS, self.UP_PARTS)
-        wave, kept = order_of(self, rows, programs)
-        return Layout(self.EXPERTS, BLOCK_M, *parts, cdiv(tokens, self.TOKENS), wave, self.GROUP, kept)
+        wave, mixed, kept = order_of(self, rows, programs)
+        return Layout(self.EXPERTS, BLOCK_M, *parts, cdiv(tokens, self.TOKENS), wave, self.GROUP, mixed, kept)
 
 
-def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, int]:
-    """Experts of a wave, and how many waves' gradients of gate_up are kept for the end.
+def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, bool, int]:
+    """Experts of a wave, whether its gradients of down come among dx, and how many waves' gradients of gate_up are
+    kept for the end: see `Tiling`.
 
     A wave is at least ROUNDS turns of all programs in DOWN: so that by the time a row pass or dx is handed out, what it
     waits for is done. It is no larger, so that its rows stay in the second-level cache.
@@ -183,7 +192,7 @@ def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, int]:
     tiles = max(1, cdiv(rows, plan.EXPERTS * BLOCK_M)) * plan.TN  # of an expert, if all have as many rows
     wave = max(LEAST_WAVE, next_power_of_2(cdiv(ROUNDS * programs, tiles)))
     waves = cdiv(plan.EXPERTS, wave)
-    return wave, max(1, min(waves, cdiv(waves * BESIDE_TOKENS, plan.J)))
+    return wave, False, max(1, min(waves, cdiv(waves * BESIDE_TOKENS, plan.J)))
 
 
 def _within_a_warp(size: int) -> Any:
@@ -267,6 +276,7 @@ def hopper_backward(
         intermediate,
         layout.wave,
         layout.late,
+        int(layout.mixed),
     )
     return found
 

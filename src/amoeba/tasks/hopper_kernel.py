@@ -90,13 +90,14 @@ TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 @gluon.jit
 def _produce(
-    descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, wave, late,
+    descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
     dy, x, da, dh, expert_TK = sources
     order, slot_row, offs_E, heaviest_E = maps
+    wave, late, mixed = schedule
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
@@ -117,7 +118,8 @@ def _produce(
     while ticket < total:
         kind, item, part = decode_ticket(
             gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX,
-            PLAN.DOWN_PARTS, PLAN.UP_PARTS, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, PLAN.GROUP,
+            PLAN.DOWN_PARTS, PLAN.UP_PARTS, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, mixed,
+            PLAN.GROUP,
         )  # fmt: skip
         if PLAN.RANKS > 1:
             if ticket < sends:
@@ -298,11 +300,12 @@ def _consume(
 
 
 @quick
-@gluon.jit(do_not_specialize=["tokens", "rows", "wave", "late"])
+@gluon.jit(do_not_specialize=["tokens", "rows", "wave", "late", "mixed"])
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
-    slot_row, offs_E, heaviest_E, counters, letter, trace, tokens, rows, intermediate, wave, late, PLAN: gl.constexpr,
+    slot_row, offs_E, heaviest_E, counters, letter, trace, tokens, rows, intermediate, wave, late, mixed,
+    PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -350,7 +353,7 @@ def backward_kernel(
             )),
             (_produce, (
                 loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, letter, tokens, rows, intermediate,
-                wave, late, PLAN,
+                (wave, late, mixed), PLAN,
             )),
         ],
         [4, 4],

@@ -148,7 +148,7 @@ def combine(
     gradient = gl.load(ds + of_slot, mask=of_slot < rows, other=0.0)
 
     COLUMNS: gl.constexpr = BLOCK_N // 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    layout: gl.constexpr = PLAN.SUM_LAYOUT
     c = WARPGROUP * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     for group in range(0, PLAN.TOKENS, PLAN.TOGETHER):
         token = block.to(gl.int64) * PLAN.TOKENS + group + gl.arange(0, PLAN.TOGETHER, gl.SliceLayout(1, layout))

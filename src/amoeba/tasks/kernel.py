@@ -264,6 +264,7 @@ def _backward(
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
     LATE: tl.constexpr,
+    MIXED: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -319,6 +320,7 @@ def _backward(
             WAVE,
             WAVES,
             LATE,
+            MIXED,
             GROUP,
         )
         if RANKS > 1:

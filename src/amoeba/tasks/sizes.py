@@ -28,6 +28,7 @@ class Tiling(NamedTuple):
     tokens:       of a block that is combined.
     sent:         rows of a block that travels.
     wave:         experts that go through the steps together.
+    mixed:        a wave's gradients of down are handed out among its tiles of dx, else behind them.
     kept:         so many of the last waves have their gradients of gate_up handed out at the end, beside the sums over
                   tokens; at least one.
     group:        so many row tiles sweep the columns together, so that they meet in the L2 cache.
@@ -42,6 +43,7 @@ class Tiling(NamedTuple):
     tokens: int = 16
     sent: int = 128
     wave: int = 8
+    mixed: bool = False
     kept: int = 1
     group: int = 8
 

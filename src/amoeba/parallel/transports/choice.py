@@ -12,10 +12,10 @@ import torch
 
 from amoeba.errors import bad_value
 from amoeba.parallel.ranks import Ranks
-from amoeba.parallel.transports import collective, peers
+from amoeba.parallel.transports import collective, peers, shmem
 from amoeba.parallel.transports.transport import Transport
 
-TRANSPORTS: tuple[Transport, ...] = (peers.TRANSPORT, collective.TRANSPORT)
+TRANSPORTS: tuple[Transport, ...] = (peers.TRANSPORT, shmem.TRANSPORT, collective.TRANSPORT)
 
 logger = logging.getLogger("amoeba")
 
@@ -36,6 +36,13 @@ def choose_transport(name: str, ranks: Ranks, device: torch.device) -> tuple[Tra
             return transport, refused
         refused[transport.name] = reason
     return None, refused
+
+
+def chosen_by_auto(ranks: Ranks) -> str:
+    """For who says it before the first pass: the transport for tensors on the device of this process. On all ranks."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    transport, _ = choose_transport("auto", ranks, device)
+    return "nothing" if transport is None else transport.name
 
 
 def _announce(transport: Transport, ranks: Ranks, device: torch.device, refused: dict[str, str]) -> None:

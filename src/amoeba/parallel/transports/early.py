@@ -2,7 +2,7 @@
 
 T tokens of this rank · R = W·C rows, C the most tokens that a rank may have · H hidden · W ranks
 
-    dy_RH = start_sending(post, memory, plan, dy_TH, goes_WT)      # or None, on all ranks alike
+    dy_RH = start_sending(post, plan, dy_TH, goes_WT)      # or None, on all ranks alike
 
 The rows arrive in this rank's heap, in one cell for each rank, and are read there: nothing is copied but own rows. For
 that the cells have to hold just C rows of H numbers each: so `most_tokens` has to be given, a multiple of 16, and no
@@ -17,9 +17,9 @@ from amoeba.kernels.peer_rows import ROWS, Plan, Post
 from amoeba.tasks.arrivals import Arrival, announce
 
 
-def start_sending(post: Post, memory: Tensor, plan: Plan, dy_TH: Tensor, goes_WT: Tensor) -> Tensor | None:
-    hidden = dy_TH.shape[1]
-    if plan.tokens != post.tokens or plan.rows != post.count * post.tokens:
+def start_sending(post: Post, plan: Plan, dy_TH: Tensor, goes_WT: Tensor) -> Tensor | None:
+    hidden, memory = dy_TH.shape[1], post.heaps[post.rank]
+    if not post.reaches or plan.tokens != post.tokens or plan.rows != post.count * post.tokens:
         return None
     if post.cell_size[ROWS] != plan.tokens * hidden * dy_TH.element_size():
         return None

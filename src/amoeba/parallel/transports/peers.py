@@ -2,10 +2,11 @@
 
 T tokens · K experts per token · R rows of all ranks · H hidden · W ranks
 
-Nothing waits for the GPU. The hosts tell each other how many tokens they have, unless `most_tokens` says what is the
-most; a cell of the heap grows when more come. What goes where, the kernels see (`amoeba.kernels.peer_rows`). Rows here
-are those of all ranks' tokens, by (rank, token), also those that do not come: they have no expert, and nobody reads
-them.
+The hosts tell each other how many tokens they have, unless `most_tokens` says what is the most; a cell of the heap
+grows when more come. What goes where, the kernels see (`amoeba.kernels.peer_rows`). Rows here are those of all ranks'
+tokens, by (rank, token), also those that do not come: they have no expert, and nobody reads them. How many slots have
+one the host asks where memory counts, in passes with gradients, unless `most_rows` or `most_tokens` is given: then
+nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.parallel.agreement import agree, facts_of
-from amoeba.parallel.heap import Heap, open_heap
+from amoeba.parallel.heap import SPARE, Heap, open_heap
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks, watch
 from amoeba.parallel.sharded import ShardedExperts
@@ -36,6 +37,7 @@ from amoeba.torch_internals import why_not_symmetric_memory
 if TYPE_CHECKING:
     from amoeba.kernels.peer_rows import Plan, Post
 
+REMOTE = "AMOEBA_REMOTE_RANKS"
 _HOST = torch.device("cpu")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 # of the channels of `peer_rows`, for who waits in vain
@@ -54,31 +56,60 @@ class Peers(Transport):
         return None if device.type == "cuda" else f"is for GPUs, x is on {device.type}"
 
     def why_not(self, ranks: Ranks, device: torch.device) -> str | None:
-        if importlib.util.find_spec("triton") is None:
-            return "needs Triton"
-        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            return f"needs GPUs (or TRITON_INTERPRET=1, to try it), x is on {device.type}"
-        if ranks.count == 1:
-            return None
-        if not ranks.has_host_backend:
-            return "needs a group in which hosts can talk, too: init_process_group('cpu:gloo,cuda:nccl')"
+        if is_forced_remote():
+            return f"is for ranks that reach each other's memory, and {REMOTE}=1 says that they do not"
+        if (reason := why_not_kernels(ranks, device)) is not None or ranks.count == 1:
+            return reason
         if device.type == "cuda" and (reason := why_not_symmetric_memory()) is not None:
             return f"needs torch's symmetric memory: {reason}"
         return _why_not_between(_places(ranks, device), device)
 
     def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
-        office = _office(sharded.ranks, x_TH.device)
-        facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
-        tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
-        plan = _plan(tuple(tokens), routing.num_tokens, office)
-        return PeerExchange(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
+        exchange = planned(PeerExchange, office_of(sharded.ranks, x_TH.device), sharded, x_TH, routing, gradients)
+        exchange.travels = sharded.overlap
+        return exchange
+
+
+def is_forced_remote() -> bool:
+    """Whether ranks are to be taken for ones on several machines."""
+    return os.environ.get(REMOTE) == "1"
+
+
+def why_not_kernels(ranks: Ranks, device: torch.device) -> str | None:
+    """Why kernels cannot wait for each other on these ranks, however the rows travel."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs GPUs (or TRITON_INTERPRET=1, to try it), x is on {device.type}"
+    if ranks.count > 1 and not ranks.has_host_backend:
+        return "needs a group in which hosts can talk, too: init_process_group('cpu:gloo,cuda:nccl')"
+    return None
+
+
+def planned(
+    kind: type[PeerExchange], office: Office, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool
+) -> PeerExchange:
+    """On all ranks at once."""
+    facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
+    tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
+    plan = _plan(tuple(tokens), routing.num_tokens, office)
+    exchange = kind(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
+    exchange.counts = gradients and sharded.most_rows is None and sharded.most_tokens is None
+    return exchange
 
 
 class PeerExchange(Exchange):
+    """counts: whether the host asks how many slots have an expert here, while the rows are under way."""
+
+    counts = False
+
     def __init__(
         self, office: Office, owners: Owners, expert_TK: Tensor, plan: Plan, most_rows: int | None = None
     ) -> None:
         self.office, self.plan, self.slots = office, plan, most_rows
+        self.own = plan.places[office.ranks.rank]
+        self._gone: set[int] = set()  # channels by which rows have left early
+        self._kept: list[Tensor] = []  # what is still read beside
         self.rank_TK, self.local_TK = owners.find(expert_TK)
         device, tokens = expert_TK.device, expert_TK.shape[0]
         self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
@@ -86,46 +117,109 @@ class PeerExchange(Exchange):
 
     def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows are under way while ids and weights arrive, which say what to do with them."""
-        from amoeba.kernels.peer_rows import push_slots, take_slots
+        from amoeba.kernels.peer_rows import room_for_rows
 
-        post, x_TH, weight_TK = self.office.checked(), x_TH.contiguous(), weight_TK.contiguous()
-        push_slots(post, self.plan, self.rank_TK, self.local_TK, weight_TK, self.goes_WT)
-        self._push(x_TH)
-        expert_RK, weight_RK = take_slots(post, self.plan, weight_TK, self.comes_R, self.slots)
-        return self._take(x_TH), expert_RK, weight_RK
+        x_TH, weight_TK = x_TH.contiguous(), weight_TK.contiguous()
+        self._send_slots(weight_TK)
+        x_RH = room_for_rows(self.plan, x_TH)
+        self._set_off(x_TH, x_RH)
+        expert_RK, weight_RK = self._take_slots(weight_TK)
+        if self.counts:
+            self.slots = _rounded_up(int((expert_RK >= 0).sum()), expert_RK.numel())
+        self._arrive(x_TH, x_RH)
+        return x_RH, expert_RK, weight_RK
 
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
-        rows_TH = rows_TH.contiguous()
-        self._push(rows_TH)
-        return self._take(rows_TH)
+        from amoeba.kernels.peer_rows import room_for_rows
 
-    def _push(self, rows_TH: Tensor) -> None:
+        rows_TH = rows_TH.contiguous()
+        rows_RH = room_for_rows(self.plan, rows_TH)
+        self._set_off(rows_TH, rows_RH)
+        self._arrive(rows_TH, rows_RH)
+        return rows_RH
+
+    def _send_slots(self, weight_TK: Tensor) -> None:
+        from amoeba.kernels.peer_rows import push_slots
+
+        push_slots(self.office.checked(), self.plan, self.rank_TK, self.local_TK, weight_TK, self.goes_WT)
+
+    def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+        from amoeba.kernels.peer_rows import take_slots
+
+        return take_slots(self.office.checked(), self.plan, weight_TK, self.comes_R, self.slots)
+
+    def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
+        from amoeba.kernels.peer_copies import copy_there, take_copies
         from amoeba.kernels.peer_rows import ROWS, push_rows
 
+        post = self.office.checked()
         with self.office.beside():
-            push_rows(self.office.checked(), self.plan.there, ROWS, rows_TH, self.goes_WT)
+            if self.travels:
+                copy_there(post, self.plan, rows_TH)
+                take_copies(post, self.plan, out_RH)
+                self._kept.append(rows_TH)
+            else:
+                push_rows(post, self.plan.there, ROWS, rows_TH, self.goes_WT)
 
-    def _take(self, rows_TH: Tensor) -> Tensor:
+    def _arrive(self, rows_TH: Tensor, out_RH: Tensor) -> None:
+        """Where rows travel on, own ones alone."""
         from amoeba.kernels.peer_rows import own_rows, take_rows
 
         post = self.office.checked()
-        rows_RH = own_rows(post, self.plan, rows_TH, self.comes_R)
+        own_rows(post, self.plan, rows_TH, out_RH, self.comes_R)
+        if not self.travels:
+            self.office.join()
+            take_rows(post, self.plan, out_RH, self.comes_R)
+
+    def wait(self) -> None:
         self.office.join()
-        take_rows(post, self.plan, rows_RH, self.comes_R)
-        return rows_RH
+        self._kept.clear()
+
+    def leave(self, rows_TH: Tensor, d_weight_TK: Tensor | None = None) -> None:
+        from amoeba.kernels.peer_copies import copy_back
+        from amoeba.kernels.peer_rows import GRADIENTS, SUMS, push_rows
+
+        post = self.office.checked()
+        if d_weight_TK is not None:
+            push_rows(post, self.plan.back, GRADIENTS, d_weight_TK.contiguous(), self.comes_R)
+            self._gone.add(GRADIENTS)
+        with self.office.beside():
+            copy_back(post, self.plan, rows_TH)
+        self._kept.append(rows_TH)
+        self._gone.add(SUMS)
 
     def start_sending(self, rows_TH: Tensor) -> Tensor | None:
         from amoeba.parallel.transports.early import start_sending
 
-        return start_sending(self.office.checked(), self.office.memory, self.plan, rows_TH, self.goes_WT)
+        return start_sending(self.office.checked(), self.plan, rows_TH, self.goes_WT)
 
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
-        from amoeba.kernels.peer_rows import GRADIENTS, SUMS, add_rows, push_rows
+        from amoeba.kernels.peer_rows import GRADIENTS, SUMS
 
-        post, rows_RH = self.office.checked(), rows_RH.contiguous()
+        rows_RH = rows_RH.contiguous()
         channel = GRADIENTS if what == "gradients of routing weights" else SUMS
-        push_rows(post, self.plan.back, channel, rows_RH, self.comes_R)
-        return add_rows(post, self.plan, channel, rows_RH, self.goes_WT)
+        if channel in self._gone:
+            self._gone.discard(channel)
+            self.wait()  # the kernel that ends the epoch must not come ahead of those that read its number
+        else:
+            self._send_back(channel, rows_RH)
+        return self._add_up(channel, rows_RH)
+
+    def _send_back(self, channel: int, rows_RH: Tensor) -> None:
+        from amoeba.kernels.peer_rows import push_rows
+
+        push_rows(self.office.checked(), self.plan.back, channel, rows_RH, self.comes_R)
+
+    def _add_up(self, channel: int, rows_RH: Tensor) -> Tensor:
+        from amoeba.kernels.peer_rows import add_rows
+
+        return add_rows(self.office.checked(), self.plan, channel, rows_RH, self.goes_WT)
+
+
+def _rounded_up(slots: int, most: int) -> int:
+    """To one of 64 sizes, so that memory of the pass before serves again."""
+    step = max(-(-most // (64 * 128)), 1) * 128
+    return min(-(-max(slots, 1) // step) * step, most)
 
 
 @dataclass(frozen=True)
@@ -146,8 +240,9 @@ class Size:
 class Office:
     """The heap of a group on one device, and what its kernels are told. All layers of a model share it."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
+    def __init__(self, ranks: Ranks, device: torch.device, *, remote: bool = False) -> None:
+        """remote: of ranks that do not reach each other's memory; half of a heap is an outbox then."""
+        self.ranks, self.device, self.remote = ranks, device, remote
         self.size = Size(0, 0, 0)
         self.agreed: tuple[Any, ...] | None = None
         self._heap: Heap | None = None
@@ -185,7 +280,8 @@ class Office:
         ranks.gather([size.tokens], _HOST, "the others to be done with the heap")
         self._heap = self._post = None
         cell_at, cell_size, nbytes = heap_layout(ranks.count, *vars(size).values())
-        self._heap = open_heap(ranks, self.device, nbytes)
+        nbytes = 2 * nbytes + SPARE if self.remote else nbytes
+        self._heap = open_heap(ranks, self.device, nbytes, remote=self.remote)
         self._post = Post(
             self._heap.addresses,
             epochs=torch.zeros(CHANNELS.value, dtype=torch.int64, device=self.device),
@@ -197,6 +293,8 @@ class Office:
             rank=ranks.rank,
             count=ranks.count,
             seconds=ranks.deadline,
+            heaps=self._heap.bytes_of,
+            reaches=not self.remote,
         )
         self.size = size
 
@@ -213,12 +311,6 @@ class Office:
     def join(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
-
-    @property
-    def memory(self) -> Tensor:
-        """This rank's heap, in bytes."""
-        assert self._heap is not None
-        return self._heap.kept[0 if self.device.type == "cuda" else self.ranks.rank]
 
     def checked(self) -> Post:
         self.check()
@@ -244,13 +336,14 @@ class Office:
         raise self.ranks.lost(f"{what} to be taken" if of_taken else what, whom, found)
 
 
-_offices: dict[tuple[Any, torch.device], Office] = {}  # one per group and device, made once
+_offices: dict[tuple[Any, torch.device, bool], Office] = {}  # one per group, device and way, made once
 
 
-def _office(ranks: Ranks, device: torch.device) -> Office:
-    if (ranks.group, device) not in _offices:
-        _offices[ranks.group, device] = Office(ranks, device)
-    return _offices[ranks.group, device]
+def office_of(ranks: Ranks, device: torch.device, *, remote: bool = False) -> Office:
+    key = ranks.group, device, remote
+    if key not in _offices:
+        _offices[key] = Office(ranks, device, remote=remote)
+    return _offices[key]
 
 
 @functools.lru_cache(maxsize=256)
@@ -264,7 +357,8 @@ def _plan(counts: tuple[int, ...], tokens: int, office: Office) -> Plan:
     tables = [torch.tensor(table, dtype=torch.int64, device=_HOST) for table in (there, [first, first, list(counts)])]
     if office.device.type == "cuda":  # only from pinned memory is a copy sure not to wait for the device
         tables = [table.pin_memory().to(office.device, non_blocking=True) for table in tables]
-    return Plan(tables[0], tables[1], counts[office.ranks.rank], sum(counts))
+    places = tuple(slice(begin, begin + count) for begin, count in zip(first, counts, strict=True))
+    return Plan(tables[0], tables[1], counts[office.ranks.rank], sum(counts), places)
 
 
 def _places(ranks: Ranks, device: torch.device) -> list[str]:

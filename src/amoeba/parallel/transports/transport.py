@@ -20,16 +20,25 @@ from torch import Tensor
 
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
+from amoeba.problem import Travel
 from amoeba.routing import Routing
 
 
-class Exchange(ABC):
+class Exchange(Travel):
     """Of one pass of one layer. Rows arrive by source, then by token, which is the order of row ids.
 
-    slots: of the rows received, so many have an expert here, at most; None where the host does not know.
+    slots:   of the rows received, so many have an expert here, at most; None where the host does not know.
+    travels: whether the others' rows are still under way when `dispatch` and `send` return, until `wait`.
     """
 
     slots: int | None = None
+    travels = False
+
+    def wait(self) -> None:
+        """Rows have come."""
+
+    def leave(self, rows_TH: Tensor, d_weight_TK: Tensor | None = None) -> None:
+        """They go when they are given back."""
 
     @abstractmethod
     def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:

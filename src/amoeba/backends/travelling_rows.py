@@ -1,0 +1,93 @@
+"""Sorted rows of which some are under way when a pass begins: own ones are computed meanwhile. On Hopper.
+
+N = T·K routed rows · H hidden · I intermediate · J = 2I or I
+
+The products walk over lists of tiles, so they run twice: over tiles of own rows alone, and over all others (a tile with
+rows of both is one of these). Forward up: own tiles, wait, the others. Down: the others, whose sums then leave, and own
+tiles while they travel. Backward begins as up does, with dy; dx leaves ahead of the last weight gradient. These are
+the tiles of a pass without travel, and weight gradients see all rows at once in their order: every bit is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.backends.triton_rows import HopperRows, why_not_hopper
+from amoeba.kernels.addend import Addend
+from amoeba.kernels.combine import combine
+from amoeba.problem import Problem, Travel
+
+
+def why_not_travelling(problem: Problem) -> str | None:
+    """The reason why all rows are waited for first."""
+    if problem.lora is not None:
+        return "LoRA reads all rows ahead of the products"
+    weights = problem.weights
+    if weights.activation.interleaved or weights.gate_up_EJH.stride(2) != 1:
+        return "the up projection and its activation are two passes"
+    return why_not_hopper(problem)
+
+
+class TravellingRows(HopperRows):
+    _part: Tensor | None = None  # the tiles of the product that is to be launched; None: all
+
+    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
+        for part in self._as_rows_come():
+            self._part = part
+            super()._multiply_x_and_activate(h_NJ, a_NI, addend)
+        self._part = None
+        return h_NJ
+
+    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor, addend: Addend | None) -> None:
+        for part in self._as_rows_come():
+            self._part = part
+            super()._multiply_dy(dy_TH, da_NI, addend)
+        self._part = None
+
+    def _as_rows_come(self) -> Iterator[Tensor]:
+        own, rest = self._parts
+        yield own
+        self._travel.wait()
+        yield rest
+
+    def sums_to_travel(self, a_NI: Any) -> Tensor:
+        problem, weights = self.problem, self.problem.weights
+        y_NH, y_TH = self.new_rows(weights.hidden), torch.empty_like(problem.x_TH)
+        own, rest = self._parts
+        tokens = self._travel.own
+        for self._part, ranges in ((rest, (slice(0, tokens.start), slice(tokens.stop, None))), (own, (tokens,))):
+            self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH)
+            for each in ranges:
+                slots_TK, weight_TK = self.slot_row_TK[each], problem.weight_TK[each]
+                combine(y_NH, slots_TK, weight_TK, y_TH[each], sentinel=problem.rows)
+            if self._part is rest:
+                self._travel.leave(y_TH)
+        self._part = None
+        return y_TH
+
+    @property
+    def _travel(self) -> Travel:
+        assert self.problem.travel is not None
+        return self.problem.travel
+
+    @property
+    def table(self) -> Tensor:
+        return self._all_tiles if self._part is None else self._part
+
+    @cached_property
+    def _all_tiles(self) -> Tensor:
+        from amoeba.kernels.hopper.product import tile_table
+
+        return tile_table(self.offs_E, self.order_N.shape[0])
+
+    @cached_property
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        from amoeba.kernels.hopper.split_table import split_table
+
+        own = self._travel.own
+        return split_table(self._all_tiles, self.order_N, own.start * self.top_k, own.stop * self.top_k)

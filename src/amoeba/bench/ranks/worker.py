@@ -1,0 +1,279 @@
+"""In each process of a group: the same layer without an exchange and with each of them, its numbers and its times.
+
+T tokens of a rank · K experts per token · E experts of all ranks · H hidden · I intermediate · W ranks
+
+    processes.run(prepare, [(job,)] * W)                  # what the others then use
+    processes.run(check, [("peers", "collective")] * W)
+    processes.run(step_ms, [("peers", 20)] * W)
+
+All ranks call the same in the same order, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amoeba import experts
+from amoeba.bench.memory import peak_bytes
+from amoeba.parallel import Owners, Ranks, ShardedExperts
+from amoeba.parallel.processes import first_processes
+from amoeba.parallel.transports import peers
+from amoeba.parallel.transports.choice import choose_transport
+from amoeba.parallel.transports.transport import Exchange
+from amoeba.routing import Routing
+from amoeba.weights import ExpertWeights
+
+# Own tokens on own experts: as many routed rows as with an exchange, and the least that there can be of all else.
+ALONE = "no exchange"
+# All tokens of all ranks with the experts of this one: what it computes with an exchange, without one.
+RECEIVED = "no exchange, rows as received"
+# For each, what of `ShardedExperts` makes it so; most_rows is a share of the slots that come on average.
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "collective": {"transport": "collective"},
+    "peers": {"transport": "peers"},
+    "peers, overlapped": {"transport": "peers", "overlap": True},
+    "peers, fixed room": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15},
+    "peers, fixed room, overlapped": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15, "overlap": True},
+}
+# Rows there and back and their gradients, with nothing computed; behind the name that of the exchange.
+BARE = "exchange alone: "
+# Until a rank gives up: compiling kernels takes some seconds.
+DEADLINE = 60.0
+_PUSHES = 12
+
+
+class RankJob(NamedTuple):
+    ranks: int
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    device: str
+    dtype: torch.dtype
+
+
+class Found(NamedTuple):
+    """different: names of results that have other bits than those of the exchange it was compared with."""
+
+    different: list[str]
+    peak_bytes: int
+
+
+@dataclass
+class _State:
+    job: RankJob
+    layer: ShardedExperts
+    inputs: dict[str, tuple[Tensor, Routing, Tensor]]  # of ALONE, RECEIVED and, by "", of an exchange
+    steps: dict[str, Callable[[], Any]]
+    kept: dict[str, tuple[Tensor, ...]]  # results of the exchange that others are compared with
+
+
+_state: _State | None = None
+
+
+def prepare(rank: int, job: RankJob) -> dict[str, Any]:
+    """About the device, for the report."""
+    global _state
+    device, about = torch.device(job.device), dict[str, Any]()
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        found = torch.cuda.get_device_properties(device)
+        about = {"name": found.name, "multiprocessors": found.multi_processor_count}
+    ranks = Ranks(first_processes(job.ranks), DEADLINE)
+    owners = Owners.even(job.experts, job.ranks)
+    draw = functools.partial(_drawn, torch.Generator(device).manual_seed(rank), job.dtype)
+    own = len(owners.experts_of(rank))
+    local = ExpertWeights(
+        draw(own, 2 * job.intermediate, job.hidden, scale=0.02).requires_grad_(),
+        draw(own, job.hidden, job.intermediate, scale=0.02).requires_grad_(),
+    )
+    layer = ShardedExperts(local, owners, ranks)
+
+    def inputs(tokens: int, num_experts: int, only_own: bool) -> tuple[Tensor, Routing, Tensor]:
+        scores = torch.rand(tokens, num_experts, generator=draw.args[0], dtype=torch.float32, device=device)
+        expert_TK = scores.topk(min(job.top_k, num_experts), 1).indices
+        if only_own:
+            rank_TK, local_TK = owners.find(expert_TK)
+            expert_TK = torch.where(rank_TK == rank, local_TK, -1)
+        weight_TK = torch.softmax(draw(*expert_TK.shape).float(), 1).requires_grad_()
+        x_TH, dy_TH = (draw(tokens, job.hidden, scale=0.2) for _ in range(2))
+        return x_TH.requires_grad_(), Routing(expert_TK, weight_TK, trusted=True), dy_TH
+
+    _state = _State(
+        job,
+        layer,
+        {
+            ALONE: inputs(job.tokens, own, only_own=False),
+            RECEIVED: inputs(job.tokens * job.ranks, job.experts, only_own=True),
+            "": inputs(job.tokens, job.experts, only_own=False),
+        },
+        steps={},
+        kept={},
+    )
+    return about
+
+
+def _drawn(generator: torch.Generator, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+    drawn = torch.randn(*shape, generator=generator, dtype=torch.float32, device=generator.device)
+    return (scale * drawn).to(dtype)
+
+
+def why_not(setting: str) -> str | None:
+    """Why it cannot be measured on these ranks."""
+    state = _of_state()
+    name = EXCHANGES[setting]["transport"]
+    transport, refused = choose_transport(name, state.layer.ranks, state.layer.device)
+    return None if transport is not None else refused[name]
+
+
+def check(setting: str, against: str | None) -> Found:
+    """A few steps, so that nothing is compiled later; against: whose bits its results have to have."""
+    state = _of_state()
+    for _ in range(3):
+        found = _results(setting)
+    different = []
+    if against is not None:
+        names = ("output", "x", "weight", "gate_up", "down")
+        if against not in state.kept:
+            state.kept[against] = _results(against)
+        pairs = zip(names, found, state.kept[against], strict=True)
+        different = [name for name, one, other in pairs if not torch.equal(one, other)]
+    del found
+    return Found(different, peak_bytes(_step(setting), state.layer.device))
+
+
+def step_ms(setting: str, steps: int) -> float:
+    """Of one of so many, back to back."""
+    state, step = _of_state(), _step(setting)
+    step()
+    gc.collect()
+    _meet(state)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _synchronize(state.layer.device)
+    return (time.perf_counter() - began) * 1e3 / steps
+
+
+def push_rates() -> dict[str, float]:
+    """Bytes of rows per second that leave this rank, all its tokens to all others: by few programs, and by copies."""
+    from amoeba.kernels import peer_copies, peer_rows
+
+    state = _of_state()
+    x_TH = state.inputs[""][0].detach()
+    exchange = _exchange("peers", gradients=False)
+    assert isinstance(exchange, peers.PeerExchange)
+    post, plan = exchange.office.checked(), exchange.plan
+    exchange.goes_WT.fill_(1)
+    exchange.comes_R.fill_(1)
+    out_RH = peer_rows.room_for_rows(plan, x_TH)
+    ways = {
+        "programs": lambda: peer_rows.push_rows(post, plan.there, peer_rows.ROWS, x_TH, exchange.goes_WT),
+        "copies": lambda: peer_copies.copy_there(post, plan, x_TH),
+    }
+    rates = {}
+    for name, push in ways.items():
+        taken = []
+        for _ in range(_PUSHES):
+            _meet(state)  # what was sent before has been taken
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            push()
+            ended.record()
+            peer_rows.take_rows(post, plan, out_RH, exchange.comes_R)
+            torch.cuda.synchronize(state.layer.device)
+            taken.append(began.elapsed_time(ended))
+        size = (state.job.ranks - 1) * x_TH.numel() * x_TH.element_size()
+        rates[name] = size / statistics.median(taken[_PUSHES // 4 :]) * 1e3
+    return rates
+
+
+def heap_bytes() -> int:
+    """Which are not in a peak of torch's memory."""
+    return sum(0 if office._heap is None else office._heap.nbytes for office in peers._offices.values())
+
+
+def _of_state() -> _State:
+    assert _state is not None
+    return _state
+
+
+def _step(setting: str) -> Callable[[], Any]:
+    state = _of_state()
+    if setting not in state.steps:
+        bare = setting.startswith(BARE)
+        state.steps[setting] = functools.partial(_travel, setting[len(BARE) :]) if bare else _computed(setting)
+    return state.steps[setting]
+
+
+def _computed(setting: str) -> Callable[[], tuple[Tensor, ...]]:
+    state = _of_state()
+    x_TH, routing, dy_TH = state.inputs[setting if setting in state.inputs else ""]
+    weights = state.layer.local if setting in state.inputs else _layer(setting)
+    tensors = [x_TH, routing.weight_TK, *(t for t in state.layer.local.tensors() if t is not None)]
+
+    def step() -> tuple[Tensor, ...]:
+        y_TH = experts(x_TH, routing, weights)
+        return (y_TH.detach(), *torch.autograd.grad(y_TH, tensors, dy_TH))
+
+    return step
+
+
+def _results(setting: str) -> tuple[Tensor, ...]:
+    return _step(setting)()
+
+
+def _layer(setting: str) -> ShardedExperts:
+    state = _of_state()
+    options = dict(EXCHANGES.get(setting, {}))
+    if "most_tokens" in options:
+        slots = state.job.tokens * state.job.top_k
+        options["most_tokens"] = state.job.tokens
+        options["most_rows"] = min(int(slots * options["most_rows"]), slots * state.job.ranks)
+    return replace(state.layer, **options)
+
+
+def _exchange(setting: str, gradients: bool = True) -> Exchange:
+    state, layer = _of_state(), _layer(setting)
+    x_TH, routing, _ = state.inputs[""]
+    transport, _ = choose_transport(layer.transport, layer.ranks, layer.device)
+    assert transport is not None
+    return transport.plan(layer, x_TH.detach(), routing, gradients)
+
+
+@torch.no_grad()
+def _travel(setting: str) -> None:
+    x_TH, routing, dy_TH = _of_state().inputs[""]
+    exchange = _exchange(setting)
+    x_RH, _, weight_RK = exchange.dispatch(x_TH.detach(), routing.weight_TK.detach())
+    exchange.wait()
+    if exchange.travels:
+        exchange.leave(x_RH)
+    exchange.give_back(x_RH, "sums of the experts")
+    dy_RH = exchange.send(dy_TH, "gradients of sums")
+    exchange.wait()
+    if exchange.travels:
+        exchange.leave(dy_RH, weight_RK)
+    exchange.give_back(dy_RH, "gradients of tokens")
+    exchange.give_back(weight_RK, "gradients of routing weights")
+
+
+def _meet(state: _State) -> None:
+    _synchronize(state.layer.device)
+    state.layer.ranks.gather([0], torch.device("cpu"), "the others to measure")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,69 @@
+"""Bytes of one rank's heap into another's by NVSHMEM, which reaches GPUs of other machines, and counters behind them.
+
+    put(heap, source_at, dest_at, nbytes, pe)                   # all of it is on its way when the next kernel begins
+    count(heap, epochs, pes, counter_at, spare_at, rank, channel=1, ahead=1, parts=16)  # elsewhere, once it is there
+
+A heap is at the same place in every process, so offsets say where. Counters are set, not added to: each has one writer.
+These kernels are launched by torch's wrapper, which initialises NVSHMEM in them. Importing this file needs NVSHMEM.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.torch_internals import nvshmem_device_functions
+
+nvshmem = nvshmem_device_functions()
+
+PROGRAMS = 16
+_WARPS = 16
+# What goes with a counter that goes alone; nobody reads it.
+_LEAST_BYTES = tl.constexpr(16)
+_SET = tl.constexpr(0)
+
+
+def put(heap: Tensor, source_at: int, dest_at: int, nbytes: int, pe: int) -> None:
+    _put[(PROGRAMS,)](heap, source_at, dest_at, nbytes, pe, num_warps=_WARPS)
+
+
+def count(
+    heap: Tensor,
+    epochs: Tensor,
+    pes: Tensor,
+    counter_at: int,
+    spare_at: int,
+    rank: int,
+    *,
+    channel: int,
+    ahead: int,
+    parts: int,
+) -> None:
+    """pes: int32 (W,), how NVSHMEM calls each rank. spare_at: bytes that nobody reads, which go with a counter.
+    ahead: of the epoch that the device has counted to."""
+    numbers = (counter_at, spare_at, rank, ahead, parts)
+    _count[(1,)](heap, epochs, pes, *numbers, CHANNEL=channel, RANKS=pes.shape[0], num_warps=1)
+
+
+@nvshmem.requires_nvshmem
+@triton.jit(do_not_specialize=["source_at", "dest_at", "nbytes", "pe"])
+def _put(heap, source_at, dest_at, nbytes, pe):
+    share = tl.cdiv(tl.cdiv(nbytes, 16), tl.num_programs(0)).to(tl.int64) * 16
+    first = tl.program_id(0).to(tl.int64) * share
+    size = tl.minimum(nbytes - first, share)
+    if size > 0:
+        nvshmem.put(heap + dest_at + first, heap + source_at + first, size, pe)
+    nvshmem.quiet()
+
+
+@nvshmem.requires_nvshmem
+@triton.jit(do_not_specialize=["counter_at", "spare_at", "rank", "ahead", "parts"])
+def _count(heap, epochs, pes, counter_at, spare_at, rank, ahead, parts, CHANNEL: tl.constexpr, RANKS: tl.constexpr):
+    nvshmem.quiet()
+    value = (tl.load(epochs + CHANNEL) + ahead) * parts
+    spare = heap + spare_at
+    size = (value * 0 + _LEAST_BYTES).to(tl.int64)
+    for step in range(1, RANKS):
+        pe = tl.load(pes + (rank + step) % RANKS)
+        nvshmem.putmem_signal_block(spare, spare, size, heap + counter_at, value, (pe * 0 + _SET).to(tl.int32), pe)

@@ -1,0 +1,209 @@
+"""`shmem`: rows by NVSHMEM, between GPUs that do not reach each other's memory: of several machines.
+
+T tokens · K experts per token · R rows of all ranks · H hidden · W ranks
+
+The heap of `peers`, with an outbox behind it: what goes to a rank is laid there, put into its cell, and counted. Whole
+cells travel: all tokens of a rank go to every other. Who reads, and who waits, is the same as in `peers`.
+
+Without a GPU, in Triton's interpreter, processes that map each other's files stand in for NVSHMEM, so that all but its
+own two kernels (`amoeba.kernels.shmem_put`) is proven.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from amoeba.parallel.heap import SPARE
+from amoeba.parallel.ranks import Ranks
+from amoeba.parallel.sharded import ShardedExperts
+from amoeba.parallel.transports.peers import (
+    REMOTE,
+    Office,
+    PeerExchange,
+    is_forced_remote,
+    office_of,
+    planned,
+    why_not_kernels,
+)
+from amoeba.parallel.transports.transport import Exchange, Transport
+from amoeba.routing import Routing
+from amoeba.torch_internals import why_not_nvshmem
+
+if TYPE_CHECKING:
+    from amoeba.kernels.peer_rows import Post
+
+
+class Shmem(Transport):
+    name, summary = "shmem", "NVSHMEM, also between machines"
+
+    def why_not_by_itself(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"is for GPUs, x is on {device.type}"
+        if is_forced_remote():
+            return None
+        return f"has not been run between machines: ask for it by name, or with {REMOTE}=1"
+
+    def why_not(self, ranks: Ranks, device: torch.device) -> str | None:
+        reason = why_not_kernels(ranks, device)
+        if reason is not None or ranks.count == 1 or device.type != "cuda":
+            return reason
+        reason = why_not_nvshmem()
+        return None if reason is None else f"needs NVSHMEM: {reason}"
+
+    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
+        office = office_of(sharded.ranks, x_TH.device, remote=True)
+        return planned(ShmemExchange, office, sharded, x_TH, routing, gradients)
+
+
+class Courier(ABC):
+    """Brings cells and counters to ranks whose memory has no address here."""
+
+    @abstractmethod
+    def put(self, post: Post, channel: int, dest: int, nbytes: int) -> None:
+        """Out of the outbox into this rank's cell at the other."""
+
+    @abstractmethod
+    def count(self, post: Post, channel: int, which: int) -> None:
+        """At all others, behind all that was put: that this rank's rows of the epoch have come, or were taken."""
+
+
+class Files(Courier):
+    """Without GPUs."""
+
+    def put(self, post: Post, channel: int, dest: int, nbytes: int) -> None:
+        at = _cell_at(post, channel, post.rank)
+        post.heaps[dest][at : at + nbytes] = outbox(post, channel, dest)[:nbytes]
+
+    def count(self, post: Post, channel: int, which: int) -> None:
+        from amoeba.kernels.peer_copies import count_everywhere
+
+        count_everywhere(post, channel, which)
+
+
+class Nvshmem(Courier):
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._names = ranks.global_ranks
+        self._pes = torch.tensor(self._names, dtype=torch.int32, device=device)
+
+    def put(self, post: Post, channel: int, dest: int, nbytes: int) -> None:
+        from amoeba.kernels import shmem_put
+
+        source = _outbox_at(post) + _cell_at(post, channel, dest)
+        shmem_put.put(post.heaps[post.rank], source, _cell_at(post, channel, post.rank), nbytes, self._names[dest])
+
+    def count(self, post: Post, channel: int, which: int) -> None:
+        from amoeba.kernels import shmem_put
+        from amoeba.kernels.peer_counters import ARRIVED, CHANNELS
+
+        arrived = which == ARRIVED.value
+        counter = ((which * CHANNELS.value + channel) * post.count + post.rank) * 8
+        own = post.heaps[post.rank]
+        shmem_put.count(
+            own, post.epochs, self._pes, counter, own.shape[0] - SPARE, post.rank, channel=channel, ahead=int(arrived),
+            parts=post.pushers if arrived else post.takers,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _courier(office: Office) -> Courier:
+    return Nvshmem(office.ranks, office.device) if office.device.type == "cuda" else Files()
+
+
+def _outbox_at(post: Post) -> int:
+    return (post.heaps[post.rank].shape[0] - SPARE) // 2
+
+
+def _cell_at(post: Post, channel: int, rank: int) -> int:
+    return post.cell_at[channel] + rank * post.cell_size[channel]
+
+
+def outbox(post: Post, channel: int, dest: int) -> Tensor:
+    """Bytes in which a cell for that rank is laid."""
+    at = _outbox_at(post) + _cell_at(post, channel, dest)
+    return post.heaps[post.rank][at : at + post.cell_size[channel]]
+
+
+class ShmemExchange(PeerExchange):
+    def _send_slots(self, weight_TK: Tensor) -> None:
+        from amoeba.kernels.peer_rows import SLOTS
+
+        post = self.office.checked()
+        self._ship(SLOTS, lambda dest, cell: self._lay_slots(post, weight_TK, dest, cell))
+        at = _cell_at(post, SLOTS, post.rank)
+        own = post.heaps[post.rank][at : at + post.cell_size[SLOTS]]
+        self._lay_slots(post, weight_TK, post.rank, own)
+
+    def _lay_slots(self, post: Post, weight_TK: Tensor, dest: int, cell: Tensor) -> int:
+        """Weights, then ids, as `peer_rows` lays them; the bytes that it took."""
+        tokens, top_k = weight_TK.shape
+        expert_TK = torch.where(self.rank_TK == dest, self.local_TK, -1).to(torch.int32)
+        torch.any(expert_TK >= 0, 1, out=self.goes_WT[dest].view(torch.bool))
+        first = post.tokens * top_k * 8
+        size = self.plan.tokens * top_k * 4  # of ids that are expected: behind the tokens there is no expert
+        ids = cell[first : first + size].view(torch.int32).view(-1, top_k)
+        ids[:tokens] = expert_TK
+        ids[tokens:] = -1
+        _lay(weight_TK, cell)
+        return first + size
+
+    def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+        from amoeba.kernels.peer_rows import SLOTS
+
+        found = super()._take_slots(weight_TK)
+        self._taken(SLOTS)
+        return found
+
+    def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
+        from amoeba.kernels.peer_rows import ROWS
+
+        self._ship(ROWS, lambda dest, cell: _lay(rows_TH, cell))
+
+    def _arrive(self, rows_TH: Tensor, out_RH: Tensor) -> None:
+        from amoeba.kernels.peer_copies import take_copies
+        from amoeba.kernels.peer_rows import ROWS, own_rows
+
+        post = self.office.checked()
+        own_rows(post, self.plan, rows_TH, out_RH, self.comes_R)
+        take_copies(post, self.plan, out_RH)
+        self._taken(ROWS)
+
+    def _send_back(self, channel: int, rows_RH: Tensor) -> None:
+        self._ship(channel, lambda dest, cell: _lay(rows_RH[self.plan.places[dest]], cell))
+
+    def _add_up(self, channel: int, rows_RH: Tensor) -> Tensor:
+        found = super()._add_up(channel, rows_RH)
+        self._taken(channel)
+        return found
+
+    def _ship(self, channel: int, lay: Callable[[int, Tensor], int]) -> None:
+        """lay: what goes to a rank into its cell of the outbox; the bytes that it took."""
+        from amoeba.kernels.peer_copies import others, wait_for_room
+        from amoeba.kernels.peer_counters import ARRIVED
+
+        post, courier = self.office.checked(), _courier(self.office)
+        wait_for_room(post, channel)
+        for dest in others(post):
+            nbytes = lay(dest, outbox(post, channel, dest))
+            if nbytes:
+                courier.put(post, channel, dest, nbytes)
+        courier.count(post, channel, ARRIVED.value)
+
+    def _taken(self, channel: int) -> None:
+        from amoeba.kernels.peer_counters import TAKEN
+
+        _courier(self.office).count(self.office.checked(), channel, TAKEN.value)
+
+
+def _lay(rows: Tensor, cell: Tensor) -> int:
+    nbytes = rows.numel() * rows.element_size()
+    cell[:nbytes].view(rows.dtype).view_as(rows).copy_(rows)
+    return nbytes
+
+
+TRANSPORT = Shmem()

@@ -1,0 +1,89 @@
+"""`amoeba bench --suite ranks`: each exchange beside the same processes without one, and what fails or is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from amoeba.bench.document import make_document
+from amoeba.bench.ranks import suite, worker
+from amoeba.bench.ranks.suite import run_ranks
+from amoeba.bench.ranks.worker import ALONE, RECEIVED, RankJob
+from amoeba.commands import bench_ranks
+from amoeba.parallel.processes import LocalRanks
+
+JOB = RankJob(2, 6, 16, 8, 4, 2, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[LocalRanks]:
+    with LocalRanks(2, preload=(worker.__name__,)) as found:
+        yield found
+
+
+def test_an_exchange_has_times_memory_and_what_it_hides(processes: LocalRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "_ROUNDS", 1)
+    seen: list[int] = []
+    report = run_ranks(
+        JOB, 1, so_far=lambda found: seen.append(len(found.measurements)), processes=processes, settings=["collective"]
+    )
+    assert [each.setting for each in report.measurements] == [ALONE, RECEIVED, "collective"]
+    assert not report.wrong and all(each.ms and each.peak_bytes for each in report.measurements)
+    assert report.exchange_ms["collective"] > 0 and report.of("collective").hidden is not None
+    assert seen[:3] == [1, 2, 3]  # a run that is stopped keeps what it has
+    document = json.loads(json.dumps(make_document([], "amoeba bench", ranks=[report])))
+    assert document["ranks"][0]["measurements"][2]["rounds_ms"]
+
+
+def test_an_exchange_with_other_bits_gets_no_time_and_one_that_fails_does_not_end_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    class Processes:
+        """Two ranks of which the exchanges `wrong` and `lost` are what they are called."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            calls.append("start")
+
+        def run(self, function, arguments, seconds):
+            name = arguments[0][0] if arguments[0] else ""
+            if function is worker.check:
+                if name == "lost":
+                    raise suite.RankFailed({1: "Traceback\nRankLost: rank 1 waited"}, {})
+                return [worker.Found(["down"] if name == "wrong" else [], 5)] * 2
+            why_not = "is for others" if name == "refused" else None
+            found = {worker.prepare: {}, worker.why_not: why_not, worker.step_ms: 2.0, worker.heap_bytes: 0}
+            return [found[function]] * 2
+
+        def close(self) -> None:
+            calls.append("end")
+
+    monkeypatch.setattr(suite, "LocalRanks", Processes)
+    monkeypatch.setattr(suite, "EXCHANGES", dict.fromkeys(("refused", "right", "wrong", "lost", "after")))
+    report = run_ranks(JOB, 3)
+    assert report.of("wrong").reason == "other bits than right: down" and report.of("wrong").ms is None
+    assert report.of("lost").reason == "rank 1: RankLost: rank 1 waited"
+    assert report.of("refused").reason == "cannot serve: is for others"
+    assert report.wrong == ["wrong", "lost"]
+    assert report.of("after").ms == report.of("right").ms == 2.0 and report.of("right").hidden == 1.0
+    assert calls == ["start", "end", "start", "end"]
+
+
+def test_the_command_says_what_it_does_not_take() -> None:
+    cpu, dtypes = torch.device("cpu"), [torch.float32]
+    job = bench_ranks.choose_job(["64,32,16,8,2"], 4, cpu, dtypes, {})
+    assert job == RankJob(4, 64, 32, 16, 8, 2, "cpu", torch.float32)
+    assert "--ranks 4 --device cpu --shape 64,32,16,8,2 --dtype float32" in bench_ranks.command_line(job, 3)
+    for words, given in {
+        "K experts for each of 5 ranks": (["64,32,16,8,2"], 5, {}),
+        "--ranks: expected 1 to 16": ([], 99, {}),
+        "--peer: expected none with --suite ranks": ([], 2, {"--peer": ["liger"]}),
+        "a layer that is trained": (["decode"], 2, {}),
+    }.items():
+        shapes, ranks, others = given
+        with pytest.raises(ValueError, match=words):
+            bench_ranks.choose_job(shapes, ranks, cpu, dtypes, others)
