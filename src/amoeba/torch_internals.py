@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ __all__ = [
     "flash_attention_backward",
     "graph_is_freed",
     "has_dispatch_mode",
+    "hash_compiler_beside",
     "inside_backward",
     "is_batch_of_gradients",
     "is_view",
@@ -46,6 +49,21 @@ def custom_graph_pass() -> Any:
     from torch._inductor.custom_graph_pass import CustomGraphPass  # which imports the compiler
 
     return CustomGraphPass
+
+
+def hash_compiler_beside() -> None:
+    """Begins to hash torch's 2,000 files, by which the compiler finds what it has kept; it remembers the result.
+    Reading and hashing leave Python's lock to the imports of the compiler, which take longer and come next."""
+    try:
+        from torch._inductor.codecache import torch_key
+    except ImportError:
+        return
+
+    def run() -> None:
+        with suppress(Exception):  # then the compiler does it, and says what is wrong
+            torch_key()
+
+    Thread(target=run, name="torch_key").start()
 
 
 def default_store() -> Any:
