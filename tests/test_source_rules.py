@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -171,4 +172,4 @@ def test_the_rules_let_pass_what_is_right(rule, code: str) -> None:
 def test_no_two_files_of_tests_have_one_name() -> None:
     """pytest imports them by their names alone: of a second one it would collect none, and then nothing at all."""
     names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
-    assert [name for name, after in zip(names, names[1:], strict=False) if name == after] == []
+    assert [name for name, after in itertools.pairwise(names) if name == after] == []
