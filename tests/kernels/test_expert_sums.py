@@ -28,11 +28,10 @@ def summed(rows_NW: Tensor, layout: Layout) -> Tensor:
     return torch.stack([rows_NW[a:b].double().sum(0) for a, b in itertools.pairwise(ends)])
 
 
-@pytest.fixture(params=[1, 3, 4096], ids=lambda programs: f"{programs} programs")
+@pytest.fixture(params=[1, 5, 128], ids=lambda rows: f"chunks of {rows}")
 def chunks(request, monkeypatch):
-    """One chunk, a few, more than there are experts: chunks and experts meet in every way."""
-    monkeypatch.setattr(expert_sums, "SUM_PROGRAMS", request.param)
-    monkeypatch.setattr(expert_sums, "FEWEST_ROWS", 8)
+    """Many chunks of an expert, a few with a part of one, a single one."""
+    monkeypatch.setattr(expert_sums, "CHUNK", request.param)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +47,18 @@ def test_rows_of_each_expert_are_summed(device, dtype, tokens):
     out = sum_per_expert(rows, layout.offs_E, torch.full((EXPERTS, 63), math.nan, dtype=dtype, device=device))
     assert error(out, summed(rows, layout)) < TOLERANCE[dtype]
     assert (out[2] == 0).all()
+
+
+@pytest.mark.usefixtures("chunks")
+def test_an_experts_sum_has_the_same_bits_whichever_other_experts_there_are(device):
+    """As over ranks, where each has its own experts only."""
+    layout = build_layout(random_experts(70, 2).to(device), EXPERTS)
+    rows = random(device, torch.float32, 140, 40)
+    together = sum_per_expert(rows, layout.offs_E, torch.empty(EXPERTS, 40, device=device))
+    for expert, (begin, end) in enumerate(itertools.pairwise([0, *layout.offs_E.tolist()])):
+        alone = torch.tensor([end - begin], dtype=torch.int32, device=device)
+        found = sum_per_expert(rows[begin:end], alone, torch.empty(1, 40, device=device))
+        assert torch.equal(found[0], together[expert])
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -129,4 +129,5 @@ def test_a_traced_backward_has_the_same_bits_and_each_task_once_behind_its_gates
     waiting = {Kind.ACTIVATE, Kind.UP, Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS}
     if DEVICE == "cpu":  # one program, whose clock goes on at each look
         assert behind == {record.task for record in records if record.task.kind in waiting}
-    assert all(before.ended <= after.started for before, after in arrows)
+        assert all(before.ended <= after.started for before, after in arrows)
+    assert all(before.started <= after.started for before, after in arrows)  # its end is noted behind its signal

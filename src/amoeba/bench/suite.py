@@ -150,8 +150,8 @@ def _report(
 
     measurements: dict[str, Measurement] = {}
     steps: dict[str, Step] = {}
-    progress(f"{about}: checking {len(candidates)} implementations")
-    for candidate in candidates:
+    for at, candidate in enumerate(candidates, 1):  # at first use kernels are compiled, some libraries tune theirs
+        progress(f"{about}: checking {candidate.name} ({at} of {len(candidates)})")
         checked = _check(candidate, workload, training, tolerance)
         if checked.status == "timed":
             steps[candidate.name] = step = _step(candidate, workload, training)

@@ -6,9 +6,10 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
     sum_per_expert(dy_TH, offs_E, out_EH, order_N=order_N, weight_TK=weight_TK, by_token=True)  # Σ weight · dy[token]
     dot_TK = bias_dot(dy_TH, down_bias_EH, expert_TK)                          # <dy[t], bias[expert[t, k]]>
 
-No atomics: rows are summed chunk by chunk into a partial sum for each (chunk, expert) that meet, and the partial sums
-of an expert are added in their order. Chunk c and expert e both only grow along the sorted rows, so no two pairs that
-meet have the same c + e: that is the pair's place in a buffer of chunks + E rows, whatever the routing.
+No atomics: an expert's rows are summed in chunks, counted from its own first row, and its partial sums are added in
+their order. So an expert's sum depends on nothing but its own rows: it has the same bits whichever other experts there
+are, as when they are divided over ranks. Chunk c of expert e, whose rows begin at b, has place b // CHUNK + e + c in a
+buffer of N // CHUNK + E rows: no two chunks have the same place, whatever the routing.
 """
 
 from __future__ import annotations
@@ -20,26 +21,23 @@ from torch import Tensor
 
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.kernels.row_tiles import column_block, expert_of_row
+from amoeba.kernels.row_tiles import column_block
 
 WARPS = 4
 SUM_BLOCK, SUM_ROWS = 512, 8  # 64 bytes of bf16 per thread on their way. Not measured yet.
-# Rows are cut into as many chunks as give this many programs (132 SMs with some 8 programs each, four times over), but
-# no chunk has fewer rows than FEWEST_ROWS. Not measured yet.
-SUM_PROGRAMS, FEWEST_ROWS = 4096, 32
+CHUNK = 128  # rows; a fixed number, so that sums do not depend on how many rows there are in all. Not measured yet.
 ADD_BLOCK, ADD_ROWS = 256, 8
 DOT_TILE, DOT_SLOTS = 4096, 16
 
 
 @quick
-@triton.jit(do_not_specialize=["chunk_rows"])
+@triton.jit
 def _sum_chunks(
     rows,
     offs,
     order,
     weight,
     partial,
-    chunk_rows,
     W: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     K: tl.constexpr,
@@ -47,52 +45,48 @@ def _sum_chunks(
     HAS_WEIGHT: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of rows, one block of columns: a partial sum for each expert that has rows in the chunk."""
-    chunk = tl.program_id(1)
-    chunk_begin = chunk * chunk_rows
-    chunk_end = tl.minimum(chunk_begin + chunk_rows, tl.load(offs + NUM_EXPERTS - 1))
-    if chunk_begin >= chunk_end:
-        return
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column_in = (column < W)[None, :]
-    one = tl.arange(0, 1)
-    first_expert = tl.sum(expert_of_row(offs, chunk_begin + one, NUM_EXPERTS, EXPERTS_PADDED), axis=0)
-    last_expert = tl.sum(expert_of_row(offs, chunk_end - 1 + one, NUM_EXPERTS, EXPERTS_PADDED), axis=0)
-    begin = chunk_begin
-    for expert in range(first_expert, last_expert + 1):
-        end = tl.minimum(tl.load(offs + expert), chunk_end)
-        if begin < end:
-            total = tl.zeros((ROWS, BLOCK), tl.float32)
-            for first in range(begin, end, ROWS):
-                row = first + tl.arange(0, ROWS)
-                row_in = row < end
-                source = row
-                if BY_TOKEN or HAS_WEIGHT:
-                    slot = tl.load(order + row, mask=row_in, other=0)
-                    if BY_TOKEN:
-                        source = slot // K
-                address = rows + source.to(tl.int64)[:, None] * ROW_STRIDE + column[None, :]
-                values = tl.load(address, mask=row_in[:, None] & column_in, other=0.0).to(tl.float32)
-                if HAS_WEIGHT:
-                    values *= tl.load(weight + slot, mask=row_in, other=0.0).to(tl.float32)[:, None]
-                total += values
-            place = partial + (chunk + expert).to(tl.int64) * W + column
-            tl.store(place, tl.sum(total, axis=0), mask=column < W)
-        begin = end
+    """One place of the partial sums, one block of columns: the chunk of an expert that has this place, if any."""
+    place = tl.program_id(1)
+    each = tl.arange(0, EXPERTS_PADDED)
+    begins = tl.load(offs + each - 1, mask=(each > 0) & (each < NUM_EXPERTS), other=0)
+    before = (each < NUM_EXPERTS) & (begins // CHUNK_ROWS + each <= place)
+    expert = tl.sum(before.to(tl.int32), axis=0) - 1  # first places grow with the expert
+    expert_begin = tl.load(offs + expert - 1, mask=expert > 0, other=0)
+    begin = expert_begin + (place - expert_begin // CHUNK_ROWS - expert) * CHUNK_ROWS
+    end = tl.minimum(tl.load(offs + expert), begin + CHUNK_ROWS)
+    if begin < end:
+        column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        column_in = (column < W)[None, :]
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for first in range(begin, end, ROWS):
+            row = first + tl.arange(0, ROWS)
+            row_in = row < end
+            source = row
+            if BY_TOKEN or HAS_WEIGHT:
+                slot = tl.load(order + row, mask=row_in, other=0)
+                if BY_TOKEN:
+                    source = slot // K
+            address = rows + source.to(tl.int64)[:, None] * ROW_STRIDE + column[None, :]
+            values = tl.load(address, mask=row_in[:, None] & column_in, other=0.0).to(tl.float32)
+            if HAS_WEIGHT:
+                values *= tl.load(weight + slot, mask=row_in, other=0.0).to(tl.float32)[:, None]
+            total += values
+        tl.store(partial + place.to(tl.int64) * W + column, tl.sum(total, axis=0), mask=column < W)
 
 
 @quick
-@triton.jit(do_not_specialize=["chunk_rows"])
+@triton.jit
 def _add_chunks(
     partial,
     offs,
     out,
-    chunk_rows,
     W: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -101,14 +95,13 @@ def _add_chunks(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column_in = column < W
     begin = tl.load(offs + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(offs + expert)
-    first_chunk = begin // chunk_rows
-    past_chunk = tl.where(end > begin, (end - 1) // chunk_rows + 1, first_chunk)
+    chunks = (tl.load(offs + expert) - begin + CHUNK_ROWS - 1) // CHUNK_ROWS
+    first_place = begin // CHUNK_ROWS + expert
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(first_chunk, past_chunk, ROWS):
+    for first in range(0, chunks, ROWS):
         chunk = first + tl.arange(0, ROWS)
-        address = partial + (chunk + expert).to(tl.int64)[:, None] * W + column[None, :]
-        total += tl.load(address, mask=(chunk < past_chunk)[:, None] & column_in[None, :], other=0.0)
+        address = partial + (first_place + chunk).to(tl.int64)[:, None] * W + column[None, :]
+        total += tl.load(address, mask=(chunk < chunks)[:, None] & column_in[None, :], other=0.0)
     place = out + expert.to(tl.int64) * OUT_STRIDE + column
     tl.store(place, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=column_in)
 
@@ -135,18 +128,15 @@ def sum_per_expert(
     rows = rows_NW.shape[0] if order_N is None else order_N.shape[0]
     block = column_block(width, SUM_BLOCK)
     blocks = cdiv(width, block)
-    chunks = max(1, min(cdiv(SUM_PROGRAMS, blocks), rows // FEWEST_ROWS))
-    chunk_rows = max(SUM_ROWS, cdiv(cdiv(rows, chunks), SUM_ROWS) * SUM_ROWS)
-    chunks = cdiv(rows, chunk_rows)
-    partial = torch.empty((chunks + experts, width), dtype=torch.float32, device=rows_NW.device)
+    places = rows // CHUNK + experts
+    partial = torch.empty((places, width), dtype=torch.float32, device=rows_NW.device)
     if rows:
-        _sum_chunks[(blocks, chunks)](
+        _sum_chunks[(blocks, places)](
             rows_NW,
             offs_E,
             order_N,
             None if weight_TK is None else weight_TK.contiguous(),
             partial,
-            chunk_rows,
             W=width,
             ROW_STRIDE=rows_NW.stride(0),
             K=1 if weight_TK is None else weight_TK.shape[1],
@@ -154,6 +144,7 @@ def sum_per_expert(
             HAS_WEIGHT=weight_TK is not None,
             NUM_EXPERTS=experts,
             EXPERTS_PADDED=next_power_of_2(experts),
+            CHUNK_ROWS=CHUNK,
             ROWS=SUM_ROWS,
             BLOCK=block,
             num_warps=WARPS,
@@ -163,9 +154,9 @@ def sum_per_expert(
         partial,
         offs_E,
         out_EW,
-        chunk_rows,
         W=width,
         OUT_STRIDE=out_EW.stride(0),
+        CHUNK_ROWS=CHUNK,
         ROWS=ADD_ROWS,
         BLOCK=block,
         num_warps=WARPS,
