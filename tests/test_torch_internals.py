@@ -97,6 +97,22 @@ def test_torch_has_memory_that_other_processes_reach() -> None:
     assert torch_internals.why_not_symmetric_memory() is None
 
 
+@pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
+def test_deterministic_algorithms_are_asked_for_inside_and_the_compiler_is_left_alone(before: tuple[bool, bool]) -> None:
+    def asked() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    try:
+        told = torch._inductor.config.deterministic
+        with pytest.raises(KeyError), torch_internals.deterministic_algorithms():
+            assert asked() == (True, False) and torch._inductor.config.deterministic is told
+            raise KeyError
+        assert asked() == before and torch._inductor.config.deterministic is told
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_the_compilers_hash_of_torch_is_made_beside_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import codecache
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ __all__ = [
     "constant_when_traced",
     "custom_graph_pass",
     "default_store",
+    "deterministic_algorithms",
     "flash_attention",
     "flash_attention_backward",
     "graph_is_freed",
@@ -64,6 +65,18 @@ def hash_compiler_beside() -> None:
             torch_key()
 
     Thread(target=run, name="torch_key").start()
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """As `torch.use_deterministic_algorithms(True)`, for the time of a block. That one tells torch's compiler, too, and
+    imports it for that, for seconds; ours leaves the compiler as it is."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before, warn_only=warns)
 
 
 def default_store() -> Any:
@@ -165,10 +178,8 @@ def flash_attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, the same bits each time."""
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of random numbers, for a dropout that is zero
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         return torch.ops.aten._flash_attention_backward(
             dy,
             q,
@@ -188,5 +199,3 @@ def flash_attention_backward(
             window_size_left=window,
             window_size_right=-1 if window < 0 else 0,
         )
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
