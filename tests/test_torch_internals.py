@@ -97,18 +97,25 @@ def test_torch_has_memory_that_other_processes_reach() -> None:
     assert torch_internals.why_not_symmetric_memory() is None
 
 
-@pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
-def test_deterministic_algorithms_are_asked_for_inside_and_the_compiler_is_left_alone(before: tuple[bool, bool]) -> None:
-    def asked() -> tuple[bool, bool]:
-        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+def determinism() -> tuple[bool, bool, bool]:
+    asked = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return *asked, torch._inductor.config.deterministic
 
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    try:
-        told = torch._inductor.config.deterministic
-        with pytest.raises(KeyError), torch_internals.deterministic_algorithms():
-            assert asked() == (True, False) and torch._inductor.config.deterministic is told
+
+@pytest.mark.parametrize(("asked", "warns"), [(False, False), (True, True), (True, False)])
+def test_deterministic_algorithms_are_asked_for_inside_and_the_compiler_is_left_alone(asked: bool, warns: bool) -> None:
+    inside = []
+
+    def fails() -> None:
+        with torch_internals.deterministic_algorithms():
+            inside.append(determinism())
             raise KeyError
-        assert asked() == before and torch._inductor.config.deterministic is told
+
+    torch.use_deterministic_algorithms(asked, warn_only=warns)
+    try:
+        with pytest.raises(KeyError):
+            fails()
+        assert inside == [(True, False, asked)] and determinism() == (asked, warns, asked)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -356,6 +356,10 @@ def test_unaligned_sizes_are_refused_by_grouped_and_served_by_eager():
     assert served.ok
 
 
+LIMITED = [case for case in cases() if math.isfinite(case.activation.limit)]
+ONE_OF_EACH_LIMITED = one_of_each(LIMITED)
+
+
 class TestTheCases:
     def test_names_are_distinct(self):
         for thorough in (False, True):
@@ -384,7 +388,8 @@ class TestTheCases:
         assert {8, 11, -1, 2**32 + 1} < set(ids("sentinels").unique().tolist())
         assert not ((ids("sentinels_alone") >= 0) & (ids("sentinels_alone") < 8)).any()
 
-    @pytest.mark.parametrize("case", [c for c in cases() if math.isfinite(c.activation.limit)], ids=lambda c: c.name)
+    @quick(lambda case: case in ONE_OF_EACH_LIMITED)
+    @pytest.mark.parametrize("case", LIMITED, ids=lambda c: c.name)
     def test_no_rounding_carries_h_over_a_limit_and_many_are_clamped(self, case):
         inputs = example(case, torch.bfloat16).inputs
         for e in range(case.num_experts):
