@@ -7,6 +7,7 @@ Triton's interpreter computes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -56,11 +57,16 @@ class Captured:
         layers: int = 2,
         lora: LoraFactors | None = None,
         miss: str = "move",
+        routers: list[Tensor] | None = None,
     ) -> None:
+        """routers: of each layer, by which its experts are predicted; two of the slots are spared then."""
         self.device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else LiveDevice(inline=True)
         self.store = SameLayers(resident, layers)
         budgets = [slots] * layers, [host_slots] * layers
-        self.memory = DeviceMemory(self.store, self.device, *budgets, MOST_IDS, miss=miss)
+        spares = None if routers is None else [2] * layers
+        self.memory = DeviceMemory(self.store, self.device, *budgets, MOST_IDS, miss=miss, spares=spares)
+        if routers is not None:
+            self.memory.replays.predict_by(routers)
         self.x_TH, self.lora = given[0].clone(), lora
         self.expert_TK, self.weight_TK = given[1].expert_TK.clone(), given[1].weight_TK.clone()
         self.found: list[Tensor] = []
@@ -168,6 +174,25 @@ def test_many_replays_give_the_resident_bits(tokens: int, slots: int, host_slots
             if seed % 10 == 9:  # a prompt in between
                 many = routed_wide(200, 32, 8, seed)
                 assert torch.equal(experts(*many, captured.memory.layers[1]), by_triton(*many, resident))
+
+
+@pytest.mark.gpu
+def test_threads_with_a_stream_each_share_the_slots_outside_of_graphs() -> None:
+    resident = wide(32)
+    memory = DeviceMemory(SameLayers(resident, 3), CudaDevice(DEVICE), [12] * 3, [20] * 3, MOST_IDS)
+
+    def run(first: int) -> list[bool]:
+        found = []
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for seed in range(first, first + 40):
+                given = routed_wide(1, 32, 8, seed)
+                expected = by_triton(*given, resident)
+                found += [torch.equal(experts(*given, layer), expected) for layer in memory.layers]
+        return found
+
+    run(0)  # first launches compile
+    with closing(memory), ThreadPoolExecutor(2) as pool:
+        assert all(same for found in pool.map(run, (100, 200)) for same in found)
 
 
 @pytest.mark.gpu

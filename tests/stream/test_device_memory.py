@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -108,7 +108,10 @@ def passes(watched: Watched, seed: int, count: int, prefetches: bool = False) ->
         watched.run(layer, drawn.sample(range(E), drawn.choice((1, 2, 3, E))))
         watched.look_at_all_shown(layer)
         if prefetches:
-            watched.memory.prefetch(1 - layer, drawn.sample(range(E), 4))
+            if drawn.random() < 0.5:
+                watched.memory.prefetch(1 - layer, drawn.sample(range(E), 4))
+            else:
+                watched.memory.expect_all(1 - layer)
             for _ in range(drawn.choice((0, 1, 2))):
                 watched.look_at_all_shown(1 - layer)
 
@@ -119,6 +122,36 @@ def test_slots_hold_what_they_are_said_to_hold_at_any_speed(slots: int, host_slo
         with closing(Watched(seed, slots, host_slots)) as watched:
             watched.store.slow = seed % 3 == 0
             passes(watched, seed, 16, prefetches=seed % 2 == 0)
+
+
+def test_while_one_sequence_waits_for_the_disk_another_passes_over_other_layers(monkeypatch) -> None:
+    with closing(Watched(0, slots=3, host_slots=2)) as watched:
+        watched.run(0, [1, 2])
+        go_on, reads, read = threading.Event(), threading.Event(), watched.store._read
+
+        def held_up(layer: int, expert: int, memory) -> None:
+            if layer == 1:
+                reads.set()
+                assert go_on.wait(20)
+            read(layer, expert, memory)
+
+        monkeypatch.setattr(watched.store, "_read", held_up)
+        with ThreadPoolExecutor(1) as another:
+            ahead = another.submit(watched.run, 1, [4, 5])
+            assert reads.wait(20)
+            for ids in ([1, 2], [2, 1]):
+                watched.run(0, ids)  # what it needs is there
+            assert not ahead.done()
+            go_on.set()
+            ahead.result(20)
+
+
+def test_sequences_in_several_threads_find_their_experts_at_any_speed() -> None:
+    for seed in range(3):
+        with closing(Watched(seed, slots=4, host_slots=3)) as watched, ThreadPoolExecutor(3) as pool:
+            watched.store.slow = True
+            for each in [pool.submit(passes, watched, 10 * seed + number, 8) for number in range(3)]:
+                each.result(60)
 
 
 @pytest.mark.parametrize("prefetches", [False, True])
@@ -164,6 +197,38 @@ def test_what_comes_back_from_the_host_waits_until_it_is_there() -> None:
     tiers.down(slot=1, host_slot=0)
     tiers.blob_is_free(0)
     assert bool((tiers.weights.gate_up_EJH[0] == 7).all()), "its blob was overwritten ahead of the copy from it"
+
+
+def test_a_group_is_copied_in_one_call_and_waited_for_by_one_event() -> None:
+    """Passes of training stream all experts: what the host does for each of them would keep the link waiting."""
+    with closing(Watched(0, slots=4, host_slots=E, layers=1)) as watched:
+        device, calls, waits = watched.device, [], []
+        watched.run(0, list(range(E)))  # from the store to the host
+        copy_all, wait = device.copy_all, device.wait
+        device.copy_all = lambda source, pieces: (calls.append(len(pieces)), copy_all(source, pieces))
+        device.wait = lambda stream, event: (waits.append(stream.name), wait(stream, event))
+        watched.run(0, list(range(E)))
+        of_group, parts = 4 // 2, 2
+        assert calls == [of_group * parts] * ((E - 4) // of_group)  # those of two groups were there
+        assert waits.count("copies") == len(calls)
+        assert waits.count("compute") == len(calls) + 1  # and for the pass before this
+
+
+def test_between_two_layers_the_link_brings_what_the_next_will_need_first() -> None:
+    with closing(Watched(0, slots=4, host_slots=E)) as watched:
+        device, memory = watched.device, watched.memory
+        for layer in (0, 1, 0):
+            watched.run(layer, list(range(E)))
+            memory.expect_all(1 - layer)
+        from_host, waits, copy_all, wait = [], [], device.copy_all, device.wait
+        device.copy_all = lambda source, pieces: (from_host.append(len(pieces)), copy_all(source, pieces))
+        device.wait = lambda stream, event: (waits.append(stream.name), wait(stream, event))
+        watched.run(1, list(range(E)))
+        assert from_host == []  # all four that it missed had come
+        waits.clear()
+        memory.expect_all(0)
+        assert from_host == [4] and "copies" not in waits  # in one call, which waits for nothing
+        del device.copy_all, device.wait
 
 
 def test_what_leaves_is_copied_down_beside_what_comes_up_and_neither_overtakes_the_other() -> None:

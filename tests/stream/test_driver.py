@@ -60,7 +60,33 @@ def test_quick_calls_are_those_of_the_library_that_keeps_the_lock_in_a_thread_th
     assert [name for name, *_ in library.calls] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
 
 
+@pytest.mark.parametrize("code", [None, 1, 801, 0], ids=["no such call", "invalid", "not supported", "there"])
+def test_copies_are_called_at_once_or_where_that_is_not_possible_one_by_one(code: int | None) -> None:
+    library, seen = Library(), []
+
+    def at_once(targets, sources, sizes, count, attributes, first, attributes_count, stream) -> int:
+        seen.append((list(targets), list(sources), list(sizes), count, list(attributes), attributes_count, stream))
+        return code
+
+    if code is not None:
+        library.cuMemcpyBatchAsync_v2 = at_once
+    driver = Driver(library, 0)
+    for _ in range(2):
+        driver.to_device_at_once((16, 32), (64, 128), (3, 4), 5)
+    one_by_one = [arguments for name, _, arguments in library.calls if name == "cuMemcpyHtoDAsync_v2"]
+    assert one_by_one == ([] if code == 0 else [(16, 64, 3, 5), (32, 128, 4, 5)] * 2)
+    together = [16, 32], [64, 128], [3, 4], 2, [1, 0, 0, 0, 0, 0], 1, 5
+    assert seen == ([] if code is None else [together] * (2 if code == 0 else 1))  # what was refused is not tried again
+
+
 def test_an_error_is_raised_with_its_number() -> None:
+    def fails(*_) -> int:
+        return 700
+
+    library = Library()
+    library.cuMemcpyBatchAsync_v2 = fails
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        Driver(library, 0).to_device_at_once((1, 2), (3, 4), (5, 6), 7)
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         Driver(Library(cuMemcpyHtoDAsync_v2=700), 0).to_device(0, 0, 1, 0)
 
@@ -84,7 +110,8 @@ def test_bytes_and_words_arrive_in_the_order_of_the_stream() -> None:
     torch.cuda.synchronize()
 
     def copies() -> None:
-        driver.to_device(target.data_ptr(), source.data_ptr(), size, stream.cuda_stream)
+        halves = [(tensor.data_ptr(), tensor.data_ptr() + size // 2) for tensor in (target, source)]
+        driver.to_device_at_once(*halves, (size // 2, size // 2), stream.cuda_stream)
         driver.write_word(word.data_ptr() + 4, -7, stream.cuda_stream)
         driver.to_host(back.data_ptr(), target.data_ptr(), size, stream.cuda_stream)
 

@@ -30,7 +30,7 @@ from amoeba.decoding.refusal import why_not
 from amoeba.decoding.step import Step
 from amoeba.jobs import token_steps
 from amoeba.stream import attaching
-from amoeba.stream.gpu import budgets
+from amoeba.stream.gpu import budgets, early_copies
 from amoeba.stream.gpu.fast_path import serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
@@ -214,8 +214,8 @@ class RepeatedSteps:
             step._run()
 
 
-@pytest.mark.parametrize("miss", ["move", "cpu"])
-def test_captured_steps_give_the_resident_tokens(miss: str, stores, monkeypatch) -> None:
+@pytest.mark.parametrize(("miss", "prefetch"), [("move", False), ("cpu", False), ("move", True)])
+def test_captured_steps_give_the_resident_tokens(miss: str, prefetch: bool, stores, monkeypatch) -> None:
     folder, packed = stores[torch.float32]
     repeated = None if ON_GPU else RepeatedSteps(monkeypatch)
 
@@ -232,19 +232,33 @@ def test_captured_steps_give_the_resident_tokens(miss: str, stores, monkeypatch)
     with monkeypatch.context() as plain:
         plain.setattr(token_steps, "why_plain", lambda model: "plain")
         expected = generated(resident(folder), "plain")
-    ram = "1MiB" if miss == "move" else "auto"  # all are in host memory then
-    with amoeba.stream.attach(packed, vram=vram(packed, TOP_K), ram=ram, miss=miss) as streamed:
+    has_all = miss != "move" or prefetch  # in host memory
+    monkeypatch.setattr(early_copies, "LEAST_SLOTS", TOP_K + early_copies.SPARES)
+    given = {"vram": vram(packed, TOP_K + early_copies.SPARES * prefetch), "ram": "auto" if has_all else "1MiB"}
+    with amoeba.stream.attach(packed, **given, miss=miss, prefetch=prefetch) as streamed:
         assert generated(streamed.model, "captured") == expected
         report = streamed.report()
         assert report.requested > report.hits and report.miss == miss
+        assert (report.prefetch_recall is None) == (report.prefetched == 0) and (prefetch or not report.prefetched)
+        if prefetch and not ON_GPU:  # there the host may be too late
+            assert report.prefetched > 0 and "early" in str(report)
         if miss == "cpu" and serving_library() is not None:
             assert report.computed > 0 and "computed by the CPU" in str(report)
             assert "not their bits" in str(streamed.memory)
     assert repeated is None or repeated.replays == NEW_TOKENS - 1
-    if miss == "cpu":
+    if has_all:
         return
     with amoeba.stream.attach(packed, vram=vram(packed, TOP_K - 1), ram="1MiB") as streamed:
         assert generated(streamed.model, "plain") == expected
+
+
+@pytest.mark.parametrize("given", [{"ram": "1MiB"}, {"vram": "1MiB", "miss": "cpu"}])
+def test_prefetching_without_misses_that_are_moved_to_a_gpu_is_refused(given: dict, stores) -> None:
+    with pytest.raises(ValueError, match="prefetch: expected vram beside it"):
+        amoeba.stream.attach(stores[torch.float32][1], prefetch=True, **given)
+    options = [word for name, value in given.items() for word in (f"--{name}", value)]
+    found = CliRunner().invoke(app, ["generate", str(stores[torch.float32][1]), "a", "--prefetch", *options])
+    assert found.exit_code == 2 and "prefetch" in found.output
 
 
 @pytest.mark.parametrize(("given", "said"), [({"miss": "guess"}, "one of move, cpu, auto"), ({"miss": "cpu"}, "vram")])

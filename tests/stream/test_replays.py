@@ -21,6 +21,9 @@ from torch import Tensor
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.simulate import replay
+from amoeba.stream.synthetic import Locality, synthetic_trace
+from amoeba.stream.trace import LayerShape
 from selection import quick
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
@@ -124,6 +127,23 @@ def test_every_pass_finds_its_experts_at_any_speed(slots: int, host_slots: int) 
             served.ended()
             served.shown_as_it_is()
             assert len(served.seen) == 12
+
+
+@quick(lambda host_slots: host_slots == 2)
+@pytest.mark.parametrize("host_slots", [E, 2], ids=["all in host memory", "over a disk"])
+def test_captured_passes_hit_as_often_as_the_simulator_says(host_slots: int) -> None:
+    with closing(Served(0, 4, host_slots)) as served:
+        served.capture()
+        shape = LayerShape(E, 2, served.store.expert_bytes(0))
+        trace = synthetic_trace(Locality(next_token=0.45, within_window=0.95), [shape, shape], 40)
+        for each in trace.passes:
+            served.replay([each.distinct(layer) for layer in range(2)])
+        served.ended()
+        measured = served.memory.cache.counters
+    simulated = replay(trace, [4, 4], [host_slots] * 2)
+    assert measured.requested == simulated.requested and measured.tokens == simulated.tokens
+    assert abs(measured.top_hit_rate - simulated.top_hit_rate) <= 0.02
+    assert abs(measured.host_hit_rate - simulated.host_hit_rate) <= 0.05  # of few
 
 
 def test_a_batch_of_tokens_shares_experts_and_sentinels_ask_for_nothing() -> None:

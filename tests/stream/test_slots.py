@@ -280,3 +280,21 @@ def test_where_all_experts_have_slots_ids_are_slots():
 def test_slots_nobody_could_fill_are_refused(slots):
     with pytest.raises(ValueError, match="slots: expected 0 to 10, the number of experts"):
         SlotTable(slots, 10, LRU())
+
+
+def test_spare_slots_are_given_to_nobody_until_an_expert_is_moved_there():
+    table = SlotTable(2, 6, make_policy("lru"), spares=2)
+    assert table.spare == [2, 3]
+    for ids in ([0, 1], [2, 3], [4, 5]):
+        plan = table.request(ids)
+        assert {slot for _, slot in plan.loads} == {0, 1}
+        for expert in ids:
+            table.loaded(expert)
+        table.release(ids)
+    slot = table.slot_of[5]
+    table.move(5, table.spare.pop())
+    table.spare.append(slot)
+    assert table.slot_of == {4: 1 - slot, 5: 3} and sorted(table.spare) == sorted((2, slot))
+    assert table.rank() == [4, 5]  # of those that are there
+    plan = table.request([0, 1])
+    assert {slot for _, slot in plan.loads} == {1 - slot, 3} and len(plan.evicted) == 2

@@ -5,10 +5,13 @@ Threads stand for the GPU here (simulated_device.py), so its times mean nothing;
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,7 +148,7 @@ def test_the_command_prints_a_table_and_writes_the_document(tmp_path: Path, caps
     (found,) = document["streams"]
     assert found["decodes"][0]["setting"] == "100 %" and found["lora"]["ms"] > 0
     printed = capsys.readouterr().out
-    for text in ("resident", "25 %, rest on disk", "x disk", "LoRA step", "of the disk", "GB/s"):
+    for text in ("resident", "25 %, rest on disk", "x disk", "LoRA step", "of the disk's ", "GB/s"):
         assert text in printed
 
 
@@ -203,6 +206,36 @@ def test_a_size_without_room_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("amoeba.bench.stream.problem.available_memory", lambda device: 10_000)
     with pytest.raises(ValueError, match="of memory on the device for tiny"):
         choose_problem(["tiny"], "both", CPU)
+
+
+def test_a_size_without_room_on_the_disk_is_refused(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("amoeba.bench.stream.problem.shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
+    with pytest.raises(ValueError, match=r"of room on the disk .* for tiny"):
+        choose_problem(["tiny"], "disk", CPU)
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["as it is", "without O_DIRECT"])
+def test_files_hold_every_expert_as_its_own_bytes(refuses: bool, tmp_path, monkeypatch) -> None:
+    opened = os.open
+
+    def refused(path, flags, *mode) -> int:
+        if flags & getattr(os, "O_DIRECT", 0) and flags & os.O_WRONLY:
+            raise OSError(errno.EINVAL, "refused")
+        return opened(path, flags, *mode)
+
+    if refuses:
+        monkeypatch.setattr(os, "open", refused)
+    resident = TINY.resident(2)
+    store = stores.FileStore(TINY, resident, tmp_path)
+    blob = torch.empty(store.expert_bytes(0), dtype=torch.uint8)
+    for layer, expert in ((0, 0), (0, 15), (1, 7)):
+        store.read(layer, expert, blob)
+        views = store.views(layer, blob)
+        assert torch.equal(views.gate_up_JH, resident[layer].gate_up_EJH[expert])
+        assert torch.equal(views.down_HI, resident[layer].down_EHI[expert])
+    store.end()
+    sizes = {file.stat().st_size for file in tmp_path.iterdir()}
+    assert sizes == {16 * store.expert_bytes(0)} and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,10 @@ class TritonBackend(PassesBackend):
 
             y_TH = decode(problem)
             return y_TH if problem.onto_TH is None else problem.onto_TH + y_TH, None
+        return self.forward_sorted(problem, save)
+
+    def forward_sorted(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        """However few rows there are."""
         from amoeba.kernels.launch_plan import planned
 
         what = ("forward", self.name, save, *_constants(problem))

@@ -163,7 +163,9 @@ def _lora_lines(report: StreamSuiteReport) -> list[str]:
             return [*lines, f"{about}: refused, {lora.reason}"]
         assert lora.ms is not None and lora.resident_ms is not None and lora.share_of_link is not None
         of_what = "link" if report.link_bytes_per_second is not None else "disk"
-        moved = f"{(lora.bytes_per_step or 0) / 1e9:.3g} GB at {lora.share_of_link:.0%} of the {of_what}"
+        rate = report.link_bytes_per_second or report.disk_bytes_per_second or 0
+        moved = f"{(lora.bytes_per_step or 0) / 1e9:.3g} GB at {lora.share_of_link:.1%} of the {of_what}"
+        moved += f"'s {rate / 1e9:.3g} GB/s"
         lines.append(f"{about}: {three_digits(lora.ms)} ms ({three_digits(lora.resident_ms)} resident), {moved}")
     return lines
 

@@ -77,6 +77,10 @@ def generate(
         str,
         typer.Option("--miss", help="Experts that a step misses beside --vram: move them, cpu computes them, or auto."),
     ] = "move",
+    prefetch: Annotated[
+        bool,
+        typer.Option("--prefetch", help="Beside --vram: copy what the next layer may ask for, for as long as it pays."),
+    ] = False,
     record: Annotated[
         Path | None,
         typer.Option("--record", help="Write the routing, for amoeba stream simulate; with --ram or --vram."),
@@ -117,6 +121,7 @@ def generate(
             ram=ram,
             vram=vram,
             miss=miss,
+            prefetch=prefetch,
             record=None if record is None else str(record),
             trace=None if trace is None else str(trace),
             compile=compile,

@@ -179,6 +179,7 @@ def _stream(found: FoundModel, options: GenerationOptions) -> Streamed:
         ram=options.ram or "auto",
         vram=options.vram,
         miss=options.miss,
+        prefetch=options.prefetch,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     )

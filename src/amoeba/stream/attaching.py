@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
-from amoeba.integrations.experts_module import experts_modules, hand_over, layout_of
+from amoeba.integrations.experts_module import experts_modules, hand_over, layout_of, router_matrix
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.machine import available_memory, total_memory
 from amoeba.stream.gpu.budgets import AUTO_SHARE, share
 from amoeba.stream.gpu.computing import check_miss
 from amoeba.stream.gpu.device import CudaDevice, Device
+from amoeba.stream.gpu.early_copies import spares_of
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS, STREAMED_TO_GPU
 from amoeba.stream.memory import READS, ExpertMemory
@@ -40,6 +41,7 @@ from amoeba.stream.recorder import Recorder
 from amoeba.stream.report import StreamReport
 from amoeba.stream.sizes import parse_size, show_size
 from amoeba.stream.store import Store, is_store, open_store
+from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.timed import time_calls
 from amoeba.stream.timeline import Timeline
 from amoeba.stream.trace import LayerShape
@@ -94,6 +96,9 @@ class Streamed:
             timeline=None if self.timeline is None else str(self.timeline.path),
             miss=memory.miss,
             computed=counters.computed,
+            prefetched=counters.prefetched,
+            prefetched_used=counters.prefetched_used,
+            prefetch_recall=counters.prefetch_recall if counters.prefetched else None,
         )
 
     def close(self) -> None:
@@ -119,6 +124,7 @@ def attach(
     store: str | Path | None = None,
     policy: str = DEFAULT_POLICY,
     miss: str = "move",
+    prefetch: bool = False,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     beside: Callable[[Store], int] = lambda store: 0,
@@ -133,6 +139,8 @@ def attach(
     policy: who leaves when room is needed: lfru, lru or lfu.
     miss:   what happens with experts that a captured step misses on a GPU and that are in pinned memory: they are
             moved there (the bits of resident experts), the cpu computes them, or auto: both, as is quicker.
+    prefetch: whether captured steps on a GPU begin to copy what the next layer's router would choose a layer early;
+            for as long as it pays.
     dtype:  to be sure of it: experts have the dtype of the checkpoint, and so has the rest.
     beside: bytes where the model runs that are in no budget and will be needed, for example for LoRA factors: "auto"
             leaves them, and on a GPU a budget beside which they have no room is refused.
@@ -144,6 +152,9 @@ def attach(
         raise bad_value(
             "miss", "move, or vram beside it", repr(miss), "without a GPU experts are computed on the CPU anyway"
         )
+    if prefetch and (vram is None or miss != "move"):
+        got = "no vram" if vram is None else f"miss={miss!r}"
+        raise bad_value("prefetch", "vram beside it, and misses that are moved", got, "leave it out")
     home_of(vram)
     loaded = model if isinstance(model, nn.Module) else None
     source = _source_of(model if loaded is None else store or getattr(loaded, "name_or_path", ""))
@@ -152,7 +163,7 @@ def attach(
     try:
         _check_dtype(opened, dtype)
         rest = sum(entry.size for entry in opened.rest.values())
-        make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, miss, beside(opened))
+        make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, miss, prefetch, beside(opened))
         if loaded is None:
             config = load_config(str(source), trust_remote_code=trust_remote_code)
             kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
@@ -165,6 +176,8 @@ def attach(
         for entry, experts in zip(opened.layers, memory.layers, strict=True):
             hand_over(loaded.get_submodule(entry.name), experts, placement)
         loaded.to(memory.layers[0].device)
+        if prefetch and isinstance(memory, DeviceMemory):
+            memory.replays.predict_by([_router(loaded, entry) for entry in opened.layers])
     except BaseException:
         closing.close()
         raise
@@ -183,7 +196,7 @@ def gpu() -> Device:
 
 
 def _ways(
-    store: Store, rest: int, ram: str | int, vram: str | int | None, policy: str, miss: str, beside: int
+    store: Store, rest: int, ram: str | int, vram: str | int | None, policy: str, miss: str, early: bool, beside: int
 ) -> tuple[Callable[[], ExpertMemory | DeviceMemory], int, int | None]:
     """What makes the memory, and its budgets: on the host, and on the GPU."""
     if vram is None:
@@ -193,13 +206,19 @@ def _ways(
     found = share(store, rest, vram, ram, device.device, beside)
 
     def make() -> DeviceMemory:
+        experts = (entry.experts for entry in store.layers)
+        spares = [spares_of(*each) for each in zip(found.slots, experts, strict=True)] if early else None
         try:
-            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, policy, miss)
+            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, policy, miss, spares)
         except BaseException:
             device.close()
             raise
 
     return make, found.ram_bytes, found.vram_bytes
+
+
+def _router(model: nn.Module, entry: LayerEntry) -> Tensor | None:
+    return router_matrix(model.get_submodule(entry.name.rpartition(".")[0]), entry.experts, entry.hidden)
 
 
 def _source_of(path: Any) -> Path:

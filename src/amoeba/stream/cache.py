@@ -70,6 +70,11 @@ class Counters:
         """Of what was not on the top tier."""
         return self.from_host / max(1, self.from_host + self.from_disk)
 
+    @property
+    def prefetch_recall(self) -> float:
+        """Of what would have missed, the share whose load had begun before it was asked for."""
+        return self.prefetched_used / max(1, self.prefetched_used + self.from_host + self.from_disk)
+
     def per_token(self, amount: int) -> float:
         return amount / max(1, self.tokens)
 
@@ -103,11 +108,11 @@ class _CopiesFirst(Policy):
 
 
 class _Layer:
-    def __init__(self, shape: LayerShape, top: int, host: int | None, policy: str) -> None:
-        self.anew = partial(_Layer, shape, top, host, policy)
+    def __init__(self, shape: LayerShape, top: int, host: int | None, spares: int, policy: str) -> None:
+        self.anew = partial(_Layer, shape, top, host, spares, policy)
         self.bytes = shape.expert_bytes
         order = make_policy(policy)
-        self.top = SlotTable(top, shape.experts, order)
+        self.top = SlotTable(top, shape.experts, order, spares)
         self.host = None if host is None else SlotTable(host, shape.experts, _CopiesFirst(order, self.top))
         self.rising: set[int] = set()  # held on the host until they are on the top tier
         self.falling: set[int] = set()  # being written back
@@ -115,7 +120,7 @@ class _Layer:
 
 
 class ExpertCache:
-    """top, host: slots of each layer on each tier (quotas.share_budget)."""
+    """top, host: slots of each layer on each tier (quotas.share_budget); spares: on the top tier, beside those."""
 
     def __init__(
         self,
@@ -123,12 +128,14 @@ class ExpertCache:
         top: Sequence[int],
         host: Sequence[int] | None = None,
         policy: str = DEFAULT_POLICY,
+        spares: Sequence[int] | None = None,
     ) -> None:
         for name, slots in (("top", top), ("host", host)):
             if slots is not None and len(slots) != len(layers):
                 raise bad_value(name, f"slots of {len(layers)} layers", len(slots), "give one number per layer")
         hosts = [None] * len(layers) if host is None else host
-        self._layers = [_Layer(*each, policy) for each in zip(layers, top, hosts, strict=True)]
+        spares = [0] * len(layers) if spares is None else spares
+        self._layers = [_Layer(*each, policy) for each in zip(layers, top, hosts, spares, strict=True)]
         self.counters = Counters(misses_of_layer=[0] * len(layers))
 
     def top(self, layer: int) -> SlotTable:
@@ -189,6 +196,13 @@ class ExpertCache:
         if host is None:
             return [(expert, expert) for expert in range(self._layers[layer].top.experts)]
         return [(expert, slot) for expert, slot in host.slot_of.items() if not host.is_loading(expert)]
+
+    def host_slot(self, layer: int, expert: int) -> int | None:
+        """Where it is whole on the host."""
+        host = self._layers[layer].host
+        if host is None:
+            return expert
+        return None if host.is_loading(expert) else host.slot_of.get(expert)
 
     def begin_anew(self, layer: int) -> None:
         """Nothing of it is anywhere but on the disk, nothing is held, and nobody remembers its uses."""

@@ -37,14 +37,17 @@ class Plan(NamedTuple):
 
 
 class SlotTable:
-    def __init__(self, slots: int, experts: int, policy: Policy) -> None:
+    """spare: slots beside those, which nobody gets from here (see `move`)."""
+
+    def __init__(self, slots: int, experts: int, policy: Policy, spares: int = 0) -> None:
         if not 0 <= slots <= experts:
             raise bad_value("slots", f"0 to {experts}, the number of experts", slots, "more slots would stay empty")
         self.slots, self.experts = slots, experts
         self._policy = policy
         policy.begin(experts)
         self._slot_of: dict[int, int] = {}
-        self._expert_in = [_EMPTY] * slots
+        self.spare = list(range(slots, slots + spares))
+        self._expert_in = [_EMPTY] * (slots + spares)
         self._free = list(range(slots - 1, -1, -1))
         self._holds = [0] * experts  # by requests, and one by the load
         self._loading: set[int] = set()
@@ -96,7 +99,8 @@ class SlotTable:
         if self._free or self._loading or any(self._holds):
             return []
         if self._ranked is None:
-            self._ranked = self._policy.coldest(self._expert_in, self.slots)
+            there = [expert for expert in self._expert_in if expert != _EMPTY]
+            self._ranked = self._policy.coldest(there, self.slots)
         return self._ranked
 
     def request_some(self, ids: Iterable[int]) -> Plan:
@@ -142,6 +146,11 @@ class SlotTable:
             if expert not in self._slot_of or holds[expert] <= (expert in loading):
                 raise RuntimeError(f"expert {expert} was released, but no request holds it")
             holds[expert] -= 1
+
+    def move(self, expert: int, slot: int) -> None:
+        """It is in that slot, which was spare; its own is empty, and nobody's until it is put among the spare ones."""
+        self._expert_in[self._slot_of[expert]] = _EMPTY
+        self._slot_of[expert], self._expert_in[slot] = slot, expert
 
     def _request_with_misses(self, distinct: dict[int, None], beside: Sequence[int]) -> Plan:
         if len(distinct) > self.slots:

@@ -80,7 +80,7 @@ class _OnGpu:
         around.call(memory, "wait_for_ids", lambda _, layer: ("wait", f"layer {layer} waits for its ids", _of(layer)))
         around.call(memory, "_wait_for_reads", _of_wait)
         around.call(memory, "_begin", _of_loads)
-        around.call(memory, "_read_and_copy", _of_load)
+        around.call(memory.reads, "read_and_copy", _of_load)
         around.call(replays, "replay", lambda _, passes, *__: ("pass", "a captured step", {"tokens": passes.tokens}))
         around.call(replays, "_wait_for", lambda _, *asked: self._of_looking(asked[-1]))
         for owner, name, timed in (
@@ -119,7 +119,10 @@ class _OnGpu:
         if self._channel is None and passes.layers:
             self._channel = self._memory.replays.channel
             self._read, self._channel.read = self._channel.read, self.read
-            _Around(self._timeline).call(self._memory.replays._fast, "write_down", _of_fast_path)
+            fast, around = self._memory.replays._fast, _Around(self._timeline)
+            assert fast is not None
+            around.call(fast, "write_down", _of_fast_path)
+            around.call(fast.early, "begin", _of_early)
         self._serve(passes, first)
 
     def read(self, serial: int) -> Any:
@@ -173,6 +176,10 @@ def _of_fast_path(computed: Any, layer: int, serial: int, missing: list[int], th
     by_cpu = f", {len(computed)} computed by the CPU" if computed else ""
     name = f"layer {layer} has {len(copied)} copied from host memory{by_cpu}, tables follow"
     return "load", name, _of(layer) | {"from_host": copied, "from_disk": [], "computed": list(computed or ())}
+
+
+def _of_early(_: Any, layer: int, expected: list[int]) -> Described:
+    return "load", f"layer {layer} is expected to miss {len(expected)}", _of(layer) | {"expected": expected}
 
 
 def _of_wait(_: Any, layer: int, group: Any) -> Described:

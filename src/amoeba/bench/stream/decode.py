@@ -113,14 +113,15 @@ class Tokens:
 
 
 def fill(memory: StreamedMemory) -> None:
-    """Every expert comes by once, so that the tiers are full."""
+    """As many experts come by as fit, so that the tiers are full."""
     for layer, entry in enumerate(memory.store.layers):
+        some = range(min(entry.experts, memory.slots[layer] + memory.host_slots[layer]))
         if hasattr(memory, "turn"):
             with memory.turn(layer):
-                for _ in memory.lend(layer, range(entry.experts)):
+                for _ in memory.lend(layer, some):
                     pass
         else:
-            for _ in memory.lend(layer, range(entry.experts), 1):
+            for _ in memory.lend(layer, some, 1):
                 pass
 
 

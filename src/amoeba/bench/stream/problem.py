@@ -7,8 +7,11 @@ problem.routes(24, 200)      # expert ids of 200 tokens, (layers, 1, K) each, as
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -52,7 +55,9 @@ SIZES = {
     for size in (
         StreamSize("tiny", 2, 2, 16, 2, 32, 16, lora_layers=2, lora_tokens=9, rank=2),
         StreamSize("small", 4, 4, 32, 4, 512, 256, lora_layers=2, lora_tokens=256),
-        StreamSize("qwen3_30b", 16, 6, 128, 8, 2048, 768, lora_layers=4, lora_tokens=4096),
+        StreamSize("qwen3_30b", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096),
+        # 29 GB on the disk, and as much again pinned where all parts are measured
+        StreamSize("qwen3_30b_24", 24, 24, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096),
     )
 }
 
@@ -96,17 +101,22 @@ class StreamProblem:
         ]
 
 
-def check_room(problem: StreamProblem) -> None:
-    """Refuses what cannot fit: resident experts and slots on the device, as much again pinned on the host."""
+def check_room(problem: StreamProblem, folder: Path | None = None) -> None:
+    """Refuses what cannot fit: resident experts and slots on the device, as much again pinned on the host, files in
+    the folder that they are written to."""
     size, of_layer = problem.size, problem.size.experts * problem.entry.expert_bytes
     has_link = problem.device.type == "cuda"
-    layers = size.layers if has_link and "decode" in problem.parts else size.disk_layers
-    needs = {"device": (2 * layers * of_layer, available_memory(problem.device))}
+    of_part = {"decode": size.layers if has_link else size.disk_layers, "disk": size.disk_layers}
+    layers = max(of_part.get(part, size.lora_layers) for part in problem.parts)
+    needs = {"memory on the device": (2 * layers * of_layer, available_memory(problem.device))}
     if has_link:
-        needs["host"] = layers * of_layer, available_memory(CPU)
+        needs["memory on the host"] = layers * of_layer, available_memory(CPU)
+    if "disk" in problem.parts or not has_link:
+        files = Path(tempfile.gettempdir()) if folder is None else folder
+        needs[f"room on the disk ({files})"] = size.disk_layers * of_layer, shutil.disk_usage(files).free
     for where, (needed, free) in needs.items():
         if free is not None and needed > free:
-            expected = f"{show_size(needed)} of memory on the {where} for {size.name}"
+            expected = f"{show_size(needed)} of {where} for {size.name}"
             raise bad_value("--shape", expected, f"{show_size(free)} free", "--shape small needs a few hundred MiB")
 
 

@@ -106,6 +106,9 @@ def run_stream(
             progress(f"{size.name}: a fine-tuning step over {size.lora_layers} layers")
             some = resident[: size.lora_layers]
             store = ResidentStore(problem, some) if place.has_link else written().first(len(some))
+            if place.has_link:  # links wake up; the share is of the best that was seen
+                rates = report.link_bytes_per_second, place.link_rate()
+                report.link_bytes_per_second = max(each for each in rates if each is not None)
             rate = report.link_bytes_per_second if place.has_link else report.disk_bytes_per_second
             with ThreadPoolExecutor(1, thread_name_prefix="writes experts") as pool:
                 # its kernels are compiled meanwhile

@@ -56,16 +56,16 @@ class GpuStreamedBackend(PassesBackend):
         with memory.turn(layer):
             if save != "h" and tokens <= triton.DECODE_TOKENS:
                 return _Few(problem).decode(), None
-            y_NH = None
+            y_NH = alone = None
             with _groups(problem) as groups:
                 for slot_of in groups:
                     if len(slot_of) == problem.weights.num_experts:
                         y_TH = _many(_in_slots(problem))
                         break
-                    alone = _rows_alone(problem)
-                    ones = torch.ones_like(alone.weight_TK)
-                    rows = _many(_in_slots(alone._replace(weight_TK=ones)))
-                    y_NH = rows if y_NH is None else y_NH.add_(rows)  # others' rows are zero
+                    if alone is None:
+                        alone = _rows_alone(problem)
+                        alone = alone._replace(weight_TK=torch.ones_like(alone.weight_TK))
+                    y_NH = _many(_in_slots(alone)._replace(onto_TH=y_NH))  # others' rows are zero
             if y_NH is not None:
                 y_TH = _combined(y_NH, problem, problem.weight_TK)
         _expect(problem, layer + 1)
@@ -75,24 +75,22 @@ class GpuStreamedBackend(PassesBackend):
         layer, rows = problem.weights.layer, problem.rows
         if rows == 0:
             return Gradients.zeros(problem, needs)
-        found = Gradients.zeros(problem, needs)._asdict()
         dx_NH = dy_TH.new_zeros(rows, dy_TH.shape[1]) if needs.x else None
         d_weight = torch.zeros_like(problem.weight_TK, memory_format=torch.contiguous_format) if needs.weight else None
         with problem.weights.memory.turn(layer), _groups(problem) as groups:
             alone = _rows_alone(problem)
             dy_NH = dy_TH.index_select(0, _token_N(problem))
+            factors = _FactorGradients(problem)
             for _ in groups:
                 of_group = triton.BACKEND.backward(_in_slots(alone), None, dy_NH, needs)
                 if dx_NH is not None:
                     dx_NH += _there(of_group.x)
                 if d_weight is not None:
                     d_weight.view(-1).add_(_there(of_group.weight).flatten())
-                for name in LORA_NAMES:
-                    if (of_factor := getattr(of_group, name)) is not None:  # of a shared A, gate's is all of it
-                        found[name] = _put(problem, of_factor, found[name])
+                factors.add(of_group)
         _expect(problem, layer - 1)
         d_x = None if dx_NH is None else _combined(dx_NH, problem, None)
-        return Gradients(**found | {"x": d_x, "weight": d_weight})
+        return Gradients(d_x, d_weight, **factors.of_experts())
 
 
 class _Few:
@@ -106,6 +104,13 @@ class _Few:
         self.like = Like(problem.x_TH.shape[0], problem.weights.num_experts)
 
     def decode(self) -> Tensor:
+        replays = self.memory.replays
+        replays.predict(self.layer, self.problem.x_TH, self.problem.expert_TK.shape[1])
+        y_TH = self._decode()
+        replays.prefetch(self.layer + 1)
+        return y_TH
+
+    def _decode(self) -> Tensor:
         from amoeba.kernels.index_export import MOST_IDS
 
         problem, memory, layer, export = self.problem, self.memory, self.layer, self.memory.export
@@ -177,6 +182,7 @@ def _captured(problem: Problem, save: Save) -> Tensor:
     if save == "h" or tokens > triton.DECODE_TOKENS:
         raise CannotCapture(f"{tokens} tokens of a step, or its gradients, are streamed by the host")
     given = _given(problem)
+    memory.replays.predict(layer, problem.x_TH, problem.expert_TK.shape[1])
     slot_TK = memory.replays.slots_of(layer, problem.expert_TK, given)
     y_TH = decode(_in_slots(problem, slot_TK), like=Like(tokens, problem.weights.num_experts))
     if given is not None:
@@ -202,15 +208,12 @@ def _groups(problem: Problem) -> Iterator[Iterator[dict[int, int]]]:
 def _expect(problem: Problem, layer: int) -> None:
     memory = problem.weights.memory
     if 0 <= layer < len(memory.layers):
-        memory.prefetch(layer, range(memory.layers[layer].num_experts))
+        memory.expect_all(layer)
 
 
 def _many(problem: Problem) -> Tensor:
     """The sorted way, however few rows there are."""
-    from amoeba.backends import sorted_rows
-    from amoeba.backends.triton_rows import TritonRows
-
-    return sorted_rows.forward(problem, "nothing", TritonRows)[0]
+    return triton.BACKEND.forward_sorted(problem, "nothing")[0]
 
 
 def _in_slots(problem: Problem, slot_TK: Tensor | None = None) -> Problem:
@@ -232,11 +235,28 @@ def _factors_in_slots(lora: LoraFactors, expert_S: Tensor) -> LoraFactors:
     return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)
 
 
-def _put(problem: Problem, of_slots: Tensor, of_experts: Tensor) -> Tensor:
-    """What each slot got, to the expert that is in it."""
-    slot_E = problem.weights.memory.export.slot_E(problem.weights.layer)
-    there_E = (slot_E >= 0).view(-1, *(1 for _ in of_slots.shape[1:]))
-    return torch.where(there_E, of_slots.index_select(0, slot_E.clamp(min=0)), of_experts)
+class _FactorGradients:
+    """What each slot got in each group, to be put to the expert that was in it: at the end, all of them at once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._slot_E = problem.weights.memory.export.slot_E(problem.weights.layer)
+        self._slots = problem.weights.slots.num_experts
+        self._place_E = torch.zeros_like(self._slot_E)
+        self._groups: dict[str, list[Tensor]] = {}
+        self._count = 0
+
+    def add(self, of_group: Gradients) -> None:
+        """Of the experts that are shown."""
+        for name in LORA_NAMES:
+            if (of_factor := getattr(of_group, name)) is not None:  # of a shared A, gate's is all of it
+                self._groups.setdefault(name, []).append(of_factor)
+        if self._groups:
+            place_E = self._slot_E + self._count * self._slots
+            self._place_E = torch.where(self._slot_E >= 0, place_E, self._place_E)
+        self._count += 1
+
+    def of_experts(self) -> dict[str, Tensor]:
+        return {name: torch.cat(groups).index_select(0, self._place_E) for name, groups in self._groups.items()}
 
 
 def _token_N(problem: Problem) -> Tensor:

@@ -15,7 +15,8 @@ import contextlib
 import ctypes
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +30,10 @@ from amoeba.stream.store.buffers import aligned_buffer
 logger = logging.getLogger("amoeba")
 
 Stream = Any  # a device's own
+Piece = tuple[Tensor, int, int, int]  # flat bytes on the device, where in them, where in the source, how many
+
+# Bytes of a copy that is called together with others. With smaller ones among them CUDA's call waits for all of them.
+LEAST_AT_ONCE = 256 * 1024
 
 
 class Event(Protocol):
@@ -88,6 +93,11 @@ class Device(ABC):
         """Of flat tensors of bytes, one on the host, one on the device."""
         self.copy(stream, target[at : at + size], source[source_at : source_at + size])
 
+    def copy_all(self, source: Tensor, pieces: Sequence[Piece]) -> None:
+        """Pieces of flat host memory to the device, in the stream of copies; in one call where that can be."""
+        for target, at, source_at, size in pieces:
+            self.copy_bytes(self.copies, target, at, source, source_at, size)
+
     @abstractmethod
     def write_word(self, stream: Stream, word: Tensor, value: int) -> None:
         """One int32 on the device, behind all copies ahead of it, also for a kernel that looks at it meanwhile."""
@@ -95,6 +105,14 @@ class Device(ABC):
     @abstractmethod
     def launch(self, kernel: Callable[[], None]) -> None:
         """In the stream that computes."""
+
+    @abstractmethod
+    def aside(self) -> AbstractContextManager[None]:
+        """What is launched inside may run beside what is launched after it, until `join`."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """What is launched from now on comes after all that was launched aside."""
 
     @abstractmethod
     def record(self, stream: Stream) -> Event: ...
@@ -124,10 +142,11 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         # torch hands the same 32 streams out again and again: those of another priority are not where passes run
-        self.copies, self.downs = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))
+        self.copies, self.downs, self._aside = (torch.cuda.Stream(self.device, priority=-1) for _ in range(3))
         self._driver = open_driver(self.device)
         self._registered: list[tuple[int, Tensor]] = []
         self._said_pageable = False
+        self._is_aside = False
 
     @property
     def compute(self) -> torch.cuda.Stream:
@@ -171,6 +190,19 @@ class CudaDevice(Device):
             copy = self._driver.to_device if target.is_cuda else self._driver.to_host
             copy(target.data_ptr() + at, source.data_ptr() + source_at, size, stream.cuda_stream)
 
+    def copy_all(self, source: Tensor, pieces: Sequence[Piece]) -> None:
+        # where memory could not be pinned such copies wait for the host, together or alone
+        can = self._driver is not None and not self._said_pageable and len(pieces) > 1
+        if not can or min(size for *_, size in pieces) < LEAST_AT_ONCE:
+            super().copy_all(source, pieces)
+            return
+        assert self._driver is not None
+        first = source.data_ptr()
+        targets, sources, sizes = zip(
+            *((target.data_ptr() + at, first + source_at, size) for target, at, source_at, size in pieces), strict=True
+        )
+        self._driver.to_device_at_once(targets, sources, sizes, self.copies.cuda_stream)
+
     def write_word(self, stream: torch.cuda.Stream, word: Tensor, value: int) -> None:
         if self._driver is None:
             raise RuntimeError("words are written by CUDA's driver, which this machine does not have")
@@ -186,6 +218,18 @@ class CudaDevice(Device):
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._aside.wait_stream(self.compute)
+        self._is_aside = True
+        with torch.cuda.stream(self._aside):
+            yield
+
+    def join(self) -> None:
+        if self._is_aside:  # else a graph that is captured would wait for what is none of its own
+            self.compute.wait_stream(self._aside)
+            self._is_aside = False
 
     def record(self, stream: torch.cuda.Stream) -> _CudaEvent:
         return _CudaEvent(stream)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
+from ctypes import c_uint64
 from typing import Any
 
 import torch
+
+_NOT_HERE = (1, 801)  # invalid value, not supported
 
 
 class Driver:
@@ -26,6 +30,10 @@ class Driver:
             call.argtypes, call.restype = [pointer, pointer, size, pointer], ctypes.c_int
         self._write = library.cuStreamWriteValue32_v2
         self._write.argtypes, self._write.restype = [pointer, pointer, ctypes.c_uint32, ctypes.c_uint], ctypes.c_int
+        self._at_once = getattr(library, "cuMemcpyBatchAsync_v2", None)
+        if self._at_once is not None:
+            pointers = [ctypes.c_void_p] * 3 + [size] + [ctypes.c_void_p] * 2 + [size, pointer]
+            self._at_once.argtypes, self._at_once.restype = pointers, ctypes.c_int
         library.cuCtxSetCurrent.argtypes, library.cuCtxSetCurrent.restype = [ctypes.c_void_p], ctypes.c_int
         # torch's own context: kept for as long as the process lives, as torch keeps it
         _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), ctypes.c_int(device)))
@@ -33,6 +41,24 @@ class Driver:
     def to_device(self, target: int, source: int, size: int, stream: int) -> None:
         self._enter()
         _check(self._up(target, source, size, stream))
+
+    def to_device_at_once(
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
+    ) -> None:
+        """Many copies; in one call where the driver has that."""
+        self._enter()
+        count, numbers = len(targets), c_uint64 * len(targets)
+        if self._at_once is not None:
+            # sources are read when the stream comes to them, the first of these attributes says
+            attributes, first = (ctypes.c_int32 * 6)(1), c_uint64(0)
+            arrays = numbers(*targets), numbers(*sources), numbers(*sizes)
+            code = self._at_once(*arrays, count, attributes, ctypes.byref(first), 1, stream)
+            if code not in _NOT_HERE:
+                _check(code)
+                return
+            self._at_once = None  # this device does not do it
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            _check(self._up(target, source, size, stream))
 
     def to_host(self, target: int, source: int, size: int, stream: int) -> None:
         self._enter()

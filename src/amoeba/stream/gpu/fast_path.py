@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amoeba.cpu.build import CoreUnavailable, load, with_library
+from amoeba.stream.gpu.device import LEAST_AT_ONCE
+from amoeba.stream.gpu.early_copies import NOBODY, EarlyCopies
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.channel import Channel
@@ -43,9 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("amoeba")
 
 NOT_THERE, NOT_SERVED, SERVED = range(3)
-
-# Bytes of a copy that is called together with others. With smaller ones among them CUDA's call waits for all of them.
-LEAST_AT_ONCE = 256 * 1024
 
 _SIGNATURES = {
     # row, answer, most, serial, looks, layer, calls, compute
@@ -80,6 +79,7 @@ class _Layer(ctypes.Structure):
         ("stack", c_void_p),
         ("size", c_void_p),
         ("offset", c_void_p),
+        ("early_of", c_void_p),
         ("blobs", Blobs),
     )
 
@@ -90,12 +90,14 @@ class _Prepared:
     def __init__(self, tiers: LayerTiers, experts: int, slots: int) -> None:
         self.leave, self.slot_of = (c_int32 * slots)(), (c_int32 * experts)()
         self.blob_of = (c_uint64 * experts)()
+        self.early_of = (c_int32 * experts)(*[NOBODY] * experts)
         self.is_known = False  # who is in which slot, and which blob
         self.parts = tiers.addresses
         self._of_parts = [(c_uint64 * len(self.parts))(*each) for each in zip(*self.parts, strict=True)]
         arrays: tuple[ctypes.Array, ...] = (self.leave, self.slot_of, self.blob_of, *self._of_parts)
         leave, slot_of, blob_of, *of_parts = (ctypes.addressof(array) for array in arrays)
-        self.layer = _Layer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts)
+        early_of = ctypes.addressof(self.early_of)
+        self.layer = _Layer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of)
         self.address = ctypes.addressof(self.layer)
 
 
@@ -108,6 +110,7 @@ class FastPath:
         self._half_served: int | None = None  # a layer
         sizes = zip(memory._tiers, memory.store.layers, memory.slots, strict=True)
         self._layers = [_Prepared(tiers, entry.experts, slots) for tiers, entry, slots in sizes]
+        self.early = EarlyCopies(memory, [each.early_of for each in self._layers])
         self._word = c_uint64(channel.arrived_word)
         self._compiled: Any = None
         if computing is not None:
@@ -125,6 +128,7 @@ class FastPath:
             self._computing.wait()  # for who reads blobs
         here = self._layers[layer]
         here.layer.leave_count, here.is_known = 0, False
+        self.early.drop(layer)
 
     def forget_who_leaves(self, layer: int) -> None:
         """A pass used the layer; what is in host memory stays there."""
@@ -184,12 +188,15 @@ class FastPath:
             for expert in comers:
                 memory.cache.loaded(layer, expert)
             memory.cache.release(layer, ids)
+            self.early.settle(layer, fetch.from_host)
+            table = memory.cache.top(layer)
+            now = [(expert, table.slot_of[expert]) for expert, _, _ in fetch.from_host]
         memory._tiers[layer].copied_from(host_slot for _, host_slot, _ in fetch.from_host)
         for expert in (expert for expert, slot in answer if slot == -1):
             del shown[expert]
         for expert, slot in came:
             shown[expert] = slot_of[expert] = slot
-        if came != [(expert, slot) for expert, _, slot in fetch.from_host] or fetch.writes:
+        if came != now or fetch.writes or fetch.from_disk:
             raise RuntimeError(f"layer {layer}: {answer} was answered, which is not what {fetch} says")
         self._half_served = None
         return [expert for expert, slot in answer if slot == COMPUTED or slot >= LATER]
@@ -212,7 +219,11 @@ class FastPath:
         if not count or len(leave) < count or 0 in blobs:
             return NOT_SERVED
         slots = [here.slot_of[expert] for expert in reversed(leave)]
-        for slot, blob in zip(slots, blobs, strict=True):
+        for n, (expert, blob) in enumerate(zip(missing, blobs, strict=True)):
+            if (early := here.early_of[expert]) != NOBODY:  # its copy has been called
+                slots[n] = early
+                continue
+            slot = slots[n]
             for stack, size, offset in here.parts:
                 if code := copy(c_uint64(stack + slot * size), c_uint64(blob + offset), c_uint64(size), stream):
                     raise RuntimeError(f"CUDA error {code}")

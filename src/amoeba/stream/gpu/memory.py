@@ -16,24 +16,22 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from queue import SimpleQueue
-
-from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.stream.cache import ExpertCache, Fetch
 from amoeba.stream.gpu.computing import make_computing
 from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.gpu.expert_reads import ExpertReads
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.export import IndexExport
 from amoeba.stream.gpu.loader import Job, Loader
 from amoeba.stream.gpu.replays import GpuReplays
-from amoeba.stream.gpu.tiers import LayerTiers
+from amoeba.stream.gpu.staging import Staging
+from amoeba.stream.gpu.tiers import LayerTiers, Load
 from amoeba.stream.memory import READS, of_all, show_range
 from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.recorder import Recorder
@@ -71,25 +69,24 @@ class DeviceMemory:
         ids: int,
         policy: str = DEFAULT_POLICY,
         miss: str = "move",
+        spares: Sequence[int] | None = None,
     ) -> None:
+        """spares: of the slots of each layer, those for copies that begin early (early_copies.py)."""
         self.store, self.device, self.policy = store, device, policy
-        self.slots, self.host_slots = tuple(slots), tuple(host_slots)
+        self.spares = (0,) * len(slots) if spares is None else tuple(spares)
+        self.slots = tuple(whole - spare for whole, spare in zip(slots, self.spares, strict=True))
+        self.host_slots = tuple(host_slots)
         shapes = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
-        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy)
-        self._tiers = [
-            LayerTiers(device, *sizes) for sizes in zip(store.layers, self.slots, self.host_slots, strict=True)
-        ]
-        self.export = IndexExport(device, [entry.experts for entry in store.layers], self.slots, ids)
+        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy, spares=self.spares)
+        self._tiers = [LayerTiers(device, *sizes) for sizes in zip(store.layers, slots, self.host_slots, strict=True)]
+        self.export = IndexExport(device, [entry.experts for entry in store.layers], slots, ids)
         self.layers = tuple(
             GpuStreamedExperts(self, layer, weights, of_all(weights, entry.experts))
             for layer, (entry, tiers) in enumerate(zip(store.layers, self._tiers, strict=True))
             for weights in [tiers.weights]
         )
-        # what is read for the device alone passes through one of these
-        self._passing: SimpleQueue[tuple[Tensor, Event | None]] = SimpleQueue()
-        largest = max(entry.expert_bytes for entry in store.layers)
-        for _ in range(READS):
-            self._passing.put((device.host_memory(largest), None))
+        self.reads = ExpertReads(store, device, self._tiers)
+        self.staging = Staging(self)
         self._loader = Loader(READS)
         self._release = weakref.finalize(self, _release, self._loader, device)  # where nobody closes it
         self._expected: dict[tuple[int, int], Job] = {}  # loads of prefetches that nobody has asked for yet
@@ -142,7 +139,7 @@ class DeviceMemory:
                 if last is self._replayed:
                     if self._promoted is not None:
                         device.wait(device.compute, self._promoted)
-                    self._tiers[layer].read_by(range(self.slots[layer]), last)
+                    self._tiers[layer].read_by(range(self.slots[layer] + self.spares[layer]), last)
             try:
                 yield
             finally:
@@ -198,8 +195,7 @@ class DeviceMemory:
                 self._end(layer, groups.pop(0))
         finally:
             for group in groups:  # nobody waited for their copies, and they are shown from now on
-                for event in group.copied.values():
-                    self.device.wait(self.device.compute, event)
+                self._compute_waits_for(group.copied.values())
                 self._end(layer, group)
 
     def prefetch(self, layer: int, ids: Iterable[int]) -> None:
@@ -208,6 +204,8 @@ class DeviceMemory:
         with self.turn(layer):
             with self._counting:
                 fetch = self.cache.prefetch(layer, ids)
+            if not (fetch.from_host or fetch.from_disk):
+                return  # there is no room: nobody leaves
             self._changed[layer] = True
             loads: list[tuple[_Load, bool]] = [(load, True) for load in fetch.from_host]
             loads += [(load, False) for load in fetch.from_disk]
@@ -226,6 +224,12 @@ class DeviceMemory:
                         self.cache.failed(layer, load[0])
                 raise
 
+    def expect_all(self, layer: int) -> None:
+        """All experts of the layer will be asked for next."""
+        self.prefetch(layer, range(self.store.layers[layer].experts))
+        with self.turn(layer):
+            self.staging.fill(layer)
+
     def _begin(self, layer: int, part: list[int]) -> _Group:
         tiers, fetch = self._tiers[layer], self._request(layer, part)
         self._changed[layer] = True
@@ -239,12 +243,12 @@ class DeviceMemory:
                 self._write_back(layer, fetch)
             finally:
                 written.set()
-            # copies come to pass one after the other: those first that wait for nothing
-            written_from = {slot for _, slot, _ in fetch.writes}
-            for expert, host_slot, slot in sorted(fetch.from_host, key=lambda each: each[2] in written_from):
-                group.copied[expert] = tiers.up(slot, host_slot)
-                with self._counting:
-                    self.cache.loaded(layer, expert)
+            staged, event = self.staging.up(layer, fetch.from_host)
+            if event is not None:
+                self._copied(layer, group, staged, event)
+            for some in tiers.by_what_they_wait_for([load for load in fetch.from_host if load not in staged]):
+                event = tiers.up_all([(slot, host_slot) for _, host_slot, slot in some])
+                self._copied(layer, group, some, event)
         except BaseException:
             self._let_go(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
             raise
@@ -254,6 +258,12 @@ class DeviceMemory:
                 self._loader.promote(job)
                 group.jobs[expert] = job
         return group
+
+    def _copied(self, layer: int, group: _Group, loads: Sequence[Load], event: Event) -> None:
+        with self._counting:
+            for expert, _, _ in loads:
+                self.cache.loaded(layer, expert)
+                group.copied[expert] = event
 
     def _request(self, layer: int, part: list[int]) -> Fetch:
         try:
@@ -269,7 +279,10 @@ class DeviceMemory:
 
     def _finish(self, layer: int, group: _Group) -> None:
         """The host waits for reads, the stream that computes for copies."""
-        for event in (*group.copied.values(), *self._wait_for_reads(layer, group)):
+        self._compute_waits_for((*group.copied.values(), *self._wait_for_reads(layer, group)))
+
+    def _compute_waits_for(self, copies: Iterable[Event]) -> None:
+        for event in {id(event): event for event in copies}.values():  # one event is of many copies
             self.device.wait(self.device.compute, event)
 
     def _wait_for_reads(self, layer: int, group: _Group) -> list[Event]:
@@ -329,7 +342,7 @@ class DeviceMemory:
 
         def read_and_copy() -> None:
             try:
-                event = self._read_and_copy(layer, expert, host_slot, slot, is_there, after)
+                event = self.reads.read_and_copy(layer, expert, host_slot, slot, is_there, after)
             except BaseException:
                 with self._counting:
                     self.cache.failed(layer, expert)
@@ -339,34 +352,6 @@ class DeviceMemory:
                 self._arrived[layer, expert] = event
 
         return self._loader.submit(read_and_copy, predicted=predicted)
-
-    def _read_and_copy(
-        self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool, after: threading.Event
-    ) -> Event:
-        tiers = self._tiers[layer]
-
-        def read(blob: Tensor, copy: Callable[[int, int], None]) -> None:
-            def copy_part(begin: int, size: int) -> None:
-                after.wait()
-                copy(begin, size)
-
-            self.store.read(layer, expert, blob, copy_part)
-            after.wait()
-
-        if is_there:
-            return tiers.up(slot, host_slot)
-        if host_slot is not None:
-            assert tiers.blobs is not None
-            tiers.blob_is_free(host_slot)
-            return tiers.up(slot, host_slot, read=partial(read, tiers.blobs[host_slot]))
-        memory, before = self._passing.get()
-        try:
-            if before is not None:
-                before.wait()
-            blob = memory[: self.store.expert_bytes(layer)]
-            return tiers.up(slot, None, blob, partial(read, blob))
-        finally:
-            self._passing.put((memory, self.device.record(self.device.copies)))
 
     def _show(self, layer: int, slot_of: dict[int, int]) -> None:
         if slot_of != self._shown[layer]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -43,6 +43,7 @@ from torch import Tensor
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
+from amoeba.stream.gpu.predictions import Predictions
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
@@ -72,6 +73,7 @@ class GpuReplays:
         self._mode = threading.local()  # of the thread that rehearses or captures
         self._most_ids = 0  # of a question of this replay
         self._later: deque[tuple[int, list[int]]] = deque()  # layers, and what they found: to be counted
+        self._predictions: Predictions | None = None
 
     @property
     def channel(self) -> Channel:
@@ -80,6 +82,31 @@ class GpuReplays:
             self._channel = Channel(memory.device, experts, self._ids, len(memory.slots))
             self._fast = FastPath(memory, self._channel, memory.computing)
         return self._channel
+
+    def predict_by(self, routers: Sequence[Tensor | None]) -> None:
+        """From now on passes of a few tokens say what the next layer will ask for, by its router (E, H), and that is
+        loaded early for as long as it pays: inside of graphs where the layer has spare slots, outside as `prefetch`
+        does."""
+        self._predictions = Predictions(self._memory, routers, self._ids)
+
+    def predict(self, layer: int, x_TH: Tensor, top_k: int) -> None:
+        """Called by every pass of a few tokens: for the next layer."""
+        guesses, in_graph = self._predictions, self.is_capturing or self._is_rehearsing
+        if guesses is not None and (any(self._memory.spares) if in_graph else guesses.pays):
+            guesses.launch(layer, x_TH, top_k)
+
+    def prefetch(self, layer: int) -> None:
+        """What is expected of the layer, once the one before it was launched outside of a graph."""
+        if (guesses := self._predictions) is None or layer >= len(self._memory.layers):
+            return
+        expected = guesses.read(layer)
+        if expected and guesses.pays and not self._is_rehearsing:
+            self._memory.prefetch(layer, expected)
+            guesses.judge()
+
+    @property
+    def _is_rehearsing(self) -> bool:
+        return getattr(self._mode, "rehearses", False)
 
     def forget(self, layer: int) -> None:
         """What was prepared: the layer is about to change."""
@@ -104,6 +131,7 @@ class GpuReplays:
                 with memory.turn(layer):
                     for _ in memory.lend(layer, range(entry.experts)):
                         pass
+        memory.device.join()  # of a rehearsal that was broken off
         self._mode.rehearses = True
         try:
             yield
@@ -112,7 +140,7 @@ class GpuReplays:
 
     def rehearse(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> None:
         """Called by every pass of a few tokens: where it is a rehearsal, `ask` is launched once, asking for nothing."""
-        if not getattr(self._mode, "rehearses", False):
+        if not self._is_rehearsing:
             return
         memory, ids = self._memory, expert_TK.numel()
         most = min(ids, memory.store.layers[layer].experts)
@@ -228,6 +256,7 @@ class GpuReplays:
                 missing, there = channel.read(serial)
             if not missing:
                 self.forget_who_leaves(layer)
+                self._fast.early.drop(layer)
             elif is_served:
                 self._fast.write_down(layer, serial, missing, there)
             else:
@@ -244,6 +273,8 @@ class GpuReplays:
         assert fast is not None and replayed is not None
         has_ended = False
         while not (found := fast.look(layer, serial, 1 if self._later else _LOOKS)):
+            if self._expects(layer):
+                continue
             if self._later:
                 self._count_one()
                 continue
@@ -252,7 +283,19 @@ class GpuReplays:
             turns += 1
             time.sleep(0)  # other threads need Python too
             has_ended = not turns % 16 and replayed.done()
+        if self._predictions is not None:
+            self._predictions.read(layer)  # too late
+            self._predictions.judge()
         return found == SERVED
+
+    def _expects(self, layer: int) -> bool:
+        """Whether copies of experts have begun that the layer will probably ask for."""
+        guesses = self._predictions
+        if guesses is None or not guesses.pays or not (expected := guesses.read(layer)):
+            return False
+        assert self._fast is not None
+        self._fast.early.begin(layer, expected)
+        return True
 
     def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
         memory, channel = self._memory, self._channel

@@ -21,7 +21,7 @@ called elsewhere (fast_path.py), by `addresses` and `blob_address`; `copied_from
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from amoeba.stream.store.layers import LayerEntry
 from amoeba.weights import ExpertWeights
 
 Read = Callable[[Callable[[int, int], None]], None]
+Load = tuple[int, int, int]  # expert, host slot, slot
 
 
 class LayerTiers:
@@ -110,6 +111,58 @@ class LayerTiers:
                 self._blob_users[host_slot] = event
         return event
 
+    def by_what_they_wait_for(self, loads: Sequence[Load]) -> list[list[Load]]:
+        """Copies come to pass one after the other: those first that do not wait for copies down, of what leaves their
+        slot or of what they are copied from."""
+        waits, others = list[Load](), list[Load]()
+        for load in loads:
+            _, host_slot, slot = load
+            has_to_wait = self._leaving[slot] is not None or self._falling[host_slot] is not None
+            (waits if has_to_wait else others).append(load)
+        return [some for some in (others, waits) if some]
+
+    def up_all(self, loads: Sequence[tuple[int, int]]) -> Event:
+        """(slot, host slot) of each: in one call, where the device can, and with one event for all."""
+        device, whole = self._device, self._entry.expert_bytes
+        self._wait_for_slots([slot for slot, _ in loads])
+        for _, host_slot in loads:
+            self._wait_once(device.copies, self._falling, host_slot)
+        assert self._host_bytes is not None
+        try:
+            device.copy_all(
+                self._host_bytes,
+                [
+                    (stack, slot * size, host_slot * whole + offset, size)
+                    for slot, host_slot in loads
+                    for stack, size, offset in self._parts
+                ],
+            )
+        finally:  # where one fails, those before it are still under way
+            event = device.record(device.copies)
+            for _, host_slot in loads:
+                self._blob_users[host_slot] = event
+        return event
+
+    def stage(self, staging: Tensor, host_slots: Sequence[int]) -> None:
+        """Whole blobs, one after the other, to flat memory on the device that is no slot."""
+        assert self._host_bytes is not None
+        whole = self._entry.expert_bytes
+        pieces = [(staging, place * whole, host_slot * whole, whole) for place, host_slot in enumerate(host_slots)]
+        try:
+            self._device.copy_all(self._host_bytes, pieces)
+        finally:
+            self.copied_from(host_slots)
+
+    def up_staged(self, staging: Tensor, places: Sequence[tuple[int, int]]) -> Event:
+        """(slot, place) of each, from there."""
+        device, whole = self._device, self._entry.expert_bytes
+        self._wait_for_slots([slot for slot, _ in places])
+        for slot, place in places:
+            for stack, size, offset in self._parts:
+                first = place * whole + offset
+                device.copy(device.copies, stack[slot * size : (slot + 1) * size], staging[first : first + size])
+        return device.record(device.copies)
+
     def blob_address(self, host_slot: int) -> int:
         """0 where a copy from there would have to wait."""
         event = self._falling[host_slot]
@@ -141,6 +194,16 @@ class LayerTiers:
         event = self._blob_users[host_slot]
         if event is not None:
             event.wait()
+
+    def _wait_for_slots(self, slots: Sequence[int]) -> None:
+        """The stream of copies, for their readers and for copies of what leaves them; once for each event."""
+        waits: dict[int, Event] = {}
+        for slot in slots:
+            for events in (self._readers, self._leaving):
+                if (event := events[slot]) is not None:
+                    waits[id(event)], events[slot] = event, None
+        for event in waits.values():
+            self._device.wait(self._device.copies, event)
 
     def _wait_once(self, stream: Stream, events: list[Event | None], at: int) -> None:
         """What comes later in the stream has waited too."""

@@ -20,6 +20,7 @@ struct Layer {
   const uint64_t* stack;    //   where those of all slots begin
   const uint64_t* size;     //   bytes
   const uint64_t* offset;   //   where it begins in a blob
+  const int32_t* early_of;  // of each expert: the slot into which it is copied already (early_copies.py), or below 0
   Blobs blobs;
 };
 
@@ -172,9 +173,10 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
 
   Copies copies(calls, layer, left);
   for (int64_t n = 0; n < left; ++n) {  // the last that leaves makes room for the first that comes
-    const int32_t slot = layer->slot_of[experts[left - 1 - n]];
+    const int32_t early = layer->early_of[comes[n]];
+    const int32_t slot = early < 0 ? layer->slot_of[experts[left - 1 - n]] : early;
     const uint64_t blob = layer->blob_of[comes[n]];
-    for (int64_t part = 0; part < layer->parts; ++part) {
+    for (int64_t part = 0; part < layer->parts && early < 0; ++part) {
       const uint64_t size = layer->size[part];
       const uint64_t target = layer->stack[part] + slot * size;
       if (const int code = copies.add(target, blob + layer->offset[part], size)) return -code;
