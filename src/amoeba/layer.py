@@ -29,7 +29,8 @@ from amoeba.config import MoEConfig, RouterConfig
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.precision.recipes import UNCHANGED, Precision, check_precision, with_precision
-from amoeba.routing import Routing, RoutingStatistics, route, update_selection_bias_
+from amoeba.routing import Routing, route, update_selection_bias_
+from amoeba.routing_statistics import RoutingStatistics
 from amoeba.torch_internals import transformed
 from amoeba.transforms import reverse_only
 from amoeba.weights import ExpertWeights

@@ -107,6 +107,7 @@ def why_not_by_documents(model: Any) -> str | None:
 def _tell(taken: list[str], what: str, reason: str | None, say: Callable[[str], None]) -> None:
     if reason is None:
         taken.append(what)
+        logger.info("tried: %s", what)
     else:
         say(f"without {what}: {reason}")
 
