@@ -189,7 +189,7 @@ def test_what_it_does_not_take_is_refused_by_name() -> None:
     assert isinstance(half, Fp8Experts) and half.recipe == "fp8"
     with pytest.raises(ValueError, match=r"serves fp32 and bf16, these weights are torch.float16"):
         experts(layer.tensors["x"].half(), routing, half)
-    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste; got 'fp4'"):
+    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste, auto; got 'fp4'"):
         with_precision(weights, "fp4")
     with pytest.raises(ValueError, match="precision: expected one of"):
         MoE(MoEConfig(64, 48, RouterConfig(8, 2)), precision="int8")  # type: ignore[arg-type]

@@ -5,9 +5,9 @@ T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidde
     up_by_expert(problem, chosen)(x_TH, expert_TK, data, scales, matrix_scale, bias_EJ, a_NI)
     down_by_expert(problem, chosen)(a_NI, expert_TK, data, scales, matrix_scale, bias_EH, y_NH)
 
-As `by_expert`, with another product inside. Codes become numbers of x's dtype in registers, on the way from shared memory
-to the tensor core. e4m3 is exact in it: where a step lies in one block, its scale is applied to what the step gives. Smaller
-blocks have theirs applied to the numbers, which bf16 holds exactly, too.
+As `by_expert`, with another product inside. Codes become numbers of x's dtype in registers, on the way from shared
+memory to the tensor core. e4m3 is exact in it: where a step lies in one block, its scale is applied to what the step
+gives. Smaller blocks have theirs applied to the numbers, which bf16 holds exactly, too.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidde
     up_by_slot(problem, chosen)(x_TH, expert_TK, data, scales, matrix_scale, bias_EJ, a_NI)
     down_by_token(problem, chosen)(a_NI, expert_TK, weight_TK, data, scales, matrix_scale, bias_EH, y_TH)
 
-As `at_once`: a product is a multiply and add in fp32, a row is read in pieces. Numbers are added up within 16 bytes of codes
-before their scale is applied. The down projection asks for its codes before it looks at `a`.
+As `at_once`: a product is a multiply and add in fp32, a row is read in pieces. Numbers are added up within 16 bytes of
+codes before their scale is applied. The down projection asks for its codes before it looks at `a`.
 """
 
 from __future__ import annotations

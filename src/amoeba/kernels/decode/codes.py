@@ -23,7 +23,8 @@ from amoeba.kernels.launch import cdiv
 from amoeba.kernels.quantise import BY_BITS
 from amoeba.precision.quantised import QuantisedMatrix
 
-# Bytes b0 b1 b2 b3 to the high bytes of four halves; of each, both nibbles' sign to bit 15 and the rest to bits 9 to 11.
+# Bytes b0 b1 b2 b3 to the high bytes of four halves; of each, both nibbles' sign to bit 15 and the rest to bits 9 to
+# 11.
 _PAIR_E2M1 = tl.constexpr("""
 {
     .reg .b32 u, v, s;
