@@ -53,6 +53,8 @@ BLOCK = 128
 BLOCK_M, BLOCK_N = 128, 256
 # Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
 GROUP_M = 8
+# Whether fp32 leaves from registers. Not measured yet.
+DIRECT = False
 _ROWS, _HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
 _QUARTER = (BLOCK_M // 2, BLOCK // 2)
 
@@ -67,6 +69,7 @@ class Plan:
     KEEP: bool  # write the product in bf16 as well as what its activation gives
     WIDE: bool = False  # write the product in fp32
     CODED: bool = False  # what KEEP writes is in e4m3
+    DIRECT: bool = False  # of WIDE: not through the copy engine
     KIND: str = "relu"
     GATED: bool = False
     ALPHA: float = 1.0
@@ -240,6 +243,8 @@ def _consume(
                         _keep(value, h, h_desc, h_scale, h_buffer, h_stride, row, end, column, width, 0, blocks, PLAN)
                     a = plain(value.to(gl.float32), PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
                     _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, 0, blocks)
+                elif PLAN.WIDE and PLAN.DIRECT:
+                    _store_wide(value, out, out_stride, row, end, column, width)
                 elif PLAN.WIDE:
                     _store_halves(value, out, out_desc, buffer, out_stride, row, end, column, width, 0)
                 else:
@@ -268,6 +273,17 @@ def _store_halves(value, out, desc, buffer, stride, row, end, column, width, shi
 
 
 @gluon.jit
+def _store_wide(value, out, stride, row, end, column, width):
+    """A tile in fp32 to memory from where it is: four threads side by side have 32 bytes of a row, a whole sector."""
+    HEIGHT: gl.constexpr = value.shape[0]
+    COLUMNS: gl.constexpr = value.shape[1]
+    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
+    pointers = out + m.to(gl.int64)[:, None] * stride + n[None, :]
+    gl.store(pointers, value, mask=(m < end)[:, None] & (column < width))
+
+
+@gluon.jit
 def _store_codes(value, out, desc, out_scale, buffer, stride, row, end, column, width, shift, blocks):
     """128 columns of a tile to memory, in e4m3, and a scale for each of its rows, of which a whole row has `blocks`."""
     HEIGHT: gl.constexpr = buffer.shape[0]
@@ -285,8 +301,8 @@ def _store_codes(value, out, desc, out_scale, buffer, stride, row, end, column, 
 def scaled_product_kernel(
     row_desc, matrix_desc, h_desc, out_desc, rows, row_scale, matrix_scale, order, table, bias, h, h_scale, out,
     out_scale, depth, width, columns, row_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr,
-    ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, KEPT_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, KEPT_LAYOUT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK], MATRIX_LAYOUT)
@@ -407,7 +423,8 @@ def multiply(
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e], in bf16 or fp32; with order_N the rows are gathered,
     rows[order[n] // top_k]."""
     wide = out_NO.dtype == torch.float32
-    plan = Plan(ACTIVATE=False, GATHER=order_N is not None, BIAS=bias_EO is not None, KEEP=False, WIDE=wide)
+    given = {"GATHER": order_N is not None, "BIAS": bias_EO is not None, "DIRECT": wide and DIRECT}
+    plan = Plan(ACTIVATE=False, KEEP=False, WIDE=wide, **given)
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 
