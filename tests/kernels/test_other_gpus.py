@@ -62,7 +62,9 @@ def check(capability: int, found: dict[str, dict[str, int]]) -> None:
     for name, figures in found.items():
         assert figures["shared"] <= SHARED_BYTES[capability], f"{name} does not fit on sm_{capability}"
         assert figures["stack"] <= MOST_STACK, f"{name} does not keep all in registers on sm_{capability}"
-        if name.startswith("decode") and "attention" not in name:  # as many as there are scales
+        if (
+            name.startswith(("decode", "fp8", "mxfp", "nvfp")) and "attention" not in name
+        ):  # as many as there are scales
             assert figures["bytes"] <= MOST_BYTES, f"{name} reads codes byte by byte on sm_{capability}"
 
 

@@ -131,7 +131,8 @@ def by_expert(problem: Problem) -> Configuration:
         return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES)
 
     up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
-    return Configuration(False, up, tile(weights.hidden, height, weights.intermediate), rows)
+    down = tile(weights.hidden, height, weights.intermediate)
+    return Configuration(False, up, down, rows, overlap=can_overlap(problem.x_TH.device))
 
 
 def _piece(length: int, widest: int) -> int:

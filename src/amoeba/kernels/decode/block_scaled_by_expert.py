@@ -67,6 +67,7 @@ def down_by_expert(problem: Problem, chosen: Configuration) -> Launch:
         STAGES=tile.stages,
         **constants_of(weights.down_EHI.matrix, problem.x_TH.device),
         num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap else {}),
     )
 
 
@@ -78,6 +79,7 @@ def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
         "PIECE": min(RANKS_TIMES_IDS // chosen.rows, ids),
         "ROWS": chosen.rows,
         "HAS_MATRIX_SCALE": problem.weights.format.has_matrix_scale,
+        "OVERLAP": chosen.overlap,
     }
 
 
@@ -165,6 +167,7 @@ def _up_by_expert(
     PIECE: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_MATRIX_SCALE: tl.constexpr,
+    OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     REDUCTION: tl.constexpr,
@@ -186,6 +189,8 @@ def _up_by_expert(
     LIMIT: tl.constexpr,
     UP_SHIFT: tl.constexpr,
 ):
+    if OVERLAP:  # programs of the next launch may take the place of those of this one that are done
+        tl.extra.cuda.gdc_launch_dependents()
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     BLOCKS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     first = (tl.program_id(0) % BLOCKS) * COLUMNS
@@ -237,6 +242,7 @@ def _down_by_expert(
     PIECE: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_MATRIX_SCALE: tl.constexpr,
+    OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     REDUCTION: tl.constexpr,
@@ -257,6 +263,8 @@ def _down_by_expert(
     expert, count = my_expert(expert_TK, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N)
     if count == 0:
         return
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     row_ok = h < H
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
