@@ -22,13 +22,13 @@ from small_layer import E, Layer
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-# several steps with a rest of blocks; no whole block; several steps of down
-SIZES = [(288, 24), (31, 23), (32, 272)]  # H, I
+# several steps with a rest of blocks; no whole block; several steps of down; nothing but whole steps
+SIZES = [(160, 24), (31, 23), (32, 272), (128, 64)]  # H, I
 
 
 # a GPU has instructions of its own for bf16, which the interpreter has not
 DTYPES = [torch.float32, *([torch.bfloat16, torch.float16] if torch.cuda.is_available() else [])]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 WAYS = {"by slot": block_scaled.by_slot, "by expert": block_scaled.by_expert}
 
 
@@ -118,4 +118,4 @@ def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, device:
     for way in WAYS.values():
         found = [block_scaled.decode(problem, configuration=way(problem)) for _ in range(2)]
         assert torch.equal(*found)
-        assert (found[0].double() - truth).norm() <= 6e-3 * truth.norm()
+        assert (found[0].double() - truth).norm() <= 1e-2 * truth.norm()
