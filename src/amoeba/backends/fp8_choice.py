@@ -13,7 +13,7 @@ from __future__ import annotations
 from amoeba.backends.backend import Request
 from amoeba.backends.fp8_triton import BACKEND
 from amoeba.precision.recipes import AUTO, UNCHANGED, Fp8Experts, with_precision
-from amoeba.weights import ExpertWeights
+from amoeba.weights import AnyExperts
 
 RECIPE = "fp8"
 # Step in bf16 over step in fp8, by rows per expert (H200, 2026-11-16): 2048 rows 1.14 (H=2048 I=768) and 1.26 (H=7168
@@ -22,11 +22,12 @@ RECIPE = "fp8"
 FEWEST_ROWS_PER_EXPERT = 1024
 
 
-def settled(request: Request) -> ExpertWeights:
-    """The weights of a request whose recipe is "auto", as they will be computed with."""
-    assert isinstance(request.weights, Fp8Experts) and request.weights.recipe == AUTO
-    in_fp8 = with_precision(request.weights, RECIPE)
-    return in_fp8 if why_not(request) is None else with_precision(request.weights, UNCHANGED)
+def settled(request: Request) -> AnyExperts:
+    """The weights of a request as they will be computed with: those whose recipe is "auto" by another, or without one."""
+    weights = request.weights
+    if not isinstance(weights, Fp8Experts) or weights.recipe != AUTO:
+        return weights
+    return with_precision(weights, RECIPE if why_not(request) is None else UNCHANGED)
 
 
 def why_not(request: Request) -> str | None:

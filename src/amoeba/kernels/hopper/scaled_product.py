@@ -423,8 +423,8 @@ def multiply(
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e], in bf16 or fp32; with order_N the rows are gathered,
     rows[order[n] // top_k]."""
     wide = out_NO.dtype == torch.float32
-    given = {"GATHER": order_N is not None, "BIAS": bias_EO is not None, "DIRECT": wide and DIRECT}
-    plan = Plan(ACTIVATE=False, KEEP=False, WIDE=wide, **given)
+    gathers, biased = order_N is not None, bias_EO is not None
+    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, DIRECT=wide and DIRECT)
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 
