@@ -23,7 +23,7 @@ FEWEST_ROWS_PER_EXPERT = 1024
 
 
 def settled(request: Request) -> AnyExperts:
-    """The weights of a request as they will be computed with: those whose recipe is "auto" by another, or without one."""
+    """The weights of a request as they will be computed with: "auto" becomes fp8, or no recipe."""
     weights = request.weights
     if not isinstance(weights, Fp8Experts) or weights.recipe != AUTO:
         return weights
