@@ -9,8 +9,10 @@ NEEDS := aMoEba needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MA
 YIELDING := OMP_WAIT_POLICY=passive
 # What one process compiles, the next one finds, whatever the environment says: tests start a hundred of them.
 KEEPING := PYTHONDONTWRITEBYTECODE=
-# Of 11,000 files, the 5,000 that hardly any process imports are compiled by the first that does.
-SELDOM := /(tests|_internal|lexers|mypyc?|pip|setuptools|transformers/models/(?!auto/)\w+)/
+# Of 11,000 files, the 6,000 that hardly any process imports are compiled by the first that does.
+FOLDERS := tests|test_utils|_internal|_vendor|benchmarks|cli|combinatorics|distutils|exporters|f2py|inference|lexers
+FOLDERS := $(FOLDERS)|mypyc?|physics|pip|pipelines|pipelining|setuptools|stats|transformers/models/(?!auto/)\w+
+SELDOM := /($(FOLDERS))/
 # what `make bench` measures, for example: make bench BENCH="--suite cpu --out benchmarks/results"
 BENCH ?=
 DEMO := runs/demo
@@ -64,7 +66,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1). $(NEEDS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
 	@# what pip does on one core, and ours, which it leaves alone; some are templates and no Python, hence || true
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib src || true
 	@touch $@

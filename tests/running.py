@@ -18,6 +18,7 @@ import quick_interpreter
 from amoeba import Routing
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of
+from amoeba.commands.quick_transformers import quick_transformers
 from amoeba.cpu import build, node, node_library, pool
 from amoeba.cpu import packed_weights as packed
 from amoeba.cpu.packed_weights import Path, load_packed
@@ -30,6 +31,8 @@ from small_layer import Layer
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+quick_transformers(without=()).__enter__()  # half a second for each process: it lists its models faster, all of them
 
 torch.set_num_threads(1)
 with torch.device("meta"):

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from amoeba import routing as routing_module
+from amoeba import routing_statistics
 from amoeba.config import RouterConfig
 from amoeba.routing import (
     Routing,
-    RoutingStatistics,
     load_balance_loss,
     route,
     sequence_balance_loss,
     update_selection_bias_,
     z_loss,
 )
+from amoeba.routing_statistics import RoutingStatistics
 from selection import quick
 
 torch.set_num_threads(1)
@@ -531,7 +531,7 @@ class RefuseHostReads(TorchDispatchMode):
 
 def test_nothing_in_a_step_reads_back_from_the_device(monkeypatch):
     # a dispatch mode does not look into operators: run the body of record_routing as it stands
-    monkeypatch.setattr(routing_module, "record_routing", routing_module.record_routing._init_fn)
+    monkeypatch.setattr(routing_statistics, "record_routing", routing_statistics.record_routing._init_fn)
     statistics, mask_T = RoutingStatistics(12), torch.ones(63)
     logits_TE = random_logits(63, 12).requires_grad_()
     with RefuseHostReads():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,3 +167,9 @@ def test_the_rules_see_what_breaks_them(rule, code: str) -> None:
 )
 def test_the_rules_let_pass_what_is_right(rule, code: str) -> None:
     assert not list(rule(ast.parse(code)))
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their names alone: of a second one it would collect none, and then nothing at all."""
+    names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, after in itertools.pairwise(names) if name == after] == []

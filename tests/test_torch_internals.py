@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,3 +95,43 @@ def test_views_and_operations_that_write_to_their_arguments_are_told_apart() -> 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
 def test_torch_has_memory_that_other_processes_reach() -> None:
     assert torch_internals.why_not_symmetric_memory() is None
+
+
+def determinism() -> tuple[bool, bool, bool]:
+    asked = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return *asked, torch._inductor.config.deterministic
+
+
+@pytest.mark.parametrize(("asked", "warns"), [(False, False), (True, True), (True, False)])
+def test_deterministic_algorithms_are_asked_for_inside_and_the_compiler_is_left_alone(asked: bool, warns: bool) -> None:
+    inside = []
+
+    def fails() -> None:
+        with torch_internals.deterministic_algorithms():
+            inside.append(determinism())
+            raise KeyError
+
+    torch.use_deterministic_algorithms(asked, warn_only=warns)
+    try:
+        with pytest.raises(KeyError):
+            fails()
+        assert inside == [(True, False, asked)] and determinism() == (asked, warns, asked)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_compilers_hash_of_torch_is_made_beside_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import codecache
+
+    here, hashed = threading.get_ident(), []
+    own = codecache.build_code_hash
+    monkeypatch.setattr(codecache, "build_code_hash", lambda *args: hashed.append(threading.get_ident()) or own(*args))
+    codecache.torch_key.clear()
+    torch_internals.hash_compiler_beside()
+    for thread in threading.enumerate():
+        if thread.name == "torch_key":
+            thread.join(timeout=60)
+    assert hashed and here not in hashed
+    hashed.clear()
+    codecache.torch_key()
+    assert not hashed

@@ -240,7 +240,9 @@ def train(
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the faster), float32 or bfloat16.")] = None,
     precision: Annotated[
         str | None,
-        typer.Option("--precision", help="Of the experts' products: bf16 (as --dtype says), fp8 or fp8-ste."),
+        typer.Option(
+            "--precision", help="Of the experts' products: bf16 (as --dtype says), fp8, fp8-ste, fp8-saved or auto."
+        ),
     ] = None,
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,

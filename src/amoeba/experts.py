@@ -11,12 +11,16 @@ expert id outside [0, E) is a sentinel: it costs nothing, adds nothing, and its 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from amoeba.backends import fp8_choice
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import choose
 from amoeba.errors import bad_value
+from amoeba.precision.recipes import AUTO
 from amoeba.routing import Routing
 from amoeba.torch_internals import transformed
 from amoeba.weights import AnyExperts, LoraFactors
@@ -56,6 +60,8 @@ def experts(
             )
         lora.check(weights)
     request = Request(x_TH, routing, weights, lora, recompute)
+    if weights.placement == AUTO:
+        request = replace(request, weights=fp8_choice.settled(request))
     return choose(backend, request).run(request)
 
 

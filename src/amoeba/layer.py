@@ -29,7 +29,8 @@ from amoeba.config import MoEConfig, RouterConfig
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.precision.recipes import UNCHANGED, Precision, check_precision, with_precision
-from amoeba.routing import Routing, RoutingStatistics, route, update_selection_bias_
+from amoeba.routing import Routing, route, update_selection_bias_
+from amoeba.routing_statistics import RoutingStatistics
 from amoeba.torch_internals import transformed
 from amoeba.transforms import reverse_only
 from amoeba.weights import ExpertWeights
@@ -41,8 +42,8 @@ class MoE(nn.Module):
     """A mixture-of-experts layer: y = Σ_k weight_k · expert_k(x) + shared_experts(x).
 
     backend, recompute: as in `amoeba.experts`.
-    precision: in which the experts train: "fp8", "fp8-ste" (see `amoeba.precision.recipes`), or "bf16" for the dtype
-    that they have, whichever that is.
+    precision: in which the experts train: "fp8", "fp8-ste", "auto" (see `amoeba.precision.recipes`), or "bf16" for the
+    dtype that they have, whichever that is.
 
     The attribute `statistics` records what the router does in training (see `RoutingStatistics`); it is not part of
     the state dict, which has transformers' names:

@@ -1,4 +1,4 @@
-"""From router logits to experts and weights, and the losses and statistics that keep experts evenly used.
+"""From router logits to experts and weights, and the losses that keep experts evenly used.
 
     routing = route(x_TH @ gate_EH.T, RouterConfig(num_experts=64, top_k=8), training=True)
     y_TH = experts(x_TH, routing, weights)
@@ -17,13 +17,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from amoeba import fused_router
 from amoeba.config import DENOMINATOR_FLOOR, RouterConfig
 from amoeba.errors import bad_value
-from amoeba.torch_internals import inside_backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +240,7 @@ def load_balance_loss(routing: Routing, num_experts: int, attention_mask: Tensor
 
     attention_mask: (T,), 0 for the tokens to leave out.
     """
-    probability_TE = _probabilities(_scores(routing, num_experts))
+    probability_TE = probabilities(scores_of(routing, num_experts))
     chosen_TK = _choice(routing)
     if attention_mask is None:
         num_tokens: int | Tensor = max(routing.num_tokens, 1)
@@ -257,7 +256,7 @@ def load_balance_loss(routing: Routing, num_experts: int, attention_mask: Tensor
         probability_TE = probability_TE.masked_fill(~keep_T1, 0.0)
         chosen_TK = chosen_TK.masked_fill(~keep_T1, num_experts)
         num_tokens = keep_T1.sum().clamp(min=1)
-    fraction_E = _count(chosen_TK.reshape(1, -1), num_experts)[0].to(probability_TE.dtype) / num_tokens
+    fraction_E = count_rows(chosen_TK.reshape(1, -1), num_experts)[0].to(probability_TE.dtype) / num_tokens
     return num_experts * (fraction_E * probability_TE.sum(dim=0) / num_tokens).sum()
 
 
@@ -273,7 +272,7 @@ def sequence_balance_loss(routing: Routing, num_experts: int, sequence_length: i
     Σ_e f_e P_e with f_e = E / (K·S) · (rows of e in the sequence) and P_e the mean over the sequence of the
     scores divided by their sum. Tokens come sequence by sequence, sequence_length each.
     """
-    probability_TE = _probabilities(_scores(routing, num_experts))
+    probability_TE = probabilities(scores_of(routing, num_experts))
     if sequence_length < 1 or routing.num_tokens % sequence_length:
         raise bad_value(
             "sequence_length",
@@ -283,7 +282,7 @@ def sequence_balance_loss(routing: Routing, num_experts: int, sequence_length: i
         )
     num_sequences = routing.num_tokens // sequence_length
     slots = sequence_length * routing.top_k
-    count_BE = _count(_choice(routing).reshape(num_sequences, slots), num_experts).to(probability_TE.dtype)
+    count_BE = count_rows(_choice(routing).reshape(num_sequences, slots), num_experts).to(probability_TE.dtype)
     mean_BE = probability_TE.unflatten(0, (num_sequences, sequence_length)).mean(dim=1)
     return (count_BE * (num_experts / slots) * mean_BE).sum() / max(num_sequences, 1)
 
@@ -317,7 +316,7 @@ def _choice(routing: Routing) -> Tensor:
     return routing.expert_TK if routing.chosen_TK is None else routing.chosen_TK
 
 
-def _scores(routing: Routing, num_experts: int) -> Tensor:
+def scores_of(routing: Routing, num_experts: int) -> Tensor:
     scores_TE = routing.scores_TE
     expected = (routing.num_tokens, num_experts)
     if scores_TE is None or scores_TE.shape != expected:
@@ -330,114 +329,13 @@ def _scores(routing: Routing, num_experts: int) -> Tensor:
     return scores_TE
 
 
-def _probabilities(scores_TE: Tensor) -> Tensor:
+def probabilities(scores_TE: Tensor) -> Tensor:
     return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + DENOMINATOR_FLOOR)
 
 
-def _count(expert_BN: Tensor, num_experts: int) -> Tensor:
+def count_rows(expert_BN: Tensor, num_experts: int) -> Tensor:
     """Rows per expert in each line, (B, E) int64; ids outside [0, E) are not counted."""
     counted_BN = (expert_BN >= 0) & (expert_BN < num_experts)
     bin_BN = expert_BN.long().masked_fill(~counted_BN, 0)
     count_BE = torch.zeros(expert_BN.shape[0], num_experts, dtype=torch.int64, device=expert_BN.device)
     return count_BE.scatter_add(1, bin_BN, counted_BN.long())
-
-
-class RoutingStatistics(nn.Module):
-    """Statistics of a router, kept on the device, without waiting for it.
-
-        statistics = RoutingStatistics(num_experts=64)
-        statistics.record(routing)              # each step; a recompute in backward is not counted again
-        statistics.summary()["max_violation"]   # a tensor: only reading it waits for the device
-
-    The buffers are not part of checkpoints; call reset() after to_empty().
-    """
-
-    load_E: Tensor
-    slots: Tensor
-    dropped: Tensor
-    tokens: Tensor
-    scored_tokens: Tensor
-    entropy_sum: Tensor
-    steps: Tensor
-
-    def __init__(self, num_experts: int, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
-        for name in ("slots", "dropped", "tokens", "scored_tokens", "steps"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
-        self.register_buffer("entropy_sum", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        # .half() and .bfloat16() reach buffers too, and a sum in half precision soon stands still
-        self.entropy_sum = self.entropy_sum.float()
-        return self
-
-    def record(self, routing: Routing) -> None:
-        """Adds one call of the router. Without scores_TE its entropy is not counted."""
-        scores_TE = None if routing.scores_TE is None else _scores(routing, self.num_experts).detach()
-        record_routing(
-            routing.expert_TK,
-            scores_TE,
-            self.load_E,
-            self.slots,
-            self.dropped,
-            self.tokens,
-            self.scored_tokens,
-            self.entropy_sum,
-            self.steps,
-        )
-
-    def summary(self) -> dict[str, Tensor]:
-        """What happened since the last reset, as tensors on the device:
-
-        load_E         rows per expert, dropped slots not counted
-        entropy        of the normalised scores, mean over tokens, in nats; NaN when no token had scores
-        max_violation  max(load) / mean(load) - 1; 0 is perfect balance (or nothing recorded)
-        dead_experts   experts without a row
-        drop_rate      share of slots whose id is E or above
-        """
-        mean_load = self.load_E.float().mean()
-        violation = self.load_E.max() / mean_load - 1
-        return {
-            "load_E": self.load_E.clone(),
-            "entropy": self.entropy_sum / self.scored_tokens,
-            "max_violation": torch.where(mean_load > 0, violation, torch.zeros_like(violation)),
-            "dead_experts": (self.load_E == 0).sum(),
-            "drop_rate": self.dropped.float() / self.slots.clamp(min=1),
-        }
-
-    def reset(self) -> None:
-        """Starts again from zero."""
-        for buffer in self.buffers():
-            buffer.zero_()
-
-
-@torch.library.custom_op(
-    "amoeba::record_routing",
-    mutates_args=("load_E", "slots", "dropped", "tokens", "scored_tokens", "entropy_sum", "steps"),
-)
-def record_routing(
-    expert_TK: Tensor,
-    scores_TE: Tensor | None,
-    load_E: Tensor,
-    slots: Tensor,
-    dropped: Tensor,
-    tokens: Tensor,
-    scored_tokens: Tensor,
-    entropy_sum: Tensor,
-    steps: Tensor,
-) -> None:
-    """An operator of its own so that the question below is asked at run time, also in compiled graphs."""
-    if inside_backward():  # activation checkpointing runs the forward a second time
-        return
-    num_experts = load_E.shape[0]
-    load_E += _count(expert_TK.reshape(1, -1), num_experts)[0]
-    dropped += (expert_TK >= num_experts).sum()
-    slots += expert_TK.numel()
-    tokens += expert_TK.shape[0]
-    steps += 1
-    if scores_TE is not None:
-        scored_tokens += scores_TE.shape[0]
-        entropy_sum += torch.special.entr(_probabilities(scores_TE)).sum()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +19,12 @@ __all__ = [
     "constant_when_traced",
     "custom_graph_pass",
     "default_store",
+    "deterministic_algorithms",
     "flash_attention",
     "flash_attention_backward",
     "graph_is_freed",
     "has_dispatch_mode",
+    "hash_compiler_beside",
     "inside_backward",
     "is_batch_of_gradients",
     "is_view",
@@ -48,6 +52,33 @@ def custom_graph_pass() -> Any:
     from torch._inductor.custom_graph_pass import CustomGraphPass  # which imports the compiler
 
     return CustomGraphPass
+
+
+def hash_compiler_beside() -> None:
+    """Begins to hash torch's 2,000 files, by which the compiler finds what it has kept; it remembers the result.
+    Reading and hashing leave Python's lock to the imports of the compiler, which take longer and come next."""
+    try:
+        from torch._inductor.codecache import torch_key
+    except ImportError:
+        return
+
+    def run() -> None:
+        with suppress(Exception):  # then the compiler does it, and says what is wrong
+            torch_key()
+
+    Thread(target=run, name="torch_key").start()
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """As `torch.use_deterministic_algorithms(True)`, for the time of a block. That one tells torch's compiler, too, and
+    imports it for that, for seconds; ours leaves the compiler as it is."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before, warn_only=warns)
 
 
 def default_store() -> Any:
@@ -178,10 +209,8 @@ def flash_attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, the same bits each time."""
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of random numbers, for a dropout that is zero
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         return torch.ops.aten._flash_attention_backward(
             dy,
             q,
@@ -201,5 +230,3 @@ def flash_attention_backward(
             window_size_left=window,
             window_size_right=-1 if window < 0 else 0,
         )
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)

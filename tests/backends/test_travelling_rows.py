@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import sorted_rows, travelling_rows
-from amoeba.backends.triton_rows import HopperRows, TritonRows, with_plain_rows
+from amoeba.backends.travelling_rows import TravellingRows
+from amoeba.backends.triton_rows import HopperRows, with_plain_rows
 from amoeba.kernels.hopper import product
 from amoeba.kernels.hopper.split_table import split_table
 from amoeba.kernels.sort import sort_rows
@@ -104,7 +105,7 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(with
 
     there = Watched(problem.x_TH.clone())
     travelling = problem._replace(x_TH=there.coming, travel=there)
-    found, also_saved = sorted_rows.forward(travelling, "h", TritonRows)
+    found, also_saved = sorted_rows.forward(travelling, "h", TravellingRows)
     assert torch.equal(found, y_TH)
     others = torch.ones(T, dtype=torch.bool)
     others[OWN] = False
@@ -114,7 +115,7 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(with
     back = Watched(dy_TH.clone())
     assert also_saved is not None
     gradients = sorted_rows.backward(
-        travelling._replace(x_TH=problem.x_TH, travel=back), also_saved, back.coming, needs, TritonRows
+        travelling._replace(x_TH=problem.x_TH, travel=back), also_saved, back.coming, needs, TravellingRows
     )
     for name, one, other in zip(Needs._fields, gradients, expected, strict=True):
         assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name

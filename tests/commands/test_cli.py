@@ -247,7 +247,9 @@ def test_doctor_describes_the_machine_and_every_backend():
     taken = [dtype for row in document["backends"] if row["device"] == "cpu" for dtype in row["auto"]]
     assert sorted(taken) == ["bfloat16", "float16", "float32", "float64"]
     in_fp8 = {row["name"]: row["backend"] for row in document["precisions"] if row["device"] == "cpu"}
-    assert in_fp8.keys() == {"fp8", "fp8-ste"} and all("plain torch" in backend for backend in in_fp8.values())
+    assert in_fp8.keys() == {"fp8", "fp8-ste", "fp8-saved"} and all(
+        "plain torch" in backend for backend in in_fp8.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,7 +344,7 @@ def test_a_result_with_infinite_errors_is_written_as_strict_json(monkeypatch, tm
     [
         (("bench", "--shape", "1,2,3"), "--shape: expected a name (small, "),
         (("bench", "--shape", "8,8,8,4,5"), "--shape: expected K at most E (4); got K = 5"),
-        (("bench", "--suite", "huge"), "--suite: expected one of small, cpu, gpu, model, stream; got 'huge'"),
+        (("bench", "--suite", "huge"), "--suite: expected one of small, cpu, gpu, model, stream, ranks; got 'huge'"),
         (("bench", "--suite", "model", "--shape", "small"), "--shape: expected one of tiny, "),
         (("bench", "--device", "cpu", "--sustained", "4"), "--sustained: expected a GPU whose clocks and watts"),
         (("bench", "--suite", "cpu", "--shape", "small"), "either --shape or --suite"),
@@ -374,21 +376,15 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 
 def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
-    tiny = ("--device", "cpu", "--shape", TINY, "--pass", "forward", "--repeats", "1")
-    # as `python -m amoeba`, with ceilings that take no seconds, and without peers that take as long to import
-    start = f"""
-        import atexit, logging, runpy, sys
-        sys.modules["transformers"] = None
+    start = """
+        import atexit, logging, runpy
         atexit.register(logging.getLogger("amoeba.experts").info, "said by the library")
-        from amoeba.bench import ceilings, timing
-        timing.LEAST_SECONDS = 0.0
-        ceilings.SIZES["cpu"] = ceilings.{SMALL}
         runpy.run_module("amoeba", run_name="__main__")
     """
-    command = [sys.executable, "-c", textwrap.dedent(start), "bench", *tiny, "--json", "-v"]
+    command = [sys.executable, "-c", textwrap.dedent(start), "doctor", "--json", "-v"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["document"] == "amoeba bench"
+    assert json.loads(done.stdout.splitlines()[-1])["document"] == "amoeba doctor"
     assert "amoeba: said by the library" in done.stderr
 
 
@@ -430,7 +426,7 @@ WITHOUT = """
                 except SystemExit as left:
                     code = left.code or 0
             done.append([code, out.getvalue(), err.getvalue()])
-        present = [name for name in absent if name in sys.modules]
+        present = [name for name in (*absent, "torch._dynamo") if name in sys.modules]
         print(json.dumps({"done": done, "present": present}), flush=True)
         os._exit(0)
 """

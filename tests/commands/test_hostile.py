@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -295,15 +295,18 @@ def test_code_of_a_tokenizer_does_not_run_where_transformers_has_its_own(place, 
     assert not mark.exists()
 
 
-def calls_in(path: Path) -> list[ast.Call]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+def texts(pattern: str) -> Iterator[tuple[Path, str]]:
+    """Of our files in which it occurs: to parse them all takes seconds."""
+    for path in SOURCE.rglob("*.py"):
+        if re.search(pattern, text := path.read_text()):
+            yield path, text
 
 
 def test_every_call_that_could_run_code_of_others_says_whether_it_may():
     """Left out, transformers asks on the terminal, and takes its answer from a pipe."""
     found = 0
-    for path in SOURCE.rglob("*.py"):
-        for call in calls_in(path):
+    for path, text in texts(r"\b(?:from_pretrained|from_config)\b"):
+        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
             if isinstance(call.func, ast.Attribute) and call.func.attr in ("from_pretrained", "from_config"):
                 found += 1
                 assert any(k.arg == "trust_remote_code" for k in call.keywords), f"{path}:{call.lineno}"
@@ -327,8 +330,8 @@ def test_a_command_that_is_printed_can_be_copied(place, amoeba):
 def test_every_command_that_is_printed_is_quoted():
     assert shlex.split(shell_command("amoeba train", "--resume", AWKWARD)) == ["amoeba", "train", "--resume", AWKWARD]
     commands = r"amoeba (?:train|finetune|generate|merge|report)\b[^`']*\{|--(?:resume|adapter|out|data|model) \{"
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, text in texts(r"amoeba (?:train|finetune|generate|merge|report)\b|--(?:resume|adapter|out|data|model) "):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.JoinedStr):
                 assert not re.search(commands, ast.unparse(node)), f"{path}:{node.lineno}: use amoeba.shell"
 

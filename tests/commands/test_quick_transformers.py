@@ -9,12 +9,14 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
 from amoeba.commands import head_start
+from amoeba.commands import quick_transformers as quick_transformers_module
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT, quick_transformers
 from amoeba.commands.train import _not_needed
 
@@ -68,6 +70,9 @@ def test_packages_that_no_text_needs_are_not_imported_and_everything_else_is_as_
         at_once = import_utils.define_import_structure.__wrapped__(str(models / "__init__.py"))
         listed.cache_clear()
         assert at_once == import_utils.define_import_structure.__wrapped__(str(models / "__init__.py"))
+        import_utils.fetch__all__ = import_utils.fetch__all__.__wrapped__
+        listed.cache_clear()
+        assert at_once == import_utils.define_import_structure.__wrapped__(str(models / "__init__.py"))
 
         found = import_utils.PACKAGE_DISTRIBUTION_MAPPING
         assert found.get("torch") == ["torch"] and found.get("a_package_that_is_not_there", 7) == 7
@@ -76,6 +81,35 @@ def test_packages_that_no_text_needs_are_not_imported_and_everything_else_is_as_
         """,
         tmp_path,
     )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "x = 1\n",
+        '__all__ = ["A"]',
+        'x = 1\n__all__ = ["A", "B"]\ny = 2\n',
+        'x = 1\n__all__ = [\n    "A",\n    "B",\n]\n',
+        '__all__ = ["A"]\nx = 1\n__all__ = ["B"]\n',
+        '    __all__ = ["A"]\nx = "__all__"\n',
+        '__all__ = ["A"]\n\x0c__all__ = ["B"]\n',
+        'x = 1\r\n__all__ = ["A"]\r\n',
+    ],
+)
+def test_the_names_a_file_exports_are_those_transformers_finds_in_all_of_it(content: str) -> None:
+    fetch = transformers.utils.import_utils.fetch__all__
+    own = getattr(fetch, "__wrapped__", fetch)  # tests run with it
+    module, given = SimpleNamespace(fetch__all__=lambda text: given.append(text) or own(text)), []
+    quick_transformers_module._look_at_the_end(module)
+    assert module.fetch__all__(content) == own(content)
+    assert len(given[0].splitlines()) <= len(content.splitlines()) and content.endswith(given[0])
+
+
+def test_of_a_long_file_only_the_end_is_looked_at() -> None:
+    module = SimpleNamespace(fetch__all__=str.splitlines)
+    quick_transformers_module._look_at_the_end(module)
+    assert module.fetch__all__("x = 1\n" * 5000 + '__all__ = [\n"A",\n]\n') == ["__all__ = [", '"A",', "]"]
 
 
 def test_a_version_of_transformers_without_the_functions_that_are_changed_is_imported_as_it_is(tmp_path: Path) -> None:
@@ -118,12 +152,21 @@ def begun(work: object) -> None:
 
 
 def test_the_gpu_of_this_process_is_opened_beside_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
+    opened, multiplied = [], []
+
+    class Matrix:
+        def mm(self, other: object) -> None:
+            multiplied.append(other is self)
+
+    def zeros(*_: object, device: torch.device, **__: object) -> Matrix:
+        opened.append(device)
+        return Matrix()
+
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "empty", lambda *_, device, **__: opened.append(device))
+    monkeypatch.setattr(torch, "zeros", zeros)
     begun(head_start._open_gpu)
-    assert opened == [torch.device("cuda", 3)]
+    assert opened == [torch.device("cuda", 3)] and multiplied == [True]
 
 
 def test_what_goes_wrong_beside_the_imports_is_left_to_whoever_meets_it_next(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from amoeba.commands import run_console
 from amoeba.commands.output import Output
 from amoeba.commands.rich_output import RichOutput
 from amoeba.commands.run_console import RunConsole, describe, duration
+from amoeba.commands.start import start
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
@@ -101,3 +103,18 @@ def test_on_a_terminal_nothing_is_wrapped_or_cut(width, clock):
     assert "…" not in last
     assert len(last) <= width
     assert any(part in last for part in "━╸╺") == (width >= 80)
+
+
+def test_with_verbose_a_line_ends_with_the_seconds_since_the_command_began():
+    output = Lines()
+    RunConsole(output).say("model: demo")
+    output.verbose = True
+    RunConsole(output).say("model: demo")
+    assert output.lines[0] == "model: demo" and re.fullmatch(r"model: demo  \[\d+\.\d s\]", output.lines[1])
+
+
+@pytest.mark.parametrize(("verbose", "said"), [(False, r""), (True, r"amoeba: the backend is eager  \[\d+\.\d s\]\n")])
+def test_with_verbose_so_does_a_decision(verbose, said, capsys):
+    start(verbose)
+    logging.getLogger("amoeba").info("the backend is eager")
+    assert re.fullmatch(said, capsys.readouterr().err)

@@ -14,8 +14,10 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 import amoeba
+from amoeba.backends import fp8
 from amoeba.decoding.refusal import why_not
 from amoeba.integrations.experts_module import experts_modules, weights_of
+from amoeba.jobs import fast_paths
 from amoeba.precision.recipes import Fp8Experts
 from selection import quick
 from tiny_models import build
@@ -54,6 +56,17 @@ def test_every_parameter_gets_a_gradient_near_that_of_the_unchanged_model(family
     assert torch.equal(loss_and_gradients(model)[0], plain_loss)
 
 
+def test_passes_are_captured_unless_fp8_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen3_moe")
+    assert not fast_paths._waits_in_a_pass(model)
+    for precision, waits in (("fp8", True), ("auto", False)):  # here fp8 is plain torch's, which auto does not take
+        amoeba.set_precision(model, precision)
+        assert fast_paths._waits_in_a_pass(model) == waits
+    amoeba.set_precision(model, "fp8")
+    monkeypatch.setattr(fp8.BACKEND, "waits_on_gpu", False)  # as that of the kernels
+    assert not fast_paths._waits_in_a_pass(model)
+
+
 def test_a_model_that_trained_so_is_saved_as_any_other(tmp_path: Path) -> None:
     model = build("qwen3_moe").train()
     amoeba.set_precision(model, "fp8")
@@ -72,7 +85,7 @@ def test_a_model_that_trained_so_is_saved_as_any_other(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste"):
+    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, auto"):
         amoeba.set_precision(build("qwen3_moe"), "fp4")
     with pytest.raises(ValueError, match="a model with experts that transformers hands over; got Linear"):
         amoeba.set_precision(nn.Linear(2, 2), "fp8")

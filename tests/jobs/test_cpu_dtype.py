@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
+from amoeba.cpu.build import CoreUnavailable
+from amoeba.cpu.core import load_core
 from amoeba.jobs import cpu_dtype
 from amoeba.jobs.training_loop import WatchedTrainer
 from tiny_models import build
@@ -53,6 +56,8 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    with suppress(CoreUnavailable):
+        load_core()  # from the cache that all share: it would be compiled once more
     monkeypatch.setenv("AMOEBA_CACHE", str(tmp_path / "cache"))
     return Machine(monkeypatch)
 

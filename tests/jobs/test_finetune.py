@@ -415,9 +415,22 @@ def test_a_run_of_train_is_not_taken_for_one_of_finetune(base: Path, tmp_path: P
         settings_of(FinetuneSettings, str(tmp_path), None, {})
 
 
-@quick(lambda command: command == "finetune")
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_a_missing_package_is_a_sentence(command: str, tmp_path: Path, base: Path, data: str) -> None:
+def test_a_missing_package_is_a_sentence(
+    command: str, tmp_path: Path, base: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    words = {"train": ["train"], "finetune": ["finetune", str(base), "--data", data]}[command]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert "tokenizers" in done.stderr and "nstall" in done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_a_missing_package_is_a_sentence_in_a_process_that_has_imported_nothing(
+    command: str, tmp_path: Path, base: Path, data: str
+) -> None:
     program = "import sys; sys.modules['tokenizers'] = None; from amoeba.cli import main; main()"
     words = {"train": ["train"], "finetune": ["finetune", str(base), "--data", data]}[command]
     done = subprocess.run(

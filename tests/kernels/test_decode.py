@@ -293,7 +293,7 @@ def test_a_larger_chunk_takes_more_slots_at_once(device):
     assert_right(run(problem, BY_EXPERT._replace(rows=32)), truth_TH, torch.float32)
 
 
-my_expert, slots_of_chunk = decode_by_expert._my_expert, decode_by_expert._slots_of_chunk
+my_expert, slots_of_chunk = decode_by_expert.my_expert, decode_by_expert.slots_of_chunk
 
 
 @triton.jit

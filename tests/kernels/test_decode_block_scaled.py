@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amoeba import Activation, Routing, experts
+from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends import block_scaled_rows, block_scaled_triton
-from amoeba.kernels.decode import block_scaled
+from amoeba.kernels.decode import block_scaled, block_scaled_by_slot
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.experts import dequantise_experts, quantise_experts
 from amoeba.problem import Problem
@@ -22,11 +22,23 @@ from small_layer import E, Layer
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-# several steps with a rest of blocks; no whole block; several steps of down
-SIZES = [(288, 24), (31, 23), (32, 272)]  # H, I
+# several steps with a rest of blocks; no whole block; several steps of down; nothing but whole steps
+SIZES = [(160, 24), (31, 23), (32, 272), (128, 64)]  # H, I
 
 
-@quick(lambda format, activation, sizes: activation is SILU and sizes == SIZES[FORMATS.index(format) % len(SIZES)])
+# a GPU has instructions of its own for bf16, which the interpreter has not
+DTYPES = [torch.float32, *([torch.bfloat16, torch.float16] if torch.cuda.is_available() else [])]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+WAYS = {"by slot": block_scaled.by_slot, "by expert": block_scaled.by_expert}
+
+
+@quick(
+    lambda format, activation, sizes, way, dtype: (
+        activation is SILU and sizes == SIZES[FORMATS.index(format) % len(SIZES)]
+    )
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("activation", [SILU, PLAIN_RELU2, CLAMPED_SWIGLU], ids=str)
 @by_format
@@ -34,23 +46,28 @@ def test_y_is_that_of_what_the_codes_stand_for(
     format: Format,
     activation: Activation,
     sizes: tuple[int, int],
+    way: str,
+    dtype: torch.dtype,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_scaled, "BYTES", 128)  # shorter steps, since the interpreter is slow
+    monkeypatch.setattr(block_scaled, "WIDEST_PIECE", 128)  # several pieces of a row, and steps
+    monkeypatch.setattr(block_scaled, "DEPTH_BYTES", 32)
+    monkeypatch.setattr(block_scaled_by_slot, "MOST_DOWN_BYTES", 256)  # one slot after the other
     hidden, inner = sizes
     expert_TK = torch.tensor([[0, 3], [E, 3], [-1, E]])
     layer = Layer(activation, tokens=3, hidden=hidden, inner=inner, expert_TK=expert_TK)
-    named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
+    named = {name: tensor.detach().to(device, dtype) for name, tensor in layer.tensors.items()}
+    named["weight"] = named["weight"].float()
     named["weight"][1, 0] = torch.nan  # a sentinel's
     weights = quantise_experts(layer.weights(named), format)
     problem = Problem(named["x"], expert_TK.to(device), named["weight"], weights)
     with poisoned_memory():  # rows of sentinels are never written
-        found = block_scaled.decode(problem)
+        found = block_scaled.decode(problem, configuration=WAYS[way](problem))
     exact = dequantise_experts(weights, torch.float64)
     weight = named["weight"].nan_to_num().double()
     truth = reference.experts_forward(named["x"].double(), expert_TK.to(device), weight, exact)
-    assert (found.double() - truth).norm() <= 1e-5 * truth.norm()
+    assert (found.double() - truth).norm() <= TOLERANCE[dtype] * truth.norm()
     assert found[2].count_nonzero() == 0
 
 
@@ -78,3 +95,27 @@ def test_few_tokens_without_gradients_and_factors_are_decoded_and_no_others(
     most = block_scaled_triton.DECODE_TOKENS
     assert not sorts(1) and not sorts(most)
     assert sorts(most + 1) and sorts(1, rank=2) and sorts(1, gradient=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its own instructions decode")
+@pytest.mark.parametrize("tokens", [1, 3, 8, 61])
+@by_format
+def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, device: torch.device) -> None:
+    """As models have them: steps without masks, several chunks of an expert, codes of every size."""
+    generator = torch.Generator(device=device).manual_seed(tokens)
+    count, hidden, inner, top_k = 8, 512, 384, 3
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).bfloat16()
+
+    size = 2.0 ** torch.randint(-20, 4, (count, 1, 1), generator=generator, device=device)
+    made = ExpertWeights((drawn(count, 2 * inner, hidden) * size).bfloat16(), drawn(count, hidden, inner) / 16)
+    weights = quantise_experts(made, format)
+    expert_TK = torch.rand(tokens, count + 1, generator=generator, device=device).argsort(1)[:, :top_k]
+    problem = Problem(drawn(tokens, hidden), expert_TK, torch.rand(tokens, top_k, device=device), weights)
+    exact = dequantise_experts(weights, torch.float64)
+    truth = reference.experts_forward(problem.x_TH.double(), expert_TK, problem.weight_TK.double(), exact)
+    for way in WAYS.values():
+        found = [block_scaled.decode(problem, configuration=way(problem)) for _ in range(2)]
+        assert torch.equal(*found)
+        assert (found[0].double() - truth).norm() <= 1e-2 * truth.norm()

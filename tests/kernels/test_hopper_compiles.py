@@ -38,7 +38,7 @@ OTHERS = (
 )
 # Products in e4m3. What is live from one tile to the next may be put aside, sums may not. (Triton 3.9 does so, and
 # fetches an address or two again in each step; 3.6 puts nothing aside.)
-SCALED = ("scaled_up", "scaled_down", "scaled_down_backward", "scaled_plain_up_with_bias")
+SCALED = ("scaled_up", "scaled_down", "scaled_down_backward", "scaled_plain_up_with_bias", "scaled_up_coded")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
     (*HOT[1:], *OTHERS),
@@ -123,6 +123,9 @@ def launches() -> dict[str, Callable[[], None]]:
         "up_with_factors": lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h, addend=of_up),
         "rows_gradient_with_factors": lambda: multiply(h, gate_up.transpose(1, 2), table, y, addend=of_rows),
         "scaled_up": lambda: scaled_product.up(x_codes, order, K, gate_up_codes, table, Activation(), a_codes, h_NJ=h),
+        "scaled_up_coded": lambda: scaled_product.up(
+            x_codes, order, K, gate_up_codes, table, Activation(), a_codes, h_NJ=empty_rows(N, 2 * I, cpu)
+        ),
         "scaled_plain_up_with_bias": lambda: scaled_product.up(
             x_codes, order, K, gate_codes, table, relu2, a_codes, h_NJ=a, bias_EJ=bias
         ),

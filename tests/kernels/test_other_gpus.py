@@ -30,7 +30,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Bytes of a thread's stack that are no spill: a slot for what the compiler cannot keep otherwise.
 MOST_STACK = 128
 MOST_BYTES = 8  # that a thread reads one by one
-HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "decode mxfp4", "nvfp4 transposed 2000")
+HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "decode mxfp4 64", "nvfp4 transposed 2000")
 
 
 @pytest.mark.thorough
@@ -62,7 +62,9 @@ def check(capability: int, found: dict[str, dict[str, int]]) -> None:
     for name, figures in found.items():
         assert figures["shared"] <= SHARED_BYTES[capability], f"{name} does not fit on sm_{capability}"
         assert figures["stack"] <= MOST_STACK, f"{name} does not keep all in registers on sm_{capability}"
-        if name.startswith("decode") and "attention" not in name:  # as many as there are scales
+        if (
+            name.startswith(("decode", "fp8", "mxfp", "nvfp")) and "attention" not in name
+        ):  # as many as there are scales
             assert figures["bytes"] <= MOST_BYTES, f"{name} reads codes byte by byte on sm_{capability}"
 
 
@@ -189,13 +191,13 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
             ),
         }  # fmt: skip
 
-    def decoding_block_scaled(format: Format) -> None:
+    def decoding_block_scaled(format: Format, tokens: int) -> None:
         weights = quantise_experts(ExpertWeights(gate_up[:1], down[:1]), format)
-        ids, scale = empty(4, K, dtype=torch.int64), empty(4, K, dtype=torch.float32)
-        decode_block_scaled.decode(Problem(empty(4, H), ids, scale, weights))
+        ids, scale = empty(tokens, K, dtype=torch.int64), empty(tokens, K, dtype=torch.float32)
+        decode_block_scaled.decode(Problem(empty(tokens, H), ids, scale, weights))
 
-    for format in (FP8_128, MXFP8, MXFP4, NVFP4):
-        found[f"decode {format.name}"] = partial(decoding_block_scaled, format)
+    for tokens, format in itertools.product((1, 64), (FP8_128, MXFP8, MXFP4, NVFP4)):
+        found[f"decode {format.name} {tokens}"] = partial(decoding_block_scaled, format, tokens)
 
     def decoding(tokens: int, activation: Activation, lora: bool) -> None:
         first = gate_up if activation.gated else gate_up[:, :I]

@@ -30,7 +30,7 @@ from amoeba.proof.stages import STAGES, stage_errors
 from selection import quick
 from small_layer import E, Layer, kernel_device
 
-RECIPES = ("fp8", "fp8-ste")
+RECIPES = ("fp8", "fp8-ste", "fp8-saved")
 by_recipe = pytest.mark.parametrize("recipe", RECIPES)
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
@@ -61,14 +61,16 @@ def _up(
     activation: Activation,
     a: QuantisedMatrix,
     *,
-    h_NJ: Tensor | None = None,
+    h_NJ: Tensor | QuantisedMatrix | None = None,
     bias_EJ: Tensor | None = None,
 ) -> None:
-    h_NJ = torch.zeros(order_N.shape[0], matrix.shape[1]) if h_NJ is None else h_NJ
-    _product(x, matrix, offs_E, h_NJ, order_N=order_N, top_k=top_k, bias_EO=bias_EJ)
+    h = h_NJ if isinstance(h_NJ, Tensor) else torch.zeros(order_N.shape[0], matrix.shape[1])
+    _product(x, matrix, offs_E, h, order_N=order_N, top_k=top_k, bias_EO=bias_EJ)
     owned = int(offs_E[-1])
-    found = quantise(activate(h_NJ[:owned], activation), FP8_TRAINING_ROWS)
-    a.data[:owned], a.scales[:owned] = found.data, found.scales
+    coded = [(a, activate(h[:owned], activation))] + ([(h_NJ, h[:owned])] if isinstance(h_NJ, QuantisedMatrix) else [])
+    for codes, numbers in coded:
+        found = quantise(numbers, FP8_TRAINING_ROWS)
+        codes.data[:owned], codes.scales[:owned] = found.data, found.scales
 
 
 @pytest.fixture

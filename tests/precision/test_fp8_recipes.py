@@ -14,6 +14,7 @@ import amoeba
 from amoeba import ExpertWeights, LoraFactors, MoE, MoEConfig, Request, RouterConfig, Routing, experts, with_precision
 from amoeba.backends import fp8
 from amoeba.precision.recipes import Fp8Experts
+from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.proof.reference import experts as reference
@@ -21,7 +22,7 @@ from amoeba.proof.stages import STAGE_TOLERANCE, STAGES
 from selection import quick
 from small_layer import Layer
 
-RECIPES = ("fp8", "fp8-ste")
+RECIPES = ("fp8", "fp8-ste", "fp8-saved")
 by_recipe = pytest.mark.parametrize("recipe", RECIPES)
 CPU = torch.device("cpu")
 # Every routing there is, no tokens, blocks that are cut and several of them, biases, all activations.
@@ -37,7 +38,7 @@ CASES = [
 GRADIENTS = {"output", "inference", "x", "weight", "gate_up", "down"}
 
 
-@quick(lambda recipe, case: recipe == "fp8" or case is CASES[0])
+@quick(lambda recipe, case: recipe == "fp8" or case in (CASES[0], *(CASES[1:4] if recipe == "fp8-saved" else ())))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @by_recipe
 def test_output_every_gradient_and_every_product_agree_with_fp64_on_the_quantised_operands(
@@ -91,6 +92,7 @@ def test_a_product_of_operands_that_were_not_quantised_is_noticed(stage: str, mo
 TABLE = {
     "fp8": {"output": 6.35, "weight": 6.75, "x": 6.65, "gate_up": 5.55, "down": 5.25},
     "fp8-ste": {"output": 6.35, "weight": 5.65, "x": 4.1, "gate_up": 4.15, "down": 5.25},
+    "fp8-saved": {"output": 6.35, "weight": 7.9, "x": 7.3, "gate_up": 6.3, "down": 6.7},
 }
 
 
@@ -177,6 +179,21 @@ def test_a_layer_trains_in_it_and_autocast_keeps_it(recipe: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_fp8_saved_keeps_little_more_than_half_of_the_bytes() -> None:
+    layer = Layer(tokens=40, hidden=128, inner=256)
+    tensors = {name: tensor.detach().bfloat16() for name, tensor in layer.tensors.items()}
+    kept = {}
+    for recipe in ("fp8", "fp8-saved"):
+        weights = with_precision(layer.weights(tensors), recipe)
+        problem = Problem(tensors["x"], layer.expert_TK, tensors["weight"].float(), weights)
+        _, saved = fp8.BACKEND.forward(problem, "h")
+        assert saved is not None
+        kept[recipe] = saved.h_NJ.nbytes
+        assert [each.dtype for each in saved] == [each.dtype for each in fp8.BACKEND.traced.fake(problem)]
+        assert [each.shape for each in saved] == [each.shape for each in fp8.BACKEND.traced.fake(problem)]
+    assert kept["fp8-saved"] <= 0.55 * kept["fp8"]
+
+
 def test_what_it_does_not_take_is_refused_by_name() -> None:
     layer = Layer(rank=2)
     weights = with_precision(layer.weights(layer.tensors), "fp8")
@@ -189,7 +206,7 @@ def test_what_it_does_not_take_is_refused_by_name() -> None:
     assert isinstance(half, Fp8Experts) and half.recipe == "fp8"
     with pytest.raises(ValueError, match=r"serves fp32 and bf16, these weights are torch.float16"):
         experts(layer.tensors["x"].half(), routing, half)
-    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste; got 'fp4'"):
+    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, auto; got 'fp4'"):
         with_precision(weights, "fp4")
     with pytest.raises(ValueError, match="precision: expected one of"):
         MoE(MoEConfig(64, 48, RouterConfig(8, 2)), precision="int8")  # type: ignore[arg-type]

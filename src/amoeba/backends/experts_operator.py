@@ -51,10 +51,12 @@ class SavedRows(NamedTuple):
     map_dtype: torch.dtype = torch.int64
     has_maps: Callable[[Problem], bool] = lambda problem: True
     low_ranks: Callable[[Problem], tuple[int, int]] = lambda problem: (0, 0)  # widths of low_NP and low_down_NP
+    h: Callable[[Problem], Tensor] | None = None  # as it is saved, unless that is (N, J) in the dtype of x
 
     def fake(self, problem: Problem) -> Saved:
         x_TH, weights = problem.x_TH, problem.weights
-        h_NJ = x_TH.new_empty((problem.rows, weights.activation.width(weights.intermediate)))
+        width = weights.activation.width(weights.intermediate)
+        h_NJ = x_TH.new_empty((problem.rows, width)) if self.h is None else self.h(problem)
         if not self.has_maps(problem):
             return Saved.without_maps(h_NJ)
         order_N, slot_row_N = (x_TH.new_empty(problem.rows, dtype=self.map_dtype) for _ in range(2))

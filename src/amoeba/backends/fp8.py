@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import eager, sorted_rows
+from amoeba.backends import eager, fp8_saved, sorted_rows
 from amoeba.backends.allocate import empty_rows
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
@@ -96,18 +96,37 @@ class Fp8Rows(StraightThroughRows):
         return dx_NH
 
 
+class SavedInFp8Rows(Fp8Rows):
+    """fp8-saved: h in e4m3 between the passes, and where it is computed again."""
+
+    def save(self, h_NJ: Tensor) -> Saved:
+        layout = self.layout
+        maps = layout.order_N, layout.slot_row_N, layout.offs_E
+        return fp8_saved.save(self.problem, fp8_saved.quantised_in_torch(h_NJ), maps)
+
+    def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
+        width = self.problem.weights.gate_up_EJH.shape[1]
+        saved = h_NJ if h_NJ.dtype == torch.uint8 else fp8_saved.quantised_in_torch(h_NJ)
+        kept_NJ = fp8_saved.saved_rows(saved, self.rows, width).dequantise(self.problem.x_TH.dtype)
+        return super().activation_backward(dy, kept_NJ, needs, overwrite_h=True)
+
+
 def _rounded(rows: Tensor) -> Tensor:
     """The numbers that the codes of these rows stand for, in fp32."""
     return quantise(rows, FP8_TRAINING_ROWS).dequantise()
 
 
-_ROWS: dict[str, type[StraightThroughRows]] = {"fp8": Fp8Rows, "fp8-ste": StraightThroughRows}
+_ROWS: dict[str, type[StraightThroughRows]] = {
+    "fp8": Fp8Rows,
+    "fp8-ste": StraightThroughRows,
+    fp8_saved.RECIPE: SavedInFp8Rows,
+}
 
 
 class Fp8Backend(PassesBackend):
     name, summary, kinds = "eager", "fp8 in plain torch, without the speed of it", (Fp8Experts,)
     operator_name = "fp8_eager"
-    traced = SavedRows()
+    traced = SavedRows(h=fp8_saved.fake_h)
     waits_on_gpu = True
 
     def preference(self, device: torch.device) -> int:

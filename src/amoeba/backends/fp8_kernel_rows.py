@@ -8,10 +8,14 @@ in the pass that takes the activation back. The gradients of weights are those o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from amoeba.backends import fp8_saved
 from amoeba.backends.fp8_codes import codes_of
+from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, with_plain_rows
 from amoeba.cpu.pointers import place_of
@@ -42,9 +46,9 @@ class StraightThroughKernelRows(HopperRows):
         )
         return h_NJ
 
-    def up(self, want_h: bool) -> tuple[Tensor | None, QuantisedMatrix]:
+    def up(self, want_h: bool) -> tuple[Any, QuantisedMatrix]:
         weights = self.problem.weights
-        h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if want_h else None
+        h_NJ = self._room_for_h() if want_h else None
         a_NI = empty_rows(self.problem.rows, weights.intermediate, weights.device)
         gate_up, down = codes_of(weights.gate_up_EJH), codes_of(weights.down_EHI)
         gate_up.write(weights.gate_up_EJH, both=want_h and self.goes_back)
@@ -62,6 +66,9 @@ class StraightThroughKernelRows(HopperRows):
         )
         return h_NJ, a_NI
 
+    def _room_for_h(self) -> Any:
+        return self.new_rows(self.problem.weights.gate_up_EJH.shape[1])
+
     def down(self, a_NI: QuantisedMatrix) -> Tensor:
         weights = self.problem.weights
         y_NH = self.new_rows(weights.hidden)
@@ -78,11 +85,11 @@ class Fp8KernelRows(StraightThroughKernelRows):
     goes_back = True
     _dh: QuantisedMatrix | None = None
 
-    def _activation_backward(self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
+    def _activation_backward(self, dy_TH: Tensor, h_NJ: Any, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
         problem, rows = self.problem, self.problem.rows
         weights = problem.weights
         # in fp32: rounded twice, every fiftieth number of dh would come to another code
-        da_NI = torch.empty((rows, weights.intermediate), dtype=torch.float32, device=h_NJ.device)
+        da_NI = torch.empty((rows, weights.intermediate), dtype=torch.float32, device=dh_NJ.device)
         down = codes_of(weights.down_EHI).turned(weights.down_EHI)
         scaled_product.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
         scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
@@ -111,7 +118,33 @@ class Fp8KernelRows(StraightThroughKernelRows):
         return dx_NH, {}
 
 
-ROWS = {"fp8": Fp8KernelRows, "fp8-ste": StraightThroughKernelRows}
+class SavedInFp8KernelRows(Fp8KernelRows):
+    """fp8-saved: h in e4m3 between the passes, written by the product that gives it."""
+
+    def _room_for_h(self) -> QuantisedMatrix:
+        width = self.problem.weights.gate_up_EJH.shape[1]
+        self._saved = fp8_saved.empty_saved(self.problem.rows, width, self.problem.x_TH.device)
+        return fp8_saved.saved_rows(self._saved, self.problem.rows, width)
+
+    def save(self, h_NJ: QuantisedMatrix | Tensor) -> Saved:
+        if not isinstance(h_NJ, QuantisedMatrix):  # no rows: nothing was computed
+            self._room_for_h()
+        return fp8_saved.save(self.problem, self._saved, (self.order_N, self.slot_row_N, self.offs_E))
+
+    def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
+        """h_NJ: bytes that were saved, or h as it was computed again."""
+        assert isinstance(dy, ByToken)
+        width = self.problem.weights.gate_up_EJH.shape[1]
+        is_saved = h_NJ.dtype == torch.uint8
+        kept = fp8_saved.saved_rows(h_NJ, self.problem.rows, width) if is_saved else quantise_rows(h_NJ)
+        return self._activation_backward(dy.rows_TW, kept, self.new_rows(width), needs)
+
+
+ROWS = {
+    "fp8": Fp8KernelRows,
+    "fp8-ste": StraightThroughKernelRows,
+    fp8_saved.RECIPE: SavedInFp8KernelRows,
+}
 
 
 def _with_aligned_weights(problem: Problem) -> Problem:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.backends import fp8, sorted_rows, triton
+from amoeba.backends import fp8, fp8_saved, sorted_rows, triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.precision.recipes import Fp8Experts
@@ -25,7 +25,7 @@ class Fp8TritonBackend(PassesBackend):
 
     name, summary, kinds = "triton", "products in fp8 by our kernels for Hopper", (Fp8Experts,)
     operator_name = "fp8_triton"
-    traced = SavedRows(map_dtype=torch.int32)
+    traced = SavedRows(map_dtype=torch.int32, h=fp8_saved.fake_h)
 
     def preference(self, device: torch.device) -> int:
         return triton.BACKEND.preference(device)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.backends.triton_rows import HopperRows, why_not_hopper
+from amoeba.backends.triton_rows import HopperRows, TritonRows, sorted_maps, why_not_hopper, with_plain_rows
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.combine import combine
-from amoeba.problem import Problem, Travel
+from amoeba.problem import Problem, Saved, Travel
 
 
 def why_not_travelling(problem: Problem) -> str | None:
@@ -35,6 +35,15 @@ def why_not_travelling(problem: Problem) -> str | None:
 
 class TravellingRows(HopperRows):
     _part: Tensor | None = None  # the tiles of the product that is to be launched; None: all
+
+    @classmethod
+    def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
+        problem = with_plain_rows(problem)
+        if why_not_travelling(problem) is None:  # rows came into memory of our own, in one piece
+            return cls(problem, *(saved[1:] if saved else sorted_maps(problem)))
+        assert problem.travel is not None
+        problem.travel.wait()
+        return TritonRows.dispatch(problem, saved)
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
         for part in self._as_rows_come():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from amoeba.backends.experts_operator import SavedRows
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.torch_internals import graph_is_freed
 from amoeba.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from amoeba.backends.triton_rows import TritonRows
 
 # Up to this many tokens a pass without gradients decodes. Not measured yet beyond 64.
 DECODE_TOKENS = 64
@@ -85,14 +89,20 @@ class TritonBackend(PassesBackend):
         return planned(what, tensors, lambda: self._backward(problem, saved, dy_TH, needs))
 
     def _forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        from amoeba.backends.triton_rows import TritonRows
-
-        return sorted_rows.forward(problem, save, TritonRows)
+        return sorted_rows.forward(problem, save, _rows_of(problem))
 
     def _backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        from amoeba.backends.triton_rows import TritonRows
+        return sorted_rows.backward(problem, saved, dy_TH, needs, _rows_of(problem))
 
-        return sorted_rows.backward(problem, saved, dy_TH, needs, TritonRows)
+
+def _rows_of(problem: Problem) -> type[TritonRows]:
+    if problem.travel is not None:
+        from amoeba.backends.travelling_rows import TravellingRows
+
+        return TravellingRows
+    from amoeba.backends.triton_rows import TritonRows
+
+    return TritonRows
 
 
 def _tensors(problem: Problem) -> tuple[Tensor | None, ...]:

@@ -46,13 +46,7 @@ class TritonRows(SortedRows):
     @classmethod
     def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
         problem = with_plain_rows(problem)
-        kept: Sequence[Tensor] = saved[1:] if saved else _sorted(problem)
-        if problem.travel is not None:
-            from amoeba.backends.travelling_rows import TravellingRows, why_not_travelling
-
-            if why_not_travelling(problem) is None:
-                return TravellingRows(problem, *kept)  # whose rows came into memory of our own, in one piece
-            problem.travel.wait()
+        kept: Sequence[Tensor] = saved[1:] if saved else sorted_maps(problem)
         if why_not_hopper(problem) is not None:
             return TritonRows(problem, *kept)
         return HopperRows(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
@@ -329,7 +323,7 @@ class HopperRows(TritonRows):
         return product.tile_table(self.offs_E, self.order_N.shape[0])
 
 
-def _sorted(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def sorted_maps(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """order_N, slot_row_N and offs_E; where fewer rows have an expert, order_N and all row buffers are as long."""
     order_N, slot_row_N, offs_E = sort_rows(problem.expert_TK, problem.weights.num_experts)
     if problem.most_rows is not None and problem.most_rows < problem.rows:

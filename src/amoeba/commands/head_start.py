@@ -2,13 +2,14 @@
 
     load_trainer(without=NOT_FOR_TEXT)          # inside `usage`: a package may be missing
 
-Python imports one module after the other, for seconds. The driver opens the GPU and Triton hashes its library without
-Python's lock, so they need no time of their own. Whoever needs either next finds it done, or does it as if nothing had
-been begun. The process does not end before they do, half a second at most.
+Python imports one module after the other, for seconds. The driver opens the GPU, cuBLAS is loaded and Triton hashes its
+library without Python's lock, so they need no time of their own. Whoever needs one of them next finds it done, or does
+it as if nothing had been begun. The process does not end before they do, half a second at most.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from threading import Thread
 from amoeba.commands.exits import need
 from amoeba.commands.quick_transformers import quick_transformers
 
+logger = logging.getLogger("amoeba")
+
 
 def load_trainer(without: tuple[str, ...]) -> None:
     """without: packages that transformers shall not look for, see `quick_transformers`."""
@@ -26,6 +29,7 @@ def load_trainer(without: tuple[str, ...]) -> None:
         need("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")
     if "triton" in sys.modules:
         _begin(_hash_triton)  # not before: it imports a few modules itself
+    logger.info("torch and transformers are loaded")
 
 
 def _begin(work: Callable[[], None]) -> None:
@@ -40,7 +44,9 @@ def _open_gpu() -> None:
     import torch
 
     if torch.cuda.is_available():
-        torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        some = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+        some.mm(some)  # the first product loads cuBLAS
 
 
 def _hash_triton() -> None:

@@ -4,11 +4,12 @@
         need("transformers.trainer")
 
 One module of transformers finds out what is installed, and others import at once what it has found: scikit-learn for
-one way to generate, SciPy for the losses of detectors, torchvision for images, and pandas behind them. Three things
+one way to generate, SciPy for the losses of detectors, torchvision for images, and pandas behind them. Four things
 are changed in that module as soon as it is loaded:
 
 - packages in `without` are not there, for transformers alone and for the rest of the process;
 - the files of all models are read once, not twice (they are more folders than its cache remembers);
+- of a file, only the lines from its last `__all__` on are looked at for that list, not a million lines one by one;
 - which distribution a package is from is looked up for one that is asked for, not for all that are installed.
 
 For commands, whose process is theirs alone. Where transformers is loaded already, nothing changes.
@@ -56,6 +57,7 @@ class _Finder:
                     execute(module)
                 _hide(module, self._without)
                 _remember_all_models(module)
+                _look_at_the_end(module)
 
             loader.exec_module = execute_and_change
         return spec
@@ -77,6 +79,19 @@ def _remember_all_models(module: Any) -> None:
     read: Any = getattr(module, "create_import_structure_from_path", None)
     if hasattr(read, "__wrapped__"):
         module.create_import_structure_from_path = functools.cache(read.__wrapped__)
+
+
+def _look_at_the_end(module: Any) -> None:
+    """What transformers takes from a file are the names in its last `__all__`, so the lines before it do not matter."""
+    own = getattr(module, "fetch__all__", None)
+    if own is None:
+        return
+
+    @functools.wraps(own)
+    def fetch__all__(file_content: str) -> Any:
+        return own(file_content[file_content.rfind("\n__all__") + 1 :])  # all of it where there is none
+
+    module.fetch__all__ = fetch__all__
 
 
 @contextmanager

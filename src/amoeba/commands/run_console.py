@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from amoeba.commands.output import Output
+from amoeba.commands.start import with_seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -37,6 +38,7 @@ class RunConsole:
             self._bar = Progress(*(columns if self._has_bar() else columns[:1]), console=output.progress_console)
 
     def say(self, text: str) -> None:
+        text = with_seconds(text) if self._output.verbose else text
         if self._bar is not None and self._bar.live.is_started:
             self._bar.console.print(text, soft_wrap=True)
         else:

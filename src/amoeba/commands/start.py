@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from amoeba.commands.make_output import make_output
 from amoeba.commands.output import Output
 from amoeba.waiting import wait_as_torch_does
 
+_BEGAN = time.monotonic()  # the command line imports this file first
 _verbose_everywhere = False
 
 
@@ -25,7 +27,7 @@ def speak_up(wanted: bool) -> None:
 
 
 def start(verbose: bool, *, passive_waiting: bool = True) -> Output:
-    """verbose: every decision with its reason, and what torch and transformers have to say.
+    """verbose: every decision with its reason and its time, and what torch and transformers have to say.
 
     passive_waiting: whether torch's threads wait as they do wherever amoeba is imported first (waiting.py).
     """
@@ -36,6 +38,11 @@ def start(verbose: bool, *, passive_waiting: bool = True) -> Output:
     if not verbose:
         _quieten_others()
     return make_output(verbose)
+
+
+def with_seconds(text: str) -> str:
+    """The line with the seconds since the command began, for -v: between two of them is what a stage took."""
+    return f"{text}  [{time.monotonic() - _BEGAN:.1f} s]"
 
 
 def hide_loading_bars(model: str, output: Output) -> None:
@@ -53,7 +60,7 @@ def _show_log(verbose: bool) -> None:
         logger.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name("command")
-    handler.setFormatter(_Line())
+    handler.setFormatter(_TimedLine() if verbose else _Line())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     logger.propagate = False
@@ -63,6 +70,11 @@ def _show_log(verbose: bool) -> None:
 class _Line(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return f"amoeba: {'warning: ' if record.levelno >= logging.WARNING else ''}{record.getMessage()}"
+
+
+class _TimedLine(_Line):
+    def format(self, record: logging.LogRecord) -> str:
+        return with_seconds(super().format(record))
 
 
 def _quieten_others() -> None:

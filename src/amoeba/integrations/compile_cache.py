@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from amoeba.files import default_folder
+from amoeba.torch_internals import hash_compiler_beside
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -31,3 +32,4 @@ def keep_compiled_code() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
     with suppress(OSError):  # nowhere to keep it
         os.environ[_VARIABLE] = str(folder())
+    hash_compiler_beside()

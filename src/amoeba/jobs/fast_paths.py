@@ -25,11 +25,15 @@ from typing import Any
 
 import torch
 
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import explain
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
-from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in
+from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in, weights_of
 from amoeba.integrations.fused_loss import fused_loss
 from amoeba.integrations.randomness import draws_random_numbers
+from amoeba.precision.recipes import AUTO
+from amoeba.routing import Routing
 
 logger = logging.getLogger("amoeba")
 
@@ -107,6 +111,7 @@ def why_not_by_documents(model: Any) -> str | None:
 def _tell(taken: list[str], what: str, reason: str | None, say: Callable[[str], None]) -> None:
     if reason is None:
         taken.append(what)
+        logger.info("tried: %s", what)
     else:
         say(f"without {what}: {reason}")
 
@@ -176,7 +181,19 @@ def _captured(trainer: Any) -> Iterator[str | None]:
 def _waits_in_a_pass(model: Any) -> bool:
     """Whether the host has to wait for the device: for placed experts, and for fp8 in plain torch."""
     modules = experts_modules(model).values()
-    return any(placed_in(module) is not None or PRECISION in module.__dict__ for module in modules)
+    return any(placed_in(module) is not None or _waits_in_fp8(module) for module in modules)
+
+
+def _waits_in_fp8(module: Any) -> bool:
+    if module.__dict__.get(PRECISION, AUTO) == AUTO:  # which takes fp8 only by kernels
+        return False
+    weights = weights_of(module)
+    assert weights is not None  # of its own functions nobody sets a precision
+    nobody = torch.zeros((1, 1), dtype=torch.int64, device=weights.device)
+    routing = Routing(nobody, nobody.to(torch.float32), trusted=True)
+    x_TH = torch.empty((1, weights.hidden), dtype=weights.dtype, device=weights.device)
+    taken = explain(Request(x_TH, routing, weights)).backend
+    return taken is None or taken.waits_on_gpu
 
 
 def _first_line(error: Exception) -> str:

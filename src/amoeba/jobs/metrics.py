@@ -6,6 +6,7 @@ trainer.add_callback(RunLog(folder, settings, console, model, tokens_per_row))
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from dataclasses import asdict
@@ -23,6 +24,8 @@ from amoeba.machine import peak_memory
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.parallel.together import Together
 from amoeba.routing import update_selection_bias_
+
+logger = logging.getLogger("amoeba")
 
 
 class NotFinite(ArithmeticError):
@@ -120,6 +123,7 @@ class RunLog(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.trained:
             self.watch.check_balanced()
+            logger.info("the first step is launched")
         self.trained = True
         self._step_losses.append(torch.stack(self.losses).sum())
         self._step_norms.append(self.gradient_norm)

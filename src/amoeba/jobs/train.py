@@ -33,7 +33,7 @@ from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.together import ALONE, Together
 from amoeba.parallel.transports.choice import chosen_by_auto
-from amoeba.precision.recipes import SUMMARIES, UNCHANGED, Fp8Experts
+from amoeba.precision.recipes import UNCHANGED, Fp8Experts, summary_of
 from amoeba.shell import shell_words
 
 COMMAND = "amoeba train"
@@ -138,7 +138,7 @@ def _train(
         backends = backends_of(Fp8Experts, torch.device(device))
         backends = backends[:1] if device == "cpu" else backends  # a GPU's layers may be of a shape that some refuse
         how = " or else ".join(f"{backend.name}, {backend.summary}" for backend in backends)
-        console.say(f"experts in {settings.precision}: {SUMMARIES[settings.precision]}; backend {how}")
+        console.say(f"experts in {settings.precision}: {summary_of(settings.precision)}; backend {how}")
     check_balance(model, settings.balance, settings.z_loss_coefficient)
     if earlier:
         check_model_config(earlier, model.config)

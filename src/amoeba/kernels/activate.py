@@ -21,7 +21,7 @@ from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, gated_backward, plain, plain_backward
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.kernels.quantise import BLOCK, store_codes
+from amoeba.kernels.quantise import BLOCK, load_codes, store_codes
 from amoeba.kernels.row_tiles import column_block, expert_of_row
 from amoeba.precision.quantised import QuantisedMatrix
 
@@ -169,6 +169,7 @@ def activate(
 def _activate_backward(
     da,
     h,
+    h_scales,
     weight,
     order,
     offs,
@@ -230,8 +231,12 @@ def _activate_backward(
             d_both = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * BLOCK))
             tl.store(dh_row + pair, d_both.to(dh.dtype.element_ty), mask=pair_inside)
         elif GATED:
-            gate = tl.load(h_row + column, mask=inside, other=0.0)
-            up = tl.load(h_row + (I + column), mask=inside, other=0.0)
+            if h_scales is None:
+                gate = tl.load(h_row + column, mask=inside, other=0.0)
+                up = tl.load(h_row + (I + column), mask=inside, other=0.0)
+            else:
+                gate = load_codes(h, h_scales, row, row_in, first_column, I, 2 * I, 0, ROWS, BLOCK)
+                up = load_codes(h, h_scales, row, row_in, first_column, I, 2 * I, I, ROWS, BLOCK)
             tl.debug_barrier()
             d, gate, up = d.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
             a, dgate, dup = gated_backward(scale * d, gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
@@ -242,7 +247,10 @@ def _activate_backward(
                 store_codes(dgate.to(tl.float32), codes, scales, row, row_in, first_column, I, 2 * I, 0, ROWS, BLOCK)
                 store_codes(dup.to(tl.float32), codes, scales, row, row_in, first_column, I, 2 * I, I, ROWS, BLOCK)
         else:
-            z = tl.load(h_row + column, mask=inside, other=0.0)
+            if h_scales is None:
+                z = tl.load(h_row + column, mask=inside, other=0.0)
+            else:
+                z = load_codes(h, h_scales, row, row_in, first_column, I, I, 0, ROWS, BLOCK)
             tl.debug_barrier()
             d = d.to(tl.float32)
             a, dz = plain_backward(scale * d, z.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT)
@@ -259,7 +267,7 @@ def _activate_backward(
 
 def activate_backward(
     da_NI: Tensor,
-    h_NJ: Tensor,
+    h_NJ: Tensor | QuantisedMatrix,
     weight_TK: Tensor,
     order_N: Tensor,
     activation: Activation,
@@ -271,24 +279,29 @@ def activate_backward(
     """From da' (no scale in it yet) and s = weight[order]: writes dh = act'(h)·s·da' and s·a, returns ds_N = <da', a>.
 
     ds_N is fp32, one entry per routed row (order_N). `dh_NJ` may be `h_NJ`, `scaled_a_NI` may be `da_NI`.
-    quantised_dh: gets dh, as it was rounded, in e4m3 as well (see `amoeba.kernels.quantise`); I is a multiple of 128
-    then, and gates are not interleaved with ups.
+    quantised_dh: gets dh, as it was rounded, in e4m3 as well (see `amoeba.kernels.quantise`). h may be in e4m3, too. I
+    is a multiple of 128 then, and gates are not interleaved with ups.
     """
     rows, intermediate = order_N.shape[0], da_NI.shape[1]
+    h_scales = None
+    if isinstance(h_NJ, QuantisedMatrix):
+        h_scales, h_NJ = h_NJ.scales, h_NJ.data
+    in_blocks = quantised_dh is not None or h_scales is not None
     fit = have_lines(da_NI, h_NJ, dh_NJ, scaled_a_NI) and order_N.is_contiguous()
     fit = fit and h_NJ.shape[1] == dh_NJ.shape[1] == activation.width(intermediate)
-    fit = fit and (quantised_dh is None or not (activation.interleaved or intermediate % BLOCK))
+    fit = fit and not (in_blocks and (activation.interleaved or intermediate % BLOCK))
     check_arguments(fit, "rows that are contiguous inside", da_NI=da_NI, h_NJ=h_NJ, dh_NJ=dh_NJ, order_N=order_N)
     ds_N = torch.empty(rows, dtype=torch.float32, device=da_NI.device)
     if rows == 0:
         return ds_N
     block = column_block(intermediate, WIDEST_BACKWARD)
-    if quantised_dh is not None:
+    if in_blocks:
         block = max(block, BLOCK)  # of which a row has one scale
     tile_rows = BACKWARD_TILE // block
     _activate_backward[(cdiv(rows, tile_rows),)](
         da_NI,
         h_NJ,
+        h_scales,
         weight_TK.contiguous(),
         order_N,
         offs_E,

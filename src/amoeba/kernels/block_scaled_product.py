@@ -208,17 +208,21 @@ def _weights(
     SHARED: tl.constexpr = BLOCK_COLUMNS if not TRANSPOSED else BLOCK_ROWS if WHOLE else 1
     LINES: tl.constexpr = BLOCK_K // SHARED if SHARED < BLOCK_K else 1
     first_S = done + tl.arange(0, LINES) * (BLOCK_K // LINES)
+    # And one scale for as many columns.
+    ACROSS: tl.constexpr = BLOCK_N if not TRANSPOSED else BLOCK_N // BLOCK_COLUMNS if BLOCK_N > BLOCK_COLUMNS else 1
     if TRANSPOSED:
         row_S = scale_row(first_S, BLOCK_ROWS, PART_ROWS, PART_BLOCKS)
-        scale_pointers = (
-            scales + (row_S.to(tl.int64) * STRIDE_SCALE_ROW)[:, None] + (column_N // BLOCK_COLUMNS)[None, :]
-        )
+        across = tl.min(column_N, 0) // BLOCK_COLUMNS + tl.arange(0, ACROSS)
+        scale_pointers = scales + (row_S.to(tl.int64) * STRIDE_SCALE_ROW)[:, None] + across[None, :]
+        there = (first_S < REDUCTION)[:, None] & (across < STRIDE_SCALE_ROW)[None, :]
     else:
         row_N = scale_row(column_N, BLOCK_ROWS, PART_ROWS, PART_BLOCKS).to(tl.int64)
         scale_pointers = scales + (row_N * STRIDE_SCALE_ROW)[None, :] + (first_S // BLOCK_COLUMNS)[:, None]
-    scale = decode_scales(scale_pointers, (first_S < REDUCTION)[:, None] & inside_N[None, :], of_matrix, SCALE)
-    if LINES < BLOCK_K:
-        spread = tl.broadcast_to(scale[:, None, :], (LINES, BLOCK_K // LINES, BLOCK_N))
+        there = (first_S < REDUCTION)[:, None] & inside_N[None, :]
+    scale = decode_scales(scale_pointers, there, of_matrix, SCALE)
+    if LINES < BLOCK_K or ACROSS < BLOCK_N:
+        wide = tl.reshape(scale, (LINES, 1, ACROSS, 1))
+        spread = tl.broadcast_to(wide, (LINES, BLOCK_K // LINES, ACROSS, BLOCK_N // ACROSS))
         scale = tl.reshape(spread, (BLOCK_K, BLOCK_N))
     return value * scale
 

@@ -67,6 +67,18 @@ def encode(values):
 
 
 @triton.jit
+def decode(code):
+    """fp32 of e4m3 codes in uint8."""
+    if not BY_BITS:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    # fp16 with the same bits is the number divided by 256, subnormal numbers too
+    size = (code & 127).to(tl.uint16)
+    bits = ((size << 7) | ((code & 128).to(tl.uint16) << 8)).to(tl.uint16)
+    value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where(size == 127, float("nan"), value)
+
+
+@triton.jit
 def encode_rows(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Codes of a tile in fp32, and scales (ROWS, COLUMNS / 128)."""
     BLOCKS: tl.constexpr = COLUMNS // 128
@@ -101,6 +113,31 @@ def store_codes(
     scale_row = scales + row.to(tl.int64)[:, None] * ((WIDTH + 127) // 128) + SHIFT // 128
     tl.store(code_row + column[None, :], code, mask=row_in[:, None] & (column < COLUMNS)[None, :])
     tl.store(scale_row + block[None, :], scale, mask=row_in[:, None] & (block < BLOCKS)[None, :])
+
+
+@triton.jit
+def load_codes(
+    codes,
+    scales,
+    row,
+    row_in,
+    first_column,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """What `store_codes` wrote, in fp32."""
+    BLOCKS: tl.constexpr = (COLUMNS + 127) // 128
+    column = first_column + tl.arange(0, TILE)
+    block = first_column // 128 + tl.arange(0, TILE // 128)
+    code_row = codes + row.to(tl.int64)[:, None] * WIDTH + SHIFT
+    scale_row = scales + row.to(tl.int64)[:, None] * ((WIDTH + 127) // 128) + SHIFT // 128
+    code = tl.load(code_row + column[None, :], mask=row_in[:, None] & (column < COLUMNS)[None, :], other=0)
+    scale = tl.load(scale_row + block[None, :], mask=row_in[:, None] & (block < BLOCKS)[None, :], other=0.0)
+    blocks = tl.reshape(decode(code), (ROWS, TILE // 128, 128)) * scale[:, :, None]
+    return tl.reshape(blocks, (ROWS, TILE))
 
 
 @quick

@@ -67,7 +67,7 @@ _FORMATS = (
     _placement("mxfp4-weights", MXFP4),
     _placement("nvfp4-weights", NVFP4),
 )
-PRECISION_PLACEMENTS = (*_FORMATS, _recipe("fp8"), _recipe("fp8-ste"))
+PRECISION_PLACEMENTS = (*_FORMATS, _recipe("fp8"), _recipe("fp8-ste"), _recipe("fp8-saved"))
 
 
 def placement_of(format: Format) -> Placement:

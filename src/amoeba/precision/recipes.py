@@ -16,7 +16,8 @@ and backward, given dO,
     fp8-ste     dA' = dO W2            dh as above                                             dx = dh W1
 
 with ds = <dA', a> + <dO, b2>, and the gradients of weights and biases as without a recipe, from x, dO, h and dh as
-they are: dW2 = Σ (s · dO)ᵀ a, dW1 = Σ dhᵀ x.
+they are: dW2 = Σ (s · dO)ᵀ a, dW1 = Σ dhᵀ x. fp8-saved is fp8 with Q(h) kept, half of the bytes: in backward all that
+comes from h, a too, comes from Q(h). "auto" is fp8 where that was measured to be faster, else no recipe.
 """
 
 from __future__ import annotations
@@ -31,12 +32,22 @@ from torch import Tensor
 from amoeba.errors import bad_value
 from amoeba.weights import ExpertWeights
 
-Precision = Literal["bf16", "fp8", "fp8-ste"]
+Precision = Literal["bf16", "fp8", "fp8-ste", "fp8-saved", "auto"]
 UNCHANGED: Precision = "bf16"
+AUTO: Precision = "auto"  # settled call by call, see `amoeba.backends.fp8_choice`
 SUMMARIES = {
     "fp8": "products of forward and the gradients of rows in e4m3, the gradients of weights in the run's dtype",
     "fp8-ste": "products of forward in e4m3, backward in the run's dtype",
+    "fp8-saved": "as fp8, and what is kept for backward in e4m3",
 }
+
+
+def summary_of(precision: str) -> str:
+    return (
+        "fp8 where it was measured to be faster, the run's dtype elsewhere"
+        if precision == AUTO
+        else SUMMARIES[precision]
+    )
 
 
 @dataclass(frozen=True, eq=False)

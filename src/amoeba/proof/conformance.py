@@ -48,6 +48,7 @@ from amoeba.proof.cases import (
 from amoeba.proof.reference import experts as reference
 from amoeba.proof.stages import STAGE_TOLERANCE, STAGES, stage_errors
 from amoeba.routing import Routing
+from amoeba.torch_internals import deterministic_algorithms
 from amoeba.weights import ExpertWeights
 
 # Worst seen in all cases on a CPU with AMX (2026-11-15): 9e-16, 7e-7, 7e-3, 9e-4.
@@ -68,15 +69,13 @@ def poisoned_memory() -> Iterator[None]:
     # cuBLAS is deterministic with a fixed workspace only, and torch refuses it without this
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     switch: Any = torch.utils.deterministic
-    fill, enabled = switch.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    switch.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        switch.fill_uninitialized_memory = fill
+    fill = switch.fill_uninitialized_memory
+    with deterministic_algorithms():
+        switch.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            switch.fill_uninitialized_memory = fill
 
 
 def backend_names(device: torch.device) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.problem import Needs, Problem
 from amoeba.proof.reference.experts import activate, activate_backward
-from amoeba.proof.reference.recipes import operands_of_backward, quantised_rows, quantised_weight
+from amoeba.proof.reference.recipes import kept, operands_of_backward, quantised_rows, quantised_weight
 
 STAGES = ("stage h", "stage y", "stage dh", "stage ds", "stage dx")
 STAGE_TOLERANCE = 3e-3
@@ -65,7 +65,7 @@ def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -
         return torch.cat(parts)
 
     gate_up, down = quantised_weight(weights.gate_up_EJH), quantised_weight(weights.down_EHI)
-    x_NH, h, dout = wide(problem.x_TH)[token_N], own(h_NJ), wide(dy_TH)[token_N]
+    x_NH, h, dout = wide(problem.x_TH)[token_N], kept(own(h_NJ), weights), wide(dy_TH)[token_N]
     da = multiply(back(dout), lambda e: back_down[e])
     truth = {
         "stage h": (h_NJ, multiply(quantised_rows(x_NH), lambda e: gate_up[e].T, weights.gate_up_bias_EJ)),

@@ -193,10 +193,6 @@ def _up_gradient(inputs: _Inputs) -> Run:
     )
 
 
-def _gathering(inputs: _Inputs) -> dict[str, Any]:
-    return {"top_k": inputs.shape.top_k, "heaviest_E": heaviest_first(inputs.maps[2])}
-
-
 def _decoding(inputs: _Inputs) -> Search:
     shape, device, dtype = inputs.shape, inputs.device, inputs.dtype
     sizes = shape.tokens, shape.top_k, shape.experts, shape.hidden, shape.intermediate

@@ -1,279 +1,146 @@
-"""Few tokens through block-scaled experts, without gradients: codes are read once per slot and decoded in registers.
+"""Few tokens through block-scaled experts, without gradients: the time is the reading of the touched experts' codes.
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    y_TH = decode(problem)        # of BlockScaledExperts, without LoRA
+    y_TH = decode(problem)                                              # of BlockScaledExperts, without LoRA
+    y_TH = decode(problem, configuration=Configuration(up=..., ...))    # for sweeps
 
-As `by_slot`: up has a program per slot and columns of a, down one per token and columns of y, with the sum over k
-inside; products are a multiply and add in fp32, so weights are not rounded. Two slots of one expert read its codes
-twice: made for very few tokens. Slots whose id lies outside [0, E) are sentinels and add nothing.
+The two ways of `amoeba.kernels.decode`, by slot and by expert, with codes in place of weights. Slots whose id lies
+outside [0, E) are sentinels and add nothing. No host synchronisation, bitwise equal from run to run.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.activation import constants
-from amoeba.kernels.block_scaled_product import decode_e2m1, decode_e4m3, decode_scales, scale_row
-from amoeba.kernels.choice import capability_of
-from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
-from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.precision.quantised import QuantisedMatrix
+from amoeba.kernels.decode import can_overlap
+from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, up_by_expert
+from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
+from amoeba.kernels.decode.by_expert import sum_of_slots
+from amoeba.kernels.decode.configuration import SMALLEST_CHUNK, Configuration, Tile, chunk_rows, goes_by_slot
+from amoeba.kernels.launch import Launch, next_power_of_2
+from amoeba.precision.experts import BlockScaledExperts
 from amoeba.problem import Problem
 
-# Columns of a program, of which a gated up reads two rows each, and bytes of a row at a time: 4 KB on their way at once
-# from each program, by 4 warps. The best of four on an H200 when codes were still read byte by byte.
-COLUMNS, BYTES, WARPS = 4, 512, 4
+# By slot: bytes of codes that a program has in flight, of the up projection and of the down projection, and the widest
+# piece of a row, in numbers. Not measured yet.
+UP_BYTES, UP_WARPS = 8192, 4
+DOWN_BYTES, DOWN_WARPS = 16384, 4
+WIDEST_PIECE, NARROWEST_PIECE = 2048, 256
+# By expert: rows of codes in a tile, and bytes of each. Two warps take the tensor core's instruction for small tiles,
+# whose left operand is in registers; four would take the one for 64 rows. Not measured yet.
+WEIGHT_ROWS, DEPTH_BYTES, WARPS, STAGES = 64, 128, 2, 4
+SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
 
 
-def decode(problem: Problem) -> Tensor:
-    """y_TH, in the dtype of x. Right for every T."""
+class Plan(NamedTuple):
+    """The launches of a layer for one number of tokens: found once, since the host has less time than the GPU."""
+
+    up: Launch
+    down: Launch
+    sum: Launch | None  # None by slot: down has it inside
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def decode(problem: Problem, *, configuration: Configuration | None = None) -> Tensor:
+    """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
     x_TH, expert_TK, weight_TK, weights = problem[:4]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
-    tokens, top_k = expert_TK.shape
-    if tokens * top_k == 0:
+    slots = expert_TK.numel()
+    if slots == 0:
         return torch.zeros_like(x_TH)
-    experts, hidden, intermediate = weights.num_experts, weights.hidden, weights.intermediate
+    if configuration is not None:
+        plan = _plan(problem, configuration)
+    else:
+        key = (
+            x_TH.device,
+            expert_TK.shape,
+            x_TH.dtype,
+            expert_TK.dtype,
+            weight_TK.dtype,
+            weights.num_experts,
+            weights.stored_gate_up_bias is None,
+            weights.stored_down_bias is None,
+            *weights.constants(),
+        )
+        found = _plans.get(key)
+        plan = _plans[key] = _plan(problem, configuration_of(problem)) if found is None else found
     gate_up, down = weights.gate_up_EJH.matrix, weights.down_EHI.matrix
-    gate_up_bias, down_bias = weights.gate_up_bias_EJ, weights.down_bias_EH
-    a_NI = torch.empty((tokens * top_k, intermediate), dtype=torch.float32, device=x_TH.device)
+    a_NI = x_TH.new_empty((slots, weights.intermediate))
     y_TH = torch.empty_like(x_TH)
-    _up[(tokens * top_k * cdiv(intermediate, COLUMNS),)](
-        x_TH,
-        expert_TK,
-        gate_up.data,
-        gate_up.scales,
-        gate_up.matrix_scale,
-        None if gate_up_bias is None else gate_up_bias.contiguous(),
-        a_NI,
-        E=experts,
-        I=intermediate,
-        K=top_k,
-        COLUMNS=COLUMNS,
-        INTERLEAVED=weights.activation.interleaved,
-        **_constants(gate_up, x_TH.device),
-        **constants(weights.activation),
-        num_warps=WARPS,
-    )
-    columns = 2 * COLUMNS
-    _down[(tokens * cdiv(hidden, columns),)](
-        a_NI,
-        expert_TK,
-        weight_TK,
-        down.data,
-        down.scales,
-        down.matrix_scale,
-        None if down_bias is None else down_bias.contiguous(),
-        y_TH,
-        E=experts,
-        H=hidden,
-        K=top_k,
-        COLUMNS=columns,
-        **_constants(down, x_TH.device),
-        num_warps=WARPS,
-    )
+
+    def given(tensor: Tensor | None) -> Tensor:
+        """A kernel without a bias or a scale of the matrix looks at none, whatever stands in its place."""
+        return x_TH if tensor is None else tensor.contiguous()
+
+    scale, bias = given(gate_up.matrix_scale), given(weights.gate_up_bias_EJ)
+    plan.up(x_TH, expert_TK, gate_up.data, gate_up.scales, scale, bias, a_NI)
+    of_down = down.data, down.scales, given(down.matrix_scale), given(weights.down_bias_EH)
+    if plan.sum is None:
+        plan.down(a_NI, expert_TK, weight_TK, *of_down, y_TH)
+        return y_TH
+    y_NH = x_TH.new_empty((slots, weights.hidden), dtype=torch.float32)
+    plan.down(a_NI, expert_TK, *of_down, y_NH)
+    plan.sum(y_NH, expert_TK, weight_TK, y_TH)
     return y_TH
 
 
-def _constants(matrix: QuantisedMatrix, device: torch.device) -> dict[str, Any]:
-    """Of a stack (E, rows, columns) that is read along its columns."""
-    block_rows, block_columns = matrix.format.block
-    of_part = matrix.shape[1] // matrix.parts
-    bits = matrix.format.element.bits
-    return {
-        "REDUCTION": matrix.columns,
-        "DEPTH": min(BYTES * 8 // bits, max(32, next_power_of_2(matrix.columns))),
-        "BITS": bits,
-        "SCALE": matrix.format.scale,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_COLUMNS": block_columns,
-        "PART_ROWS": of_part,
-        "PART_BLOCKS": cdiv(of_part, block_rows),
-        "STRIDE_ROW": matrix.data.stride(1),
-        "STRIDE_EXPERT": matrix.data.stride(0),
-        "STRIDE_SCALE_ROW": matrix.scales.stride(1),
-        "STRIDE_SCALE_EXPERT": matrix.scales.stride(0),
-        "HARDWARE": (capability_of(device) or (0, 0)) >= (8, 9),
-    }
+def _plan(problem: Problem, chosen: Configuration) -> Plan:
+    if chosen.by_slot:
+        return Plan(up_by_slot(problem, chosen), down_by_token(problem, chosen), None)
+    return Plan(up_by_expert(problem, chosen), down_by_expert(problem, chosen), sum_of_slots(problem))
 
 
-@triton.jit
-def _products(
-    data,
-    scales,
-    of_matrix,
-    values,
-    row_R,
-    row_ok,
-    step,
-    there,
-    ROWS: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    PART_BLOCKS: tl.constexpr,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_SCALE_ROW: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """The step-th DEPTH numbers of these rows, each times that of `values` (fp32 or x's): to be summed along each row.
-
-    there: whether there are values; two codes of a byte are added up. Bytes are compared with the row's as they are
-    counted: the compiler has to see that 16 side by side are inside or outside, or it reads them one by one.
-    """
-    WIDTH: tl.constexpr = DEPTH * BITS // 8
-    ROW_BYTES: tl.constexpr = (REDUCTION * BITS + 7) // 8
-    LINES: tl.constexpr = DEPTH // BLOCK_COLUMNS if DEPTH > BLOCK_COLUMNS else 1
-    byte = step * WIDTH + tl.arange(0, WIDTH)
-    mask = row_ok[:, None] & (byte < ROW_BYTES)[None, :]
-    code = tl.load(data + row_R.to(tl.int64)[:, None] * STRIDE_ROW + byte[None, :], mask=mask, other=0)
-    column = step * DEPTH + tl.arange(0, DEPTH)
-    value = tl.load(values + column, mask=column < REDUCTION, other=0.0).to(tl.float32)
-    value = tl.where(there, value, 0.0)  # a sentinel's may be NaN
-    if BITS == 8:
-        if HARDWARE:
-            number = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            number = decode_e4m3(code)
-        product = number * value[None, :]
-    else:
-        even, odd = tl.split(tl.reshape(value, (WIDTH, 2)))
-        product = decode_e2m1(code) * even[None, :] + decode_e2m1(code >> 4) * odd[None, :]
-    line = step * DEPTH // BLOCK_COLUMNS + tl.arange(0, LINES)
-    of_row = scale_row(row_R, BLOCK_ROWS, PART_ROWS, PART_BLOCKS).to(tl.int64)
-    scaled = row_ok[:, None] & (line * BLOCK_COLUMNS < REDUCTION)[None, :]
-    scale = decode_scales(scales + of_row[:, None] * STRIDE_SCALE_ROW + line[None, :], scaled, of_matrix, SCALE)
-    return tl.reshape(tl.reshape(product, (ROWS, LINES, WIDTH // LINES)) * scale[:, :, None], (ROWS, WIDTH))
+def configuration_of(problem: Problem) -> Configuration:
+    tokens, top_k = problem.expert_TK.shape
+    weights: BlockScaledExperts = problem.weights
+    if goes_by_slot(tokens, top_k, weights.num_experts):
+        return by_slot(problem)
+    return by_expert(problem)
 
 
-@quick
-@triton.jit
-def _up(
-    x_TH,
-    expert_TK,
-    data,
-    scales,
-    matrix_scale,
-    bias_EJ,
-    a_NI,
-    E: tl.constexpr,
-    I: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    PART_BLOCKS: tl.constexpr,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_SCALE_ROW: tl.constexpr,
-    STRIDE_SCALE_EXPERT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
-):
-    ROWS: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
-    BLOCKS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
-    slot = tl.program_id(0) // BLOCKS
-    first = (tl.program_id(0) % BLOCKS) * COLUMNS
-    expert = tl.load(expert_TK + slot)
-    if (expert < 0) | (expert >= E):
-        return
-    expert = expert.to(tl.int64)
-    j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, COLUMNS)
-    of_matrix = 1.0
-    if matrix_scale is not None:
-        of_matrix = tl.load(matrix_scale + expert)
-    x = x_TH + (slot // K).to(tl.int64) * REDUCTION
-    data += expert * STRIDE_EXPERT
-    scales += expert * STRIDE_SCALE_EXPERT
-    total = tl.zeros((ROWS, DEPTH * BITS // 8), tl.float32)
-    for step in range(0, (REDUCTION + DEPTH - 1) // DEPTH):
-        total += _products(
-            data, scales, of_matrix, x, j, row_ok, step, slot >= 0, ROWS, REDUCTION, DEPTH, BITS, SCALE, BLOCK_ROWS,
-            BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW, HARDWARE,
-        )  # fmt: skip
-    h = tl.sum(total, axis=1, keep_dims=True)
-    if bias_EJ is not None:
-        J: tl.constexpr = 2 * I if GATED else I
-        h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-    a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, COLUMNS, 1)
-    column = first + tl.arange(0, COLUMNS)[:, None]
-    tl.store(a_NI + slot.to(tl.int64) * I + column, a, mask=column < I)
+def by_slot(problem: Problem) -> Configuration:
+    weights: BlockScaledExperts = problem.weights
+    bits, rows = weights.format.element.bits, 2 if weights.activation.gated else 1
+    up_depth = _piece(weights.hidden, WIDEST_PIECE)
+    down_depth = _piece(weights.intermediate, NARROWEST_PIECE)  # each piece has the `a` of all slots beside it
+    columns = max(UP_BYTES * 8 // (rows * bits * next_power_of_2(weights.hidden)), 1)
+    lines = max(DOWN_BYTES * 8 // (next_power_of_2(problem.expert_TK.shape[1]) * bits * weights.intermediate), 1)
+    return Configuration(
+        by_slot=True,
+        up=Tile(_power_of_2_below(columns, 16), up_depth, UP_WARPS, at_once=True),
+        down=Tile(_power_of_2_below(lines, 4), down_depth, DOWN_WARPS, at_once=True),
+        overlap=can_overlap(problem.x_TH.device),
+    )
 
 
-@quick
-@triton.jit
-def _down(
-    a_NI,
-    expert_TK,
-    weight_TK,
-    data,
-    scales,
-    matrix_scale,
-    bias_EH,
-    y_TH,
-    E: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    PART_BLOCKS: tl.constexpr,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_SCALE_ROW: tl.constexpr,
-    STRIDE_SCALE_EXPERT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
-    STEPS: tl.constexpr = (REDUCTION + DEPTH - 1) // DEPTH
-    token = tl.program_id(0) // BLOCKS
-    h = (tl.program_id(0) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
-    row_ok = h < H
-    total = tl.zeros((COLUMNS, DEPTH * BITS // 8), tl.float32)
-    beside = tl.zeros((COLUMNS,), tl.float32)
-    # one loop over k and the steps of each, so that it can run ahead from one expert into the next
-    for step in range(0, K * STEPS):
-        slot = token * K + step // STEPS
-        expert = tl.load(expert_TK + slot).to(tl.int64)
-        owned = (expert >= 0) & (expert < E)
-        weight = tl.where(owned, tl.load(weight_TK + slot).to(tl.float32), 0.0)  # a sentinel's may be NaN
-        expert = tl.where(owned, expert, 0)
-        of_matrix = 1.0
-        if matrix_scale is not None:
-            of_matrix = tl.load(matrix_scale + expert)
-        part = _products(
-            data + expert * STRIDE_EXPERT, scales + expert * STRIDE_SCALE_EXPERT, of_matrix,
-            a_NI + slot.to(tl.int64) * REDUCTION, h, row_ok, step % STEPS, owned, COLUMNS, REDUCTION, DEPTH, BITS,
-            SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW, HARDWARE,
-        )  # fmt: skip
-        total += part * weight
-        if bias_EH is not None:
-            once = h < tl.where(owned & (step % STEPS == 0), H, 0)
-            beside += tl.load(bias_EH + expert * H + h, mask=once, other=0.0).to(tl.float32) * weight
-    y = tl.sum(total, axis=1) + beside
-    tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=row_ok)
+def by_expert(problem: Problem) -> Configuration:
+    weights: BlockScaledExperts = problem.weights
+    rows, height, warps = chunk_rows(problem.rows, weights.num_experts), WEIGHT_ROWS, WARPS
+    depth = DEPTH_BYTES * 8 // weights.format.element.bits * SMALLEST_CHUNK // rows  # both operands take registers
+    if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
+        rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
+
+    def tile(width: int, columns: int, reduction: int) -> Tile:
+        columns = min(columns, max(next_power_of_2(width), 16))
+        return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES)
+
+    up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
+    down = tile(weights.hidden, height, weights.intermediate)
+    return Configuration(False, up, down, rows, overlap=can_overlap(problem.x_TH.device))
+
+
+def _piece(length: int, widest: int) -> int:
+    """The power of two that leaves the least of its last repetition empty; of those, the widest."""
+    widest = min(widest, next_power_of_2(length))
+    widths = [widest >> halvings for halvings in range(4) if widest >> halvings >= min(NARROWEST_PIECE, widest)]
+    return min(widths, key=lambda width: -(-length // width) * width)
+
+
+def _power_of_2_below(number: int, most: int) -> int:
+    return min(1 << (number.bit_length() - 1), most)

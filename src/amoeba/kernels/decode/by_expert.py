@@ -94,7 +94,7 @@ def sum_of_slots(problem: Problem) -> Launch:
 
 
 @triton.jit
-def _my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT: tl.constexpr, BLOCK_N: tl.constexpr):
+def my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT: tl.constexpr, BLOCK_N: tl.constexpr):
     """The expert that this program computes, and how many slots it has; 0 where there is nothing to do.
 
     Among the slots that name the same expert it is the first one's programs that compute it.
@@ -113,7 +113,7 @@ def _my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def _slots_of_chunk(expert_TK, expert, first_rank, N, ROWS: tl.constexpr, PIECE: tl.constexpr):
+def slots_of_chunk(expert_TK, expert, first_rank, N, ROWS: tl.constexpr, PIECE: tl.constexpr):
     """The slots of the expert's ranks first_rank .. first_rank + ROWS; 0 for ranks past the last."""
     wanted = first_rank + tl.arange(0, ROWS)
     slot = tl.zeros((ROWS,), tl.int32)
@@ -169,7 +169,7 @@ def _up_by_expert(
     WEIGHT_ROWS: tl.constexpr = 2 * BLOCK_I if GATED else BLOCK_I
     blocks = tl.cdiv(I, BLOCK_I)
     first = (tl.program_id(0) % blocks) * BLOCK_I
-    expert, count = _my_expert(expert_TK, tl.program_id(0) // blocks, N, E, OWNER_IS_EXPERT, BLOCK_N)
+    expert, count = my_expert(expert_TK, tl.program_id(0) // blocks, N, E, OWNER_IS_EXPERT, BLOCK_N)
     if count == 0:
         return
     j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, BLOCK_I)
@@ -177,7 +177,7 @@ def _up_by_expert(
     depth = tl.arange(0, BLOCK_H)
     weights = gate_up_EJH + expert * stride_e + j.to(tl.int64)[:, None] * stride_j
     for first_rank in range(0, count, ROWS):
-        slot = _slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
+        slot = slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
         slot_ok = first_rank + tl.arange(0, ROWS) < count
         x = x_TH + (slot // K).to(tl.int64)[:, None] * H
         h = tl.zeros((WEIGHT_ROWS, ROWS), tl.float32)
@@ -236,14 +236,14 @@ def _down_by_expert(
 ):
     blocks = tl.cdiv(H, BLOCK_H)
     h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    expert, count = _my_expert(expert_TK, tl.program_id(0) // blocks, N, E, OWNER_IS_EXPERT, BLOCK_N)
+    expert, count = my_expert(expert_TK, tl.program_id(0) // blocks, N, E, OWNER_IS_EXPERT, BLOCK_N)
     row_ok = h < H
     depth = tl.arange(0, BLOCK_I)
     if count == 0:
         return
     weights = down_EHI + expert * stride_e + h.to(tl.int64)[:, None] * stride_h
     for first_rank in range(0, count, ROWS):
-        slot = _slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE).to(tl.int64)
+        slot = slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE).to(tl.int64)
         slot_ok = first_rank + tl.arange(0, ROWS) < count
         a = a_NI + slot[:, None] * I
         y = tl.zeros((BLOCK_H, ROWS), tl.float32)

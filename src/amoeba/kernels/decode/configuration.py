@@ -97,9 +97,18 @@ def configuration(
     layer = Layer(
         tokens, top_k, num_experts, hidden, intermediate, 2 if gated else 1, itemsize, contiguous_rows, overlap
     )
-    slots = tokens * top_k
-    few_share = slots <= SLOTS_PER_EXPERT * _touched(tokens, top_k, num_experts)
-    return by_slot(layer) if tokens == 1 or (tokens <= BY_SLOT_TOKENS and few_share) else by_expert(layer)
+    return by_slot(layer) if goes_by_slot(tokens, top_k, num_experts) else by_expert(layer)
+
+
+def goes_by_slot(tokens: int, top_k: int, num_experts: int) -> bool:
+    few_share = tokens * top_k <= SLOTS_PER_EXPERT * _touched(tokens, top_k, num_experts)
+    return tokens == 1 or (tokens <= BY_SLOT_TOKENS and few_share)
+
+
+def chunk_rows(slots: int, num_experts: int) -> int:
+    """Slots of an expert that are computed together."""
+    expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
+    return min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
 
 
 class Layer(NamedTuple):
@@ -133,8 +142,7 @@ def by_slot(layer: Layer) -> Configuration:
 
 
 def by_expert(layer: Layer, weight_rows: int = BY_EXPERT_WEIGHT_ROWS) -> Configuration:
-    expected = CHUNK_HEADROOM * layer.slots // min(layer.num_experts, layer.slots)
-    rows = min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
+    rows = chunk_rows(layer.slots, layer.num_experts)
     # fp32 has no tensor core in full precision: its operands pass through registers, so its steps are a quarter
     depth = BY_EXPERT_DEPTH_BYTES // layer.itemsize
     if layer.itemsize > 2:

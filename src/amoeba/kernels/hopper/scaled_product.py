@@ -53,6 +53,8 @@ BLOCK = 128
 BLOCK_M, BLOCK_N = 128, 256
 # Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
 GROUP_M = 8
+# Whether fp32 leaves from registers. Not measured yet.
+DIRECT = False
 _ROWS, _HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
 _QUARTER = (BLOCK_M // 2, BLOCK // 2)
 
@@ -66,6 +68,8 @@ class Plan:
     BIAS: bool
     KEEP: bool  # write the product in bf16 as well as what its activation gives
     WIDE: bool = False  # write the product in fp32
+    CODED: bool = False  # what KEEP writes is in e4m3
+    DIRECT: bool = False  # of WIDE: not through the copy engine
     KIND: str = "relu"
     GATED: bool = False
     ALPHA: float = 1.0
@@ -185,7 +189,7 @@ def _multiply_tile(
 @gluon.jit
 def _consume(
     table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
-    bias, h, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
+    bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
     PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise, store."""
@@ -221,11 +225,12 @@ def _consume(
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             left, right = left.to(gl.bfloat16), right.to(gl.bfloat16)
             if PLAN.KEEP:
-                _store_halves(left, h, h_desc, h_buffer, h_stride, row, end, column, columns, 0)
-                _store_halves(right, h, h_desc, h_buffer, h_stride, row, end, column, columns, columns)
+                _keep(left, h, h_desc, h_scale, h_buffer, h_stride, row, end, column, columns, 0, blocks, PLAN)
+                _keep(right, h, h_desc, h_scale, h_buffer, h_stride, row, end, column, columns, columns, blocks, PLAN)
             left, right = left.to(gl.float32), right.to(gl.float32)
             a = gated(left, right, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns)
+            of_row = columns // BLOCK
+            _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, of_row)
         else:
             for half in gl.static_range(2):
                 value = right if half else left
@@ -235,15 +240,26 @@ def _consume(
                 if PLAN.ACTIVATE:
                     value = value.to(gl.bfloat16)
                     if PLAN.KEEP:
-                        _store_halves(value, h, h_desc, h_buffer, h_stride, row, end, column, width, 0)
+                        _keep(value, h, h_desc, h_scale, h_buffer, h_stride, row, end, column, width, 0, blocks, PLAN)
                     a = plain(value.to(gl.float32), PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-                    _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width)
+                    _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, 0, blocks)
+                elif PLAN.WIDE and PLAN.DIRECT:
+                    _store_wide(value, out, out_stride, row, end, column, width)
                 elif PLAN.WIDE:
                     _store_halves(value, out, out_desc, buffer, out_stride, row, end, column, width, 0)
                 else:
                     half_buffer = staging.index(WARPGROUP * PLAN.BUFFERS + half)
                     store_tile(value, out, out_desc, half_buffer, out_stride, row, end, column, width, 0, 1)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _keep(value, h, desc, scale, buffer, stride, row, end, column, width, shift, blocks, PLAN: gl.constexpr):
+    """A tile of h, rounded to bf16, to memory."""
+    if PLAN.CODED:
+        _store_codes(value.to(gl.float32), h, desc, scale, buffer, stride, row, end, column, width, shift, blocks)
+    else:
+        _store_halves(value, h, desc, buffer, stride, row, end, column, width, shift)
 
 
 @gluon.jit
@@ -257,25 +273,36 @@ def _store_halves(value, out, desc, buffer, stride, row, end, column, width, shi
 
 
 @gluon.jit
-def _store_codes(value, out, desc, out_scale, buffer, stride, row, end, column, width):
-    """128 columns of a tile to memory, in e4m3, and a scale for each of its rows."""
+def _store_wide(value, out, stride, row, end, column, width):
+    """A tile in fp32 to memory from where it is: four threads side by side have 32 bytes of a row, a whole sector."""
+    HEIGHT: gl.constexpr = value.shape[0]
+    COLUMNS: gl.constexpr = value.shape[1]
+    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
+    pointers = out + m.to(gl.int64)[:, None] * stride + n[None, :]
+    gl.store(pointers, value, mask=(m < end)[:, None] & (column < width))
+
+
+@gluon.jit
+def _store_codes(value, out, desc, out_scale, buffer, stride, row, end, column, width, shift, blocks):
+    """128 columns of a tile to memory, in e4m3, and a scale for each of its rows, of which a whole row has `blocks`."""
     HEIGHT: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]
     scale, inverse = power_of_two(gl.max(finite_size(value), 1))
     m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
-    at = out_scale + m * (width // COLUMNS) + column // COLUMNS
+    at = out_scale + m * blocks + (column + shift) // COLUMNS
     gl.store(at, scale, mask=(m < end) & (column < width))
     codes = encode(value * inverse[:, None]).to(gl.float8e4nv, bitcast=True)
-    store_tile(codes, out, desc, buffer, stride, row, end, column, width, 0)
+    store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift)
 
 
 @quick
 @gluon.jit
 def scaled_product_kernel(
-    row_desc, matrix_desc, h_desc, out_desc, rows, row_scale, matrix_scale, order, table, bias, h, out, out_scale,
-    depth, width, columns, row_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr,
-    MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, KEPT_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    row_desc, matrix_desc, h_desc, out_desc, rows, row_scale, matrix_scale, order, table, bias, h, h_scale, out,
+    out_scale, depth, width, columns, row_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr,
+    ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, KEPT_LAYOUT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK], MATRIX_LAYOUT)
@@ -284,7 +311,8 @@ def scaled_product_kernel(
     staging = gl.allocate_shared_memory(dtype, [2 * PLAN.BUFFERS, BLOCK_M // 2, STAGED], STAGE_LAYOUT)
     kept = staging
     if PLAN.KEEP:
-        kept = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_M // 2, BLOCK // 2], KEPT_LAYOUT)
+        KEPT: gl.constexpr = BLOCK if PLAN.CODED else BLOCK // 2
+        kept = gl.allocate_shared_memory(h.dtype.element_ty, [2, BLOCK_M // 2, KEPT], KEPT_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -294,12 +322,12 @@ def scaled_product_kernel(
         [
             (_consume, (
                 table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale,
-                matrix_scale, bias, h, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
+                matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
                 gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
             )),
             (_consume, (
                 table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale,
-                matrix_scale, bias, h, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
+                matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
                 gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
             )),
             (_produce, (
@@ -320,7 +348,7 @@ def _bound(plan: Plan, out_dtype: torch.dtype) -> Any:
         ROW_LAYOUT=shared_layout(_ROWS, E4M3),
         MATRIX_LAYOUT=shared_layout((BLOCK_N, BLOCK), E4M3),
         STAGE_LAYOUT=shared_layout(plan.STAGED, out_dtype),
-        KEPT_LAYOUT=shared_layout(_QUARTER, torch.bfloat16),
+        KEPT_LAYOUT=shared_layout(_HALF, E4M3) if plan.CODED else shared_layout(_QUARTER, torch.bfloat16),
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK=BLOCK,
@@ -341,6 +369,7 @@ def _launch(
     top_k: int,
     bias_EO: Tensor | None,
     h: Tensor | None,
+    h_scales: Tensor | None = None,
 ) -> None:
     _, width, depth = matrix_EOW.shape
     columns = width // 2 if plan.PAIRED else width
@@ -359,7 +388,7 @@ def _launch(
     _bound(plan, out.dtype)[(multiprocessors(out.device),)](
         descriptor(rows_of_codes, _ROWS),
         descriptor(matrix, plan.COPIED, shared_layout((BLOCK_N, BLOCK), E4M3)),
-        descriptor(kept, _ROWS if h is None else _QUARTER),
+        descriptor(kept, _ROWS if h is None else _HALF if plan.CODED else _QUARTER),
         descriptor(out, plan.STAGED),
         rows_of_codes,
         rows.scales,
@@ -368,6 +397,7 @@ def _launch(
         table,
         table if bias_EO is None else bias_EO,
         kept,
+        rows.scales if h_scales is None else h_scales,
         out,
         rows.scales if out_scales is None else out_scales,
         depth,
@@ -393,7 +423,8 @@ def multiply(
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e], in bf16 or fp32; with order_N the rows are gathered,
     rows[order[n] // top_k]."""
     wide = out_NO.dtype == torch.float32
-    plan = Plan(ACTIVATE=False, GATHER=order_N is not None, BIAS=bias_EO is not None, KEEP=False, WIDE=wide)
+    gathers, biased = order_N is not None, bias_EO is not None
+    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, DIRECT=wide and DIRECT)
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 
@@ -406,10 +437,11 @@ def up(
     activation: Activation,
     a_NI: QuantisedMatrix,
     *,
-    h_NJ: Tensor | None = None,
+    h_NJ: Tensor | QuantisedMatrix | None = None,
     bias_EJ: Tensor | None = None,
 ) -> None:
-    """h = gathered x · gate_upᵀ + bias, rounded to bf16, and a = act(h), quantised; h is written where it is given.
+    """h = gathered x · gate_upᵀ + bias, rounded to bf16, and a = act(h), quantised; h is written where it is given, in
+    bf16 or, rounded once more, in e4m3.
 
     The weights are stored (J, H), all gates before all ups.
     """
@@ -418,7 +450,9 @@ def up(
         GATHER=True,
         BIAS=bias_EJ is not None,
         KEEP=h_NJ is not None,
+        CODED=isinstance(h_NJ, QuantisedMatrix),
         **constants(activation),  # type: ignore[arg-type]
     )
+    h, h_scales = (h_NJ.data.view(E4M3), h_NJ.scales) if isinstance(h_NJ, QuantisedMatrix) else (h_NJ, None)
     codes = a_NI.data.view(E4M3)
-    _launch(plan, x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h_NJ)
+    _launch(plan, x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h, h_scales)

@@ -60,6 +60,7 @@ def experts_backward(
         token, slot = torch.where(expert_TK == e)
         x, dout, s = x_TH[token], dy_TH[token], weight_TK[token, slot, None]
         h = _hidden(quantised_x[token], e, gate_up, weights, dtype)
+        h = kept(h, weights)
         a = activate(h, weights.activation)
         da = back(dout) @ back_down[e]
         ds = (da * a).sum(-1)
@@ -81,6 +82,11 @@ def operands_of_backward(weights: Fp8Experts) -> tuple[Callable[[Tensor], Tensor
     if weights.recipe == "fp8-ste":
         return lambda rows: rows, weights.gate_up_EJH, weights.down_EHI
     return quantised_rows, quantised_weight(weights.gate_up_EJH), quantised_weight(weights.down_EHI)
+
+
+def kept(h: Tensor, weights: Fp8Experts) -> Tensor:
+    """As backward has it. Codes times powers of two are exact in bf16."""
+    return quantised_rows(h) if weights.recipe == "fp8-saved" else h
 
 
 def _hidden(x: Tensor, e: int, gate_up: Tensor, weights: Fp8Experts, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,282 @@
+"""Few tokens through block-scaled experts, expert by expert: codes are read once, and multiplied by the tensor cores.
+
+T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
+
+    up_by_expert(problem, chosen)(x_TH, expert_TK, data, scales, matrix_scale, bias_EJ, a_NI)
+    down_by_expert(problem, chosen)(a_NI, expert_TK, data, scales, matrix_scale, bias_EH, y_NH)
+
+As `by_expert`, with another product inside. Codes become numbers of x's dtype in registers, on the way from shared
+memory to the tensor core. e4m3 is exact in it: where a step lies in one block, its scale is applied to what the step
+gives. Smaller blocks have theirs applied to the numbers, which bf16 holds exactly, too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from amoeba.kernels.activation import constants
+from amoeba.kernels.block_scaled_product import decode_scales
+from amoeba.kernels.decode.by_expert import RANKS_TIMES_IDS, my_expert, slots_of_chunk
+from amoeba.kernels.decode.codes import (
+    RAISED,
+    constants_of,
+    is_lowered,
+    number_e4m3,
+    places_of_scales,
+    scaled,
+    scaled_pair_e2m1,
+)
+from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
+from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
+from amoeba.problem import Problem
+
+
+def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
+    weights, slots, tile = problem.weights, problem.rows, chosen.up
+    return _up_by_expert.fixed(
+        (min(slots, weights.num_experts) * cdiv(weights.intermediate, tile.columns),),
+        (slots,),
+        E=weights.num_experts,
+        I=weights.intermediate,
+        K=problem.expert_TK.shape[1],
+        COLUMNS=tile.columns,
+        INTERLEAVED=weights.activation.interleaved,
+        HAS_BIAS=weights.stored_gate_up_bias is not None,
+        **_options(problem, chosen),
+        DEPTH=tile.depth,
+        STAGES=tile.stages,
+        **constants_of(weights.gate_up_EJH.matrix, problem.x_TH.device),
+        **constants(weights.activation),
+        num_warps=tile.warps,
+    )
+
+
+def down_by_expert(problem: Problem, chosen: Configuration) -> Launch:
+    weights, slots, tile = problem.weights, problem.rows, chosen.down
+    return _down_by_expert.fixed(
+        (min(slots, weights.num_experts) * cdiv(weights.hidden, tile.columns),),
+        (slots,),
+        E=weights.num_experts,
+        H=weights.hidden,
+        COLUMNS=tile.columns,
+        HAS_BIAS=weights.stored_down_bias is not None,
+        **_options(problem, chosen),
+        DEPTH=tile.depth,
+        STAGES=tile.stages,
+        **constants_of(weights.down_EHI.matrix, problem.x_TH.device),
+        num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap else {}),
+    )
+
+
+def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
+    ids = next_power_of_2(problem.rows)
+    return {
+        "OWNER_IS_EXPERT": problem.weights.num_experts <= problem.rows,
+        "BLOCK_N": ids,
+        "PIECE": min(RANKS_TIMES_IDS // chosen.rows, ids),
+        "ROWS": chosen.rows,
+        "HAS_MATRIX_SCALE": problem.weights.format.has_matrix_scale,
+        "OVERLAP": chosen.overlap,
+    }
+
+
+@triton.jit
+def _products(
+    data,
+    scales,
+    row_R,
+    row_ok,
+    values,
+    slot_ok,
+    HEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_SCALE_ROW: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """(HEIGHT, ROWS) in fp32: these rows of the matrix times the chunk's. values: pointers to the first of each row."""
+    WIDTH: tl.constexpr = DEPTH * BITS // 8
+    ROW_BYTES: tl.constexpr = (REDUCTION * BITS + 7) // 8
+    LINES: tl.constexpr = DEPTH // BLOCK_COLUMNS if DEPTH > BLOCK_COLUMNS else 1
+    EVEN: tl.constexpr = REDUCTION % DEPTH == 0
+    dtype: tl.constexpr = values.dtype.element_ty
+    codes = data + row_R.to(tl.int64)[:, None] * STRIDE_ROW + tl.arange(0, WIDTH)[None, :]
+    values = values[:, None] + tl.arange(0, DEPTH)[None, :]
+    total = tl.zeros((HEIGHT, ROWS), tl.float32)
+    for step in tl.range(0, (REDUCTION + DEPTH - 1) // DEPTH, num_stages=STAGES):
+        inside = row_ok[:, None]
+        value_ok = slot_ok[:, None]
+        if not EVEN:
+            inside &= (tl.arange(0, WIDTH) < ROW_BYTES - step * WIDTH)[None, :]
+            value_ok &= (tl.arange(0, DEPTH) < REDUCTION - step * DEPTH)[None, :]
+        code = tl.load(codes + step * WIDTH, mask=inside, other=0)
+        value = tl.load(values + step * DEPTH, mask=value_ok, other=0.0)
+        places, there = places_of_scales(
+            scales, row_R, row_ok, step, DEPTH, LINES, REDUCTION, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS,
+            STRIDE_SCALE_ROW,
+        )  # fmt: skip
+        if BITS == 8:
+            scale = decode_scales(places, there, 1.0, SCALE)
+            number = number_e4m3(code, HARDWARE)
+            if LINES == 1:
+                total += tl.dot(number.to(dtype), tl.trans(value), input_precision="ieee") * scale
+            else:
+                weight = scaled(number, scale, HEIGHT, LINES, WIDTH).to(dtype)
+                total = tl.dot(weight, tl.trans(value), total, input_precision="ieee")
+        else:
+            even, odd = tl.split(tl.reshape(value, (ROWS, WIDTH, 2)))
+            low, high = scaled_pair_e2m1(code, places, there, dtype, SCALE, HEIGHT, LINES, WIDTH)
+            total = tl.dot(low, tl.trans(even), total, input_precision="ieee")
+            total = tl.dot(high, tl.trans(odd), total, input_precision="ieee")
+    if is_lowered(dtype, BITS):
+        total *= RAISED
+    return total
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])  # else a batch that grows by a token may compile again
+def _up_by_expert(
+    x_TH,
+    expert_TK,
+    data,
+    scales,
+    matrix_scale,
+    bias_EJ,
+    a_NI,
+    N,
+    E: tl.constexpr,
+    I: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OWNER_IS_EXPERT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_MATRIX_SCALE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_SCALE_ROW: tl.constexpr,
+    STRIDE_SCALE_EXPERT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_SHIFT: tl.constexpr,
+):
+    if OVERLAP:  # programs of the next launch may take the place of those of this one that are done
+        tl.extra.cuda.gdc_launch_dependents()
+    HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    BLOCKS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
+    first = (tl.program_id(0) % BLOCKS) * COLUMNS
+    expert, count = my_expert(expert_TK, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N)
+    if count == 0:
+        return
+    j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, COLUMNS)
+    column = first + tl.arange(0, COLUMNS)
+    data += expert * STRIDE_EXPERT
+    scales += expert * STRIDE_SCALE_EXPERT
+    for first_rank in range(0, count, ROWS):
+        slot = slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
+        slot_ok = first_rank + tl.arange(0, ROWS) < count
+        h = _products(
+            data, scales, j, row_ok, x_TH + (slot // K).to(tl.int64) * REDUCTION, slot_ok, HEIGHT, ROWS, DEPTH, STAGES,
+            REDUCTION, BITS, SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW,
+            HARDWARE,
+        )  # fmt: skip
+        if HAS_MATRIX_SCALE:
+            h *= tl.load(matrix_scale + expert)
+        if HAS_BIAS:
+            J: tl.constexpr = 2 * I if GATED else I
+            h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, COLUMNS, ROWS)
+        tl.store(
+            a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],
+            a.to(a_NI.dtype.element_ty),
+            mask=slot_ok[None, :] & (column < I)[:, None],
+        )
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])  # else a batch that grows by a token may compile again
+def _down_by_expert(
+    a_NI,
+    expert_TK,
+    data,
+    scales,
+    matrix_scale,
+    bias_EH,
+    y_NH,
+    N,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OWNER_IS_EXPERT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_MATRIX_SCALE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_SCALE_ROW: tl.constexpr,
+    STRIDE_SCALE_EXPERT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    h = (tl.program_id(0) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
+    expert, count = my_expert(expert_TK, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N)
+    if count == 0:
+        return
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    row_ok = h < H
+    data += expert * STRIDE_EXPERT
+    scales += expert * STRIDE_SCALE_EXPERT
+    for first_rank in range(0, count, ROWS):
+        slot = slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE).to(tl.int64)
+        slot_ok = first_rank + tl.arange(0, ROWS) < count
+        y = _products(
+            data, scales, h, row_ok, a_NI + slot * REDUCTION, slot_ok, COLUMNS, ROWS, DEPTH, STAGES, REDUCTION, BITS,
+            SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW, HARDWARE,
+        )  # fmt: skip
+        if HAS_MATRIX_SCALE:
+            y *= tl.load(matrix_scale + expert)
+        if HAS_BIAS:
+            y += tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])

@@ -1,0 +1,40 @@
+"""precision="auto": fp8 where kernels serve the layer and an expert gets enough rows, else as without a precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amoeba import ExpertWeights, Request, Routing, experts, with_precision
+from amoeba.backends import fp8_choice
+from amoeba.precision.recipes import Fp8Experts
+from small_layer import E, Layer
+
+
+def request(layer: Layer, precision: str = "auto") -> Request:
+    weights = with_precision(layer.weights(layer.tensors), precision)
+    return Request(layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), weights)
+
+
+def test_without_kernels_for_it_the_numbers_are_those_without_a_precision() -> None:
+    layer = Layer(rank=2)
+    plain, auto = (request(layer, precision) for precision in ("bf16", "auto"))
+    for lora in (None, layer.lora(layer.tensors)):
+        expected, found = (experts(each.x_TH, each.routing, each.weights, lora=lora) for each in (plain, auto))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("fewest", "recipe"), [(1, "fp8"), (10**6, None)])
+def test_rows_per_expert_decide_where_kernels_serve(
+    fewest: int, recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_choice.BACKEND, "why_not", lambda request: None)
+    monkeypatch.setattr(fp8_choice, "FEWEST_ROWS_PER_EXPERT", fewest)
+    layer = Layer(tokens=4 * E)
+    asked = request(layer)
+    found = fp8_choice.settled(asked)
+    assert (found.recipe if isinstance(found, Fp8Experts) else None) == recipe
+    assert all(one is other for one, other in zip(found.tensors(), asked.weights.tensors(), strict=True))
+    if recipe is None:
+        assert type(found) is ExpertWeights
+        assert "rows per expert" in (fp8_choice.why_not(asked) or "")
