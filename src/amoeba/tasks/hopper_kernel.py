@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from amoeba.kernels.hopper.descriptor import reinterpret
 from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
-from amoeba.kernels.hopper.product import column_parts, fill_product, multiply_stage, row_pointers, store_tile
+from amoeba.kernels.hopper.product_kernel import column_parts, fill_product, multiply_stage, row_pointers, store_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.clock import note_task, now

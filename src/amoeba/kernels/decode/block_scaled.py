@@ -25,14 +25,15 @@ from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.problem import Problem
 
-# By slot: bytes of codes that a program has in flight, of the up projection and of the down projection, and the widest
-# piece of a row, in numbers. Not measured yet.
-UP_BYTES, UP_WARPS = 8192, 4
-DOWN_BYTES, DOWN_WARPS = 16384, 4
-WIDEST_PIECE, NARROWEST_PIECE = 2048, 256
-# By expert: rows of codes in a tile, and bytes of each. Two warps take the tensor core's instruction for small tiles,
-# whose left operand is in registers; four would take the one for 64 rows. Not measured yet.
-WEIGHT_ROWS, DEPTH_BYTES, WARPS, STAGES = 64, 128, 2, 4
+# By slot, by the bits of a code: bytes of codes that a program of the up projection has in flight, and the warps of
+# both products. What was fastest of eleven ways at qwen3's sizes (E=128 K=8 H=2048 I=768) on an H200: docs/log.md.
+UP_BYTES, WARPS_BY_SLOT = {8: 8192, 4: 4096}, {8: 4, 4: 2}
+DOWN_BYTES = 8192
+WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
+# By expert: slots of an expert at least that are computed together, rows of codes in a tile, and bytes of each. One or
+# two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take the
+# one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
+FEWEST_SLOTS, WEIGHT_ROWS, DEPTH_BYTES, WARPS, STAGES = 8, 64, 128, 2, 4
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
 
 
@@ -109,20 +110,23 @@ def by_slot(problem: Problem) -> Configuration:
     bits, rows = weights.format.element.bits, 2 if weights.activation.gated else 1
     up_depth = _piece(weights.hidden, WIDEST_PIECE)
     down_depth = _piece(weights.intermediate, NARROWEST_PIECE)  # each piece has the `a` of all slots beside it
-    columns = max(UP_BYTES * 8 // (rows * bits * next_power_of_2(weights.hidden)), 1)
+    columns = max(UP_BYTES[bits] * 8 // (rows * bits * next_power_of_2(weights.hidden)), 1)
     lines = max(DOWN_BYTES * 8 // (next_power_of_2(problem.expert_TK.shape[1]) * bits * weights.intermediate), 1)
     return Configuration(
         by_slot=True,
-        up=Tile(_power_of_2_below(columns, 16), up_depth, UP_WARPS, at_once=True),
-        down=Tile(_power_of_2_below(lines, 4), down_depth, DOWN_WARPS, at_once=True),
+        up=Tile(_power_of_2_below(columns, 16), up_depth, WARPS_BY_SLOT[bits], at_once=True),
+        down=Tile(_power_of_2_below(lines, 4), down_depth, WARPS_BY_SLOT[bits], at_once=True),
         overlap=can_overlap(problem.x_TH.device),
     )
 
 
 def by_expert(problem: Problem) -> Configuration:
     weights: BlockScaledExperts = problem.weights
-    rows, height, warps = chunk_rows(problem.rows, weights.num_experts), WEIGHT_ROWS, WARPS
-    depth = DEPTH_BYTES * 8 // weights.format.element.bits * SMALLEST_CHUNK // rows  # both operands take registers
+    rows, height, warps = chunk_rows(problem.rows, weights.num_experts, FEWEST_SLOTS), WEIGHT_ROWS, WARPS
+    if problem.rows < weights.num_experts:  # more programs for the few experts
+        height, warps = height // 2, warps // 2
+    depth = DEPTH_BYTES * 8 // weights.format.element.bits
+    depth = depth * SMALLEST_CHUNK // max(rows, SMALLEST_CHUNK)  # both operands take registers
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
         rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
 

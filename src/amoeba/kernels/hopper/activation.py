@@ -34,7 +34,8 @@ from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.hopper.activation_kernel import activation_kernel
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.product import BLOCK_M, Constants, multiprocessors
+from amoeba.kernels.hopper.product import multiprocessors
+from amoeba.kernels.hopper.product_kernel import BLOCK_M, Constants
 from amoeba.kernels.thin_pair import Sums
 from amoeba.kernels.tiles import slots
 

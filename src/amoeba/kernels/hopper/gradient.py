@@ -29,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.product import column_parts, multiprocessors, wait_for_buffer
+from amoeba.kernels.hopper.product import multiprocessors
+from amoeba.kernels.hopper.product_kernel import column_parts, wait_for_buffer
 from amoeba.kernels.launch import quick
 
 # A tile of the gradient, and how many rows one stage holds. 4 stages and the epilogue's buffers take 224 KB of the 227.

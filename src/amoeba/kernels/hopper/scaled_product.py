@@ -41,7 +41,8 @@ from amoeba.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
 from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.hopper.descriptor import bulk_load, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.product import Constants, add_bias, multiprocessors, place_of_tile, store_tile
+from amoeba.kernels.hopper.product import multiprocessors
+from amoeba.kernels.hopper.product_kernel import Constants, add_bias, place_of_tile, store_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.quantise import encode, finite_size, power_of_two
 from amoeba.precision.quantised import QuantisedMatrix
@@ -53,8 +54,6 @@ BLOCK = 128
 BLOCK_M, BLOCK_N = 128, 256
 # Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
 GROUP_M = 8
-# Whether fp32 leaves from registers. Not measured yet.
-DIRECT = False
 _ROWS, _HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
 _QUARTER = (BLOCK_M // 2, BLOCK // 2)
 
@@ -69,7 +68,6 @@ class Plan:
     KEEP: bool  # write the product in bf16 as well as what its activation gives
     WIDE: bool = False  # write the product in fp32
     CODED: bool = False  # what KEEP writes is in e4m3
-    DIRECT: bool = False  # of WIDE: not through the copy engine
     KIND: str = "relu"
     GATED: bool = False
     ALPHA: float = 1.0
@@ -243,8 +241,6 @@ def _consume(
                         _keep(value, h, h_desc, h_scale, h_buffer, h_stride, row, end, column, width, 0, blocks, PLAN)
                     a = plain(value.to(gl.float32), PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
                     _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, 0, blocks)
-                elif PLAN.WIDE and PLAN.DIRECT:
-                    _store_wide(value, out, out_stride, row, end, column, width)
                 elif PLAN.WIDE:
                     _store_halves(value, out, out_desc, buffer, out_stride, row, end, column, width, 0)
                 else:
@@ -270,17 +266,6 @@ def _store_halves(value, out, desc, buffer, stride, row, end, column, width, shi
     left, right = value.reshape((HEIGHT, 2, COLUMNS)).permute((0, 2, 1)).split()
     store_tile(left, out, desc, buffer, stride, row, end, column, width, shift)
     store_tile(right, out, desc, buffer, stride, row, end, column + COLUMNS, width, shift)
-
-
-@gluon.jit
-def _store_wide(value, out, stride, row, end, column, width):
-    """A tile in fp32 to memory from where it is: four threads side by side have 32 bytes of a row, a whole sector."""
-    HEIGHT: gl.constexpr = value.shape[0]
-    COLUMNS: gl.constexpr = value.shape[1]
-    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
-    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
-    pointers = out + m.to(gl.int64)[:, None] * stride + n[None, :]
-    gl.store(pointers, value, mask=(m < end)[:, None] & (column < width))
 
 
 @gluon.jit
@@ -424,7 +409,7 @@ def multiply(
     rows[order[n] // top_k]."""
     wide = out_NO.dtype == torch.float32
     gathers, biased = order_N is not None, bias_EO is not None
-    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, DIRECT=wide and DIRECT)
+    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide)
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 

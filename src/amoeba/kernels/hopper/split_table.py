@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.hopper.product import BLOCK_M
+from amoeba.kernels.hopper.product_kernel import BLOCK_M
 from amoeba.kernels.launch import quick
 
 _BLOCK = 1024
