@@ -30,7 +30,7 @@ class Faster(NamedTuple):
     times: float
 
 
-# By the GPU's name and the backend that is left aside. H200, 2026-11-16, bf16, one run, in turns: docs/log.md. Left out,
+# By the GPU's name and the backend that is left aside. H200, 2026-11-16, bf16, one run in turns: docs/log.md. Left out,
 # since slower: H=1536 I=256 E=128 K=8 at 24576 tokens (0.97) and below, qwen3's layer at 8192 (0.99) and below.
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("NVIDIA H200", "triton"): (
