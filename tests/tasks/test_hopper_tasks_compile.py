@@ -23,7 +23,7 @@ pytestmark = pytest.mark.thorough  # compiles for half a minute
 
 SHAPES = {"qwen3_30b": (2048, 768, 128, 8), "olmoe": (2048, 1024, 64, 8)}
 # What a thread may keep in memory between two tasks: predicates and addresses that are found once. Never a sum: Triton
-# 3.9 fetches one such number again in each step of a product, in each of two warpgroups, 3.6 none.
+# 3.9 fetches one such number again in each step of a product, in three of the four loops, 3.6 none.
 MOST_STACK = 96
 
 
@@ -38,7 +38,7 @@ def test_it_fits_and_products_keep_all_in_registers(found, name):
     assert of_shape["wgmma"] == 16  # four products of 16 in a stage: products and gradients, of two warpgroups
     assert SHARED_BYTES // 2 < of_shape["shared"] <= SHARED_BYTES
     assert of_shape["stack_bytes"] <= MOST_STACK
-    assert of_shape["loops"] == 4 and of_shape["local_in_loops"] <= 2
+    assert of_shape["loops"] == 4 and of_shape["local_in_loops"] <= 3
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -52,7 +52,8 @@ def test_a_signal_comes_behind_stores_that_arrived_and_a_load_behind_the_signal(
     assert order.count("release") == 2 * order.count("arrived")
     waits = re.findall(r"acquire (?:barrier |acquire )+fence", order)
     assert 1 <= len(waits) <= 4  # row pass, dx, weights, tokens; the compiler may let their ends be one
-    assert sum(wait.count("acquire") for wait in waits) == order.count("acquire") == 2 * 4
+    # of each one, and one in its loop; of a block of tokens a thread looks for two slots
+    assert sum(wait.count("acquire") for wait in waits) == order.count("acquire") == 2 * (3 + 2)
     assert order.count("fence") == len(signals) + len(waits)
 
 
@@ -163,13 +164,13 @@ def lines_of(intermediate: int) -> tuple[list, list]:
     plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
     values = {"I": intermediate, "DA_STRIDE": intermediate, "H_STRIDE": plan.J, "DH_STRIDE": plan.J}
     values |= {"SCALED_A_STRIDE": intermediate, "NUM_EXPERTS": 8, "WRITE_SCALED_A": True, "INTERLEAVED": False}
-    values |= {"codes": None, "scales": None}
+    values |= {"h_scales": None, "codes": None, "scales": None}
     values |= {"ROWS": BACKWARD_TILE // plan.BLOCK, "BLOCK": plan.BLOCK} | constants(Activation())
     types = {"da": "*bf16", "h": "*bf16", "weight": "*fp32", "order": "*i32", "offs": "*i32", "dh": "*bf16"}
     types |= {"scaled_a": "*bf16", "ds": "*fp32", "num_rows": "i32"} | dict.fromkeys(values, "constexpr")
-    source = ASTSource(
-        _activate_backward.kernel, types, constexprs=values, attrs={(at,): [["tt.divisibility", 16]] for at in range(8)}
-    )
+    names = _activate_backward.kernel.arg_names
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] == "*"}
+    source = ASTSource(_activate_backward.kernel, types, constexprs=values, attrs=aligned)
     text = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ttgir"]
     name = re.search(r'"tt.reduce".*?\(tensor<\w+, (#\w+)>\)', text, re.DOTALL)[1]
     told = re.search(rf"^{name} = #ttg.blocked<(.*)>", text, re.MULTILINE)[1]
