@@ -452,7 +452,7 @@ BAD_USAGE = [
 def run_without(commands, *, compiler=False):
     """Exit code, stdout and stderr of each command, by the packages that are not there.
 
-    compiler: whether a command may import torch's compiler, as bench does to compile its peers.
+    compiler: whether a command may import torch's compiler, as bench does.
     """
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WITHOUT)],
