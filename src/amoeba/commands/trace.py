@@ -86,7 +86,8 @@ def run(
     unit = "us" if device.type == "cuda" else "ticks"  # the interpreter's clock goes on by one at each look
     print_summary(summary, output, "tasks as they ran", unit)
     idle = max(0.0, 1 - summary.busy - summary.waited)
-    output.line(f"{workers} workers: {summary.busy:.0%} busy, {summary.waited:.0%} waiting at gates, {idle:.0%} idle")
+    noun = "worker" if workers == 1 else "workers"
+    output.line(f"{workers} {noun}: {summary.busy:.0%} busy, {summary.waited:.0%} waiting at gates, {idle:.0%} idle")
     tensor_cores = None
     if ceiling is not None:
         reached = _flops(problem, rows) / (summary.span * 1e-6)

@@ -60,7 +60,7 @@ class DriverLaunch:
         addresses: dict[int, int] = {}
         for index, parameter in sorted(enumerate(parameters), key=lambda each: -each[1].size):
             addresses[index] = start + word * _WORD
-            if parameter.size == _MAP:
+            if isinstance(parameter, _Map):
                 self.maps[parameter.place] = ctypes.c_void_p(addresses[index])
                 parameter.encode(driver.quick, addresses[index])
             elif parameter.pointer:
@@ -89,9 +89,6 @@ class _Parameter:
     @property
     def words(self) -> int:
         return -(-self.size // _WORD)
-
-    def encode(self, driver: Any, at: int) -> None:
-        raise NotImplementedError
 
 
 class _Map(_Parameter):
