@@ -734,6 +734,7 @@ def test_compiled_model(model_type: str, recorder: Recorder) -> None:
 
 
 @pytest.mark.gpu
+@quick(lambda model_type, tokens: tokens == 63 or model_type in ("qwen3_moe", "gpt_oss"))
 @pytest.mark.parametrize("model_type", HALF_PRECISION)
 @pytest.mark.parametrize("tokens", [1, 63, 760])
 def test_bf16_on_gpu(model_type: str, tokens: int) -> None:

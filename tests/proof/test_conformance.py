@@ -61,11 +61,14 @@ FOR_THE_GPU = {case for case in cases() if case.num_tokens == 399} - {
 ON_THE_CPU = [case for case in cases() if case not in FOR_THE_GPU]
 
 
-def one_of_each(found):
+PROPERTIES = tuple(field.name for field in fields(Case))
+
+
+def one_of_each(found, properties=PROPERTIES):
     """As few of them as have every value of every property that one of them has, most telling first."""
     seen, chosen = set(), []
     for case in most_telling_first(found):
-        new = {(field.name, getattr(case, field.name)) for field in fields(case)} - seen
+        new = {(name, getattr(case, name)) for name in properties} - seen
         if new:
             seen |= new
             chosen.append(case)
@@ -331,10 +334,22 @@ def test_the_short_selections_leave_out_no_value_of_any_property():
 
 
 ON_A_GPU = torch.device("cuda"), (torch.bfloat16, torch.float16, torch.float32)
+FOR_ANY_GPU = one_of_each(cases(True))
+# The ways through the kernels: no rows, decoding, few and many tiles; and of these the ones with code of their own.
+OF_EACH_SIZE = one_of_each(FOR_ANY_GPU, ("num_tokens",))
+OF_EACH_WAY = [case for case in OF_EACH_SIZE if case.num_tokens in (1, 63, 760)]
+
+
+def in_every_run_on_a_gpu(lot, backend, dtype):
+    """Kernels are compiled for every case, half a minute of them: in bf16 for all, and what compiles none has all."""
+    if backend == "triton" and dtype != torch.bfloat16:
+        return any(case in OF_EACH_WAY for case in lot)
+    return backend not in PLACED or any(case in OF_EACH_SIZE for case in lot)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(*ON_A_GPU, one_of_each(cases(True))))
+@quick(in_every_run_on_a_gpu)
+@pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(*ON_A_GPU, FOR_ANY_GPU))
 def test_backend_agrees_with_the_reference_on_a_gpu(lot, backend, dtype):
     assert_proven(lot, backend, torch.device("cuda"), dtype, REFUSALS[backend])
 
