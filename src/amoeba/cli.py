@@ -130,7 +130,7 @@ def bench(
             "disk, lora.",
         ),
     ] = "both",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds at least.")] = 20,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="At least so many rounds.")] = 20,
     peer: Annotated[
         list[str] | None,
         typer.Option(

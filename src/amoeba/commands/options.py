@@ -30,7 +30,7 @@ _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
 Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="Say every decision with its reason, and show other packages' warnings.")
+    bool, typer.Option("-v", "--verbose", help="Give the reason of every decision, and show other packages' warnings.")
 ]
 
 Compile = Annotated[

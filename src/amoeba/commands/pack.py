@@ -33,7 +33,7 @@ def pack(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Pack a model for streaming: one block of the disk per expert, with checksums; killed, it goes on where it was."""
+    """Pack a model for streaming: one block per expert, with checksums; if killed, it continues where it stopped."""
     output = start(verbose)
     document: dict[str, Any] = {"document": "amoeba pack"}
     with usage():

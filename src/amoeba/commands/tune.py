@@ -38,7 +38,7 @@ def tune(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Search the best tiles of each kernel on this GPU for some layer, and keep them for every later run."""
+    """Find the best tiles of each kernel on this GPU for a layer, and keep them for later runs."""
     output = start(verbose)
     with usage():
         import torch
