@@ -166,16 +166,21 @@ def _print(document: dict[str, Any], output: Output) -> None:
     bfloat16 = document["bfloat16_on_cpu"]
     output.line(f"  computed in {bfloat16['computed_in']}: {bfloat16['why']}")
     output.heading("placements of experts")
-    for row in document["placements"]:
-        what = f"not here: {row['why_not']}" if row["why_not"] else row["how"]
-        output.facts([(row["name"], f"{row['summary']}; {what}" if what else row["summary"])])
+    output.facts((row["name"], _of_placement(row)) for row in document["placements"])
     compiled = document["compiled_libraries"]
     output.heading("compiled libraries")
     output.facts([("folder", compiled["folder"]), *((each["name"], each["what"]) for each in compiled["libraries"])])
     _print_backends(document["backends"], output)
     output.heading("precisions of experts that train")
-    for row in document["precisions"]:
-        output.facts([(f"{row['name']} on {row['device']}", f"{row['summary']}; backend {row['backend']}")])
+    output.facts(
+        (f"{row['name']} on {row['device']}", f"{row['summary']}; backend {row['backend']}")
+        for row in document["precisions"]
+    )
+
+
+def _of_placement(row: dict[str, Any]) -> str:
+    what = f"not here: {row['why_not']}" if row["why_not"] else row["how"]
+    return f"{row['summary']}; {what}" if what else row["summary"]
 
 
 def _standing_for(override: str | None) -> list[tuple[str, str]]:

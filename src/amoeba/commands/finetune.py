@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,6 @@ from amoeba.commands.head_start import load_trainer
 from amoeba.commands.options import Compile, Json, OptimizerStates, Seed, TrustRemoteCode, Verbose, speaks
 from amoeba.commands.output import Output
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT
-from amoeba.commands.run_console import RunConsole
 from amoeba.commands.start import start
 from amoeba.loading import loading
 from amoeba.shell import shell_command
@@ -114,20 +112,13 @@ def run(
 ) -> dict[str, Any]:
     load_trainer(without=() if trust_remote_code else NOT_FOR_TEXT)
     with loading():
-        from amoeba.commands.over_ranks import over_ranks
+        from amoeba.commands.over_ranks import job_over_ranks
         from amoeba.jobs.finetune import finetune as finetune_model
-        from amoeba.jobs.run_folder import Silent
 
-    with over_ranks(settings.experts, output, resume=resume) as together, closing(RunConsole(output)) as console:
-        report = finetune_model(
-            settings,
-            console if together.first else Silent(),
-            resume=resume,
-            start_from=start_from,
-            trust_remote_code=trust_remote_code,
-            together=together,
-        )
-    if not together.first:
+    report, first = job_over_ranks(
+        finetune_model, settings, output, resume=resume, start_from=start_from, trust_remote_code=trust_remote_code
+    )
+    if not first:
         return asdict(report)
     output.heading("fine-tuned" if not report.interrupted else "stopped")
     budgets = {"--vram": settings.vram, "--ram": settings.ram}

@@ -1,21 +1,28 @@
 """--experts ranks: the processes that torchrun started, of which the first speaks.
 
-with over_ranks(settings.experts, resume, output) as together:
+with over_ranks(settings.experts, output, resume=resume) as together:
     console = RunConsole(output) if together.first else Silent()
+
+report, first = job_over_ranks(train, settings, output, resume=resume)     # the same around a whole run
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, TypeVar
 
 from amoeba.commands.output import Output
+from amoeba.commands.run_console import RunConsole
 from amoeba.errors import bad_value
+from amoeba.jobs.run_folder import Silent
 from amoeba.parallel.launched import deadline_seconds, is_launched, launched_ranks
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.together import ALONE, Together
+
+Report = TypeVar("Report")
 
 
 @contextmanager
@@ -39,3 +46,13 @@ def over_ranks(experts: str, output: Output, *, resume: bool = False) -> Iterato
         if ranks.rank > 0:
             logging.getLogger("amoeba").setLevel(logging.ERROR)  # what is to be said the first says
         yield Together(ranks)
+
+
+def job_over_ranks(
+    job: Callable[..., Report], settings: Any, output: Output, *, resume: bool, **options: Any
+) -> tuple[Report, bool]:
+    """What `job` reports, and whether this process is the one that speaks."""
+    with over_ranks(settings.experts, output, resume=resume) as together, closing(RunConsole(output)) as console:
+        said_by = console if together.first else Silent()
+        report = job(settings, said_by, resume=resume, together=together, **options)
+    return report, together.first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from amoeba.commands.head_start import load_trainer
 from amoeba.commands.output import Output
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT
-from amoeba.commands.run_console import RunConsole
 from amoeba.integrations.model_folder import ADAPTER_CONFIG
 from amoeba.jobs.settings import TrainSettings
 from amoeba.loading import loading
@@ -22,20 +20,13 @@ def run(
 ) -> dict[str, Any]:
     load_trainer(without=_not_needed(settings.model, trust_remote_code))
     with loading():
-        from amoeba.commands.over_ranks import over_ranks
-        from amoeba.jobs.run_folder import Silent
+        from amoeba.commands.over_ranks import job_over_ranks
         from amoeba.jobs.train import train
 
-    with over_ranks(settings.experts, output, resume=resume) as together, closing(RunConsole(output)) as console:
-        report = train(
-            settings,
-            console if together.first else Silent(),
-            resume=resume,
-            start_from=start_from,
-            trust_remote_code=trust_remote_code,
-            together=together,
-        )
-    if not together.first:
+    report, first = job_over_ranks(
+        train, settings, output, resume=resume, start_from=start_from, trust_remote_code=trust_remote_code
+    )
+    if not first:
         return asdict(report)
     output.heading("trained" if not report.interrupted else "stopped")
     output.facts(
