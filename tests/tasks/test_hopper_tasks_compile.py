@@ -87,7 +87,7 @@ def main(names: list[str]) -> dict[str, dict]:
     hopper.multiprocessors = lambda device: 132
     kernel = hopper.backward_kernel = CompileOnly(hopper.backward_kernel.kernel)
     hopper.make_own_table, hopper.write_letter = lambda *table: None, lambda *told: empty(16, dtype=torch.int64)
-    hopper.make_table = lambda offs_E, block: Table(numbers(8), numbers(9), numbers(8))
+    hopper.make_table = lambda offs_E, block, counters: Table(numbers(8), numbers(9), numbers(8))
     made = {}
     others = SimpleNamespace(post=SimpleNamespace(count=2, takers=64), rows=(0, 64), sends=1)
     for name in (*names, "over ranks"):
@@ -97,7 +97,8 @@ def main(names: list[str]) -> dict[str, dict]:
         weight_TK, expert_TK = empty(T, K, dtype=torch.float32), empty(T, K, dtype=torch.int32)
         hopper.hopper_backward(
             empty(T, H), empty(T, H), empty(N, 2 * I), expert_TK, weight_TK, empty(E, 2 * I, H), empty(E, H, I),
-            Activation(), (numbers(N), numbers(N), numbers(E)), arrival=None if name in SHAPES else others,
+            Activation(), (numbers(N), numbers(N), numbers(E)), arrival=others if name == "over ranks" else None,
+            order=hopper.ORDERS.get(name, hopper.MEASURED),
         )  # fmt: skip
         compiled = kernel.last.compiled
         made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"], WORDS)}

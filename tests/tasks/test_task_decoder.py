@@ -36,6 +36,8 @@ def random_graph(seed: int) -> tuple[Graph, torch.Tensor]:
         group=draw.randint(1, 3),
         mixed=draw.random() < 0.5,
         kept=draw.randint(1, 4),
+        behind=draw.choice((0, 1, 5, 99)),
+        bundle=draw.randint(1, 3),
     )
     sizes = Sizes(draw.randint(1, 9), draw.randint(1, 7), experts, top_k)
     counts = [sum(each == [expert] for each in ids) for expert in range(experts)]
@@ -56,6 +58,7 @@ def layout_of(graph: Graph) -> Layout:
         tiling.group,
         tiling.mixed,
         tiling.kept,
+        tiling.behind,
     )
 
 
