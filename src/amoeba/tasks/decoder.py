@@ -32,6 +32,7 @@ UP_WEIGHTS = tl.constexpr(int(Kind.UP_WEIGHTS))
 COMBINE = tl.constexpr(int(Kind.COMBINE))
 
 
+_SMALL = tl.constexpr(46340)  # squares up to here fit 32 bits; a division of 64 bits is a call on a GPU
 _ZEROED = 512  # counters at a time, by each program
 
 
@@ -153,9 +154,12 @@ def count_tickets(
 def _merged(index, first, second):
     """Whether the index-th ticket of two lanes belongs to the first, and its place there: `graph.merged`."""
     both = tl.maximum(first + second, 1)
-    before = (index.to(tl.int64) * first // both).to(tl.int32)
-    after = ((index.to(tl.int64) + 1) * first // both).to(tl.int32)
-    return after > before, before, index - before
+    if tl.maximum(index, first) <= _SMALL:
+        before = index * first // both
+    else:
+        before = (index.to(tl.int64) * first // both).to(tl.int32)
+    left = index.to(tl.int64) * first - before.to(tl.int64) * both  # the next one is of the first lane if this is full
+    return left + first >= both, before, index - before
 
 
 @triton.jit

@@ -47,7 +47,7 @@ LEAST_WAVE, ROUNDS, BESIDE_TOKENS = 8, 2, 360
 class Order(NamedTuple):
     """How the programs go about their tickets; the bits are the same in each. `ORDERS` has those that were thought of.
 
-    ahead:  a program's next ticket is on its way while it fills the stages of a task, not drawn behind that.
+    ahead:  a program's next ticket is on its way while it finds out what this one is, not drawn behind its task.
     halves: where a row tile has 64 rows or fewer, the warpgroup of the other 64 multiplies nothing.
     stages: so many tiles of a weight's gradient are one task as make so many stages; a tile at least.
     behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.

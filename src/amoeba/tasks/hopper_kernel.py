@@ -119,6 +119,8 @@ def _produce(
     passed = 0
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
+        if PLAN.AHEAD:  # on its way while this one's task is found out and waits at its gates
+            drawn = draw(counters, tokens)
         kind, item, part = decode_ticket(
             gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX,
             down_parts, up_parts, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, mixed, behind, PLAN.GROUP,
@@ -156,8 +158,6 @@ def _produce(
             elif PLAN.RANKS > 1:
                 wait_for_tile(letter, order, row, end, PLAN)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
-        if PLAN.AHEAD:
-            drawn = draw(counters)
         if kind == DOWN:
             pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
             count = fill_product(
