@@ -146,6 +146,10 @@ def bench(
         float | None,
         typer.Option("--sustained", help="On a GPU, also back to back for so many seconds, with clocks and joules."),
     ] = None,
+    graphs: Annotated[
+        bool,
+        typer.Option("--graphs", help="On a GPU, ours also in CUDA graphs, and what a backward takes of the host."),
+    ] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")] = None,
     json: Json = False,
     verbose: Verbose = False,
@@ -154,6 +158,8 @@ def bench(
     output = start(verbose, passive_waiting=False)  # measured as the environment is, which the document holds
     from amoeba.commands import bench as bench_command
 
+    with usage():
+        bench_command.check_graphs(graphs, suite, passes, device)
     if suite == "model":
         with usage():
             from amoeba.commands import bench_models
@@ -199,7 +205,7 @@ def bench(
         bench_command.check_sustained(sustained, place)
         path = bench_command.free_path(out)
     document, ok = bench_command.run(
-        shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen, sustained=sustained
+        shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen, sustained=sustained, graphs=graphs
     )
     finish(output, document, ok, json)
 

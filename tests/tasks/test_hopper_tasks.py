@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ pytest.importorskip("triton")
 from amoeba.backends import sorted_rows
 from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.activation import constants
+from amoeba.tasks.hopper import ORDERS, Order, Plan, bundle_of, chosen_order, hopper_backward, plan_of
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")]
@@ -55,8 +58,6 @@ def make_problem(tokens, hidden, intermediate, experts, top_k, how, dtype=torch.
 
 
 def scheduled(problem, dy_TH, saved, **options):
-    from amoeba.tasks.hopper import hopper_backward
-
     weights = problem.weights
     with poisoned_memory():
         return hopper_backward(
@@ -104,10 +105,51 @@ class TestOnHopper:
             graph.replay()
         check(captured, first)
 
+    @pytest.mark.parametrize(
+        ("order", "name"),
+        [
+            *((order, "many waves") for order in ORDERS if order != "measured"),
+            *(("small", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
+            *(("small tokens", name) for name in ("ragged", "many slots")),
+        ],
+    )
+    def test_each_order_has_the_same_bits(self, order, name):
+        problem, dy_TH = make_problem(*CASES[name])
+        _, saved = sorted_rows.forward(problem, "h", TritonRows)
+        expected = sorted_rows.backward(problem, saved, dy_TH, ALL, TritonRows)
+        for _ in range(3):
+            check(scheduled(problem, dy_TH, saved, order=ORDERS[order]), expected)
+
+    @pytest.mark.parametrize("order", ["measured", "small"])
+    def test_copies_on_another_stream_beside_it_neither_stop_it_nor_change_a_bit(self, order):
+        """As when the next layer's weights are gathered meanwhile: copies from the host, within the device, and kernels
+        that take multiprocessors from it."""
+        problem, dy_TH = make_problem(1500, 512, 256, 16, 4, "even")
+        _, saved = sorted_rows.forward(problem, "h", TritonRows)
+        first = scheduled(problem, dy_TH, saved, order=ORDERS[order])
+        differ = torch.zeros((), dtype=torch.bool, device="cuda")
+        beside = torch.cuda.Stream()
+        shard = torch.ones(8 << 20, dtype=torch.bfloat16, pin_memory=True)
+        whole = torch.empty(4, len(shard), dtype=torch.bfloat16, device="cuda")
+        beside.wait_stream(torch.cuda.current_stream())
+        for step in range(60):
+            with torch.cuda.stream(beside):
+                whole[0].copy_(shard, non_blocking=True)
+                whole[1:] = whole[0] * (step + 1)
+            for left, right in zip(first, scheduled(problem, dy_TH, saved, order=ORDERS[order]), strict=True):
+                differ |= (left != right).any()
+        ends = [torch.cuda.Event() for _ in range(2)]
+        ends[0].record()
+        ends[1].record(beside)
+        deadline = time.monotonic() + 60
+        while not all(end.query() for end in ends):
+            assert time.monotonic() < deadline, "somebody waits for ever"
+            time.sleep(0.01)
+        assert not differ and whole[3, -1] == 60
+
     def test_its_tickets_are_those_of_the_decoder_each_once_behind_its_gates(self):
         from amoeba.tasks.decoder import decode
         from amoeba.tasks.device_trace import DeviceTrace
-        from amoeba.tasks.hopper import Plan
 
         tokens, hidden, intermediate, experts, top_k, _ = CASES["skew"]
         problem, dy_TH = make_problem(*CASES["skew"])
@@ -128,7 +170,6 @@ class TestOnHopper:
 
     def test_the_backend_takes_it_and_the_plain_kernel_where_it_does_not_serve(self):
         from amoeba.backends.tasks import kernel_for
-        from amoeba.tasks.hopper import hopper_backward
         from amoeba.tasks.kernel import scheduled_backward
 
         problem = make_problem(*CASES["one row"])[0]
@@ -157,7 +198,6 @@ def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):
 def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
     from amoeba.kernels.hopper import gradient, product
     from amoeba.tasks import hopper_queue
-    from amoeba.tasks.hopper import Plan
 
     bytes_of_stage = hopper_queue.STAGE_BYTES.value
     assert bytes_of_stage == 2 * product.BLOCK_K * (product.BLOCK_M + product.BLOCK_N)
@@ -185,8 +225,6 @@ def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
 def test_a_wave_is_two_turns_of_all_programs_and_some_weights_are_left_for_the_sums_over_tokens(
     tokens, sizes, wave, kept
 ):
-    from amoeba.tasks.hopper import Plan
-
     plan = Plan(*sizes, **constants(Activation()))
     layout = plan.layout(tokens, tokens * plan.TOP_K, programs=132)
     assert (layout.wave, layout.kept) == (wave, kept)
@@ -203,3 +241,41 @@ def test_a_stage_holds_whole_tokens_for_their_sums():
         plan = Plan(512, 256, 32, top_k, **constants(Activation()))
         assert plan.TOGETHER * top_k <= plan.STAGED_ROWS <= 64 and plan.TOKENS % plan.TOGETHER == 0
         assert plan.TOGETHER == plan.TOKENS or 2 * plan.TOGETHER * top_k > 64
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "stages", "bundle"),
+    [
+        (1024, 128, 4, 4),  # 64 rows of an expert: one stage a tile
+        (128, 128, 8, 8),
+        (2048, 128, 4, 2),
+        (8192, 128, 4, 1),
+        (0, 128, 4, 4),
+        (1024, 128, 0, 1),
+    ],
+)
+def test_tiles_of_experts_with_few_rows_are_bundled(tokens, experts, stages, bundle):
+    assert bundle_of(tokens * 8, experts, Order(stages=stages)) == bundle
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_each_order_hands_out_every_tile_and_keeps_some_gradients_behind_the_sums(name):
+    order = ORDERS[name]
+    plan = plan_of(1536, 256, 128, 8, Activation(), order, bundle_of(8192, 128, order) > 1)
+    layout = plan.layout(1024, 8192, 132, order)
+    assert (order.ahead, order.halves, order.tokens) == (plan.AHEAD, plan.HALVES, plan.TOKENS)
+    assert (order.stages > 1) == plan.BUNDLED
+    bundle = max(1, order.stages)
+    assert layout.down_weight_parts * bundle >= plan.DOWN_TILES > (layout.down_weight_parts - 1) * bundle
+    assert layout.up_weight_parts * bundle >= plan.UP_TILES > (layout.up_weight_parts - 1) * bundle
+    assert layout.behind == (128 - layout.late) * layout.up_weight_parts * order.behind // 100
+    assert layout.token_blocks == 1024 // order.tokens and layout.mixed == order.mixed
+
+
+def test_the_environment_names_an_order(monkeypatch):
+    assert chosen_order() == ORDERS["measured"] == Order()
+    monkeypatch.setenv("AMOEBA_TASKS_ORDER", "small")
+    assert chosen_order() == ORDERS["small"]
+    monkeypatch.setenv("AMOEBA_TASKS_ORDER", "smal")
+    with pytest.raises(ValueError, match="AMOEBA_TASKS_ORDER: expected one of measured, ahead, "):
+        chosen_order()

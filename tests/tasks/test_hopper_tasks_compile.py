@@ -22,6 +22,7 @@ from test_hopper_compiles import SHARED_BYTES, CompileOnly, compiled_by, figures
 pytestmark = pytest.mark.thorough  # compiles for half a minute
 
 SHAPES = {"qwen3_30b": (2048, 768, 128, 8), "olmoe": (2048, 1024, 64, 8)}
+COMPILED = (*SHAPES, "small")  # the last: qwen3_30b's sizes, in the order of that name
 # What a thread may keep in memory between two tasks: predicates and addresses that are found once. Never a sum: Triton
 # 3.9 fetches one such number again in each step of a product, in three of the four loops, 3.6 none.
 MOST_STACK = 96
@@ -29,10 +30,10 @@ MOST_STACK = 96
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return compiled_by(__file__, tmp_path_factory.mktemp("cubins"), *SHAPES)
+    return compiled_by(__file__, tmp_path_factory.mktemp("cubins"), *COMPILED)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_it_fits_and_products_keep_all_in_registers(found, name):
     of_shape = found[name]
     assert of_shape["wgmma"] == 16  # four products of 16 in a stage: products and gradients, of two warpgroups
@@ -41,7 +42,7 @@ def test_it_fits_and_products_keep_all_in_registers(found, name):
     assert of_shape["loops"] == 4 and of_shape["local_in_loops"] <= 3
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_a_signal_comes_behind_stores_that_arrived_and_a_load_behind_the_signal(found, name):
     """Of each: the bulk stores complete, the fence between the two ways to memory, all threads, the release; the
     acquire, all threads, the fence. No test on one machine would fail for sure without them."""
@@ -55,6 +56,11 @@ def test_a_signal_comes_behind_stores_that_arrived_and_a_load_behind_the_signal(
     # of each one, and one in its loop; of a block of tokens a thread looks for two slots
     assert sum(wait.count("acquire") for wait in waits) == order.count("acquire") == 2 * (3 + 2)
     assert order.count("fence") == len(signals) + len(waits)
+
+
+def test_the_next_ticket_is_not_waited_for_where_it_is_drawn(found):
+    """The compiler takes an atomic that all threads of a warp do as one, and hands its result around at once."""
+    assert found["small"]["drawn_waits"] > 40 > found["qwen3_30b"]["drawn_waits"]
 
 
 def test_over_ranks_rows_go_16_bytes_at_a_time_and_flags_are_raised_behind_them_for_the_whole_system(found):
@@ -87,7 +93,7 @@ def main(names: list[str]) -> dict[str, dict]:
     hopper.multiprocessors = lambda device: 132
     kernel = hopper.backward_kernel = CompileOnly(hopper.backward_kernel.kernel)
     hopper.make_own_table, hopper.write_letter = lambda *table: None, lambda *told: empty(16, dtype=torch.int64)
-    hopper.make_table = lambda offs_E, block: Table(numbers(8), numbers(9), numbers(8))
+    hopper.make_table = lambda offs_E, block, counters: Table(numbers(8), numbers(9), numbers(8))
     made = {}
     others = SimpleNamespace(post=SimpleNamespace(count=2, takers=64), rows=(0, 64), sends=1)
     for name in (*names, "over ranks"):
@@ -97,11 +103,13 @@ def main(names: list[str]) -> dict[str, dict]:
         weight_TK, expert_TK = empty(T, K, dtype=torch.float32), empty(T, K, dtype=torch.int32)
         hopper.hopper_backward(
             empty(T, H), empty(T, H), empty(N, 2 * I), expert_TK, weight_TK, empty(E, 2 * I, H), empty(E, H, I),
-            Activation(), (numbers(N), numbers(N), numbers(E)), arrival=None if name in SHAPES else others,
+            Activation(), (numbers(N), numbers(N), numbers(E)), arrival=others if name == "over ranks" else None,
+            order=hopper.ORDERS.get(name, hopper.MEASURED),
         )  # fmt: skip
         compiled = kernel.last.compiled
         made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"], WORDS)}
         made[name]["sends"] = order_of(compiled.asm["ptx"], OVER_RANKS)
+        made[name]["drawn_waits"] = after_drawing(compiled)
     return made | {"lines": {I: lines_of(I) for I in (64, 128, 256, 768, 512, 1024, 1472)}}
 
 
@@ -128,8 +136,7 @@ def order_of(ptx: str, words: dict[str, str]) -> str:
     return " ".join(word for word in found if word)
 
 
-def in_loops(compiled) -> dict[str, int]:
-    """Loops with products, and accesses of local memory in them."""
+def disassembled(compiled, *options: str) -> list[str]:
     import os
     import subprocess
 
@@ -137,8 +144,24 @@ def in_loops(compiled) -> dict[str, int]:
 
     path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
-    told = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", path], capture_output=True, text=True, check=True).stdout
-    lines = told.splitlines()
+    command = [knobs.nvidia.nvdisasm.path, "-c", *options, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def after_drawing(compiled) -> int:
+    """Instructions from the draw in the loop to the first that waits for its result: of the 128 bits of an instruction,
+    110 to 112 name the barrier that it will signal, 116 to 121 those that it waits for."""
+    words = re.compile(r"/\*[0-9a-f]{4,}\*/ +(.*?);? */\* 0x[0-9a-f]{16} \*/\n *\s*/\* 0x([0-9a-f]{16}) \*/")
+    found = [(text, int(high, 16)) for text, high in words.findall("\n".join(disassembled(compiled, "-hex")))]
+    draws = [at for at, (text, _) in enumerate(found) if "ATOMG" in text and "ADD" in text and ", RZ" not in text]
+    barrier = found[draws[-1]][1] >> 46 & 7
+    behind = found[draws[-1] + 1 :]
+    return 1 + next(at for at, (_, high) in enumerate(behind) if high >> 52 >> barrier & 1)
+
+
+def in_loops(compiled) -> dict[str, int]:
+    """Loops with products, and accesses of local memory in them."""
+    lines = disassembled(compiled)
     labels = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"\s*\.(L_x_\d+):", line))}
     loops = []
     for at, line in enumerate(lines):

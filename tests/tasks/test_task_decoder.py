@@ -8,13 +8,16 @@ from itertools import accumulate
 import pytest
 import torch
 
-from amoeba.tasks.graph import Graph, Kind
+from amoeba.tasks.graph import Graph, Kind, Lane, merged
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.sizes import Sizes, Tiling
 from selection import quick
 
 pytest.importorskip("triton")
-from amoeba.tasks.decoder import Layout, decode, make_table
+import triton
+import triton.language as tl
+
+from amoeba.tasks.decoder import Layout, _merged, decode, make_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,6 +39,8 @@ def random_graph(seed: int) -> tuple[Graph, torch.Tensor]:
         group=draw.randint(1, 3),
         mixed=draw.random() < 0.5,
         kept=draw.randint(1, 4),
+        behind=draw.choice((0, 1, 5, 99)),
+        bundle=draw.randint(1, 3),
     )
     sizes = Sizes(draw.randint(1, 9), draw.randint(1, 7), experts, top_k)
     counts = [sum(each == [expert] for each in ids) for expert in range(experts)]
@@ -56,6 +61,7 @@ def layout_of(graph: Graph) -> Layout:
         tiling.group,
         tiling.mixed,
         tiling.kept,
+        tiling.behind,
     )
 
 
@@ -82,3 +88,31 @@ def test_50_random_layouts(chunk):
 def test_every_ticket_of_200_random_layouts():
     for seed in range(200):
         check(seed, most=1 << 30)
+
+
+@triton.jit
+def _places(index, out, first, second, COUNT: tl.constexpr):
+    for at in range(COUNT):
+        is_first, before, after = _merged(tl.load(index + at), first, second)
+        tl.store(out + 2 * at, is_first.to(tl.int32))
+        tl.store(out + 2 * at + 1, tl.where(is_first, before, after))
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (0, 4), (4, 0), (46340, 46340), (46341, 9), (70000, 50000), (2, 90000)])
+def test_two_lanes_are_merged_as_in_python_also_where_products_take_64_bits(sizes):
+    """Each place within reach of the ends and of where the arithmetic changes."""
+    total = sum(sizes)
+    indices = sorted({i % total for i in (0, 1, 2, 46339, 46340, 46341, total // 2, total - 2, total - 1)})
+    out = torch.empty(len(indices), 2, dtype=torch.int32, device=DEVICE)
+    _places[(1,)](torch.tensor(indices, dtype=torch.int32, device=DEVICE), out, *sizes, COUNT=len(indices))
+    run = [Lane(kind, 0, size) for kind, size in zip((Kind.UP_WEIGHTS, Kind.COMBINE), sizes, strict=True)]
+    expected = [(lane.kind == Kind.UP_WEIGHTS, place) for lane, place in (merged(run, index) for index in indices)]
+    assert [(bool(first), place) for first, place in out.tolist()] == expected
+
+
+def test_the_launch_that_makes_the_table_zeroes_the_counters():
+    offs_E = torch.tensor([3, 3, 700], dtype=torch.int32, device=DEVICE)
+    counters = torch.full((2000,), -1, dtype=torch.int32, device=DEVICE)
+    table = make_table(offs_E, 128, counters[:1999])
+    assert not counters[:1999].any() and counters[1999] == -1
+    assert table.heaviest_E.tolist() == make_table(offs_E, 128).heaviest_E.tolist() == [2, 0, 1]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from amoeba import cost
+from amoeba.bench.captured import BackwardHost, InGraphs, apart, host_times, in_graphs
 from amoeba.bench.implementation import Implementation
 from amoeba.bench.implementations import PEERS, chosen_by_auto, implementations
 from amoeba.bench.memory import peak_bytes, watch_saved
@@ -65,6 +66,9 @@ class Measurement:
     peak_bytes: int | None = None
     times_faster_than: dict[str, float] = field(default_factory=dict)
     sustained: Sustained | None = None  # the same step back to back; all other times are those with rests
+    in_graphs: InGraphs | None = None  # of ours, in training
+    not_in_graphs: str | None = None  # why it could not be captured
+    backward_host: BackwardHost | None = None
 
     @property
     def worst_error(self) -> float:
@@ -106,6 +110,7 @@ def run_suite(
     done: Callable[[Report], None] = lambda report: None,
     ours: Sequence[str] | None = None,
     sustained: float | None = None,
+    graphs: bool = False,
 ) -> list[Report]:
     """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only.
 
@@ -113,6 +118,7 @@ def run_suite(
     done: called with each report as soon as there is one, so that a run that is stopped loses only what it was at.
     sustained: seconds for which each step also runs back to back, watched by the meter of the GPU; not decoding steps,
     which wait for memory or for the host.
+    graphs: of ours also forward and backward in CUDA graphs, and the host's time for a backward; in training.
     """
     reports = []
     for dtype, shape in problems(shapes, dtypes):
@@ -120,7 +126,7 @@ def run_suite(
         progress(f"{shape.name} {_name(dtype)}: computing the reference")
         workload = make_workload(shape, device, dtype, training="training" in wanted)
         for measured in wanted:
-            reports.append(_report(workload, measured, repeats, progress, peers, ours, sustained))
+            reports.append(_report(workload, measured, repeats, progress, peers, ours, sustained, graphs))
             done(reports[-1])
         del workload  # before the next one is made: large ones do not fit twice
     return reports
@@ -134,6 +140,7 @@ def _report(
     peers: Sequence[str],
     ours: Sequence[str] | None,
     sustained: float | None,
+    graphs: bool,
 ) -> Report:
     shape, tolerance, training = workload.shape, TOLERANCE[workload.dtype], measured == "training"
     about = f"{shape.name} {measured} {_name(workload.dtype)}"
@@ -174,6 +181,9 @@ def _report(
         meter = open_meter(workload.device)
         for name, found in sustain_in_turns(steps, workload.device, sustained, meter).items():
             measurements[name] = replace(measurements[name], sustained=found)
+    if graphs and training:
+        progress(f"{about}: timing ours in CUDA graphs, and what a backward takes of the host")
+        _measure_captured(workload, measurements, list(timings), repeats)
     workload.clear_gradients()
     for name, reason in left_out.items():
         measurements[name] = Measurement(name, name.startswith("amoeba"), "left out", reason)
@@ -256,6 +266,27 @@ def _in_graphs(
         except RuntimeError:  # it waits for the host
             torch.cuda.synchronize(workload.device)
     return found
+
+
+def _measure_captured(
+    workload: Workload, measurements: dict[str, Measurement], timed: Sequence[str], repeats: int
+) -> None:
+    ours = [name for name in timed if measurements[name].ours]
+    wanted = [name.removeprefix("amoeba ") for name in ours]
+
+    def runs(workload: Workload) -> dict[str, Callable[[], Tensor]]:
+        found = implementations(workload, training=True, peers=(), ours=wanted)[0]
+        return {candidate.name: candidate.run for candidate in found if candidate.name in ours}
+
+    found, left_out = in_graphs(runs(workload), workload, repeats)
+    for name in ours:
+        measurements[name] = replace(measurements[name], in_graphs=found.get(name), not_in_graphs=left_out.get(name))
+    workload.clear_gradients()
+    layers = apart(workload)
+    of_layers = [runs(layer) for layer in layers]
+    hosts = host_times({name: [each[name] for each in of_layers] for name in ours}, layers, repeats)
+    for name, host in hosts.items():
+        measurements[name] = replace(measurements[name], backward_host=host)
 
 
 def _step(candidate: Implementation, workload: Workload, training: bool) -> Step:

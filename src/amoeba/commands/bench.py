@@ -16,7 +16,8 @@ from amoeba.bench.nvml import MeterError, open_meter
 from amoeba.bench.shapes import Shape, check_memory, default_suite, parse_shape, parse_suite
 from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
 from amoeba.bench.sustained import TURNS, Sustained
-from amoeba.commands.options import dtype_name
+from amoeba.commands.bench_captured import print_captured
+from amoeba.commands.options import dtype_name, parse_device
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
 from amoeba.machine import load_average, usable_cores
@@ -83,6 +84,19 @@ def check_sustained(seconds: float | None, device: torch.device) -> None:
         ) from error
 
 
+def check_graphs(graphs: bool, suite: str | None, passes: str, device: str) -> None:
+    if not graphs:
+        return
+    if suite in ("model", "stream", "ranks"):
+        raise bad_value(
+            "--graphs", f"none with --suite {suite}", "--graphs", "name layers, such as --shape qwen3_small"
+        )
+    if passes == "forward":
+        raise bad_value("--graphs", "--pass training or both", "--pass forward", "leave one of them out")
+    if (found := parse_device(device).type) != "cuda":
+        raise bad_value("--graphs", "a GPU: CUDA graphs are replayed there", found, "leave it out")
+
+
 def default_dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.bfloat16 if device.type == "cuda" else torch.float32]
 
@@ -105,6 +119,7 @@ def command_line(
     peers: Sequence[str] = PEERS,
     ours: Sequence[str] | None = None,
     sustained: float | None = None,
+    graphs: bool = False,
 ) -> str:
     """The command that measures the same again, with all defaults written out."""
     words = ["amoeba", "bench", "--device", device.type]
@@ -117,6 +132,7 @@ def command_line(
         words += [word for peer in peers for word in ("--peer", peer)]
     words += [word for name in ours or () for word in ("--ours", name)]
     words += [] if sustained is None else ["--sustained", f"{sustained:g}"]
+    words += ["--graphs"] if graphs else []
     return shlex.join(words)
 
 
@@ -132,6 +148,7 @@ def run(
     ceilings: Callable[[torch.device, Sequence[torch.dtype]], Ceilings] | None = measure_ceilings,
     ours: Sequence[str] | None = None,
     sustained: float | None = None,
+    graphs: bool = False,
 ) -> tuple[dict[str, Any], bool]:
     """Prints the tables; returns the document, and False if an implementation of ours was refused as wrong.
 
@@ -143,7 +160,7 @@ def run(
         output.progress("measuring the ceilings of this device: a dense product and a copy")
         limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
         output.line(limits.line())
-    command = command_line(shapes, device, dtypes, passes, repeats, peers, ours, sustained)
+    command = command_line(shapes, device, dtypes, passes, repeats, peers, ours, sustained, graphs)
     reports: list[Report] = []
 
     def document_of(finished: bool) -> dict[str, Any]:
@@ -156,7 +173,9 @@ def run(
             (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
 
     # Lines and no spinner: a spinner is a thread that would run while others are timed.
-    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep, ours, sustained)
+    run_suite(
+        shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep, ours, sustained, graphs
+    )
     document = document_of(finished=True)
     if path is not None:
         write_again(path, document)
@@ -186,6 +205,7 @@ def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
         output.line(f"  {note}")
     if any(measurement.sustained for measurement in timed):
         _print_sustained(title, report, timed, limits, output)
+    print_captured(title, timed, output)
     for measurement in report.measurements:
         if measurement.status != "timed":
             style = "bold red" if measurement.status == "refused" else None

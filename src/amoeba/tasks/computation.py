@@ -112,7 +112,7 @@ class Computation(Regions):
         return (values[0] @ self.gate_up_EJH[expert, :, self._columns(task)],)
 
     def _down_weights(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        hidden, intermediate = self.down_EHI.shape[1:]
+        intermediate = self.down_EHI.shape[2]
         tiles = range(*self.graph.tile_range(task.item))
         scaled_a, cells = values[: len(tiles)], list(values[len(tiles) :])
         dy = []
@@ -120,15 +120,15 @@ class Computation(Regions):
             count = len(self.graph.sources(tile))
             dy.append(self._dy(tile, cells[:count]))
             del cells[:count]
-        height, width = self._matrix_tile(task, hidden, intermediate)
-        return (_product(dy, scaled_a, height, width, self.down_EHI),)
+        at = self._matrix_tiles(task, intermediate)
+        return tuple(_product(dy, scaled_a, height, width, self.down_EHI) for height, width in at)
 
     def _up_weights(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rows = self.graph.rows
         tiles = (rows.tiles[tile] for tile in range(*self.graph.tile_range(task.item)))
         x = [self.x_NH[tile.first : tile.end] for tile in tiles]
-        height, width = self._matrix_tile(task, *self.gate_up_EJH.shape[1:])
-        return (_product(values, x, height, width, self.gate_up_EJH),)
+        at = self._matrix_tiles(task, self.gate_up_EJH.shape[2])
+        return tuple(_product(values, x, height, width, self.gate_up_EJH) for height, width in at)
 
     def _return(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         graph = self.graph
@@ -201,13 +201,16 @@ class Computation(Regions):
         block = widths[task.kind]
         return slice(task.part * block, (task.part + 1) * block)
 
-    def _matrix_tile(self, task: Task, height: int, width: int) -> tuple[slice, slice]:
+    def _matrix_tiles(self, task: Task, width: int) -> list[tuple[slice, slice]]:
         tiling = self.graph.tiling
-        line, column = divmod(task.part, -(-width // tiling.weight_columns))
-        return (
-            slice(line * tiling.weight_rows, (line + 1) * tiling.weight_rows),
-            slice(column * tiling.weight_columns, (column + 1) * tiling.weight_columns),
-        )
+        places = (divmod(tile, -(-width // tiling.weight_columns)) for tile in self.graph.bundled(task))
+        return [
+            (
+                slice(line * tiling.weight_rows, (line + 1) * tiling.weight_rows),
+                slice(column * tiling.weight_columns, (column + 1) * tiling.weight_columns),
+            )
+            for line, column in places
+        ]
 
 
 def _product(left: Sequence[Tensor], right: Sequence[Tensor], height: slice, width: slice, like: Tensor) -> Tensor:

@@ -32,8 +32,12 @@ UP_WEIGHTS = tl.constexpr(int(Kind.UP_WEIGHTS))
 COMBINE = tl.constexpr(int(Kind.COMBINE))
 
 
+_SMALL = tl.constexpr(46340)  # squares up to here fit 32 bits; a division of 64 bits is a call on a GPU
+_ZEROED = 512  # counters at a time, by each program
+
+
 class Layout(NamedTuple):
-    """All that decoding needs beside the table: tN, tNx, tiles of an expert's two gradients, blocks of tokens."""
+    """All that decoding needs beside the table: tN, tNx, tasks of an expert's two gradients, blocks of tokens."""
 
     experts: int
     row_block: int
@@ -46,6 +50,7 @@ class Layout(NamedTuple):
     group: int
     mixed: bool = False
     kept: int = 1
+    behind: int = 0
 
     @property
     def late(self) -> int:
@@ -69,6 +74,7 @@ class Layout(NamedTuple):
             "WAVES": waves,
             "LATE": self.late,
             "MIXED": int(self.mixed),
+            "BEHIND": self.behind,
             "BLOCK_G": next_power_of_2(waves),
             "GROUP": self.group,
         }
@@ -83,30 +89,39 @@ class Table(NamedTuple):
     place_E: Tensor
 
 
-def make_table(offs_E: Tensor, row_block: int) -> Table:
+def make_table(offs_E: Tensor, row_block: int, counters: Tensor | None = None) -> Table:
+    """counters: zeroed by the same launch."""
     experts = offs_E.shape[0]
     made = torch.empty(3 * experts + 1, dtype=torch.int32, device=offs_E.device)
     heaviest_E, first_tile, place_E = made[:experts], made[experts : 2 * experts + 1], made[2 * experts + 1 :]
     block = next_power_of_2(experts)
     part = min(block, 32)
     _make_table[(block // part,)](
-        offs_E, heaviest_E, first_tile, place_E, EXPERTS=experts, BLOCK_E=block, BLOCK_PART=part, BLOCK_M=row_block
-    )
+        offs_E, heaviest_E, first_tile, place_E, counters, 0 if counters is None else counters.numel(), EXPERTS=experts,
+        BLOCK_E=block, BLOCK_PART=part, BLOCK_M=row_block, ZEROED=_ZEROED,
+    )  # fmt: skip
     return Table(heaviest_E, first_tile, place_E)
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _make_table(
     offs_E,
     heaviest_E,
     first_tile,
     place_E,
+    counters,
+    count,
     EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_PART: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ZEROED: tl.constexpr,
 ):
+    if counters is not None:
+        for first in range(tl.program_id(0) * ZEROED, count, tl.num_programs(0) * ZEROED):
+            at = first + tl.arange(0, ZEROED)
+            tl.store(counters + at, 0, mask=at < count)
     expert_E = tl.arange(0, BLOCK_E)
     expert_P = tl.program_id(0) * BLOCK_PART + tl.arange(0, BLOCK_PART)
     rows_E, rows_P = rows_of(offs_E, expert_E, EXPERTS), rows_of(offs_E, expert_P, EXPERTS)
@@ -128,8 +143,8 @@ def count_tickets(
     EXPERTS: tl.constexpr,
     TN: tl.constexpr,
     TNX: tl.constexpr,
-    DOWN_PARTS: tl.constexpr,
-    UP_PARTS: tl.constexpr,
+    DOWN_PARTS,
+    UP_PARTS,
     TOKEN_BLOCKS,
 ):
     return tl.load(first_tile + EXPERTS) * (TN + 1 + TNX) + EXPERTS * (DOWN_PARTS + UP_PARTS) + TOKEN_BLOCKS
@@ -139,9 +154,12 @@ def count_tickets(
 def _merged(index, first, second):
     """Whether the index-th ticket of two lanes belongs to the first, and its place there: `graph.merged`."""
     both = tl.maximum(first + second, 1)
-    before = (index.to(tl.int64) * first // both).to(tl.int32)
-    after = ((index.to(tl.int64) + 1) * first // both).to(tl.int32)
-    return after > before, before, index - before
+    if tl.maximum(index, first) <= _SMALL:
+        before = index * first // both
+    else:
+        before = (index.to(tl.int64) * first // both).to(tl.int32)
+    left = index.to(tl.int64) * first - before.to(tl.int64) * both  # the next one is of the first lane if this is full
+    return left + first >= both, before, index - before
 
 
 @triton.jit
@@ -153,13 +171,14 @@ def decode_ticket(
     EXPERTS: tl.constexpr,
     TN: tl.constexpr,
     TNX: tl.constexpr,
-    DOWN_PARTS: tl.constexpr,
-    UP_PARTS: tl.constexpr,
+    DOWN_PARTS,
+    UP_PARTS,
     TOKEN_BLOCKS,
     WAVE,
     WAVES,
     LATE,
     MIXED,
+    BEHIND,
     GROUP: tl.constexpr,
 ):
     """(kind, item, part) of a ticket, as `Task` has them. wave_G: 0 to BLOCK_G, which Gluon wants laid out."""
@@ -199,11 +218,14 @@ def decode_ticket(
             item = tl.load(heaviest_E + begin + weight_index // DOWN_PARTS)
     else:
         index -= beside + tiles * TNX + experts * DOWN_PARTS
-        blocks = 0 * index
+        blocks, beside = 0 * index, experts * UP_PARTS
         if wave == WAVES - 1:
             begin, experts = 0 * index + LATE, EXPERTS - LATE + 0 * index
             blocks += TOKEN_BLOCKS
-        is_weight, weight_index, block = _merged(index, experts * UP_PARTS, blocks)
+            beside = tl.maximum(experts * UP_PARTS - BEHIND, 0)
+        is_weight, weight_index, block = _merged(index, beside, blocks)
+        if index >= beside + blocks:
+            is_weight, weight_index = index >= 0, index - blocks
         if is_weight:
             kind, part = 0 * index + UP_WEIGHTS, weight_index % UP_PARTS
             item = tl.load(heaviest_E + begin + weight_index // UP_PARTS)
@@ -254,6 +276,7 @@ def _decode(
     WAVES: tl.constexpr,
     LATE: tl.constexpr,
     MIXED: tl.constexpr,
+    BEHIND: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -276,6 +299,7 @@ def _decode(
             WAVES,
             LATE,
             MIXED,
+            BEHIND,
             GROUP,
         )
         line = out + 3 * index

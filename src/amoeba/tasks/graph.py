@@ -105,11 +105,12 @@ class Signal(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """All tasks of a kind that belong to a wave of experts; wave 0 for kinds that know no waves."""
+    """The tasks of a kind that belong to a wave of experts, from the first-th on; wave 0 for kinds without waves."""
 
     kind: Kind
     wave: int
     size: int
+    first: int = 0
 
 
 class Graph(Reach):
@@ -149,15 +150,24 @@ class Graph(Reach):
         return self.tN + 1 + self.tNx
 
     def parts(self, kind: Kind) -> int:
-        """Tiles of columns of a row tile, or tiles of an expert's matrix."""
-        tiling, (hidden, intermediate, _, _) = self.tiling, self.sizes
+        """Tiles of columns of a row tile, or bundles of tiles of an expert's matrix."""
+        tiling = self.tiling
         if kind in (Kind.DOWN, Kind.UP):
             return self.tN if kind == Kind.DOWN else self.tNx
-        if kind == Kind.DOWN_WEIGHTS:
-            return blocks(hidden, tiling.weight_rows) * blocks(intermediate, tiling.weight_columns)
-        if kind == Kind.UP_WEIGHTS:
-            return blocks(self.sizes.width, tiling.weight_rows) * blocks(hidden, tiling.weight_columns)
-        return blocks(hidden, tiling.router_columns) if kind == Kind.ROUTER_WEIGHTS else 1
+        if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
+            return blocks(self.matrix_tiles(kind), tiling.bundle)
+        return blocks(self.sizes.hidden, tiling.router_columns) if kind == Kind.ROUTER_WEIGHTS else 1
+
+    def matrix_tiles(self, kind: Kind) -> int:
+        """Of an expert's gradient of down or of gate_up."""
+        tiling, (hidden, intermediate, _, _) = self.tiling, self.sizes
+        height, width = (hidden, intermediate) if kind == Kind.DOWN_WEIGHTS else (self.sizes.width, hidden)
+        return blocks(height, tiling.weight_rows) * blocks(width, tiling.weight_columns)
+
+    def bundled(self, task: Task) -> range:
+        """The tiles of a weight's gradient that a task computes."""
+        first, tiles = task.part * self.tiling.bundle, self.matrix_tiles(task.kind)
+        return range(first, min(first + self.tiling.bundle, tiles))
 
     # --- order ---
 
@@ -176,7 +186,10 @@ class Graph(Reach):
             if wave < first_kept:
                 runs.append((self._lane(Kind.UP_WEIGHTS, wave),))
         runs.append((self._lane(Kind.RETURN),))  # before all that waits for what peers return
-        runs.append((self._lane(Kind.UP_WEIGHTS, first_kept), self._lane(Kind.COMBINE)))
+        kept = self._lane(Kind.UP_WEIGHTS, first_kept)
+        beside = kept.size - min(self.tiling.behind, kept.size)
+        runs.append((kept._replace(size=beside), self._lane(Kind.COMBINE)))
+        runs.append((kept._replace(size=kept.size - beside, first=beside),))
         runs.append((self._lane(Kind.ROUTER),))
         runs.append((self._lane(Kind.ROUTER_WEIGHTS),))
         return [run for run in runs if any(lane.size for lane in run)]
@@ -215,7 +228,7 @@ class Graph(Reach):
         runs, starts = self._starts
         place = bisect_right(starts, ticket) - 1
         lane, index = merged(runs[place], ticket - starts[place])
-        return self.lane_task(lane.kind, lane.wave, index)
+        return self.lane_task(lane.kind, lane.wave, lane.first + index)
 
     def lane_task(self, kind: Kind, wave: int, index: int) -> Task:
         if kind in (Kind.SEND, Kind.RETURN):

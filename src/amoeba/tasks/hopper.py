@@ -9,16 +9,18 @@ For one rank, without router, biases and LoRA. Gradients have the bits of `Hoppe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from amoeba.config import Activation
+from amoeba.errors import bad_value
 from amoeba.kernels.activate import WIDEST_BACKWARD
 from amoeba.kernels.activation import constants
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
@@ -36,11 +38,44 @@ from amoeba.tasks.own_first import make_own_table
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
 MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
-TOKENS = 32  # that are combined by one task: to find out whether their rows are there takes as long as to add up ten
 # The order of tickets, see `order_of`. Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less
 # than one turn of all programs (sonic_a, qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up
 # takes about twice as long as the sums over tokens, which are bound by memory, so that they can run beside it.
 LEAST_WAVE, ROUNDS, BESIDE_TOKENS = 8, 2, 360
+
+
+class Order(NamedTuple):
+    """How the programs go about their tickets; the bits are the same in each. `ORDERS` has those that were thought of.
+
+    ahead:  a program's next ticket is on its way while it finds out what this one is, not drawn behind its task.
+    halves: where a row tile has 64 rows or fewer, the warpgroup of the other 64 multiplies nothing.
+    stages: so many tiles of a weight's gradient are one task as make so many stages; a tile at least.
+    behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
+    mixed:  as in `Tiling`.
+    tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
+    """
+
+    ahead: bool = False
+    halves: bool = False
+    stages: int = 0
+    behind: int = 0
+    mixed: bool = False
+    tokens: int = 32
+
+
+MEASURED = Order()
+ORDERS = {
+    "measured": MEASURED,
+    "ahead": Order(ahead=True),
+    "halves": Order(halves=True),
+    "bundles": Order(stages=4),
+    "behind": Order(behind=30),
+    "small": Order(ahead=True, halves=True, stages=4, behind=30),
+    "small mixed": Order(ahead=True, halves=True, stages=4, behind=30, mixed=True),
+    "small tokens": Order(ahead=True, halves=True, stages=4, behind=30, tokens=8),
+    "small bundles": Order(ahead=True, halves=True, stages=8, behind=30),
+}
+ORDER_VARIABLE = "AMOEBA_TASKS_ORDER"
 
 
 @dataclass(frozen=True)
@@ -58,7 +93,7 @@ class Plan:
     LIMIT: float
     UP_SHIFT: float
     GROUP: int = GROUP
-    TOKENS: int = TOKENS
+    TOKENS: int = MEASURED.tokens
     # As the functions of the product ask it: rows may be gathered, the matrix lies along its columns.
     GATHER: bool = True
     PAIRED: bool = False
@@ -67,6 +102,10 @@ class Plan:
     # Over ranks, where dy of others is still on its way: how many, and the transport's programs that take rows.
     RANKS: int = 1
     TAKERS: int = 1
+    # See `Order`.
+    AHEAD: bool = False
+    HALVES: bool = False
+    BUNDLED: bool = False
 
     @property
     def J(self) -> int:
@@ -94,11 +133,11 @@ class Plan:
         return cdiv(self.H, BLOCK_N)
 
     @property
-    def DOWN_PARTS(self) -> int:
+    def DOWN_TILES(self) -> int:
         return self.H_TILES * self.I_TILES
 
     @property
-    def UP_PARTS(self) -> int:
+    def UP_TILES(self) -> int:
         return self.H_TILES * self.J_TILES
 
     @property
@@ -177,15 +216,16 @@ class Plan:
         warps = min(4, self.BLOCK // (8 * lanes))
         return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4 // warps, warps], [1, 0])
 
-    def layout(self, tokens: int, rows: int, programs: int) -> Layout:
-        parts = (self.TN, self.TNX, self.DOWN_PARTS, self.UP_PARTS)
-        wave, mixed, kept = order_of(self, rows, programs)
-        return Layout(self.EXPERTS, BLOCK_M, *parts, cdiv(tokens, self.TOKENS), wave, self.GROUP, mixed, kept)
+    def layout(self, tokens: int, rows: int, programs: int, order: Order = MEASURED) -> Layout:
+        bundle = bundle_of(rows, self.EXPERTS, order)
+        parts = (self.TN, self.TNX, cdiv(self.DOWN_TILES, bundle), cdiv(self.UP_TILES, bundle))
+        wave, kept = order_of(self, rows, programs)
+        layout = Layout(self.EXPERTS, BLOCK_M, *parts, cdiv(tokens, self.TOKENS), wave, self.GROUP, order.mixed, kept)
+        return layout._replace(behind=(self.EXPERTS - layout.late) * layout.up_weight_parts * order.behind // 100)
 
 
-def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, bool, int]:
-    """Experts of a wave, whether its gradients of down come among dx, and how many waves' gradients of gate_up are
-    kept for the end: see `Tiling`.
+def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, int]:
+    """Experts of a wave, and how many waves' gradients of gate_up are kept for the end: see `Tiling`.
 
     A wave is at least ROUNDS turns of all programs in DOWN: so that by the time a row pass or dx is handed out, what it
     waits for is done. It is no larger, so that its rows stay in the second-level cache.
@@ -193,7 +233,21 @@ def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, bool, int]:
     tiles = max(1, cdiv(rows, plan.EXPERTS * BLOCK_M)) * plan.TN  # of an expert, if all have as many rows
     wave = max(LEAST_WAVE, next_power_of_2(cdiv(ROUNDS * programs, tiles)))
     waves = cdiv(plan.EXPERTS, wave)
-    return wave, False, max(1, min(waves, cdiv(waves * BESIDE_TOKENS, plan.J)))
+    return wave, max(1, min(waves, cdiv(waves * BESIDE_TOKENS, plan.J)))
+
+
+def bundle_of(rows: int, experts: int, order: Order) -> int:
+    """Tiles of a weight's gradient in one task."""
+    stages = max(1, cdiv(rows, experts * BLOCK_K))  # of a tile, if all experts have as many rows
+    return max(1, order.stages // stages)
+
+
+def chosen_order() -> Order:
+    """That of the environment, else the one that was measured."""
+    name = os.environ.get(ORDER_VARIABLE, "measured")
+    if name not in ORDERS:
+        raise bad_value(ORDER_VARIABLE, f"one of {', '.join(ORDERS)}", repr(name), "leave it unset")
+    return ORDERS[name]
 
 
 def _within_a_warp(size: int) -> Any:
@@ -224,21 +278,24 @@ def hopper_backward(
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
     arrival: Arrival | None = None,
+    order: Order | None = None,
 ) -> Scheduled:
-    """As `scheduled_backward`; the rows of dy and x begin at multiples of 16 bytes."""
+    """As `scheduled_backward`; the rows of dy and x begin at multiples of 16 bytes. order: None for `chosen_order`."""
+    order = chosen_order() if order is None else order
     order_N, slot_row_N, offs_E = maps
     (tokens, hidden), (experts, _, intermediate) = x_TH.shape, down_EHI.shape
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
-    plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    table, letter, sends = make_table(offs_E, BLOCK_M), None, 0
+    bundle = bundle_of(rows, experts, order)
+    plan = plan_of(hidden, intermediate, experts, top_k, activation, order, bundle > 1)
+    most_tiles = slots(rows, experts, BLOCK_M)
+    counters = torch.empty(1 + experts + most_tiles, dtype=torch.int32, device=device)
+    table, letter, sends = make_table(offs_E, BLOCK_M, counters), None, 0
     if arrival is not None:
         plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers)
         own = make_own_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
         letter, sends = write_letter(arrival, own), arrival.sends
     programs = multiprocessors(device)
-    layout = plan.layout(tokens, rows, programs)
-    most_tiles = slots(rows, experts, BLOCK_M)
-    counters = torch.zeros(1 + experts + most_tiles, dtype=torch.int32, device=device)
+    layout = plan.layout(tokens, rows, programs, order)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
     both = h_NJ.new_empty(rows * (intermediate + hidden))  # dx behind dA', as the kernel looks for it
     da_NI, dx_NH = both[: rows * intermediate].view(rows, -1), both[rows * intermediate :].view(rows, -1)
@@ -278,8 +335,18 @@ def hopper_backward(
         layout.wave,
         layout.late,
         int(layout.mixed),
+        layout.behind,
+        bundle,
     )
     return found
+
+
+@cache
+def plan_of(
+    hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, order: Order, bundled: bool
+) -> Plan:
+    plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
+    return replace(plan, TOKENS=order.tokens, AHEAD=order.ahead, HALVES=order.halves, BUNDLED=bundled)
 
 
 @cache

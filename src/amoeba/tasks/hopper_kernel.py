@@ -30,13 +30,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from amoeba.kernels.hopper.descriptor import reinterpret
-from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
-from amoeba.kernels.hopper.product_kernel import column_parts, fill_product, multiply_stage, row_pointers, store_tile
+from amoeba.kernels.hopper.product_kernel import fill_product, row_pointers
 from amoeba.kernels.launch import quick
-from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.clock import note_task, now
 from amoeba.tasks.decoder import (
     ACTIVATE,
@@ -73,6 +71,8 @@ from amoeba.tasks.hopper_queue import (
     STAGES,
     STOP,
     TASKS,
+    draw,
+    drawn_ticket,
     is_there,
     pass_on,
     take,
@@ -81,11 +81,8 @@ from amoeba.tasks.hopper_queue import (
     wait_for_tokens,
 )
 from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines, fill_tokens
+from amoeba.tasks.hopper_tiles import fill_gradients, multiply, pass_over, sum_tile
 from amoeba.tasks.own_first import own_tiles_first
-
-# A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
-# microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two multiplies.
-TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 
 @gluon.jit
@@ -97,7 +94,7 @@ def _produce(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
     dy, x, da, dh, expert_TK = sources
     order, slot_row, offs_E, heaviest_E = maps
-    wave, late, mixed = schedule
+    wave, late, mixed, behind, bundle = schedule
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
@@ -107,7 +104,13 @@ def _produce(
     wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
     places = gl.arange(0, PLAN.BLOCK_E, PLAN.EXPERT_LAYOUT)
     token_blocks = gl.cdiv(tokens, PLAN.TOKENS)
-    total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, token_blocks)
+    if PLAN.BUNDLED:
+        down_parts = gl.cdiv(PLAN.DOWN_TILES, bundle)
+        up_parts = gl.cdiv(PLAN.UP_TILES, bundle)
+    else:
+        down_parts: gl.constexpr = PLAN.DOWN_TILES
+        up_parts: gl.constexpr = PLAN.UP_TILES
+    total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, down_parts, up_parts, token_blocks)
     sends = 0 * total
     if PLAN.RANKS > 1:
         sends = number(letter, SENDS)
@@ -116,10 +119,11 @@ def _produce(
     passed = 0
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
+        if PLAN.AHEAD:  # on its way while this one's task is found out and waits at its gates
+            drawn = draw(counters, tokens)
         kind, item, part = decode_ticket(
             gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX,
-            PLAN.DOWN_PARTS, PLAN.UP_PARTS, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, mixed,
-            PLAN.GROUP,
+            down_parts, up_parts, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, mixed, behind, PLAN.GROUP,
         )  # fmt: skip
         if PLAN.RANKS > 1:
             if ticket < sends:
@@ -166,16 +170,14 @@ def _produce(
                 PLAN.H, PLAN.H, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif kind == DOWN_WEIGHTS:
-            h, w = grouped_order(part, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
-            count = fill_gradient(
-                scaled_a_desc, dy, da, order, left_bufs, matrix_bufs, full, empty, count, h, w, row, end, PLAN.H,
-                PLAN.I, PLAN.H, PLAN.I, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            count = fill_gradients(
+                scaled_a_desc, dy, da, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
+                PLAN.I, PLAN.I_TILES, PLAN.DOWN_TILES, PLAN,
             )  # fmt: skip
         elif kind == UP_WEIGHTS:
-            h, w = grouped_order(part, PLAN.H_TILES, PLAN.J_TILES, PLAN.GROUP)
-            count = fill_gradient(
-                dh_desc, x, dh, order, left_bufs, matrix_bufs, full, empty, count, h, w, row, end, PLAN.H,
-                PLAN.J, PLAN.H, PLAN.J, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            count = fill_gradients(
+                dh_desc, x, dh, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
+                PLAN.J, PLAN.J_TILES, PLAN.UP_TILES, PLAN,
             )  # fmt: skip
         elif kind == ACTIVATE:
             count = fill_lines(
@@ -183,23 +185,25 @@ def _produce(
             )
         elif kind == COMBINE:
             count = fill_tokens(item, dx, slot_row, token_bufs, full, empty, count, tokens, rows, PLAN)
-        ticket = gl.atomic_add(counters, 1, sem="relaxed")
+        if PLAN.AHEAD:
+            ticket = drawn_ticket(drawn)
+        else:
+            ticket = gl.atomic_add(counters, 1, sem="relaxed")
     pass_on(queue, passed, STOP, 0, 0, 0, 0, 0, 0)
 
 
 @gluon.jit
 def _consume(
     descriptors, results, sources, counters, queue, ring, staging, letter, trace, tokens, rows, intermediate,
-    WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+    bundle, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each task."""
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
     weight, order, slot_row = sources
-    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
+    _, _, _, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, all_scales = staging
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     scales = all_scales.index(WARPGROUP)
     count = 0
     taken = 0
@@ -221,59 +225,40 @@ def _consume(
         if trace is not None:
             started = now(trace, False)
         if (kind == DOWN) | (kind == UP):
-            acc = gl.zeros((64, 256), gl.float32, mma)
             depth = gl.where(kind == DOWN, PLAN.H, PLAN.J)
-            tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
-            for k in range(0, depth, BLOCK_K):
-                acc = multiply_stage(
-                    acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
-                )
-                count += 1
-                if k == tell_at:
-                    tell(untold, counters, PLAN)
-            ahead = is_there(queue, taken)
-            if ahead:  # while the last stage is multiplied
-                next_task = take(queue, taken)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-            quarters = column_parts(acc, 4)
-            for quarter in gl.static_range(4):
-                first_row = row + WARPGROUP * 64
-                column = part * 256 + quarter * 64
-                buffer = buffers.index(WARPGROUP * 2 + quarter % 2)
-                if kind == DOWN:
-                    store_tile(quarters[quarter], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0, 1)
+            if PLAN.HALVES * WARPGROUP == 1:
+                if row + 64 < end:
+                    count, ahead, next_task = multiply(
+                        next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, untold,
+                        depth, WARPGROUP, PLAN,
+                    )  # fmt: skip
                 else:
-                    store_tile(quarters[quarter], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0, 1)
+                    tell(untold, counters, PLAN)
+                    count = pass_over(full, empty, count, depth)
+            else:
+                count, ahead, next_task = multiply(
+                    next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, untold, depth,
+                    WARPGROUP, PLAN,
+                )  # fmt: skip
             untold = item * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
-            acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
-            tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
-            for first in range(row, end, BLOCK_K):
-                acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
-                count += 1
-                if (first <= tell_at) & (tell_at < first + BLOCK_K):
-                    tell(untold, counters, PLAN)
-            ahead = is_there(queue, taken)
-            if ahead:
-                next_task = take(queue, taken)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > row)
-            if end == row:
-                tell(untold, counters, PLAN)
-            untold = -1
-            if kind == DOWN_WEIGHTS:
-                h, w = grouped_order(part, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
-                store_gradient(
-                    acc, buffers, d_down, d_down_desc, expert, h, w, PLAN.H, PLAN.I, WARPGROUP, False, BLOCK_M,
-                    BLOCK_N, 2,
-                )  # fmt: skip
+            gradients = (d_down, d_gate_up, d_down_desc, d_gate_up_desc)
+            if PLAN.BUNDLED:
+                tiles = gl.where(kind == DOWN_WEIGHTS, PLAN.DOWN_TILES, PLAN.UP_TILES)
+                stop = gl.minimum((part + 1) * bundle, tiles)
+                task = next_task
+                for tile in range(part * bundle, stop):
+                    count, ahead, next_task = sum_tile(
+                        task, next_task, tile, tile + 1 == stop, gradients, buffers, counters, queue, ring, count,
+                        taken, untold, WARPGROUP, PLAN,
+                    )  # fmt: skip
+                    untold = -1
             else:
-                h, w = grouped_order(part, PLAN.H_TILES, PLAN.J_TILES, PLAN.GROUP)
-                store_gradient(
-                    acc, buffers, d_gate_up, d_gate_up_desc, expert, h, w, PLAN.H, PLAN.J, WARPGROUP, True, BLOCK_M,
-                    BLOCK_N, 2,
+                count, ahead, next_task = sum_tile(
+                    next_task, next_task, part, True, gradients, buffers, counters, queue, ring, count, taken, untold,
+                    WARPGROUP, PLAN,
                 )  # fmt: skip
+            untold = -1
         elif kind == ACTIVATE:
             count = activate(
                 da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row, end,
@@ -300,12 +285,12 @@ def _consume(
 
 
 @quick
-@gluon.jit(do_not_specialize=["tokens", "rows", "wave", "late", "mixed"])
+@gluon.jit(do_not_specialize=["tokens", "rows", "wave", "late", "mixed", "behind", "bundle"])
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
     slot_row, offs_E, heaviest_E, counters, letter, trace, tokens, rows, intermediate, wave, late, mixed,
-    PLAN: gl.constexpr,
+    behind, bundle, PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -345,15 +330,15 @@ def backward_kernel(
         [
             (_consume, (
                 stores, results, (weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
-                intermediate, gl.constexpr(0), PLAN,
+                intermediate, bundle, gl.constexpr(0), PLAN,
             )),
             (_consume, (
                 stores, results, (weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
-                intermediate, gl.constexpr(1), PLAN,
+                intermediate, bundle, gl.constexpr(1), PLAN,
             )),
             (_produce, (
                 loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, letter, tokens, rows, intermediate,
-                (wave, late, mixed), PLAN,
+                (wave, late, mixed, behind, bundle), PLAN,
             )),
         ],
         [4, 4],

@@ -52,6 +52,22 @@ def tell(untold, counters, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def draw(counters, tokens):
+    """The next ticket, on its way to the first thread: nobody waits for it before `drawn_ticket`.
+
+    The compiler must not see that all threads name one address: it would draw once for a whole warp, and wait for that.
+    """
+    lane = gl.arange(0, 128, ONE)
+    nothing = gl.minimum(tokens, 0)  # as only we know
+    return gl.atomic_add(counters + nothing * lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def drawn_ticket(drawn):
+    return gl.max(gl.where(gl.arange(0, 128, ONE) == 0, drawn, 0), 0)
+
+
+@gluon.jit
 def wait_for_tokens(
     block, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN: gl.constexpr
 ):

@@ -101,13 +101,13 @@ def scheduled_backward(
         WAVE,
         GROUP,
     )
-    table = make_table(offs_E, layout.row_block)
+    most_tiles = slots(rows, experts, down.block_m)
+    counters = torch.empty(1 + experts + most_tiles, dtype=torch.int32, device=device)
+    table = make_table(offs_E, layout.row_block, counters)
     own: tuple[Tensor | None, ...] = (None, None)
     if arrival is not None:
         own = make_own_table(order_N, offs_E, table, layout.row_block, top_k, *arrival.rows)
     sends = 0 if arrival is None else arrival.sends
-    most_tiles = slots(rows, experts, down.block_m)
-    counters = torch.zeros(1 + experts + most_tiles, dtype=torch.int32, device=device)
     at_once, block = combine_block(hidden, top_k)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
     scaled_a_NI, dx_NH = h_NJ.new_empty((rows, intermediate)), h_NJ.new_empty((rows, hidden))
@@ -265,6 +265,7 @@ def _backward(
     WAVES: tl.constexpr,
     LATE: tl.constexpr,
     MIXED: tl.constexpr,
+    BEHIND: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -321,6 +322,7 @@ def _backward(
             WAVES,
             LATE,
             MIXED,
+            BEHIND,
             GROUP,
         )
         if RANKS > 1:

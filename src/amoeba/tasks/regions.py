@@ -68,13 +68,10 @@ class Regions:
             return [self._here("dx of experts", item), self._here("d_weight", item)]
         if kind == Kind.ROUTER:
             return [self._here("dx", item), self._here("d_logits", item)]
-        name = {
-            Kind.DOWN: "da",
-            Kind.DOWN_WEIGHTS: "d_down",
-            Kind.UP_WEIGHTS: "d_gate_up",
-            Kind.ROUTER_WEIGHTS: "d_gate",
-        }[kind]
-        return [self._here(name, item, part)]
+        if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
+            name = "d_down" if kind == Kind.DOWN_WEIGHTS else "d_gate_up"
+            return [self._here(name, item, tile) for tile in self.graph.bundled(task)]
+        return [self._here("da" if kind == Kind.DOWN else "d_gate", item, part)]
 
     def _here(self, name: str, *at: int) -> Region:
         return Region(self.rank, name, at)

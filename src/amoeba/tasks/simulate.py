@@ -106,7 +106,8 @@ def all_tasks(graph: Graph) -> Iterator[Task]:
     ):
         lines, columns = range(0, height, tiling.weight_rows), range(0, width, tiling.weight_columns)
         for expert in range(rows.experts):
-            yield from (Task(kind, expert, part) for part in range(len(lines) * len(columns)))
+            bundles = range(0, len(lines) * len(columns), tiling.bundle)
+            yield from (Task(kind, expert, part) for part in range(len(bundles)))
     for peer in graph.peers:
         yield from (Task(Kind.SEND, peer, part) for part in range(len(range(0, len(rows.sent[peer]), tiling.sent))))
         if graph.is_remote(peer):

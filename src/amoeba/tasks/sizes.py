@@ -31,6 +31,10 @@ class Tiling(NamedTuple):
     mixed:        a wave's gradients of down are handed out among its tiles of dx, else behind them.
     kept:         so many of the last waves have their gradients of gate_up handed out at the end, beside the sums over
                   tokens; at least one.
+    behind:       so many tickets of those kept for the end come behind the sums instead of among them: who takes the
+                  last sum is not the last to end then.
+    bundle:       tiles of a weight's gradient that are one task: of an expert with few rows, a ticket and its gate take
+                  longer than a tile.
     group:        so many row tiles sweep the columns together, so that they meet in the L2 cache.
     """
 
@@ -45,6 +49,8 @@ class Tiling(NamedTuple):
     wave: int = 8
     mixed: bool = False
     kept: int = 1
+    behind: int = 0
+    bundle: int = 1
     group: int = 8
 
 

@@ -45,7 +45,7 @@ def _flop(graph: Graph, task: Task) -> float:
         return 2.0 * tiling.rows * depth * columns
     if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
         count = sum(tile.end - tile.first for tile in rows.tiles[slice(*graph.tile_range(task.item))])
-        return 2.0 * count * tiling.weight_rows * tiling.weight_columns
+        return 2.0 * count * tiling.weight_rows * tiling.weight_columns * len(graph.bundled(task))
     if kind == Kind.ROUTER:
         return 2.0 * len(graph.tokens_of(task.item)) * experts * hidden
     return 2.0 * rows.tokens * experts * tiling.router_columns if kind == Kind.ROUTER_WEIGHTS else 0.0
