@@ -136,6 +136,22 @@ def peers_as_collective(
     return equal, talked
 
 
+def straight_as_collective(
+    rank: int, count: int, steps: list[tuple[int, ...]], **options: Any
+) -> tuple[list[bool], int]:
+    """As `peers_as_collective`, where sums are written into the memory of the rank whose tokens they are of; if they
+    were, in each forward and backward."""
+    from amoeba.kernels import peer_sums
+
+    sent, send_sums = [], peer_sums.send_sums
+    peer_sums.send_sums = lambda *given: sent.append(given) or send_sums(*given)
+    try:
+        found = peers_as_collective(rank, count, steps, "triton", straight=True, **options)
+    finally:
+        peer_sums.send_sums = send_sums
+    return found if len(sent) == 2 * len(steps) else ([False], 0)
+
+
 def started_early(
     rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int, slow: int
 ) -> tuple[list[bool], int]:
