@@ -60,9 +60,9 @@ def test_rows_that_travel_while_own_ones_are_computed_change_no_bit(
 @pytest.mark.parametrize(
     ("count", "options", "steps"),
     [
-        (2, {}, [(3, 5), (0, 4)]),
-        (2, {"overlap": True}, [(3, 5)]),
-        (3, {"most_tokens": 6, "most_rows": 40}, [(2, 0, 6)]),
+        (2, {}, [(3, 5)]),
+        pytest.param(2, {"overlap": True}, [(3, 5), (0, 4)], marks=pytest.mark.thorough),
+        pytest.param(3, {"most_tokens": 6, "most_rows": 40}, [(2, 0, 6)], marks=pytest.mark.thorough),
     ],
     ids=["as they come", "overlapped", "three ranks, fixed room"],
 )
@@ -155,11 +155,11 @@ def test_processes_that_share_a_gpu_have_the_gradients_of_one(transport: str) ->
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_rows_that_travel_meanwhile_change_no_bit() -> None:
+def test_on_a_gpu_rows_that_travel_meanwhile_and_sums_that_go_straight_change_no_bit() -> None:
     """In bf16 and with tiles of own rows alone, so that products run in two parts."""
     with LocalRanks(2) as processes:
         for equal in processes.run(rank_jobs.overlapped_on_gpu, [(rank,) for rank in range(2)]):
-            assert len(equal) == 15 and all(equal)
+            assert len(equal) == 20 and all(equal)
 
 
 def on_gpu(share: Share) -> dict[str, torch.Tensor]:

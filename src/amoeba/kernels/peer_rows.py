@@ -53,6 +53,7 @@ from amoeba.kernels.peer_post import NAMES, ROWS, SLOTS, Plan, Post
 from amoeba.phases import mark
 
 _BYTES_OF_TILE = 131072  # of fp32, by 16 warps: 128 bytes of bf16 of each thread are under way at once
+_BYTES_OF_PUSHED_TILE = 262144  # few programs push, and nothing else runs where they do
 _WARPS = 16
 
 
@@ -98,8 +99,8 @@ def push_rows(
     assert post.pushers % programs == 0
     _push_rows[(programs,)](
         rows, wanted, places, *post.waiting, post.cell_at[channel], post.cell_size[channel], post.rank, post.limit,
-        PARTS=post.pushers // programs, TAKERS=post.takers, **_tile(rows, width), **post.constants(channel),
-        num_warps=_WARPS,
+        PARTS=post.pushers // programs, TAKERS=post.takers, **_tile(rows, width, _BYTES_OF_PUSHED_TILE),
+        **post.constants(channel), num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -154,9 +155,9 @@ def _slot_tile(top_k: int) -> dict[str, int]:
     return {"BLOCK_T": 64, "BLOCK_K": next_power_of_2(top_k)}
 
 
-def _tile(rows: Tensor, width: int) -> dict[str, Any]:
+def _tile(rows: Tensor, width: int, size: int = _BYTES_OF_TILE) -> dict[str, Any]:
     columns = min(next_power_of_2(width), 2048)
-    lines = max(_BYTES_OF_TILE // 4 // columns, 1)
+    lines = max(size // 4 // columns, 1)
     return {"H": width, "BLOCK_T": lines, "BLOCK_H": columns, "ALIGNED": is_aligned(rows, width)}
 
 
@@ -273,14 +274,18 @@ def _push_rows(
         source = rows + tl.load(places + dest) * H
         wanted_T = wanted + tl.load(places + RANKS + dest)
         count = tl.load(places + 2 * RANKS + dest)
+        t = program * BLOCK_T + tl.arange(0, BLOCK_T)
+        goes = tl.load(wanted_T + t, mask=t < count, other=0)
         for first in range(program * BLOCK_T, count.to(tl.int32), programs * BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
-            goes = tl.load(wanted_T + t, mask=t < count, other=0) != 0
+            later = t + programs * BLOCK_T
+            goes_later = tl.load(wanted_T + later, mask=later < count, other=0)  # so that no row waits for it
             for column in range(0, H, BLOCK_H):
                 c = column + tl.arange(0, BLOCK_H)
                 at = t.to(tl.int64)[:, None] * H + c[None, :]
-                mask = goes[:, None] & (c < H)[None, :]
+                mask = (goes != 0)[:, None] & (c < H)[None, :]
                 tl.store(cell + at, tl.load(source + at, mask=mask), mask=mask)
+            goes = goes_later
         add_parts(counter_of(addresses, dest, rank, ARRIVED, CHANNEL, RANKS), PARTS)
 
 

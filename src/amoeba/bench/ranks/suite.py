@@ -154,7 +154,7 @@ class _Run:
         good = [each for each in report.measurements if each.reason is None]
         for measure in (*[self._time] * _ROUNDS, self._divide):
             for found in good:
-                if found.reason is None and not (found.steps == 1 and found.rounds_ms):  # of seconds: once
+                if found.reason is None and (found.ms is None or found.ms < _SECONDS * 500):  # a slow one once
                     measure(found)
                     self._fill_in()
                     self._so_far(report)
