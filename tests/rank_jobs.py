@@ -136,6 +136,27 @@ def peers_as_collective(
     return equal, talked
 
 
+def straight_as_collective(
+    rank: int, count: int, steps: list[tuple[int, ...]], **options: Any
+) -> tuple[list[bool], int]:
+    """As `peers_as_collective`, where sums are written into the memory of the rank whose tokens they are of; if they
+    were, in each forward and backward, and phases were told in their order."""
+    from amoeba.kernels import peer_sums
+    from amoeba.phases import watch_phases
+
+    sent, send_sums = [], peer_sums.send_sums
+    peer_sums.send_sums = lambda *given: sent.append(given) or send_sums(*given)
+    try:
+        with watch_phases(torch.device("cpu")) as phases:
+            found = peers_as_collective(rank, count, steps, "triton", straight=True, **options)
+    finally:
+        peer_sums.send_sums = send_sums
+    told = [name for name, _ in phases.ms()]
+    in_order = ["ids: taken", "rows: own ones copied", "sums: sent", "sums: added", "sums: own ones"]
+    good = len(sent) == 2 * len(steps) and sorted(in_order, key=told.index) == in_order
+    return found if good else ([False], 0)
+
+
 def started_early(
     rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int, slow: int
 ) -> tuple[list[bool], int]:
@@ -162,7 +183,7 @@ def started_early(
 
 
 def overlapped_on_gpu(rank: int) -> list[bool]:
-    """Whether output and gradients have the bits of a pass that waits for all rows, three times."""
+    """Whether output and gradients have the bits of a pass that waits for all rows and sends sums row by row."""
     generator = torch.Generator("cuda").manual_seed(rank)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -175,8 +196,9 @@ def overlapped_on_gpu(rank: int) -> list[bool]:
     x_TH, weight_TK, dy_TH = drawn(tokens, 256), drawn(tokens, 2).float(), drawn(tokens, 256)
     wanted = [x_TH.requires_grad_(), weight_TK.requires_grad_(), *local.tensors()[:2]]
     found = []
-    for overlap in (False, True, True, True):
-        y_TH = experts(x_TH, Routing(expert_TK, weight_TK), replace(layer, overlap=overlap))
+    for overlap, straight in ((False, False), (False, True), (True, False), (True, True), (True, True)):
+        way = replace(layer, overlap=overlap, straight=straight)
+        y_TH = experts(x_TH, Routing(expert_TK, weight_TK), way)
         found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
     return [torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True)]
 

@@ -25,10 +25,14 @@ Save = Literal["h", "inputs", "nothing"]
 class Travel(ABC):
     """Of a pass that begins while rows of other processes are under way to it, and whose sums for them go back early.
 
-    own: the tokens whose rows are there from the beginning: of x in forward, of dy in backward.
+    own:      the tokens whose rows are there from the beginning: of x in forward, of dy in backward.
+    travels:  whether those of the others are still under way when the pass begins, until `wait`.
+    straight: whether rows are given to it before they are summed, to `send_sums` and what follows, and not to `leave`.
     """
 
     own: slice
+    travels: bool = True
+    straight: bool = False
 
     @abstractmethod
     def wait(self) -> None:
@@ -37,6 +41,19 @@ class Travel(ABC):
     @abstractmethod
     def leave(self, rows_TH: Tensor, d_weight_TK: Tensor | None = None) -> None:
         """The others' tokens have their sums in rows_TH, or their gradients, and go while the pass goes on."""
+
+    def send_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> None:
+        """Sums the rows of each of the others' tokens, as `combine` does, straight into the memory of its rank."""
+        raise NotImplementedError
+
+    def add_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+        """The same of own tokens, and adds what the others sent. The result stands for the sums of all tokens: it has
+        their shape, and no memory."""
+        raise NotImplementedError
+
+    def keep_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, d_weight_TK: Tensor | None) -> Tensor:
+        """As `add_sums`, for gradients, and what the others sent is added after the pass. dy is not read any more."""
+        raise NotImplementedError
 
 
 class Problem(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 from amoeba.backends import sorted_rows, travelling_rows
 from amoeba.backends.travelling_rows import TravellingRows
 from amoeba.backends.triton_rows import HopperRows, with_plain_rows
+from amoeba.kernels.combine import combine
 from amoeba.kernels.hopper import product
 from amoeba.kernels.hopper.split_table import split_table
 from amoeba.kernels.sort import sort_rows
@@ -43,6 +44,27 @@ class Watched(Travel):
         self.left["rows"] = rows_TH.clone()
         if d_weight_TK is not None:
             self.left["d_weight"] = d_weight_TK.clone()
+
+
+class Straight(Watched):
+    """Sums rows itself: those of the others' tokens first, while own ones are yet to come."""
+
+    straight = True
+
+    def send_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> None:
+        assert not self.left
+        self.left["rows"] = self._summed(rows_NH, slot_row_TK, weight_TK)
+
+    def add_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+        return self._summed(rows_NH, slot_row_TK, weight_TK)
+
+    def keep_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, d_weight_TK: Tensor | None) -> Tensor:
+        assert d_weight_TK is not None
+        self.left["d_weight"] = d_weight_TK.clone()
+        return self._summed(rows_NH, slot_row_TK, None)
+
+    def _summed(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+        return combine(rows_NH, slot_row_TK, weight_TK, torch.empty(T, H))
 
 
 def tiles_of(table: Tensor) -> list[tuple[int, int, int]]:
@@ -96,14 +118,17 @@ class Whole(HopperRows):
         return cls(with_plain_rows(problem), *(saved[1:] if saved else sort_rows(problem.expert_TK, E)))
 
 
-def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(without_gpu: None) -> None:
+@pytest.mark.parametrize("kind", [Watched, Straight])
+def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
+    without_gpu: None, kind: type[Watched]
+) -> None:
     problem, dy_TH = problem_of()
     y_TH, saved = sorted_rows.forward(problem, "h", Whole)
     assert saved is not None
     needs = Needs(True, True, True, True)
     expected = sorted_rows.backward(problem, Saved(*(each.clone() for each in saved)), dy_TH, needs, Whole)
 
-    there = Watched(problem.x_TH.clone())
+    there = kind(problem.x_TH.clone())
     travelling = problem._replace(x_TH=there.coming, travel=there)
     found, also_saved = sorted_rows.forward(travelling, "h", TravellingRows)
     assert torch.equal(found, y_TH)
@@ -112,7 +137,7 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(with
     assert torch.equal(there.left["rows"][others], y_TH[others])  # whole when they left
     assert not torch.equal(there.left["rows"][OWN], y_TH[OWN])  # while own ones were yet to come
 
-    back = Watched(dy_TH.clone())
+    back = kind(dy_TH.clone())
     assert also_saved is not None
     gradients = sorted_rows.backward(
         travelling._replace(x_TH=problem.x_TH, travel=back), also_saved, back.coming, needs, TravellingRows

@@ -14,6 +14,7 @@ from amoeba.bench.ranks.suite import run_ranks
 from amoeba.bench.ranks.worker import ALONE, RECEIVED, RankJob
 from amoeba.commands import bench_ranks
 from amoeba.parallel.processes import LocalRanks
+from amoeba.phases import mark, watch_phases
 
 JOB = RankJob(2, 6, 16, 8, 4, 2, "cpu", torch.float32)
 
@@ -35,7 +36,18 @@ def test_an_exchange_has_times_memory_and_what_it_hides(processes: LocalRanks, m
     assert report.exchange_ms["collective"] > 0 and report.of("collective").hidden is not None
     assert seen[:3] == [1, 2, 3]  # a run that is stopped keeps what it has
     document = json.loads(json.dumps(make_document([], "amoeba bench", ranks=[report])))
-    assert document["ranks"][0]["measurements"][2]["rounds_ms"]
+    found = document["ranks"][0]["measurements"][2]
+    assert found["rounds_ms"] and [name for name, _ in found["phases"]] == ["the rest", "backward: the rest"]
+
+
+def test_phases_of_a_step_are_told_in_their_order_and_add_up_to_it() -> None:
+    device = torch.device("cpu")
+    mark("nobody listens")
+    with watch_phases(device) as found:
+        for name in ("", "rows: sent", "products"):
+            mark(name)
+    assert [name for name, _ in found.ms()] == ["rows: sent", "products"]
+    assert all(ms >= 0 for _, ms in found.ms())
 
 
 def test_an_exchange_with_other_bits_gets_no_time_and_one_that_fails_does_not_end_the_others(
@@ -57,6 +69,7 @@ def test_an_exchange_with_other_bits_gets_no_time_and_one_that_fails_does_not_en
                 return [worker.Found(["down"] if name == "wrong" else [], 5)] * 2
             why_not = "is for others" if name == "refused" else None
             found = {worker.prepare: {}, worker.why_not: why_not, worker.step_ms: 2.0, worker.heap_bytes: 0}
+            found[worker.phases] = [("ids: sent", 0.5), ("products", 1.5)]
             return [found[function]] * 2
 
         def close(self) -> None:
@@ -69,6 +82,7 @@ def test_an_exchange_with_other_bits_gets_no_time_and_one_that_fails_does_not_en
     assert report.of("lost").reason == "rank 1: RankLost: rank 1 waited"
     assert report.of("refused").reason == "cannot serve: is for others"
     assert report.wrong == ["wrong", "lost"]
+    assert report.of("right").phases == [("ids: sent", [0.5, 0.5]), ("products", [1.5, 1.5])]
     assert report.of("after").ms == report.of("right").ms == 2.0 and report.of("right").hidden == 1.0
     assert calls == ["start", "end", "start", "end"]
 

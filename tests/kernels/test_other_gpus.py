@@ -236,7 +236,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
 
 def _arrival(dy_TH: torch.Tensor) -> Any:
     """Of rank 0 of two, on a GPU."""
-    from amoeba.kernels.peer_rows import Plan, Post, heap_layout
+    from amoeba.kernels.peer_post import Plan, Post, heap_layout
     from amoeba.tasks.arrivals import Arrival
 
     class OnGpu(Arrival):

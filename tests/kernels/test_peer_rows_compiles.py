@@ -39,6 +39,13 @@ def test_rows_go_16_bytes_at_a_time_and_the_counter_is_added_to_behind_a_barrier
     assert order[kernel].count("add") == 1
 
 
+@pytest.mark.parametrize("kernel", ["send sums", "add sums"])
+def test_sums_are_read_and_written_16_bytes_at_a_time_and_no_register_spills(order, kernel: str) -> None:
+    assert re.search(r"load16 .*store16", order[kernel]), order[kernel]
+    figures = dict(each.split("=") for each in order[f"{kernel} figures"].split())
+    assert figures["spilled"] == "0"
+
+
 def test_counting_beside_a_product_takes_what_it_leaves_of_a_multiprocessor(order) -> None:
     """A warp: 1024 of 65536 registers, and a kilobyte of shared memory, which the driver takes itself."""
     for kernel in ("wait", "taken", "everywhere"):
@@ -56,22 +63,24 @@ def main() -> dict[str, str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.kernels import peer_counters, peer_rows
+    from amoeba.kernels import peer_counters, peer_rows, peer_sums
 
     pointers = dict.fromkeys(("addresses", "epochs", "trouble", "record", "places"), "*i64")
     pointers |= dict.fromkeys(("rows", "rows_TH", "rows_RH", "out_RH", "out_TH"), "*bf16")
-    pointers |= dict.fromkeys(("wanted", "comes_R", "goes_WT"), "*u8")
-    numbers = dict.fromkeys(("cell_at", "cell_size", "rank", "limit", "tokens"), "i32")
+    pointers |= dict.fromkeys(("wanted", "comes_R", "goes_WT"), "*u8") | {"slot_row": "*i32", "weight": "*fp32"}
+    numbers = dict.fromkeys(("cell_at", "cell_size", "rank", "limit", "tokens", "num_rows"), "i32")
     constants = {"H": 2048, "BLOCK_T": 8, "BLOCK_H": 2048, "ALIGNED": True, "RANKS": 2, "ON_GPU": True, "CHANNEL": 1}
     constants |= {"TAKERS": 64, "PUSHERS": 16, "PARTS": 16, "WHICH": 0, "OWN": False, "WIDE": False, "TELLS": True}
+    constants |= {"OWN_ALONE": True, "K": 8, "ROW_STRIDE": 2048, "HAS_WEIGHT": True, "AT_ONCE": 8, "BLOCK": 1024}
     kernels = {"push": peer_rows._push_rows, "take": peer_rows._take_rows, "add": peer_rows._add_rows}
+    sums = {"send sums": peer_sums._send_sums, "add sums": peer_sums._add_sums}
     alone = {
         "wait": peer_counters.wait_for_arrivals,
         "taken": peer_counters.wait_until_taken,
         "everywhere": peer_counters.add_everywhere,
     }
     found = {}
-    for name, function in (kernels | alone).items():
+    for name, function in (kernels | sums | alone).items():
         kernel = function.kernel
         arguments = kernel.arg_names
         signature = {each: (pointers | numbers).get(each, "constexpr") for each in arguments}
@@ -79,27 +88,25 @@ def main() -> dict[str, str]:
         attributes = {(arguments.index(each),): [["tt.divisibility", 16]] for each in whole}
         known = {each: value for each, value in constants.items() if each in arguments}
         source = ASTSource(kernel, signature, constexprs=known, attrs=attributes)
-        warps = 1 if name in alone else 16
+        warps = 1 if name in alone else 4 if name in sums else 16
         compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
         ptx = compiled.asm["ptx"]
-        if name in alone:
-            found[f"{name} figures"] = (
-                f"registers={_registers(compiled.asm['cubin'])} shared={compiled.metadata.shared}"
-            )
+        found[f"{name} figures"] = f"{_figures(compiled.asm['cubin'])} shared={compiled.metadata.shared}"
         met = re.findall("|".join(re.escape(each) for each in KINDS), ptx)
         found[name] = " ".join(KINDS[each] for each in met)
     return found
 
 
-def _registers(cubin: bytes) -> int:
-    """Of a thread."""
+def _figures(cubin: bytes) -> str:
+    """Registers of a thread, and bytes of them in memory."""
     from triton import knobs
 
     path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
     path.write_bytes(cubin)
     words = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
-    (found,) = re.findall(r"REG:(\d+)", subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-    return int(found)
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    registers, stack = (re.findall(rf"{name}:(\d+)", said)[0] for name in ("REG", "STACK"))
+    return f"registers={registers} spilled={stack}"
 
 
 if __name__ == "__main__":

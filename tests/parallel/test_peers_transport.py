@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rank_jobs
-from amoeba.kernels import peer_rows
+from amoeba.kernels import peer_post, peer_rows
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.transports import choice, peers, shmem
 from amoeba.proof.cases import SILU, Case
@@ -57,6 +57,23 @@ def test_rows_that_travel_while_own_ones_are_computed_change_no_bit(
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("count", "options", "steps"),
+    [
+        (2, {}, [(3, 5)]),
+        pytest.param(2, {"overlap": True}, [(3, 5), (0, 4)], marks=pytest.mark.thorough),
+        pytest.param(3, {"most_tokens": 6, "most_rows": 40}, [(2, 0, 6)], marks=pytest.mark.thorough),
+    ],
+    ids=["as they come", "overlapped", "three ranks, fixed room"],
+)
+def test_sums_that_go_straight_to_their_rank_have_the_same_bits(
+    processes: LocalRanks, count: int, options: dict, steps: list[tuple[int, ...]]
+) -> None:
+    for equal, _ in processes.run(straight, [(rank, count, steps, options) for rank in range(count)]):
+        assert len(equal) == 5 * len(steps) and all(equal)
+
+
+@interpreted
 @pytest.mark.parametrize("most", [{}, {"most_tokens": 20, "most_rows": 60}], ids=["as they come", "fixed room"])
 def test_ranks_that_do_not_reach_each_others_memory_have_the_same_bits(processes: LocalRanks, most: dict) -> None:
     """By `shmem`, with files in place of NVSHMEM."""
@@ -89,6 +106,10 @@ def test_more_rows_than_there_is_room_for_are_refused_with_the_numbers_and_none_
 
 def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backend: str) -> tuple[list[bool], int]:
     return rank_jobs.peers_as_collective(rank, count, steps, local_backend, overlap=True)
+
+
+def straight(rank: int, count: int, steps: list[tuple[int, ...]], options: dict) -> tuple[list[bool], int]:
+    return rank_jobs.straight_as_collective(rank, count, steps, **options)
 
 
 def remote(rank: int, count: int, steps: list[tuple[int, ...]], most: dict[str, int]) -> tuple[list[bool], int]:
@@ -134,11 +155,11 @@ def test_processes_that_share_a_gpu_have_the_gradients_of_one(transport: str) ->
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_rows_that_travel_meanwhile_change_no_bit() -> None:
+def test_on_a_gpu_rows_that_travel_meanwhile_and_sums_that_go_straight_change_no_bit() -> None:
     """In bf16 and with tiles of own rows alone, so that products run in two parts."""
     with LocalRanks(2) as processes:
         for equal in processes.run(rank_jobs.overlapped_on_gpu, [(rank,) for rank in range(2)]):
-            assert len(equal) == 15 and all(equal)
+            assert len(equal) == 20 and all(equal)
 
 
 def on_gpu(share: Share) -> dict[str, torch.Tensor]:
@@ -177,9 +198,9 @@ def test_sums_are_nan_after_a_wait_in_vain_so_that_nobody_goes_on_with_them() ->
     (layer,), addresses = torch.zeros(1, 4096, dtype=torch.uint8).split(1), torch.empty(1, dtype=torch.int64)
     addresses[0] = layer.data_ptr()
     places, numbers = torch.tensor([[0], [0], [3]]), [torch.zeros(size, dtype=torch.int64) for size in (4, 1, 7)]
-    at, sizes, _ = peer_rows.heap_layout(1, 3, 2, 8)
-    post = peer_rows.Post(addresses, *numbers, at, sizes, tokens=16, rank=0, count=1, seconds=1.0)
-    plan, rows_RH, goes_WT = peer_rows.Plan(places, places, 3, 3), torch.rand(3, 2), torch.ones(1, 3, dtype=torch.uint8)
-    assert torch.equal(peer_rows.add_rows(post, plan, peer_rows.SUMS, rows_RH, goes_WT), rows_RH)
+    at, sizes, _ = peer_post.heap_layout(1, 3, 2, 8)
+    post = peer_post.Post(addresses, *numbers, at, sizes, tokens=16, rank=0, count=1, seconds=1.0)
+    plan, rows_RH, goes_WT = peer_post.Plan(places, places, 3, 3), torch.rand(3, 2), torch.ones(1, 3, dtype=torch.uint8)
+    assert torch.equal(peer_rows.add_rows(post, plan, peer_post.SUMS, rows_RH, goes_WT), rows_RH)
     post.trouble.fill_(1)
-    assert peer_rows.add_rows(post, plan, peer_rows.SUMS, rows_RH, goes_WT).isnan().all()
+    assert peer_rows.add_rows(post, plan, peer_post.SUMS, rows_RH, goes_WT).isnan().all()

@@ -84,6 +84,13 @@ class SortedRows(ABC):
         self.problem.travel.leave(y_TH)
         return y_TH
 
+    def gradients_to_travel(self, dx_NH: Tensor, d_weight_TK: Tensor | None) -> Tensor:
+        """dx of each token, where those of other processes leave."""
+        d_x = self.combine(dx_NH, weighted=False)
+        assert self.problem.travel is not None
+        self.problem.travel.leave(d_x, d_weight_TK)
+        return d_x
+
     @abstractmethod
     def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
         """dA' = dy · down (+ LoRA), without the routing weight, and what follows from it and h."""
@@ -179,10 +186,11 @@ def backward(
     dx_NH, of_factors = rows.up_backward(dh_NJ, needs)
     found |= of_factors
     if dx_NH is not None:
-        d_x = rows.combine(dx_NH, weighted=False)
-        del dx_NH
         if problem.travel is not None:
-            problem.travel.leave(d_x, d_weight)
+            d_x = rows.gradients_to_travel(dx_NH, d_weight)
+        else:
+            d_x = rows.combine(dx_NH, weighted=False)
+        del dx_NH
     if needs.gate_up and not rows.weights_first:
         found["gate_up"] = rows.weight_gradient(dh_NJ, rows.x, weights.gate_up_EJH)
     return Gradients(d_x, d_weight, **found)

@@ -66,8 +66,11 @@ class TravellingRows(HopperRows):
 
     def sums_to_travel(self, a_NI: Any) -> Tensor:
         problem, weights = self.problem, self.problem.weights
-        y_NH, y_TH = self.new_rows(weights.hidden), torch.empty_like(problem.x_TH)
+        y_NH = self.new_rows(weights.hidden)
         own, rest = self._parts
+        if self._travel.straight:
+            return self._straight(a_NI, y_NH)
+        y_TH = torch.empty_like(problem.x_TH)
         tokens = self._travel.own
         for self._part, ranges in ((rest, (slice(0, tokens.start), slice(tokens.stop, None))), (own, (tokens,))):
             self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH)
@@ -78,6 +81,16 @@ class TravellingRows(HopperRows):
                 self._travel.leave(y_TH)
         self._part = None
         return y_TH
+
+    def _straight(self, a_NI: Any, y_NH: Tensor) -> Tensor:
+        weights, given = self.problem.weights, (y_NH, self.slot_row_TK, self.problem.weight_TK)
+        own, rest = self._parts
+        for self._part in (rest, own):
+            self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH)
+            if self._part is rest:
+                self._travel.send_sums(*given)
+        self._part = None
+        return self._travel.add_sums(*given)
 
     @property
     def _travel(self) -> Travel:

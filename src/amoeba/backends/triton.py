@@ -96,7 +96,7 @@ class TritonBackend(PassesBackend):
 
 
 def _rows_of(problem: Problem) -> type[TritonRows]:
-    if problem.travel is not None:
+    if problem.travel is not None and problem.travel.travels:
         from amoeba.backends.travelling_rows import TravellingRows
 
         return TravellingRows

@@ -136,6 +136,21 @@ class TritonRows(SortedRows):
         combine(rows_NH, self.slot_row_TK, weight_TK, out_TH, onto_TH)
         return out_TH
 
+    def sums_to_travel(self, a_NI: Any) -> Tensor:
+        travel = self.problem.travel
+        if travel is None or not travel.straight:
+            return super().sums_to_travel(a_NI)
+        y_NH = self.down(a_NI)
+        travel.send_sums(y_NH, self.slot_row_TK, self.problem.weight_TK)
+        return travel.add_sums(y_NH, self.slot_row_TK, self.problem.weight_TK)
+
+    def gradients_to_travel(self, dx_NH: Tensor, d_weight_TK: Tensor | None) -> Tensor:
+        travel = self.problem.travel
+        if travel is None or not travel.straight:
+            return super().gradients_to_travel(dx_NH, d_weight_TK)
+        travel.send_sums(dx_NH, self.slot_row_TK, None)
+        return travel.keep_sums(dx_NH, self.slot_row_TK, d_weight_TK)
+
     @property
     def slot_row_TK(self) -> Tensor:
         return self.slot_row_N.view_as(self.problem.expert_TK)

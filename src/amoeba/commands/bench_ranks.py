@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from amoeba.bench.document import make_document, write_again, write_new
-from amoeba.bench.ranks.suite import RankMeasurement, RanksReport, run_ranks
+from amoeba.bench.ranks.suite import Phase, RankMeasurement, RanksReport, run_ranks
 from amoeba.bench.ranks.worker import RankJob
 from amoeba.bench.shapes import parse_shape
 from amoeba.commands.bench import three_digits, warn_if_busy
@@ -89,6 +89,9 @@ def _print(report: RanksReport, output: Output) -> None:
             "  exchange ms: the same rows there and back, nothing computed; hidden: the share of it that the step"
         )
         output.line("  is not longer than with the received rows alone")
+    for each in report.measurements:
+        if len(each.phases) > 2:
+            output.line(f"  {each.setting}, ms of each rank: {'; '.join(_phase(phase) for phase in each.phases)}")
     if report.push_bytes_per_second:
         rates = ", ".join(f"by {name} {rate / 1e9:.0f} GB/s" for name, rate in report.push_bytes_per_second.items())
         output.line(f"  rows leave a rank {rates}")
@@ -101,6 +104,10 @@ def _print(report: RanksReport, output: Output) -> None:
         if each.reason is not None:
             style = "bold red" if each.setting in report.wrong else None
             output.line(f"  {each.setting}: {each.reason}", style=style)
+
+
+def _phase(phase: Phase) -> str:
+    return f"{phase.name} {' '.join(f'{ms:.2f}' for ms in phase.ranks_ms)}"
 
 
 def _row(found: RankMeasurement, report: RanksReport) -> dict[str, str]:

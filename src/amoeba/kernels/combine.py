@@ -51,9 +51,22 @@ def combine_tile(
 ):
     """One block of columns of a token; `token` is int64."""
     column = column_block * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
     if onto is not None:
         residual = tl.load(onto + token * ONTO_STRIDE + column, mask=column < H, other=0.0).to(tl.float32)
+    total = sum_of_slots(token, column, rows, slot_row, weight, num_rows, K, H, ROW_STRIDE, HAS_WEIGHT, AT_ONCE, BLOCK)
+    if onto is not None:  # rounded before, as a sum of two tensors is
+        total = total.to(out.dtype.element_ty).to(tl.float32) + residual
+    tl.store(out + token * OUT_STRIDE + column, total.to(out.dtype.element_ty), mask=column < H)
+
+
+@triton.jit
+def sum_of_slots(
+    token, column, rows, slot_row, weight, num_rows,
+    K: tl.constexpr, H: tl.constexpr, ROW_STRIDE: tl.constexpr, HAS_WEIGHT: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In fp32, in the order of k."""
+    total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, K, AT_ONCE):
         for step in tl.static_range(AT_ONCE):  # unrolled: the loads do not wait for one another
             slot = token * K + first + step
@@ -63,9 +76,7 @@ def combine_tile(
             if HAS_WEIGHT:
                 values *= tl.load(weight + slot, mask=row < num_rows, other=0.0).to(tl.float32)
             total += values
-    if onto is not None:  # rounded before, as a sum of two tensors is
-        total = total.to(out.dtype.element_ty).to(tl.float32) + residual
-    tl.store(out + token * OUT_STRIDE + column, total.to(out.dtype.element_ty), mask=column < H)
+    return total
 
 
 @quick

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from amoeba.kernels.peer_counters import ARRIVED, TAKEN, add_everywhere, wait_until_taken
-from amoeba.kernels.peer_rows import ROWS, SUMS, Plan, Post, wait_for_all
+from amoeba.kernels.peer_post import ROWS, SUMS, Plan, Post
+from amoeba.kernels.peer_rows import wait_for_all
 
 
 def copy_there(post: Post, plan: Plan, rows_TH: Tensor) -> None:

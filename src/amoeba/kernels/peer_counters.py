@@ -32,8 +32,13 @@ def look(counter):
 
 @triton.jit
 def add_one(counter):
+    add_parts(counter, 1)
+
+
+@triton.jit
+def add_parts(counter, PARTS: tl.constexpr):
     tl.debug_barrier()  # what all threads of the program have read and written comes before
-    tl.atomic_add(counter, 1, sem="release", scope="sys")
+    tl.atomic_add(counter, PARTS, sem="release", scope="sys")
 
 
 @triton.jit

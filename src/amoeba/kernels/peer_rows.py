@@ -30,7 +30,6 @@ on the host, sums become NaN, and nothing waits any more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,110 +40,21 @@ from torch import Tensor
 from amoeba.kernels.launch import next_power_of_2, quick
 from amoeba.kernels.peer_counters import (
     ARRIVED,
-    CHANNELS,
     CROWDED,
     TAKEN,
     add_one,
+    add_parts,
     counter_of,
     tell,
     wait_for,
     wait_for_arrivals,
 )
+from amoeba.kernels.peer_post import NAMES, ROWS, SLOTS, Plan, Post
+from amoeba.phases import mark
 
-SLOTS, ROWS, SUMS, GRADIENTS = range(4)
-FLAGS = 4  # no channel: where the flags of `amoeba.tasks.arrivals` lie, of each source one for 16 rows at most
-# Programs that write to other ranks: few, for the SMs are wanted. They and those that read what came have to be as many
-# on every rank. The interpreter runs one after another.
-PUSHERS, TAKERS = 16, 64
-PUSHERS_INTERPRETED = TAKERS_INTERPRETED = 2
-# Without a GPU there is no clock in a kernel, and so many looks take about a second.
-LOOKS_PER_SECOND = 10_000
 _BYTES_OF_TILE = 131072  # of fp32, by 16 warps: 128 bytes of bf16 of each thread are under way at once
+_BYTES_OF_PUSHED_TILE = 262144  # few programs push, and nothing else runs where they do
 _WARPS = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Post:
-    """What the ranks have made once.
-
-    addresses: int64 (W,), of every rank's heap as this process reaches it.
-    epochs:    int64 (CHANNELS,), on the device, this rank's own.
-    trouble:   int64 (1,), the same: not 0 after a wait in vain.
-    record:    int64 (RECORD,), on the host, where the device writes it.
-    cell_at:   of each channel, the first byte of its cells in a heap.
-    cell_size: of each channel, in bytes.
-    tokens:    of one rank at most.
-    heaps:     the same heaps, uint8, for copies that no kernel makes.
-    reaches:   whether the addresses are all there; else who reads tells nobody, and others' heaps are for `Courier`.
-    """
-
-    addresses: Tensor
-    epochs: Tensor
-    trouble: Tensor
-    record: Tensor
-    cell_at: tuple[int, ...]
-    cell_size: tuple[int, ...]
-    tokens: int
-    rank: int
-    count: int
-    seconds: float
-    heaps: tuple[Tensor, ...] = ()
-    reaches: bool = True
-
-    @property
-    def limit(self) -> int:
-        return int(self.seconds * (1e6 if self.addresses.is_cuda else LOOKS_PER_SECOND))
-
-    @property
-    def pushers(self) -> int:
-        return PUSHERS if self.addresses.is_cuda else PUSHERS_INTERPRETED
-
-    @property
-    def takers(self) -> int:
-        return TAKERS if self.addresses.is_cuda else TAKERS_INTERPRETED
-
-    def constants(self, channel: int) -> dict[str, Any]:
-        return {"CHANNEL": channel, "RANKS": self.count, "ON_GPU": self.addresses.is_cuda}
-
-    @property
-    def waiting(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.addresses, self.epochs, self.trouble, self.record
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """Where rows are: int64 (3, W), of each rank the first row, the first entry of what says which go, and how many.
-
-    there: of this rank's tokens, in x_TH and goes_WT.
-    back:  of each rank's tokens, in x_RH and comes_R.
-    places: of each rank's tokens in x_RH, as the host knows them.
-    """
-
-    there: Tensor
-    back: Tensor
-    tokens: int
-    rows: int
-    places: tuple[slice, ...] = ()
-
-
-def heap_layout(ranks: int, tokens: int, top_k: int, row_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """cell_at and cell_size of a `Post`, and the bytes of a heap."""
-    tokens = tokens_of_cells(tokens)
-    slots = tokens * top_k
-    sizes = (slots * (4 + 8), tokens * row_bytes, tokens * row_bytes, slots * 8, tokens // 16 * 8)
-    at = [_whole(2 * CHANNELS.value * ranks * 8)]
-    for size in sizes:
-        at.append(_whole(at[-1] + ranks * size))
-    return tuple(at[:-1]), sizes, at[-1]
-
-
-def tokens_of_cells(tokens: int) -> int:
-    """So that each cell begins at a multiple of 16 bytes."""
-    return -(-max(tokens, 1) // 16) * 16
-
-
-def _whole(size: int) -> int:
-    return -(-size // 256) * 256
 
 
 def push_slots(post: Post, plan: Plan, rank_TK: Tensor, local_TK: Tensor, weight_TK: Tensor, goes_WT: Tensor) -> None:
@@ -181,12 +91,16 @@ def take_slots(
     return expert_RK, weight_RK
 
 
-def push_rows(post: Post, places: Tensor, channel: int, rows: Tensor, wanted: Tensor) -> None:
-    """places: of a `Plan`. wanted: goes_WT or comes_R."""
-    width = rows.shape[1]
-    _push_rows[(post.pushers,)](
+def push_rows(
+    post: Post, places: Tensor, channel: int, rows: Tensor, wanted: Tensor, programs: int | None = None
+) -> None:
+    """places: of a `Plan`. wanted: goes_WT or comes_R. programs: a divisor of `post.pushers`; None: so many."""
+    width, programs = rows.shape[1], programs or post.pushers
+    assert post.pushers % programs == 0
+    _push_rows[(programs,)](
         rows, wanted, places, *post.waiting, post.cell_at[channel], post.cell_size[channel], post.rank, post.limit,
-        TAKERS=post.takers, **_tile(rows, width), **post.constants(channel), num_warps=_WARPS,
+        PARTS=post.pushers // programs, TAKERS=post.takers, **_tile(rows, width, _BYTES_OF_PUSHED_TILE),
+        **post.constants(channel), num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -212,15 +126,20 @@ def _copy_rows(post: Post, plan: Plan, rows: Tensor, out_RH: Tensor, comes_R: Te
     )  # fmt: skip
 
 
-def add_rows(post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor) -> Tensor:
-    """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere."""
+def add_rows(
+    post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor, *, own_alone: bool = False
+) -> Tensor:
+    """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere.
+
+    own_alone: rows_RH has those of this rank's tokens and no others.
+    """
     tokens, width = goes_WT.shape[1], rows_RH.shape[1]
     wait_for_all(post, channel)
     out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
     _add_rows[(post.takers,)](
         rows_RH, goes_WT, out_TH, plan.back, post.addresses, post.trouble, post.cell_at[channel],
-        post.cell_size[channel], tokens, post.rank, WIDE=rows_RH.dtype == torch.float64, TELLS=post.reaches,
-        **_tile(rows_RH, width), **post.constants(channel), num_warps=_WARPS,
+        post.cell_size[channel], tokens, post.rank, OWN_ALONE=own_alone, WIDE=rows_RH.dtype == torch.float64,
+        TELLS=post.reaches, **_tile(rows_RH, width), **post.constants(channel), num_warps=_WARPS,
     )  # fmt: skip
     return out_TH
 
@@ -229,16 +148,22 @@ def wait_for_all(post: Post, channel: int) -> None:
     wait_for_arrivals[(1,)](
         *post.waiting, post.rank, post.limit, PUSHERS=post.pushers, **post.constants(channel), num_warps=1
     )
+    mark(f"{NAMES[channel]}: waited for")
 
 
 def _slot_tile(top_k: int) -> dict[str, int]:
     return {"BLOCK_T": 64, "BLOCK_K": next_power_of_2(top_k)}
 
 
-def _tile(rows: Tensor, width: int) -> dict[str, Any]:
+def _tile(rows: Tensor, width: int, size: int = _BYTES_OF_TILE) -> dict[str, Any]:
     columns = min(next_power_of_2(width), 2048)
-    aligned = rows.data_ptr() % 16 == 0 and width * rows.element_size() % 16 == 0
-    return {"H": width, "BLOCK_T": max(_BYTES_OF_TILE // 4 // columns, 1), "BLOCK_H": columns, "ALIGNED": aligned}
+    lines = max(size // 4 // columns, 1)
+    return {"H": width, "BLOCK_T": lines, "BLOCK_H": columns, "ALIGNED": is_aligned(rows, width)}
+
+
+def is_aligned(rows: Tensor, width: int) -> bool:
+    """Whether 16 bytes at a time may be read and written."""
+    return rows.data_ptr() % 16 == 0 and width * rows.element_size() % 16 == 0
 
 
 @quick
@@ -324,7 +249,7 @@ def _take_slots(
 
 
 @triton.jit
-def _rows_at(address, like, ALIGNED: tl.constexpr):
+def rows_at(address, like, ALIGNED: tl.constexpr):
     """ALIGNED: 16 bytes at a time may be read and written."""
     rows = address.to(tl.pointer_type(like.dtype.element_ty))
     if ALIGNED:
@@ -336,8 +261,8 @@ def _rows_at(address, like, ALIGNED: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "limit"])
 def _push_rows(
     rows, wanted, places, addresses, epochs, trouble, record, cell_at, cell_size, rank, limit,
-    TAKERS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr,
-    CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+    PARTS: tl.constexpr, TAKERS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs + CHANNEL)
@@ -345,19 +270,23 @@ def _push_rows(
         dest = (rank + step) % RANKS
         taken = counter_of(addresses, rank, dest, TAKEN, CHANNEL, RANKS)
         wait_for(taken, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, CHANNEL, ON_GPU)
-        cell = _rows_at(tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size, rows, ALIGNED)
+        cell = rows_at(tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size, rows, ALIGNED)
         source = rows + tl.load(places + dest) * H
         wanted_T = wanted + tl.load(places + RANKS + dest)
         count = tl.load(places + 2 * RANKS + dest)
+        t = program * BLOCK_T + tl.arange(0, BLOCK_T)
+        goes = tl.load(wanted_T + t, mask=t < count, other=0)
         for first in range(program * BLOCK_T, count.to(tl.int32), programs * BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
-            goes = tl.load(wanted_T + t, mask=t < count, other=0) != 0
+            later = t + programs * BLOCK_T
+            goes_later = tl.load(wanted_T + later, mask=later < count, other=0)  # so that no row waits for it
             for column in range(0, H, BLOCK_H):
                 c = column + tl.arange(0, BLOCK_H)
                 at = t.to(tl.int64)[:, None] * H + c[None, :]
-                mask = goes[:, None] & (c < H)[None, :]
+                mask = (goes != 0)[:, None] & (c < H)[None, :]
                 tl.store(cell + at, tl.load(source + at, mask=mask), mask=mask)
-        add_one(counter_of(addresses, dest, rank, ARRIVED, CHANNEL, RANKS))
+            goes = goes_later
+        add_parts(counter_of(addresses, dest, rank, ARRIVED, CHANNEL, RANKS), PARTS)
 
 
 @quick
@@ -374,7 +303,7 @@ def _take_rows(
             rows = rows_TH
         else:
             cell = tl.load(addresses + rank) + cell_at + source.to(tl.int64) * cell_size
-            rows = _rows_at(cell, rows_TH, ALIGNED)
+            rows = rows_at(cell, rows_TH, ALIGNED)
         first_row, count = tl.load(places + source), tl.load(places + 2 * RANKS + source)
         for first in range(program * BLOCK_T, count.to(tl.int32), programs * BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
@@ -392,12 +321,14 @@ def _take_rows(
 @triton.jit(do_not_specialize=["tokens", "rank"])
 def _add_rows(
     rows_RH, goes_WT, out_TH, places, addresses, trouble, cell_at, cell_size, tokens, rank,
-    WIDE: tl.constexpr, TELLS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+    OWN_ALONE: tl.constexpr, WIDE: tl.constexpr, TELLS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     lost = tl.load(trouble) != 0
-    own = rows_RH.to(tl.int64) + tl.load(places + rank) * (H * (rows_RH.dtype.element_ty.primitive_bitwidth // 8))
+    own = rows_RH.to(tl.int64)
+    if not OWN_ALONE:
+        own += tl.load(places + rank) * (H * (rows_RH.dtype.element_ty.primitive_bitwidth // 8))
     for first in range(program * BLOCK_T, tokens, programs * BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         for column in range(0, H, BLOCK_H):
@@ -407,7 +338,7 @@ def _add_rows(
             total = tl.zeros((BLOCK_T, BLOCK_H), tl.float64 if WIDE else tl.float32)
             for source in range(0, RANKS):
                 cell = tl.load(addresses + rank) + cell_at + source * cell_size.to(tl.int64)
-                rows = _rows_at(tl.where(source == rank, own, cell), rows_RH, ALIGNED)
+                rows = rows_at(tl.where(source == rank, own, cell), rows_RH, ALIGNED)
                 goes = tl.load(goes_WT + source * tokens.to(tl.int64) + t, mask=t < tokens, other=0) != 0
                 total += tl.load(rows + at, mask=goes[:, None] & inside, other=0).to(total.dtype)
             total = tl.where(lost, float("nan"), total)

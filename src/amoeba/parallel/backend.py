@@ -74,12 +74,13 @@ class RanksBackend(Backend):
     ) -> Tensor:
         share = _share(request, x_RH, routing)
         backend = None if share.weights.num_experts == 0 else choose(_sharded(request).local_backend, share)
-        if exchange is not None and exchange.travels:
+        if exchange is not None and (exchange.travels or exchange.straight):
             if getattr(backend, "overlaps", False) and nobody_watches(*_tensors(share)):
                 share = replace(share, travel=exchange)
             else:
-                exchange.wait()
-                exchange.travels = False
+                if exchange.travels:
+                    exchange.wait()
+                exchange.travels = exchange.straight = False
         return _Nothing.apply(x_RH, *_tensors(share)[1:]) if backend is None else backend.run(share)
 
 

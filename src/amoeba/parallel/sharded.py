@@ -47,6 +47,8 @@ class ShardedExperts:
     most_rows: of slots with an expert here, in any pass. With it `peers` has buffers between the products of that size,
                and not of one row for each slot of all ranks' tokens; more are an error, and are never dropped.
     overlap:   with `peers`, rows travel by the copy engines of the GPU while own rows are computed.
+    straight:  with `peers` and `triton`, sums for other ranks are written into their memory and not first into this
+               rank's; None: where there are many rows. No bit changes.
     """
 
     local: AnyExperts
@@ -58,6 +60,7 @@ class ShardedExperts:
     most_tokens: int | None = None
     most_rows: int | None = None
     overlap: bool = False
+    straight: bool | None = None
 
     placement = "ranks"
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from amoeba.kernels.ask import microseconds
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.peer_counters import ARRIVED, TAKEN, counter_of, look, tell, wait_for
-from amoeba.kernels.peer_rows import FLAGS, ROWS, Plan, Post
+from amoeba.kernels.peer_post import FLAGS, ROWS, Plan, Post
 
 # Rows of a block that travels, as in `Tiling`. The interpreter's layers are small.
 SENT, SENT_INTERPRETED = 128, 16

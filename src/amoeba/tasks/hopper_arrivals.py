@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from amoeba.kernels.launch import quick
 from amoeba.kernels.peer_counters import TAKEN, counter_of, wait_for
-from amoeba.kernels.peer_rows import ROWS
+from amoeba.kernels.peer_post import ROWS
 from amoeba.tasks.arrivals import Arrival, flag_of, wait_for_rows
 from amoeba.tasks.hopper_queue import BLOCK_M, ONE
 from amoeba.tasks.own_first import OwnTable

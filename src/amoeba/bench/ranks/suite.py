@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from amoeba.bench.ranks import worker
 from amoeba.bench.ranks.worker import ALONE, BARE, EXCHANGES, RECEIVED, RankJob
@@ -25,8 +25,16 @@ _ROUNDS = 3
 # Of one setting in one round: a slow one is repeated less often.
 _SECONDS = 2.0
 _SECONDS_TO_FAIL = 90.0
+_STEPS_OF_PHASES = 5
 _PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ONE_RANK = "one rank"
+
+
+class Phase(NamedTuple):
+    """What ends there, and how long it took each rank since the one before ended; the mean of some steps."""
+
+    name: str
+    ranks_ms: list[float]
 
 
 @dataclass
@@ -41,6 +49,7 @@ class RankMeasurement:
     over_alone: float | None = None  # times ALONE
     memory_over_alone: float | None = None
     hidden: float | None = None  # share of the exchange's own time by which the step is not longer than RECEIVED
+    phases: list[Phase] = field(default_factory=list)  # of a step, in its order
 
     @property
     def ms(self) -> float | None:
@@ -143,12 +152,12 @@ class _Run:
                 first = first or setting
             self._so_far(report)
         good = [each for each in report.measurements if each.reason is None]
-        for _ in range(_ROUNDS):
+        for measure in (*[self._time] * _ROUNDS, self._divide):
             for found in good:
-                if found.reason is None:
-                    self._time(found)
-            self._fill_in()
-            self._so_far(report)
+                if found.reason is None and (found.ms is None or found.ms < _SECONDS * 500):  # a slow one once
+                    measure(found)
+                    self._fill_in()
+                    self._so_far(report)
         self._measure_travel([each.setting for each in good if each.setting in EXCHANGES and each.reason is None])
         self._fill_in()
         self._so_far(report)
@@ -180,6 +189,14 @@ class _Run:
             found.reason = times
         else:
             found.rounds_ms.append(max(times))
+
+    def _divide(self, found: RankMeasurement) -> None:
+        """Into phases."""
+        ranks = self._call(worker.phases, found.setting, min(found.steps, _STEPS_OF_PHASES))
+        if isinstance(ranks, str):
+            found.reason = ranks
+        else:
+            found.phases = [Phase(each[0][0], [ms for _, ms in each]) for each in zip(*ranks, strict=True)]
 
     def _measure_travel(self, settings: Sequence[str]) -> None:
         report = self._report

@@ -26,9 +26,10 @@ from amoeba import experts
 from amoeba.bench.memory import peak_bytes
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import first_processes
-from amoeba.parallel.transports import peers
+from amoeba.parallel.transports import office, peers
 from amoeba.parallel.transports.choice import choose_transport
 from amoeba.parallel.transports.transport import Exchange
+from amoeba.phases import mark, watch_phases
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
@@ -40,6 +41,7 @@ RECEIVED = "no exchange, rows as received"
 EXCHANGES: dict[str, dict[str, Any]] = {
     "collective": {"transport": "collective"},
     "peers": {"transport": "peers"},
+    "peers, sums by rows": {"transport": "peers", "straight": False},
     "peers, overlapped": {"transport": "peers", "overlap": True},
     "peers, fixed room": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15},
     "peers, fixed room, overlapped": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15, "overlap": True},
@@ -166,9 +168,25 @@ def step_ms(setting: str, steps: int) -> float:
     return (time.perf_counter() - began) * 1e3 / steps
 
 
+def phases(setting: str, steps: int) -> list[tuple[str, float]]:
+    """Milliseconds from one end of a phase to the next, in the order of a step; the means of so many steps."""
+    state, step = _of_state(), _step(setting)
+    step()
+    _meet(state)
+    seen = []
+    for _ in range(steps):
+        with watch_phases(state.layer.device) as found:
+            mark("")
+            step()
+            mark("backward: the rest")
+            seen.append(found.ms())
+    return [(steps_of[0][0], statistics.fmean(ms for _, ms in steps_of)) for steps_of in zip(*seen, strict=True)]
+
+
 def push_rates() -> dict[str, float]:
     """Bytes of rows per second that leave this rank, all its tokens to all others: by few programs, and by copies."""
     from amoeba.kernels import peer_copies, peer_rows
+    from amoeba.kernels.peer_post import ROWS
 
     state = _of_state()
     x_TH = state.inputs[""][0].detach()
@@ -178,10 +196,13 @@ def push_rates() -> dict[str, float]:
     exchange.goes_WT.fill_(1)
     exchange.comes_R.fill_(1)
     out_RH = peer_rows.room_for_rows(plan, x_TH)
-    ways = {
-        "programs": lambda: peer_rows.push_rows(post, plan.there, peer_rows.ROWS, x_TH, exchange.goes_WT),
-        "copies": lambda: peer_copies.copy_there(post, plan, x_TH),
+    ways: dict[str, Callable[[], None]] = {
+        f"{programs} programs": functools.partial(
+            peer_rows.push_rows, post, plan.there, ROWS, x_TH, exchange.goes_WT, programs
+        )
+        for programs in (8, 16, 24, 48)
     }
+    ways["copies"] = lambda: peer_copies.copy_there(post, plan, x_TH)
     rates = {}
     for name, push in ways.items():
         taken = []
@@ -201,7 +222,7 @@ def push_rates() -> dict[str, float]:
 
 def heap_bytes() -> int:
     """Which are not in a peak of torch's memory."""
-    return sum(0 if office._heap is None else office._heap.nbytes for office in peers._offices.values())
+    return sum(0 if each._heap is None else each._heap.nbytes for each in office._offices.values())
 
 
 def _of_state() -> _State:
@@ -225,6 +246,7 @@ def _computed(setting: str) -> Callable[[], tuple[Tensor, ...]]:
 
     def step() -> tuple[Tensor, ...]:
         y_TH = experts(x_TH, routing, weights)
+        mark("the rest")
         return (y_TH.detach(), *torch.autograd.grad(y_TH, tensors, dy_TH))
 
     return step

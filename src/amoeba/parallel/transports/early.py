@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from amoeba.kernels.peer_rows import ROWS, Plan, Post
+from amoeba.kernels.peer_post import ROWS, Plan, Post
 from amoeba.tasks.arrivals import Arrival, announce
 
 

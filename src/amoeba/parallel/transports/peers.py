@@ -11,42 +11,33 @@ nothing waits for the GPU.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
-from amoeba.parallel.agreement import agree, facts_of
-from amoeba.parallel.heap import SPARE, Heap, open_heap
+from amoeba.parallel.agreement import facts_of
 from amoeba.parallel.owners import Owners
-from amoeba.parallel.ranks import Ranks, watch
+from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
+from amoeba.parallel.transports.office import Office, office_of, plan_of
 from amoeba.parallel.transports.transport import Exchange, Transport
+from amoeba.phases import mark
 from amoeba.routing import Routing
 from amoeba.torch_internals import why_not_symmetric_memory
 
 if TYPE_CHECKING:
-    from amoeba.kernels.peer_rows import Plan, Post
+    from amoeba.kernels.peer_post import Plan
 
 REMOTE = "AMOEBA_REMOTE_RANKS"
-_HOST = torch.device("cpu")
+# From so many bytes of rows on, sums go straight to their ranks. Such a pass is launched kernel by kernel, without a
+# launch plan: below it is the host that counts. Not measured.
+STRAIGHT_BYTES = 16 * 2**20
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# of the channels of `peer_rows`, for who waits in vain
-_NAMES = (
-    "ids and routing weights",
-    "tokens or gradients of sums",
-    "sums of the experts or gradients of tokens",
-    "gradients of routing weights",
-)
 
 
 class Peers(Transport):
@@ -67,7 +58,14 @@ class Peers(Transport):
     def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
         exchange = planned(PeerExchange, office_of(sharded.ranks, x_TH.device), sharded, x_TH, routing, gradients)
         exchange.travels = sharded.overlap
+        exchange.straight = _goes_straight(sharded.straight, exchange.plan.rows, x_TH)
         return exchange
+
+
+def _goes_straight(asked: bool | None, rows: int, x_TH: Tensor) -> bool:
+    if asked is not None:
+        return asked
+    return rows * x_TH.shape[1] * x_TH.element_size() >= STRAIGHT_BYTES
 
 
 def is_forced_remote() -> bool:
@@ -92,7 +90,7 @@ def planned(
     """On all ranks at once."""
     facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
     tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
-    plan = _plan(tuple(tokens), routing.num_tokens, office)
+    plan = plan_of(tuple(tokens), routing.num_tokens, office)
     exchange = kind(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
     exchange.counts = gradients and sharded.most_rows is None and sharded.most_tokens is None
     return exchange
@@ -110,6 +108,9 @@ class PeerExchange(Exchange):
         self.own = plan.places[office.ranks.rank]
         self._gone: set[int] = set()  # channels by which rows have left early
         self._kept: list[Tensor] = []  # what is still read beside
+        self._dy_RH: Tensor | None = None  # of a backward whose dx may take its place
+        self._own_TH: Tensor | None = None  # sums of own tokens, to which those that come are to be added
+        self._sums_TH: Tensor | None = None  # to which they were added
         self.rank_TK, self.local_TK = owners.find(expert_TK)
         device, tokens = expert_TK.device, expert_TK.shape[0]
         self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
@@ -120,10 +121,13 @@ class PeerExchange(Exchange):
         from amoeba.kernels.peer_rows import room_for_rows
 
         x_TH, weight_TK = x_TH.contiguous(), weight_TK.contiguous()
+        mark("before the exchange")
         self._send_slots(weight_TK)
+        mark("ids: sent")
         x_RH = room_for_rows(self.plan, x_TH)
         self._set_off(x_TH, x_RH)
         expert_RK, weight_RK = self._take_slots(weight_TK)
+        mark("ids: taken")
         if self.counts:
             self.slots = _rounded_up(int((expert_RK >= 0).sum()), expert_RK.numel())
         self._arrive(x_TH, x_RH)
@@ -132,10 +136,12 @@ class PeerExchange(Exchange):
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_rows import room_for_rows
 
+        mark("before the exchange")
         rows_TH = rows_TH.contiguous()
         rows_RH = room_for_rows(self.plan, rows_TH)
         self._set_off(rows_TH, rows_RH)
         self._arrive(rows_TH, rows_RH)
+        self._dy_RH = rows_RH if self.straight else None
         return rows_RH
 
     def _send_slots(self, weight_TK: Tensor) -> None:
@@ -150,7 +156,8 @@ class PeerExchange(Exchange):
 
     def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
         from amoeba.kernels.peer_copies import copy_there, take_copies
-        from amoeba.kernels.peer_rows import ROWS, push_rows
+        from amoeba.kernels.peer_post import ROWS
+        from amoeba.kernels.peer_rows import push_rows
 
         post = self.office.checked()
         with self.office.beside():
@@ -167,26 +174,70 @@ class PeerExchange(Exchange):
 
         post = self.office.checked()
         own_rows(post, self.plan, rows_TH, out_RH, self.comes_R)
+        mark("rows: own ones copied")
         if not self.travels:
             self.office.join()
             take_rows(post, self.plan, out_RH, self.comes_R)
+            mark("rows: taken")
 
     def wait(self) -> None:
+        mark("products")
         self.office.join()
+        mark("rows: waited for")
         self._kept.clear()
 
     def leave(self, rows_TH: Tensor, d_weight_TK: Tensor | None = None) -> None:
         from amoeba.kernels.peer_copies import copy_back
-        from amoeba.kernels.peer_rows import GRADIENTS, SUMS, push_rows
+        from amoeba.kernels.peer_post import SUMS
 
         post = self.office.checked()
-        if d_weight_TK is not None:
-            push_rows(post, self.plan.back, GRADIENTS, d_weight_TK.contiguous(), self.comes_R)
-            self._gone.add(GRADIENTS)
+        self._leave_gradients(d_weight_TK)
         with self.office.beside():
             copy_back(post, self.plan, rows_TH)
         self._kept.append(rows_TH)
         self._gone.add(SUMS)
+
+    def _leave_gradients(self, d_weight_TK: Tensor | None) -> None:
+        from amoeba.kernels.peer_post import GRADIENTS
+        from amoeba.kernels.peer_rows import push_rows
+
+        if d_weight_TK is not None:
+            push_rows(self.office.checked(), self.plan.back, GRADIENTS, d_weight_TK.contiguous(), self.comes_R)
+            self._gone.add(GRADIENTS)
+
+    def send_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> None:
+        from amoeba.kernels.peer_sums import send_sums
+
+        mark("products")
+        send_sums(self.office.checked(), self.plan, rows_NH, slot_row_TK, weight_TK, self.comes_R)
+        mark("sums: sent")
+
+    def add_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+        from amoeba.kernels.peer_sums import add_sums
+
+        post = self.office.checked()
+        mark("products")
+        self._sums_TH = add_sums(post, self.plan, rows_NH, slot_row_TK, weight_TK, self.goes_WT)
+        mark("sums: added")
+        return self._stand_in(rows_NH)
+
+    def keep_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, d_weight_TK: Tensor | None) -> Tensor:
+        """Own ones lie where dy of own tokens lay."""
+        from amoeba.kernels.combine import combine
+
+        tokens = slice(self.own.start, self.own.start + self.goes_WT.shape[1])
+        own_TH = rows_NH.new_empty((self.goes_WT.shape[1], rows_NH.shape[1]))
+        if self._dy_RH is not None:
+            own_TH, self._dy_RH = self._dy_RH[tokens], None
+        self._own_TH = combine(rows_NH, slot_row_TK[tokens], None, own_TH, sentinel=slot_row_TK.numel())
+        self._leave_gradients(d_weight_TK)
+        mark("sums: own ones")
+        return self._stand_in(rows_NH)
+
+    def _stand_in(self, rows_NH: Tensor) -> Tensor:
+        """For rows of all tokens, which nobody reads: one number."""
+        shape = self.plan.rows, rows_NH.shape[1]
+        return torch.empty_strided(shape, (0, 0), dtype=rows_NH.dtype, device=rows_NH.device)
 
     def start_sending(self, rows_TH: Tensor) -> Tensor | None:
         from amoeba.parallel.transports.early import start_sending
@@ -194,16 +245,29 @@ class PeerExchange(Exchange):
         return start_sending(self.office.checked(), self.plan, rows_TH, self.goes_WT)
 
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
-        from amoeba.kernels.peer_rows import GRADIENTS, SUMS
+        from amoeba.kernels.peer_post import GRADIENTS, NAMES, SUMS
+        from amoeba.kernels.peer_rows import add_rows
 
-        rows_RH = rows_RH.contiguous()
         channel = GRADIENTS if what == "gradients of routing weights" else SUMS
-        if channel in self._gone:
-            self._gone.discard(channel)
-            self.wait()  # the kernel that ends the epoch must not come ahead of those that read its number
+        own_TH, found, self._dy_RH = self._own_TH, self._sums_TH, None
+        if channel == SUMS and found is not None:
+            self._sums_TH = None
+            return found
+        mark("products" if channel == SUMS else "after the sums")
+        if channel == SUMS and own_TH is not None:
+            self._own_TH = None
+            found = add_rows(self.office.checked(), self.plan, SUMS, own_TH, self.goes_WT, own_alone=True)
         else:
-            self._send_back(channel, rows_RH)
-        return self._add_up(channel, rows_RH)
+            rows_RH = rows_RH.contiguous()
+            if channel in self._gone:
+                self._gone.discard(channel)
+                self.wait()  # the kernel that ends the epoch must not come ahead of those that read its number
+            else:
+                self._send_back(channel, rows_RH)
+                mark(f"{NAMES[channel]}: sent")
+            found = self._add_up(channel, rows_RH)
+        mark(f"{NAMES[channel]}: added")
+        return found
 
     def _send_back(self, channel: int, rows_RH: Tensor) -> None:
         from amoeba.kernels.peer_rows import push_rows
@@ -220,145 +284,6 @@ def _rounded_up(slots: int, most: int) -> int:
     """To one of 64 sizes, so that memory of the pass before serves again."""
     step = max(-(-most // (64 * 128)), 1) * 128
     return min(-(-max(slots, 1) // step) * step, most)
-
-
-@dataclass(frozen=True)
-class Size:
-    """Of a heap: the most tokens of a rank, experts per token, and bytes of a row."""
-
-    tokens: int
-    top_k: int
-    row_bytes: int
-
-    def holds(self, other: Size) -> bool:
-        return self.tokens >= other.tokens and self.top_k >= other.top_k and self.row_bytes >= other.row_bytes
-
-    def joined(self, other: Size) -> Size:
-        return Size(*(max(one, two) for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-
-class Office:
-    """The heap of a group on one device, and what its kernels are told. All layers of a model share it."""
-
-    def __init__(self, ranks: Ranks, device: torch.device, *, remote: bool = False) -> None:
-        """remote: of ranks that do not reach each other's memory; half of a heap is an outbox then."""
-        self.ranks, self.device, self.remote = ranks, device, remote
-        self.size = Size(0, 0, 0)
-        self.agreed: tuple[Any, ...] | None = None
-        self._heap: Heap | None = None
-        self._post: Post | None = None
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        watch(self.check)
-
-    def prepare(
-        self, ranks: Ranks, facts: dict[str, int], x_TH: Tensor, routing: Routing, most_tokens: int | None
-    ) -> Sequence[int]:
-        """The numbers of tokens of all ranks, or what is the most; and a heap that holds so many."""
-        self.ranks, tokens = ranks, routing.num_tokens
-        if self._post is not None and self._post.seconds != ranks.deadline:
-            self._post = replace(self._post, seconds=ranks.deadline)
-        if most_tokens is not None and tokens > most_tokens:
-            raise bad_value("x_TH", f"at most most_tokens={most_tokens} tokens", tokens, "allow as many as will come")
-        same = (most_tokens, *facts.values())
-        if most_tokens is not None and same == self.agreed:
-            return [most_tokens] * ranks.count
-        facts = facts | {"most_tokens": -1 if most_tokens is None else most_tokens}
-        told = [count for (count,) in agree(ranks, facts, [tokens], _HOST, "the numbers of tokens to come")]
-        counts = told if most_tokens is None else [most_tokens] * ranks.count
-        self.agreed = same
-        needed = Size(max(*counts, 1), routing.top_k, x_TH.shape[1] * x_TH.element_size())
-        if not self.size.holds(needed):
-            self._grow(ranks, self.size.joined(needed))
-        return counts
-
-    def _grow(self, ranks: Ranks, size: Size) -> None:
-        from amoeba.kernels.peer_counters import CHANNELS, RECORD
-        from amoeba.kernels.peer_rows import Post, heap_layout, tokens_of_cells
-
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        ranks.gather([size.tokens], _HOST, "the others to be done with the heap")
-        self._heap = self._post = None
-        cell_at, cell_size, nbytes = heap_layout(ranks.count, *vars(size).values())
-        nbytes = 2 * nbytes + SPARE if self.remote else nbytes
-        self._heap = open_heap(ranks, self.device, nbytes, remote=self.remote)
-        self._post = Post(
-            self._heap.addresses,
-            epochs=torch.zeros(CHANNELS.value, dtype=torch.int64, device=self.device),
-            trouble=torch.zeros(1, dtype=torch.int64, device=self.device),
-            record=torch.zeros(RECORD, dtype=torch.int64, device=_HOST, pin_memory=self.device.type == "cuda"),
-            cell_at=cell_at,
-            cell_size=cell_size,
-            tokens=tokens_of_cells(size.tokens),
-            rank=ranks.rank,
-            count=ranks.count,
-            seconds=ranks.deadline,
-            heaps=self._heap.bytes_of,
-            reaches=not self.remote,
-        )
-        self.size = size
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """What is launched inside need not be done before what follows, until `join`."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
-
-    def checked(self) -> Post:
-        self.check()
-        assert self._post is not None
-        return self._post
-
-    def check(self) -> None:
-        """RankLost if a kernel gave up waiting, ValueError if more rows came than fit. The host looks at its own
-        memory, and waits for nothing."""
-        from amoeba.kernels.peer_counters import CROWDED, TAKEN
-
-        post = self._post
-        if post is None or not post.record[0]:
-            return
-        _, channel, whom, epoch, seen, expected, which = post.record.tolist()
-        if which == CROWDED.value:
-            needed = f"room for all slots with an expert of rank {self.ranks.rank}, {seen} in exchange {epoch}"
-            raise bad_value("most_rows", needed, expected, "allow more, or leave it out for room for all")
-        of_taken = which == TAKEN.value
-        what = f"{_NAMES[channel]}, exchange {epoch}"
-        parts = post.takers if of_taken else post.pushers
-        found = f"{max(seen - expected + parts, 0)} of {parts} parts {'were taken' if of_taken else 'had come'}"
-        raise self.ranks.lost(f"{what} to be taken" if of_taken else what, whom, found)
-
-
-_offices: dict[tuple[Any, torch.device, bool], Office] = {}  # one per group, device and way, made once
-
-
-def office_of(ranks: Ranks, device: torch.device, *, remote: bool = False) -> Office:
-    key = ranks.group, device, remote
-    if key not in _offices:
-        _offices[key] = Office(ranks, device, remote=remote)
-    return _offices[key]
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(counts: tuple[int, ...], tokens: int, office: Office) -> Plan:
-    """counts: rows of each rank's tokens here; tokens: of this rank."""
-    from amoeba.kernels.peer_rows import Plan
-
-    ranks = range(len(counts))
-    first = [sum(counts[:rank]) for rank in ranks]
-    there = [[0 for _ in ranks], [rank * tokens for rank in ranks], [tokens for _ in ranks]]
-    tables = [torch.tensor(table, dtype=torch.int64, device=_HOST) for table in (there, [first, first, list(counts)])]
-    if office.device.type == "cuda":  # only from pinned memory is a copy sure not to wait for the device
-        tables = [table.pin_memory().to(office.device, non_blocking=True) for table in tables]
-    places = tuple(slice(begin, begin + count) for begin, count in zip(first, counts, strict=True))
-    return Plan(tables[0], tables[1], counts[office.ranks.rank], sum(counts), places)
 
 
 def _places(ranks: Ranks, device: torch.device) -> list[str]:

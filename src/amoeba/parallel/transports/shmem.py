@@ -22,21 +22,14 @@ from torch import Tensor
 from amoeba.parallel.heap import SPARE
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
-from amoeba.parallel.transports.peers import (
-    REMOTE,
-    Office,
-    PeerExchange,
-    is_forced_remote,
-    office_of,
-    planned,
-    why_not_kernels,
-)
+from amoeba.parallel.transports.office import Office, office_of
+from amoeba.parallel.transports.peers import REMOTE, PeerExchange, is_forced_remote, planned, why_not_kernels
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.routing import Routing
 from amoeba.torch_internals import why_not_nvshmem
 
 if TYPE_CHECKING:
-    from amoeba.kernels.peer_rows import Post
+    from amoeba.kernels.peer_post import Post
 
 
 class Shmem(Transport):
@@ -131,7 +124,7 @@ def outbox(post: Post, channel: int, dest: int) -> Tensor:
 
 class ShmemExchange(PeerExchange):
     def _send_slots(self, weight_TK: Tensor) -> None:
-        from amoeba.kernels.peer_rows import SLOTS
+        from amoeba.kernels.peer_post import SLOTS
 
         post = self.office.checked()
         self._ship(SLOTS, lambda dest, cell: self._lay_slots(post, weight_TK, dest, cell))
@@ -153,20 +146,21 @@ class ShmemExchange(PeerExchange):
         return first + size
 
     def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
-        from amoeba.kernels.peer_rows import SLOTS
+        from amoeba.kernels.peer_post import SLOTS
 
         found = super()._take_slots(weight_TK)
         self._taken(SLOTS)
         return found
 
     def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
-        from amoeba.kernels.peer_rows import ROWS
+        from amoeba.kernels.peer_post import ROWS
 
         self._ship(ROWS, lambda dest, cell: _lay(rows_TH, cell))
 
     def _arrive(self, rows_TH: Tensor, out_RH: Tensor) -> None:
         from amoeba.kernels.peer_copies import take_copies
-        from amoeba.kernels.peer_rows import ROWS, own_rows
+        from amoeba.kernels.peer_post import ROWS
+        from amoeba.kernels.peer_rows import own_rows
 
         post = self.office.checked()
         own_rows(post, self.plan, rows_TH, out_RH, self.comes_R)

@@ -32,7 +32,7 @@ class Exchange(Travel):
     """
 
     slots: int | None = None
-    travels = False
+    travels = straight = False
 
     def wait(self) -> None:
         """Rows have come."""

@@ -1,0 +1,176 @@
+"""The heap of a group of ranks on one device, how it grows, and what its kernels are told: of `peers` and of `shmem`.
+
+W ranks
+
+    office = office_of(ranks, device)
+    tokens = office.prepare(ranks, facts, x_TH, routing, most_tokens=None)      # on all ranks at once
+    plan = plan_of(tuple(tokens), routing.num_tokens, office)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from amoeba.errors import bad_value
+from amoeba.parallel.agreement import agree
+from amoeba.parallel.heap import SPARE, Heap, open_heap
+from amoeba.parallel.ranks import Ranks, watch
+from amoeba.routing import Routing
+
+if TYPE_CHECKING:
+    from amoeba.kernels.peer_post import Plan, Post
+
+_HOST = torch.device("cpu")
+# of the channels of `peer_rows`, for who waits in vain
+_NAMES = (
+    "ids and routing weights",
+    "tokens or gradients of sums",
+    "sums of the experts or gradients of tokens",
+    "gradients of routing weights",
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a heap: the most tokens of a rank, experts per token, and bytes of a row."""
+
+    tokens: int
+    top_k: int
+    row_bytes: int
+
+    def holds(self, other: Size) -> bool:
+        return self.tokens >= other.tokens and self.top_k >= other.top_k and self.row_bytes >= other.row_bytes
+
+    def joined(self, other: Size) -> Size:
+        return Size(*(max(one, two) for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+class Office:
+    """The heap of a group on one device, and what its kernels are told. All layers of a model share it."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, *, remote: bool = False) -> None:
+        """remote: of ranks that do not reach each other's memory; half of a heap is an outbox then."""
+        self.ranks, self.device, self.remote = ranks, device, remote
+        self.size = Size(0, 0, 0)
+        self.agreed: tuple[Any, ...] | None = None
+        self._heap: Heap | None = None
+        self._post: Post | None = None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        watch(self.check)
+
+    def prepare(
+        self, ranks: Ranks, facts: dict[str, int], x_TH: Tensor, routing: Routing, most_tokens: int | None
+    ) -> Sequence[int]:
+        """The numbers of tokens of all ranks, or what is the most; and a heap that holds so many."""
+        self.ranks, tokens = ranks, routing.num_tokens
+        if self._post is not None and self._post.seconds != ranks.deadline:
+            self._post = replace(self._post, seconds=ranks.deadline)
+        if most_tokens is not None and tokens > most_tokens:
+            raise bad_value("x_TH", f"at most most_tokens={most_tokens} tokens", tokens, "allow as many as will come")
+        same = (most_tokens, *facts.values())
+        if most_tokens is not None and same == self.agreed:
+            return [most_tokens] * ranks.count
+        facts = facts | {"most_tokens": -1 if most_tokens is None else most_tokens}
+        told = [count for (count,) in agree(ranks, facts, [tokens], _HOST, "the numbers of tokens to come")]
+        counts = told if most_tokens is None else [most_tokens] * ranks.count
+        self.agreed = same
+        needed = Size(max(*counts, 1), routing.top_k, x_TH.shape[1] * x_TH.element_size())
+        if not self.size.holds(needed):
+            self._grow(ranks, self.size.joined(needed))
+        return counts
+
+    def _grow(self, ranks: Ranks, size: Size) -> None:
+        from amoeba.kernels.peer_counters import CHANNELS, RECORD
+        from amoeba.kernels.peer_post import Post, heap_layout, tokens_of_cells
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        ranks.gather([size.tokens], _HOST, "the others to be done with the heap")
+        self._heap = self._post = None
+        cell_at, cell_size, nbytes = heap_layout(ranks.count, *vars(size).values())
+        nbytes = 2 * nbytes + SPARE if self.remote else nbytes
+        self._heap = open_heap(ranks, self.device, nbytes, remote=self.remote)
+        self._post = Post(
+            self._heap.addresses,
+            epochs=torch.zeros(CHANNELS.value, dtype=torch.int64, device=self.device),
+            trouble=torch.zeros(1, dtype=torch.int64, device=self.device),
+            record=torch.zeros(RECORD, dtype=torch.int64, device=_HOST, pin_memory=self.device.type == "cuda"),
+            cell_at=cell_at,
+            cell_size=cell_size,
+            tokens=tokens_of_cells(size.tokens),
+            rank=ranks.rank,
+            count=ranks.count,
+            seconds=ranks.deadline,
+            heaps=self._heap.bytes_of,
+            reaches=not self.remote,
+        )
+        self.size = size
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is launched inside need not be done before what follows, until `join`."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def checked(self) -> Post:
+        self.check()
+        assert self._post is not None
+        return self._post
+
+    def check(self) -> None:
+        """RankLost if a kernel gave up waiting, ValueError if more rows came than fit. The host looks at its own
+        memory, and waits for nothing."""
+        from amoeba.kernels.peer_counters import CROWDED, TAKEN
+
+        post = self._post
+        if post is None or not post.record[0]:
+            return
+        _, channel, whom, epoch, seen, expected, which = post.record.tolist()
+        if which == CROWDED.value:
+            needed = f"room for all slots with an expert of rank {self.ranks.rank}, {seen} in exchange {epoch}"
+            raise bad_value("most_rows", needed, expected, "allow more, or leave it out for room for all")
+        of_taken = which == TAKEN.value
+        what = f"{_NAMES[channel]}, exchange {epoch}"
+        parts = post.takers if of_taken else post.pushers
+        found = f"{max(seen - expected + parts, 0)} of {parts} parts {'were taken' if of_taken else 'had come'}"
+        raise self.ranks.lost(f"{what} to be taken" if of_taken else what, whom, found)
+
+
+_offices: dict[tuple[Any, torch.device, bool], Office] = {}  # one per group, device and way, made once
+
+
+def office_of(ranks: Ranks, device: torch.device, *, remote: bool = False) -> Office:
+    key = ranks.group, device, remote
+    if key not in _offices:
+        _offices[key] = Office(ranks, device, remote=remote)
+    return _offices[key]
+
+
+@functools.lru_cache(maxsize=256)
+def plan_of(counts: tuple[int, ...], tokens: int, office: Office) -> Plan:
+    """counts: rows of each rank's tokens here; tokens: of this rank."""
+    from amoeba.kernels.peer_post import Plan
+
+    ranks = range(len(counts))
+    first = [sum(counts[:rank]) for rank in ranks]
+    there = [[0 for _ in ranks], [rank * tokens for rank in ranks], [tokens for _ in ranks]]
+    tables = [torch.tensor(table, dtype=torch.int64, device=_HOST) for table in (there, [first, first, list(counts)])]
+    if office.device.type == "cuda":  # only from pinned memory is a copy sure not to wait for the device
+        tables = [table.pin_memory().to(office.device, non_blocking=True) for table in tables]
+    places = tuple(slice(begin, begin + count) for begin, count in zip(first, counts, strict=True))
+    return Plan(tables[0], tables[1], counts[office.ranks.rank], sum(counts), places)
