@@ -284,8 +284,8 @@ def activate_backward(
     """From da' (no scale in it yet) and s = weight[order]: writes dh = act'(h)·s·da' and s·a, returns ds_N = <da', a>.
 
     ds_N is fp32, one entry per routed row (order_N). `dh_NJ` may be `h_NJ`, `scaled_a_NI` may be `da_NI`.
-    quantised_dh: gets dh, as it was rounded, in e4m3 as well (see `amoeba.kernels.quantise`), where no block of it holds
-    gates and ups (`has_whole_blocks`). h may be in e4m3, too; I is a multiple of 64 then. In both gates are not
+    quantised_dh: gets dh, as it was rounded, in e4m3 as well (see `amoeba.kernels.quantise`); no block of it may hold
+    gates and ups (`has_whole_blocks`). h may be in e4m3, too; I is a multiple of 64 then. In neither case gates are
     interleaved with ups.
     """
     rows, intermediate = order_N.shape[0], da_NI.shape[1]
