@@ -237,7 +237,9 @@ GPU_CASES = [
     Case(63, 2, SILU, True, "sentinels_alone", 128, 128),
     Case(1, 2, SILU, True, "random", 640, 128),
     Case(0, 2, SILU, True, "random", 128, 128),
-    # half blocks at the end of H, of I, and of both
+]
+# At the end of H, of I, and of both.
+HALF_BLOCKS = [
     Case(333, 2, SILU, True, "sentinels", 768, 704),
     Case(333, 1, SILU, False, "all_on_one", 192, 320),
     Case(760, 4, SILU, True, "empty_experts", 320, 256, num_experts=16, recompute=True),
@@ -254,6 +256,30 @@ GPU_CASES = [
 def test_on_a_gpu_output_every_gradient_and_every_product_agree_with_fp64(recipe: str, case: Case) -> None:
     result = verify_case(case, recipe, torch.device("cuda"), torch.bfloat16)
     assert result.ok and result.refused is None, result
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", HALF_BLOCKS, ids=lambda case: case.name)
+@by_recipe
+def test_on_a_gpu_widths_of_half_blocks_agree_with_fp64(recipe: str, case: Case) -> None:
+    result = verify_case(case, recipe, torch.device("cuda"), torch.bfloat16)
+    assert result.ok and result.refused is None, result
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_on_a_gpu_what_is_not_finite_stays_in_its_own_rows() -> None:
+    """With half blocks: neither what stands behind a gathered row nor columns behind the last one reach another."""
+    layer = on_gpu(tokens=300, hidden=192, inner=320)
+    expected = gradients(layer, "fp8", "triton")
+    with torch.no_grad():
+        layer.tensors["x"][7] = torch.nan
+    found = gradients(layer, "fp8", "triton")
+    others = torch.arange(300, device="cuda") != 7
+    for name in ("output", "x", "weight"):
+        assert torch.equal(found[name][others], expected[name][others]), name
+        assert found[name][7].isnan().all(), name
 
 
 def on_gpu(tokens: int = 700, hidden: int = 256, inner: int = 384) -> Layer:
