@@ -117,7 +117,8 @@ def bench(
         list[str] | None, typer.Option("--shape", help="A name (small, qwen3_30b, ...) or T,H,I,E,K; may be repeated.")
     ] = None,
     suite: Annotated[
-        str | None, typer.Option("--suite", help="small, cpu, gpu, model, stream (streamed experts) or ranks.")
+        str | None,
+        typer.Option("--suite", help="small, cpu, gpu, products, model, stream (streamed experts) or ranks."),
     ] = None,
     ranks: Annotated[int | None, typer.Option("--ranks", help="With --suite ranks: processes; default 2.")] = None,
     dtype: Dtypes = None,
@@ -192,6 +193,18 @@ def bench(
             job = bench_ranks.choose_job(shape or [], ranks, place, dtypes, others)
             path = bench_command.free_path(out)
         document, ok = bench_ranks.run(job, repeats, path, output)
+        finish(output, document, ok, json)
+        return
+    if suite == "products":
+        with usage():
+            from amoeba.commands import bench_products
+
+            bench_command.check_no_ranks(ranks)
+            place = parse_device(device)
+            others = {"--ours": ours, "--peer": peer, "--dtype": dtype, "--sustained": sustained}
+            layers = bench_products.choose_shapes(shape or [], place, others)
+            path = bench_command.free_path(out)
+        document, ok = bench_products.run(layers, place, repeats, path, output)
         finish(output, document, ok, json)
         return
     with usage():

@@ -87,7 +87,7 @@ class Placement:
     home: torch.device | None = None
     x_from: Sequence[str] = ("cpu", "cuda")
     how: Callable[[], str] = lambda: ""
-    itemsize: int | None = None
+    itemsize: float | None = None
     expert_bytes: Callable[[LayerSizes], int] | None = None
     check_memory: Callable[[Mapping[LayerSizes, int], Load, int], tuple[Any, ...]] | None = None
     chosen: Callable[[Situation], tuple[bool, str]] = field(default=lambda situation: (False, ""))

@@ -37,6 +37,8 @@ def carry_out(program: str, given: dict[str, int]) -> dict[str, int]:
                 found = a << b
             case "shr.b32":
                 found = a >> b
+            case "mul.lo.u32":
+                found = a * b
             case "and.b32":
                 found = a & b
             case "lop3.b32":
@@ -80,6 +82,19 @@ def test_scaled_pairs_in_bf16_are_exact_until_the_end_of_their_range(exponent: i
     word = min(exponent + 63, 255) * 0x00800080
     found = pairs_of(program("_SCALED_PAIR_E2M1"), torch.bfloat16, **{f"${at}": word for at in range(5, 9)})
     assert torch.equal(found * codes.RAISED.value, NUMBERS.double() * 2.0 ** (exponent - 127))
+
+
+@pytest.mark.parametrize("exponent", [65, 127, 191])
+def test_scaled_lanes_are_the_same_numbers_in_their_own_order(exponent: int) -> None:
+    word = min(exponent + 63, 255) * 0x00800080
+    first = torch.arange(256, dtype=torch.uint8)
+    for four in torch.stack([first, first.flip(0), first.roll(77), first.roll(150)], 1).tolist():
+        given = {"$4": int.from_bytes(bytes(four), "little"), "$5": word}
+        registers = carry_out(program("_SCALED_LANES_E2M1"), given)
+        found = torch.cat([halves(registers[f"${at}"], torch.bfloat16) for at in range(4)]).double()
+        expected = NUMBERS[four].flatten().double()[[0, 4, 1, 5, 2, 6, 3, 7]]
+        assert torch.equal(found * codes.RAISED.value, expected * 2.0 ** (exponent - 127))
+        assert torch.equal(found.signbit(), expected.signbit())
 
 
 @pytest.mark.parametrize("exponent", [192, 255])

@@ -29,12 +29,18 @@ SIZES = [(160, 24), (31, 23), (32, 272), (128, 64)]  # H, I
 # a GPU has instructions of its own for bf16, which the interpreter has not
 DTYPES = [torch.float32, *([torch.bfloat16, torch.float16] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-WAYS = {"by slot": block_scaled.by_slot, "by expert": block_scaled.by_expert}
+WAYS = {
+    "by slot": block_scaled.by_slot,
+    "by expert": block_scaled.by_expert,
+    "by lanes": lambda problem: block_scaled.by_expert(problem)._replace(by_lanes=True),
+}
 
 
 @quick(
     lambda format, activation, sizes, way, dtype: (
-        activation is SILU and sizes == SIZES[FORMATS.index(format) % len(SIZES)]
+        activation is SILU
+        and sizes == SIZES[FORMATS.index(format) % len(SIZES)]
+        and (way != "by lanes" or format.element.bits == 4)
     )
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -60,11 +60,14 @@ class CompileOnly:
                 attributes[(at,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
         made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        self.found[f"{self.kernel.__name__.strip('_')}{' of a' * constants.get('AFTER_ROWS', False)}"] = figures(made)
+        self.keep(f"{self.kernel.__name__.strip('_')}{' of a' * constants.get('AFTER_ROWS', False)}", made)
+
+    def keep(self, name: str, made: Any) -> None:
+        self.found[name] = figures(made)
 
 
 def _type_of(argument: Any) -> str:
-    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.uint8: "u8"}
     if isinstance(argument, torch.Tensor):
         return f"*{names[argument.dtype]}"
     return "fp32" if isinstance(argument, float) else "i32"

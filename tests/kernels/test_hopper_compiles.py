@@ -38,7 +38,14 @@ OTHERS = (
 )
 # Products in e4m3. What is live from one tile to the next may be put aside, sums may not. (Triton 3.9 does so, and
 # fetches an address or two again in each step; 3.6 puts nothing aside.)
-SCALED = ("scaled_up", "scaled_down", "scaled_down_backward", "scaled_plain_up_with_bias", "scaled_up_coded")
+SCALED = (
+    "scaled_up",
+    "scaled_down",
+    "scaled_down_backward",
+    "scaled_plain_up_with_bias",
+    "scaled_up_coded",
+    "scaled_up_of_half_blocks",
+)
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
     (*HOT[1:], *OTHERS),
@@ -105,6 +112,8 @@ def launches() -> dict[str, Callable[[], None]]:
     gate_up_codes, gate_codes = empty_weights(E, 2 * I, H, cpu), empty_weights(E, I, H, cpu)
     down_codes, turned_down = empty_weights(E, H, I, cpu), empty_weights(E, I, H, cpu)
     relu2 = Activation("relu2", gated=False)
+    odd_x, odd_a, odd_h = empty_rows(N // K, H - 64, cpu), empty_rows(N, I - 64, cpu), empty(N, 2 * I - 128)
+    odd_gate_up = empty_weights(E, 2 * I - 128, H - 64, cpu)
 
     def activation_backward(gate_rank: int, up_first: int, up_rank: int, down_rank: int) -> None:
         rank = up_first + up_rank
@@ -128,6 +137,9 @@ def launches() -> dict[str, Callable[[], None]]:
         ),
         "scaled_plain_up_with_bias": lambda: scaled_product.up(
             x_codes, order, K, gate_codes, table, relu2, a_codes, h_NJ=a, bias_EJ=bias
+        ),
+        "scaled_up_of_half_blocks": lambda: scaled_product.up(
+            odd_x, order, K, odd_gate_up, table, Activation(), odd_a, h_NJ=odd_h
         ),
         "scaled_down": lambda: scaled_product.multiply(a_codes, down_codes, table, y),
         "scaled_down_backward": lambda: scaled_product.multiply(

@@ -3,7 +3,8 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
 x and dy are quantised token by token, before their rows are gathered; a in the epilogue of the product that gives h; dh
-in the pass that takes the activation back. The gradients of weights are those of `HopperRows`.
+in the pass that takes the activation back. Where a block of its columns holds gates and ups (I is no multiple of 128),
+a pass of its own quantises dh, and h as fp8-saved keeps it. The gradients of weights are those of `HopperRows`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, with_plain_rows
 from amoeba.cpu.pointers import place_of
-from amoeba.kernels.activate import activate_backward
+from amoeba.kernels.activate import activate_backward, has_whole_blocks
 from amoeba.kernels.hopper import scaled_product
 from amoeba.kernels.quantise import empty_rows, quantise_rows
 from amoeba.kernels.sort import sort_rows
@@ -69,6 +70,10 @@ class StraightThroughKernelRows(HopperRows):
     def _room_for_h(self) -> Any:
         return self.new_rows(self.problem.weights.gate_up_EJH.shape[1])
 
+    @property
+    def _has_whole_blocks(self) -> bool:
+        return has_whole_blocks(self.problem.weights.activation, self.problem.weights.intermediate)
+
     def down(self, a_NI: QuantisedMatrix) -> Tensor:
         weights = self.problem.weights
         y_NH = self.new_rows(weights.hidden)
@@ -93,7 +98,8 @@ class Fp8KernelRows(StraightThroughKernelRows):
         down = codes_of(weights.down_EHI).turned(weights.down_EHI)
         scaled_product.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
         scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
-        self._dh = empty_rows(rows, dh_NJ.shape[1], dh_NJ.device) if needs.x else None
+        fused = needs.x and self._has_whole_blocks
+        self._dh = empty_rows(rows, dh_NJ.shape[1], dh_NJ.device) if fused else None
         ds_N = activate_backward(
             da_NI,
             h_NJ,
@@ -111,7 +117,7 @@ class Fp8KernelRows(StraightThroughKernelRows):
         if not needs.x:
             return None, {}
         weights, dh, self._dh = self.problem.weights, self._dh, None
-        assert dh is not None
+        dh = quantise_rows(dh_NJ) if dh is None else dh
         dx_NH = self.new_rows(weights.hidden)
         gate_up = codes_of(weights.gate_up_EJH).turned(weights.gate_up_EJH)
         scaled_product.multiply(dh, gate_up, self.table, dx_NH)
@@ -119,16 +125,19 @@ class Fp8KernelRows(StraightThroughKernelRows):
 
 
 class SavedInFp8KernelRows(Fp8KernelRows):
-    """fp8-saved: h in e4m3 between the passes, written by the product that gives it."""
+    """fp8-saved: h in e4m3 between the passes, written by the product that gives it, where that has its blocks."""
 
-    def _room_for_h(self) -> QuantisedMatrix:
+    def _room_for_h(self) -> QuantisedMatrix | Tensor:
+        return self._room_to_save() if self._has_whole_blocks else super()._room_for_h()
+
+    def _room_to_save(self) -> QuantisedMatrix:
         width = self.problem.weights.gate_up_EJH.shape[1]
         self._saved = fp8_saved.empty_saved(self.problem.rows, width, self.problem.x_TH.device)
         return fp8_saved.saved_rows(self._saved, self.problem.rows, width)
 
     def save(self, h_NJ: QuantisedMatrix | Tensor) -> Saved:
-        if not isinstance(h_NJ, QuantisedMatrix):  # no rows: nothing was computed
-            self._room_for_h()
+        if not isinstance(h_NJ, QuantisedMatrix):
+            quantise_rows(h_NJ, self._room_to_save())
         return fp8_saved.save(self.problem, self._saved, (self.order_N, self.slot_row_N, self.offs_E))
 
     def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:

@@ -25,6 +25,7 @@ from amoeba.machine import commit, machine, machine_kind, versions
 
 if TYPE_CHECKING:
     from amoeba.bench.models.suite import ModelReport  # needs more than torch
+    from amoeba.bench.products.suite import ProductsReport
     from amoeba.bench.ranks.suite import RanksReport
     from amoeba.bench.stream.suite import StreamSuiteReport
 
@@ -43,10 +44,11 @@ def make_document(
     models: Sequence[ModelReport] = (),
     streams: Sequence[StreamSuiteReport] = (),
     ranks: Sequence[RanksReport] = (),
+    products: Sequence[ProductsReport] = (),
 ) -> dict[str, Any]:
     """load_before: the machine's load average before the first measurement; others' work distorts the times.
 
-    models, streams, ranks: the reports of --suite model, stream and ranks, which have no others.
+    models, streams, ranks, products: the reports of --suite model, stream, ranks and products, which have no others.
     finished: False while the run goes on, and for good where it was stopped.
     """
     return {
@@ -66,6 +68,7 @@ def make_document(
         "models": [asdict(report) for report in models],
         "streams": [asdict(report) for report in streams],
         "ranks": [asdict(report) for report in ranks],
+        "products": [asdict(report) for report in products],
     }
 
 

@@ -19,6 +19,6 @@ class Implementation:
     ours: bool
     run: Callable[[], Tensor]
     tolerance: dict[str, float] | None = None  # of "output" and "gradient"; None: that of the dtype
-    itemsize: int | None = None  # of the weights as it reads them; None: that of the dtype
+    itemsize: float | None = None  # of the weights as it reads them; None: that of the dtype
     gradients: Callable[[], dict[str, Tensor]] | None = None  # those that it does not hand to autograd, after backward
     parameters: tuple[Tensor, ...] = ()  # of its own, beside those of the workload; not counted as kept for backward

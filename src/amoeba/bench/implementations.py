@@ -44,8 +44,8 @@ _SHARE_OF_MEMORY = 0.8
 # fp32 copies of larger layers are not made: they would say little that bf16 does not.
 _LARGEST_FP32_COPY = 1 << 30
 _NOT_ASKED_FOR = "was not asked for"
-_WARM = ", weights unchanged"
-RECIPES = tuple(recipe + warm for recipe in SUMMARIES for warm in ("", _WARM))
+_WARM, _RECOMPUTED = ", weights unchanged", ", h recomputed"
+RECIPES = tuple(recipe + way for recipe in SUMMARIES for way in ("", _WARM, _RECOMPUTED))
 
 
 def implementations(
@@ -60,7 +60,8 @@ def implementations(
     if not lora:
         in_fp8, not_in_fp8 = _in_fp8(workload)
         found, left_out = found + in_fp8, left_out | not_in_fp8
-    if lora or (infers and workload.dtype == torch.bfloat16):
+    decodes = workload.shape.forward_only and workload.device.type == "cuda"
+    if lora or ((infers or decodes) and workload.dtype == torch.bfloat16):
         for more in (_elsewhere, _in_fp32):
             more_found, more_left_out = more(workload, ours)
             found, left_out = found + more_found, left_out | more_left_out
@@ -160,7 +161,7 @@ def _through_seam(workload: Workload, backend: str) -> Tensor:
 
 def _in_fp8(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
     """The same layer in fp8; once more with the codes of weights made before, as in all but the first of the passes
-    that belong to one step of an optimizer."""
+    that belong to one step of an optimizer; and with h computed again in backward instead of kept."""
     found: list[Implementation] = []
     left_out: dict[str, str] = {}
     for recipe in SUMMARIES:
@@ -169,7 +170,7 @@ def _in_fp8(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
         by_kernels = (backend for backend in backends_of(type(weights), workload.device) if backend.name == "triton")
         reason = next(by_kernels).why_not(request)
         if reason is not None:
-            left_out |= {f"amoeba {name}": reason for name in (recipe, recipe + _WARM)}
+            left_out |= {f"amoeba {recipe}{way}": reason for way in ("", _WARM, _RECOMPUTED)}
             continue
         every_time = functools.partial(_placed, workload, weights)
         promise = UnchangedWeights()
@@ -180,6 +181,8 @@ def _in_fp8(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
 
         found.append(Implementation(f"amoeba {recipe}", True, every_time, _IN_FP8))
         found.append(Implementation(f"amoeba {recipe}{_WARM}", True, once, _IN_FP8))
+        recomputing = functools.partial(_placed, workload, weights, recompute=True)
+        found.append(Implementation(f"amoeba {recipe}{_RECOMPUTED}", True, recomputing, _IN_FP8))
     return found, left_out
 
 
@@ -203,7 +206,9 @@ def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Imp
         if reason is not None:
             left_out[name] = reason
             continue
-        run = functools.partial(_placed, workload, placement.make(source))
+        if placement.name not in workload.placed:
+            workload.placed[placement.name] = placement.make(source)
+        run = functools.partial(_placed, workload, workload.placed[placement.name])
         output, gradients = placement.tolerances[workload.dtype]
         tolerance = None if output is None or gradients is None else {"output": output, "gradient": gradients}
         if placement.represent is not None:
@@ -212,8 +217,8 @@ def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Imp
     return found, left_out
 
 
-def _placed(workload: Workload, weights: AnyExperts) -> Tensor:
-    return experts(workload.x_TH, _routing(workload), weights, lora=workload.lora)
+def _placed(workload: Workload, weights: AnyExperts, recompute: bool = False) -> Tensor:
+    return experts(workload.x_TH, _routing(workload), weights, lora=workload.lora, recompute=recompute)
 
 
 def _in_fp32(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Implementation], dict[str, str]]:

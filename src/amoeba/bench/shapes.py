@@ -146,7 +146,7 @@ def parse_suite(name: str) -> list[Shape]:
     if name not in SUITES:
         raise bad_value(
             "--suite",
-            f"one of {', '.join(SUITES)}, model, stream, ranks",
+            f"one of {', '.join(SUITES)}, products, model, stream, ranks",
             repr(name),
             "see the names in docs/benchmarks.md",
         )

@@ -167,12 +167,12 @@ def _report(
     progress(f"{about}: timing {len(steps)} in turns")
     timings = time_in_turns(steps, workload.device, repeats)
     for name in timings:
-        read = None if training else weight_bytes * itemsizes[name] // workload.dtype.itemsize
+        read = None if training else round(weight_bytes * itemsizes[name] / workload.dtype.itemsize)
         measurements[name] = _timed(measurements[name], timings, flops, read)
     if shape.forward_only and workload.device.type == "cuda":
         progress(f"{about}: timing {len(steps)} in CUDA graphs")
         for name, median_ms in _in_graphs(workload, list(timings), repeats, peers, ours).items():
-            rate = weight_bytes / median_ms * 1e3
+            rate = weight_bytes * itemsizes[name] / workload.dtype.itemsize / median_ms * 1e3
             measurements[name] = replace(
                 measurements[name], graph_median_ms=median_ms, graph_weight_bytes_per_second=rate
             )

@@ -13,7 +13,7 @@ problems. It is computed expert by expert, so that no second copy of all weights
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from amoeba import cost
 from amoeba.bench.shapes import Shape
 from amoeba.proof.reference import experts as reference
-from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
+from amoeba.weights import LORA_NAMES, AnyExperts, ExpertWeights, LoraFactors
 
 # On a GPU, problems with more operations than this in a forward are compared in fp32.
 _FP64_FLOPS_ON_GPU = 1e10
@@ -44,6 +44,7 @@ class Workload:
     dy_TH: Tensor
     truth: dict[str, Tensor]  # output and, for a workload made for training, the gradient of each leaf
     truth_dtype: torch.dtype
+    placed: dict[str, AnyExperts] = field(default_factory=dict)  # the same experts in placements, by name, made once
 
     @property
     def device(self) -> torch.device:

@@ -265,6 +265,11 @@ def _activate_backward(
     tl.store(ds + row, tl.sum(dot, axis=1), mask=row < num_rows)
 
 
+def has_whole_blocks(activation: Activation, intermediate: int) -> bool:
+    """Whether none of the blocks of a row of h or dh, 128 columns each, holds gates and ups."""
+    return not activation.gated or intermediate % BLOCK == 0
+
+
 def activate_backward(
     da_NI: Tensor,
     h_NJ: Tensor | QuantisedMatrix,
@@ -279,8 +284,9 @@ def activate_backward(
     """From da' (no scale in it yet) and s = weight[order]: writes dh = act'(h)·s·da' and s·a, returns ds_N = <da', a>.
 
     ds_N is fp32, one entry per routed row (order_N). `dh_NJ` may be `h_NJ`, `scaled_a_NI` may be `da_NI`.
-    quantised_dh: gets dh, as it was rounded, in e4m3 as well (see `amoeba.kernels.quantise`). h may be in e4m3, too. I
-    is a multiple of 128 then, and gates are not interleaved with ups.
+    quantised_dh: gets dh, as it was rounded, in e4m3 as well (see `amoeba.kernels.quantise`); no block of it may hold
+    gates and ups (`has_whole_blocks`). h may be in e4m3, too; I is a multiple of 64 then. In neither case gates are
+    interleaved with ups.
     """
     rows, intermediate = order_N.shape[0], da_NI.shape[1]
     h_scales = None
@@ -289,7 +295,8 @@ def activate_backward(
     in_blocks = quantised_dh is not None or h_scales is not None
     fit = have_lines(da_NI, h_NJ, dh_NJ, scaled_a_NI) and order_N.is_contiguous()
     fit = fit and h_NJ.shape[1] == dh_NJ.shape[1] == activation.width(intermediate)
-    fit = fit and not (in_blocks and (activation.interleaved or intermediate % BLOCK))
+    fit = fit and not (in_blocks and (activation.interleaved or intermediate % (BLOCK // 2)))
+    fit = fit and (quantised_dh is None or has_whole_blocks(activation, intermediate))
     check_arguments(fit, "rows that are contiguous inside", da_NI=da_NI, h_NJ=h_NJ, dh_NJ=dh_NJ, order_N=order_N)
     ds_N = torch.empty(rows, dtype=torch.float32, device=da_NI.device)
     if rows == 0:

@@ -128,16 +128,18 @@ def load_codes(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What `store_codes` wrote, in fp32."""
-    BLOCKS: tl.constexpr = (COLUMNS + 127) // 128
+    """What `store_codes` wrote, or `quantise_rows`, in fp32. SHIFT may be a multiple of 64: blocks are those of the
+    row."""
+    PIECE: tl.constexpr = 128 if SHIFT % 128 == 0 else 64  # lies in one block
     column = first_column + tl.arange(0, TILE)
-    block = first_column // 128 + tl.arange(0, TILE // 128)
+    piece = first_column + PIECE * tl.arange(0, TILE // PIECE)
     code_row = codes + row.to(tl.int64)[:, None] * WIDTH + SHIFT
-    scale_row = scales + row.to(tl.int64)[:, None] * ((WIDTH + 127) // 128) + SHIFT // 128
+    scale_row = scales + row.to(tl.int64)[:, None] * ((WIDTH + 127) // 128)
     code = tl.load(code_row + column[None, :], mask=row_in[:, None] & (column < COLUMNS)[None, :], other=0)
-    scale = tl.load(scale_row + block[None, :], mask=row_in[:, None] & (block < BLOCKS)[None, :], other=0.0)
-    blocks = tl.reshape(decode(code), (ROWS, TILE // 128, 128)) * scale[:, :, None]
-    return tl.reshape(blocks, (ROWS, TILE))
+    block = (SHIFT + piece) // 128
+    scale = tl.load(scale_row + block[None, :], mask=row_in[:, None] & (piece < COLUMNS)[None, :], other=0.0)
+    pieces = tl.reshape(decode(code), (ROWS, TILE // PIECE, PIECE)) * scale[:, :, None]
+    return tl.reshape(pieces, (ROWS, TILE))
 
 
 @quick
@@ -170,11 +172,12 @@ def empty_rows(rows: int, width: int, device: torch.device) -> QuantisedMatrix:
     return QuantisedMatrix(data, scales, FP8_TRAINING_ROWS, width)
 
 
-def quantise_rows(rows_NW: Tensor) -> QuantisedMatrix:
-    """Rows that are contiguous inside, of any width."""
+def quantise_rows(rows_NW: Tensor, into: QuantisedMatrix | None = None) -> QuantisedMatrix:
+    """Rows that are contiguous inside, of any width. into: where there is room for them already."""
     rows, width = rows_NW.shape
-    check_arguments(have_lines(rows_NW), "rows that are contiguous inside", rows_NW=rows_NW)
-    found = empty_rows(rows, width, rows_NW.device)
+    fit = have_lines(rows_NW) and (into is None or into.shape == rows_NW.shape)
+    check_arguments(fit, "rows that are contiguous inside, and room of their shape", rows_NW=rows_NW)
+    found = empty_rows(rows, width, rows_NW.device) if into is None else into
     if rows_NW.numel() == 0:
         return found
     columns = max(BLOCK, column_block(width, WIDEST_BLOCK))

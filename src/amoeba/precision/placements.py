@@ -28,6 +28,11 @@ def _expert_bytes(sizes: LayerSizes, format: Format) -> int:
     return codes + scale * sum(-(-down // rows) * -(-across // columns) for down, across in matrices)
 
 
+def _bytes_of_number(format: Format) -> float:
+    rows, columns = format.block
+    return format.element.bits / 8 + (4 if format.scale == "fp32" else 1) / (rows * columns)
+
+
 def _how() -> str:
     return "by our kernels on a GPU, one expert after the other on a CPU"
 
@@ -41,7 +46,7 @@ def _placement(name: str, format: Format) -> Placement:
         tolerances={dtype: Tolerance() for dtype in _DTYPES},
         how=_how,
         represent=functools.partial(_represented, format=format),
-        itemsize=1,
+        itemsize=_bytes_of_number(format),
         expert_bytes=functools.partial(_expert_bytes, format=format),
     )
 

@@ -34,6 +34,8 @@ WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
 # two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take the
 # one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
 FEWEST_SLOTS, WEIGHT_ROWS, DEPTH_BYTES, WARPS, STAGES = 8, 64, 128, 2, 4
+# Times the slots that an expert gets on average: 8 at 64 tokens of that layer, which was faster than 16 (docs/log.md).
+HEADROOM = 2
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
 
 
@@ -122,7 +124,7 @@ def by_slot(problem: Problem) -> Configuration:
 
 def by_expert(problem: Problem) -> Configuration:
     weights: BlockScaledExperts = problem.weights
-    rows, height, warps = chunk_rows(problem.rows, weights.num_experts, FEWEST_SLOTS), WEIGHT_ROWS, WARPS
+    rows, height, warps = chunk_rows(problem.rows, weights.num_experts, FEWEST_SLOTS, HEADROOM), WEIGHT_ROWS, WARPS
     if problem.rows < weights.num_experts:  # more programs for the few experts
         height, warps = height // 2, warps // 2
     depth = DEPTH_BYTES * 8 // weights.format.element.bits

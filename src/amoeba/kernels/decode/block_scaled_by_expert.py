@@ -22,9 +22,11 @@ from amoeba.kernels.decode.codes import (
     RAISED,
     constants_of,
     is_lowered,
+    lanes,
     number_e4m3,
     places_of_scales,
     scaled,
+    scaled_lanes_e2m1,
     scaled_pair_e2m1,
 )
 from amoeba.kernels.decode.configuration import Configuration
@@ -80,6 +82,7 @@ def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
         "ROWS": chosen.rows,
         "HAS_MATRIX_SCALE": problem.weights.format.has_matrix_scale,
         "OVERLAP": chosen.overlap,
+        "BY_LANES": chosen.by_lanes,
     }
 
 
@@ -105,6 +108,7 @@ def _products(
     STRIDE_ROW: tl.constexpr,
     STRIDE_SCALE_ROW: tl.constexpr,
     HARDWARE: tl.constexpr,
+    BY_LANES: tl.constexpr,
 ):
     """(HEIGHT, ROWS) in fp32: these rows of the matrix times the chunk's. values: pointers to the first of each row."""
     WIDTH: tl.constexpr = DEPTH * BITS // 8
@@ -136,8 +140,12 @@ def _products(
                 weight = scaled(number, scale, HEIGHT, LINES, WIDTH).to(dtype)
                 total = tl.dot(weight, tl.trans(value), total, input_precision="ieee")
         else:
-            even, odd = tl.split(tl.reshape(value, (ROWS, WIDTH, 2)))
-            low, high = scaled_pair_e2m1(code, places, there, dtype, SCALE, HEIGHT, LINES, WIDTH)
+            if BY_LANES:
+                even, odd = lanes(value, ROWS, WIDTH)
+                low, high = scaled_lanes_e2m1(code, places, there, dtype, SCALE, HEIGHT, LINES, WIDTH)
+            else:
+                even, odd = tl.split(tl.reshape(value, (ROWS, WIDTH, 2)))
+                low, high = scaled_pair_e2m1(code, places, there, dtype, SCALE, HEIGHT, LINES, WIDTH)
             total = tl.dot(low, tl.trans(even), total, input_precision="ieee")
             total = tl.dot(high, tl.trans(odd), total, input_precision="ieee")
     if is_lowered(dtype, BITS):
@@ -182,6 +190,7 @@ def _up_by_expert(
     STRIDE_SCALE_ROW: tl.constexpr,
     STRIDE_SCALE_EXPERT: tl.constexpr,
     HARDWARE: tl.constexpr,
+    BY_LANES: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -207,7 +216,7 @@ def _up_by_expert(
         h = _products(
             data, scales, j, row_ok, x_TH + (slot // K).to(tl.int64) * REDUCTION, slot_ok, HEIGHT, ROWS, DEPTH, STAGES,
             REDUCTION, BITS, SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW,
-            HARDWARE,
+            HARDWARE, BY_LANES,
         )  # fmt: skip
         if HAS_MATRIX_SCALE:
             h *= tl.load(matrix_scale + expert)
@@ -257,6 +266,7 @@ def _down_by_expert(
     STRIDE_SCALE_ROW: tl.constexpr,
     STRIDE_SCALE_EXPERT: tl.constexpr,
     HARDWARE: tl.constexpr,
+    BY_LANES: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     h = (tl.program_id(0) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
@@ -274,6 +284,7 @@ def _down_by_expert(
         y = _products(
             data, scales, h, row_ok, a_NI + slot * REDUCTION, slot_ok, COLUMNS, ROWS, DEPTH, STAGES, REDUCTION, BITS,
             SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW, HARDWARE,
+            BY_LANES,
         )  # fmt: skip
         if HAS_MATRIX_SCALE:
             y *= tl.load(matrix_scale + expert)

@@ -67,6 +67,8 @@ class Configuration(NamedTuple):
 
     overlap: the down projection starts while the up projection ends (programmatic dependent launch, from Hopper on);
     by slot, where down is at once in flight.
+    by_lanes: by expert, numbers of four bits are decoded in the order that takes the fewest integer instructions, see
+    `codes.scaled_lanes_e2m1`.
     """
 
     by_slot: bool
@@ -74,6 +76,7 @@ class Configuration(NamedTuple):
     down: Tile
     rows: int = SMALLEST_CHUNK
     overlap: bool = False
+    by_lanes: bool = False
 
 
 def configuration(
@@ -105,9 +108,9 @@ def goes_by_slot(tokens: int, top_k: int, num_experts: int) -> bool:
     return tokens == 1 or (tokens <= BY_SLOT_TOKENS and few_share)
 
 
-def chunk_rows(slots: int, num_experts: int, fewest: int = SMALLEST_CHUNK) -> int:
+def chunk_rows(slots: int, num_experts: int, fewest: int = SMALLEST_CHUNK, headroom: int = CHUNK_HEADROOM) -> int:
     """Slots of an expert that are computed together."""
-    expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
+    expected = headroom * slots // min(num_experts, slots)
     return min(max(next_power_of_2(expected), fewest), LARGEST_CHUNK)
 
 

@@ -1,0 +1,109 @@
+"""`amoeba bench --suite products`: each kernel of a layer on a GPU by itself, a table per shape, the document."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba.bench.ceilings import Ceilings, measure_ceilings
+from amoeba.bench.document import make_document, write_again, write_new
+from amoeba.bench.products.suite import ProductMeasurement, ProductsReport, run_products
+from amoeba.bench.shapes import Shape, parse_shape
+from amoeba.commands.bench import three_digits, warn_if_busy
+from amoeba.commands.output import Output, strict_json
+from amoeba.errors import bad_value
+
+_DEFAULT = ("qwen3_30b",)
+
+
+def choose_shapes(shapes: Sequence[str], device: torch.device, others: dict[str, Any]) -> list[Shape]:
+    """others: options that this suite does not take, by their names."""
+    for option, value in others.items():
+        if value:
+            raise bad_value(option, "none with --suite products", value, "it measures all of a layer's kernels in bf16")
+    if device.type != "cuda":
+        raise bad_value("--suite products", "a CUDA device", device.type, "leave it out: the layer runs anywhere")
+    found = [parse_shape(text) for text in shapes or _DEFAULT]
+    for shape in found:
+        if shape.rank or shape.forward_only:
+            raise bad_value("--shape", "a layer that is trained, with --suite products", shape.name, "give T,H,I,E,K")
+    return found
+
+
+def command_line(shapes: Sequence[Shape], repeats: int) -> str:
+    """The command that measures the same again."""
+    named = (word for shape in shapes for word in ("--shape", shape.name))
+    return shlex.join(["amoeba", "bench", "--suite", "products", *named, "--repeats", str(repeats)])
+
+
+def _measure(shape: Shape, device: torch.device, repeats: int) -> ProductsReport:
+    from amoeba.bench.products.roles import roles_of  # imports Triton
+
+    return run_products(shape, roles_of(shape, device), device, repeats)
+
+
+def run(
+    shapes: Sequence[Shape],
+    device: torch.device,
+    repeats: int,
+    path: Path | None,
+    output: Output,
+    measure: Callable[[Shape, torch.device, int], ProductsReport] = _measure,
+    ceilings: Callable[[torch.device, Sequence[torch.dtype]], Ceilings] = measure_ceilings,
+) -> tuple[dict[str, Any], bool]:
+    """Prints a table per shape; returns the document, and False if a kernel of ours raised or was wrong."""
+    load, command, reports = warn_if_busy(output), command_line(shapes, repeats), list[ProductsReport]()
+    output.progress("measuring the ceilings of this device: a dense product and a copy")
+    limits = ceilings(device, [torch.bfloat16])
+    output.line(limits.line())
+
+    def document_of(finished: bool) -> dict[str, Any]:
+        return strict_json(make_document([], command, load, limits, finished, products=reports))
+
+    for shape in shapes:
+        output.progress(f"{shape.name}: checking and timing its kernels")
+        reports.append(measure(shape, device, repeats))
+        _print(reports[-1], limits, output)
+        if path is not None:
+            (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
+    document = document_of(finished=True)
+    if path is not None:
+        write_again(path, document)
+        output.heading(f"written to {path}")
+    return document, not any(report.wrong for report in reports)
+
+
+def _print(report: ProductsReport, limits: Ceilings, output: Output) -> None:
+    shape = report.shape
+    sizes = f"T={shape.tokens} H={shape.hidden} I={shape.intermediate} E={shape.experts} K={shape.top_k}"
+    rows = [_row(each, limits) for each in report.measurements if each.median_ms is not None]
+    cells = [list(row.values()) for row in rows]
+    output.table(f"{shape.name} ({sizes}), kernel by kernel", list(rows[0]) if rows else [""], cells)
+    output.line(f"  rests of {report.rest_ms:g} ms before each run, and caches flushed")
+    output.line("  of: the rate of a dense product in bf16, or of a copy")
+    for each in report.measurements:
+        if each.reason is not None:
+            output.line(f"  {each.role}: {each.reason}", style="bold red" if each.role in report.wrong else None)
+
+
+def _row(found: ProductMeasurement, limits: Ceilings) -> dict[str, str]:
+    assert found.median_ms is not None and found.min_ms is not None
+    flops, rate = found.flops_per_second, found.bytes_per_second
+    of = "-"
+    if flops is not None:
+        of = f"{flops / limits.matmul_flops_per_second(torch.bfloat16):.0%}"
+    elif rate is not None:
+        of = f"{rate / limits.copy_bytes_per_second:.0%}"
+    return {
+        "": found.role,
+        "ms": three_digits(found.median_ms),
+        "min": three_digits(found.min_ms),
+        "TFLOP/s": "-" if flops is None else three_digits(flops / 1e12),
+        "GB/s": "-" if rate is None else three_digits(rate / 1e9),
+        "of": of,
+        "error": "-" if found.error is None else f"{found.error:.1e}",
+    }
