@@ -18,6 +18,7 @@ from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
 from amoeba.bench.sustained import TURNS, Sustained
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output, strict_json
+from amoeba.commands.start import with_seconds
 from amoeba.errors import bad_value
 from amoeba.machine import load_average, usable_cores
 
@@ -140,7 +141,7 @@ def run(
     load = warn_if_busy(output)
     limits = None
     if ceilings is not None:
-        output.progress("measuring the ceilings of this device: a dense product and a copy")
+        progress_of(output)("measuring the ceilings of this device: a dense product and a copy")
         limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
         output.line(limits.line())
     command = command_line(shapes, device, dtypes, passes, repeats, peers, ours, sustained)
@@ -156,13 +157,24 @@ def run(
             (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
 
     # Lines and no spinner: a spinner is a thread that would run while others are timed.
-    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep, ours, sustained)
+    told = progress_of(output)
+    detail = told if output.verbose else _untold
+    run_suite(shapes, device, dtypes, choose_passes(passes), repeats, told, peers, keep, ours, sustained, detail)
     document = document_of(finished=True)
     if path is not None:
         write_again(path, document)
         output.heading(f"written to {path}")
     wrong = [m for report in reports for m in report.measurements if m.ours and m.status == "refused"]
     return document, not wrong
+
+
+def progress_of(output: Output) -> Callable[[str], None]:
+    """Lines of progress; with -v each with the seconds since the command began."""
+    return (lambda line: output.progress(with_seconds(line))) if output.verbose else output.progress
+
+
+def _untold(line: str) -> None:
+    """For what is told with -v only."""
 
 
 def warn_if_busy(output: Output) -> float | None:
