@@ -11,7 +11,9 @@ from amoeba.bench.implementations import implementations
 from amoeba.bench.shapes import SHAPES, Shape
 from amoeba.bench.suite import run_suite
 from amoeba.bench.workload import make_workload
+from amoeba.commands import bench as bench_command
 from amoeba.commands.bench import choose_ours, choose_peers, command_line
+from amoeba.commands.output import Output
 from amoeba.proof.reference import experts as reference
 from amoeba.weights import ExpertWeights, LoraFactors
 
@@ -125,3 +127,16 @@ def test_a_name_of_ours_that_nobody_has_is_said(kt_kernel):
     assert choose_ours([]) is None
     with pytest.raises(ValueError, match=r"cpu-bf17.*Leave it out"):
         choose_ours(["cpu-bf17"])
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_parts_of_a_check_are_told_with_their_seconds_to_who_asks_for_more(capsys, verbose):
+    output = Output()
+    output.verbose = verbose
+    shape = Shape("plain", 12, 64, 32, 4, 2)
+    bench_command.run([shape], CPU, [torch.float32], "training", 1, None, output, ["eager"], None, ["eager"])
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
+    parts = [line.split("  [")[0] for line in lines if line.startswith("transformers eager: ")]
+    expected = ["its first forward", "its first backward", "comparing", "its peak memory"] if verbose else []
+    assert parts == [f"transformers eager: {part}" for part in expected]
+    assert all(line.endswith(" s]") == verbose for line in lines)

@@ -111,6 +111,7 @@ def run_suite(
     ours: Sequence[str] | None = None,
     sustained: float | None = None,
     graphs: bool = False,
+    detail: Progress = lambda line: None,
 ) -> list[Report]:
     """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only.
 
@@ -119,6 +120,7 @@ def run_suite(
     sustained: seconds for which each step also runs back to back, watched by the meter of the GPU; not decoding steps,
     which wait for memory or for the host.
     graphs: of ours also forward and backward in CUDA graphs, and the host's time for a backward; in training.
+    detail: like `progress`, called when a part of a check begins: the first use of a library may take minutes.
     """
     reports = []
     for dtype, shape in problems(shapes, dtypes):
@@ -126,7 +128,7 @@ def run_suite(
         progress(f"{shape.name} {_name(dtype)}: computing the reference")
         workload = make_workload(shape, device, dtype, training="training" in wanted)
         for measured in wanted:
-            reports.append(_report(workload, measured, repeats, progress, peers, ours, sustained, graphs))
+            reports.append(_report(workload, measured, repeats, progress, peers, ours, sustained, graphs, detail))
             done(reports[-1])
         del workload  # before the next one is made: large ones do not fit twice
     return reports
@@ -141,6 +143,7 @@ def _report(
     ours: Sequence[str] | None,
     sustained: float | None,
     graphs: bool,
+    detail: Progress,
 ) -> Report:
     shape, tolerance, training = workload.shape, TOLERANCE[workload.dtype], measured == "training"
     about = f"{shape.name} {measured} {_name(workload.dtype)}"
@@ -159,8 +162,9 @@ def _report(
     steps: dict[str, Step] = {}
     for at, candidate in enumerate(candidates, 1):  # at first use kernels are compiled, some libraries tune theirs
         progress(f"{about}: checking {candidate.name} ({at} of {len(candidates)})")
-        checked = _check(candidate, workload, training, tolerance)
+        checked = _check(candidate, workload, training, tolerance, detail)
         if checked.status == "timed":
+            detail(f"{candidate.name}: its peak memory")
             steps[candidate.name] = step = _step(candidate, workload, training)
             checked = replace(checked, peak_bytes=peak_bytes(functools.partial(step, _no_mark), workload.device))
         measurements[candidate.name] = checked
@@ -203,15 +207,19 @@ def _report(
     )
 
 
-def _check(candidate: Implementation, workload: Workload, training: bool, tolerance: float) -> Measurement:
+def _check(
+    candidate: Implementation, workload: Workload, training: bool, tolerance: float, detail: Progress
+) -> Measurement:
     """One step, compared with the truth by name; its status says whether it may be timed."""
     refused = Measurement(candidate.name, candidate.ours, "refused")
     workload.clear_gradients()
     try:
+        detail(f"{candidate.name}: its first forward")
         with torch.set_grad_enabled(training), watch_saved() as kept:
             y_TH = candidate.run()
         found: dict[str, Tensor] = {"output": y_TH}
         if training:
+            detail(f"{candidate.name}: its first backward")
             y_TH.backward(workload.dy_TH)
             given = {name: leaf.grad for name, leaf in workload.leaves().items() if leaf.grad is not None}
             given |= candidate.gradients() if candidate.gradients is not None else {}
@@ -222,6 +230,7 @@ def _check(candidate: Implementation, workload: Workload, training: bool, tolera
     except Exception as error:  # whatever a peer raises is its answer to this problem
         first_line = (str(error) or "no message").splitlines()[0]
         return replace(refused, reason=f"{type(error).__name__}: {first_line}")
+    detail(f"{candidate.name}: comparing")
     errors = workload.errors(found)
     workload.clear_gradients()
     allowed = candidate.tolerance or {"output": tolerance, "gradient": tolerance}

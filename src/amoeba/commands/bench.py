@@ -19,6 +19,7 @@ from amoeba.bench.sustained import TURNS, Sustained
 from amoeba.commands.bench_captured import print_captured
 from amoeba.commands.options import dtype_name, parse_device
 from amoeba.commands.output import Output, strict_json
+from amoeba.commands.start import with_seconds
 from amoeba.errors import bad_value
 from amoeba.machine import load_average, usable_cores
 
@@ -157,7 +158,7 @@ def run(
     load = warn_if_busy(output)
     limits = None
     if ceilings is not None:
-        output.progress("measuring the ceilings of this device: a dense product and a copy")
+        progress_of(output)("measuring the ceilings of this device: a dense product and a copy")
         limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
         output.line(limits.line())
     command = command_line(shapes, device, dtypes, passes, repeats, peers, ours, sustained, graphs)
@@ -173,8 +174,10 @@ def run(
             (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
 
     # Lines and no spinner: a spinner is a thread that would run while others are timed.
+    told = progress_of(output)
+    detail = told if output.verbose else _untold
     run_suite(
-        shapes, device, dtypes, choose_passes(passes), repeats, output.progress, peers, keep, ours, sustained, graphs
+        shapes, device, dtypes, choose_passes(passes), repeats, told, peers, keep, ours, sustained, graphs, detail
     )
     document = document_of(finished=True)
     if path is not None:
@@ -182,6 +185,15 @@ def run(
         output.heading(f"written to {path}")
     wrong = [m for report in reports for m in report.measurements if m.ours and m.status == "refused"]
     return document, not wrong
+
+
+def progress_of(output: Output) -> Callable[[str], None]:
+    """Lines of progress; with -v each with the seconds since the command began."""
+    return (lambda line: output.progress(with_seconds(line))) if output.verbose else output.progress
+
+
+def _untold(line: str) -> None:
+    """For what is told with -v only."""
 
 
 def warn_if_busy(output: Output) -> float | None:
