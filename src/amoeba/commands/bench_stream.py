@@ -121,6 +121,7 @@ def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
         "": found.setting,
         "layers": str(found.layers),
         "us a layer": three_digits(found.us),
+        "median": "-" if found.median_us is None else three_digits(found.median_us),
         "all there": three_digits(found.hits_us),
         "hits": f"{found.hit_rate:.1%}",
         "simulated": "-" if found.simulated_hit_rate is None else f"{found.simulated_hit_rate:.1%}",

@@ -6,6 +6,8 @@ the resident layers gets no times.
 
 from __future__ import annotations
 
+import operator
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -50,7 +52,8 @@ class Setting:
 class DecodeMeasurement:
     """us: microseconds of one layer. least_us: resident, plus what came over the link at its rate.
 
-    hits_us: where all experts are there, and only asking is left.
+    median_us: of the tokens: below `us` where a few of them took long. hits_us: where all experts are there, and only
+    asking is left.
     simulated_hit_rate: of the same trace, by `amoeba stream simulate`.
     over_disk: the time over that of the bytes from the disk at its rate.
     """
@@ -78,6 +81,7 @@ class DecodeMeasurement:
     miss: str = "move"
     computed_per_token: float | None = None  # experts that the CPU computed
     computed_us: float | None = None  # of one, lately
+    median_us: float | None = None
     simulated_hit_rate: float | None = None
     pause_us: float = 0.0
     early_per_token: float | None = None  # copies that began early
@@ -103,6 +107,7 @@ class Tokens:
         self._ids = torch.arange(size.top_k, dtype=torch.int64, device=problem.device).expand(shape).clone()
         self._weight_TK = torch.full((1, size.top_k), 1 / size.top_k, dtype=torch.float32, device=problem.device)
         self._y: list[Tensor] = []
+        self.median = 0.0  # seconds of a token of the latest run
         self._step = place.repeated(self._run, memory)
 
     def _run(self) -> None:
@@ -122,13 +127,15 @@ class Tokens:
     def run(self, routes: Sequence[Tensor], hints: Sequence[Tensor] = ()) -> float:
         """Seconds a token. hints: x_TH of each; none: it stays as it is."""
         self.place.wait()
-        began = time.perf_counter()
+        began, ended = time.perf_counter(), list[float]()
         for number, ids in enumerate(routes):
             self._ids.copy_(ids)
             if hints:
                 self._x_TH.copy_(hints[number])
             self._step()
+            ended.append(time.perf_counter())
         self.place.wait()
+        self.median = statistics.median(map(operator.sub, ended, [began, *ended]))
         return (time.perf_counter() - began) / len(routes)
 
 
@@ -183,6 +190,7 @@ def measure(
         memory.cache.restart_counters()
         waited = memory.waited_seconds
         seconds = streamed.run(routes[WARM:], hints[WARM:])
+        median = streamed.median
         place.check(memory)
         counters, waited = memory.cache.restart_counters(), memory.waited_seconds - waited
         computed_seconds = 0.0 if setting.miss == "move" else memory.computing.seconds
@@ -211,6 +219,7 @@ def measure(
         miss=setting.miss,
         computed_per_token=counters.per_token(counters.computed),
         computed_us=computed_seconds * 1e6 or None,
+        median_us=median * per_layer,
         simulated_hit_rate=simulated,
         pause_us=setting.pause_us,
         early_per_token=counters.per_token(counters.prefetched) if setting.early else None,
