@@ -52,6 +52,8 @@ NOT_THERE, NOT_SERVED, SERVED = range(3)
 _SIGNATURES = {
     # row, answer, most, serial, looks, layer, calls, compute
     "amoeba_serve": (c_int, (c_void_p, c_void_p, c_int64, c_int32, c_int64, c_void_p, c_void_p, c_void_p)),
+    # order, wanted, those who stay, how many, found
+    "amoeba_first_to_leave": (c_int64, (c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "amoeba_computer_new": (c_void_p, (c_int,)),
     "amoeba_computer_wait": (None, (c_void_p,)),
     "amoeba_computer_seconds": (c_double, (c_void_p,)),
@@ -70,7 +72,7 @@ class Blobs(ctypes.Structure):
     )
 
 
-class _Order(ctypes.Structure):
+class Order(ctypes.Structure):
     """As ranking.h has it."""
 
     _fields_ = (
@@ -93,7 +95,7 @@ class _Layer(ctypes.Structure):
         ("size", c_void_p),
         ("offset", c_void_p),
         ("early_of", c_void_p),
-        ("order", _Order),
+        ("order", Order),
         ("blobs", Blobs),
     )
 
@@ -113,15 +115,19 @@ class _Prepared:
         arrays: tuple[ctypes.Array, ...] = (self.leave, self.slot_of, self.blob_of, *self._of_parts)
         leave, slot_of, blob_of, *of_parts = (ctypes.addressof(array) for array in arrays)
         early_of = ctypes.addressof(self.early_of)
-        self.layer = _Layer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, _Order(-1))
+        self.layer = _Layer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(-1))
         self.address = ctypes.addressof(self.layer)
 
     def rank_by(self, policy: Policy) -> None:
         """From now on, by what is in `expert_in`."""
         self.policy = policy
-        places = (each.buffer_info()[0] for each in (policy.now, policy.uses, policy.last))
-        expert_in = ctypes.addressof(self.expert_in)
-        self.layer.order = _Order(list(POLICIES).index(policy.name), *places, expert_in, len(self.expert_in))
+        self.layer.order = order_of(policy, self.expert_in)
+
+
+def order_of(policy: Policy, expert_in: ctypes.Array) -> Order:
+    """For compiled code: reads what the policy remembers, for as long as that and the array live."""
+    places = (each.buffer_info()[0] for each in (policy.now, policy.uses, policy.last))
+    return Order(list(POLICIES).index(policy.name), *places, ctypes.addressof(expert_in), len(expert_in))
 
 
 class FastPath:

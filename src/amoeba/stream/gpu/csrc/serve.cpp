@@ -212,6 +212,11 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
   return SERVED;
 }
 
+// As a question's answer has it; all may leave but those that stay.
+int64_t amoeba_first_to_leave(const Order* order, int64_t wanted, const int32_t* stays, int64_t there, int32_t* found) {
+  return first_to_leave(*order, wanted, [&](int32_t expert) { return !is_among(expert, stays, there); }, found);
+}
+
 void* amoeba_computer_new(int threads) { return new Computer(threads); }
 void amoeba_computer_wait(const void* computer) { static_cast<const Computer*>(computer)->wait(); }
 double amoeba_computer_seconds(const void* computer) { return static_cast<const Computer*>(computer)->seconds(); }
