@@ -42,7 +42,7 @@ def test_lfru_weighs_uses_against_the_square_of_the_time_since_the_last():
     # expert 0: four uses, eight passes ago; expert 1: one use, three passes ago: 4/8² < 1/3², but 4/8 > 1/3
     passes = [[0]] * 4 + [[5]] * 4 + [[1]] + [[5]] * 2
     policy = after(LFRU(), *passes)
-    assert policy._now + 1 - policy._last[0] == 8 and policy._now + 1 - policy._last[1] == 3
+    assert policy.now[0] + 1 - policy.last[0] == 8 and policy.now[0] + 1 - policy.last[1] == 3
     assert order(policy, [0, 1]) == [0, 1]
 
 
@@ -71,7 +71,7 @@ def test_the_order_survives_when_counts_are_rescaled(kind, monkeypatch):
         monkeypatch.setattr("amoeba.stream.policies._DOUBLINGS", 512)
         plain.use(ids)
         assert order(rescaled, list(range(6))) == order(plain, list(range(6))), step
-    assert rescaled._now < plain._now
+    assert rescaled.now[0] < plain.now[0]
 
 
 @pytest.mark.parametrize("name", POLICIES)

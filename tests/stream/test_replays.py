@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import closing
+from ctypes import byref, c_int32
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.policies import POLICIES, make_policy
 from amoeba.stream.simulate import replay
 from amoeba.stream.synthetic import Locality, synthetic_trace
 from amoeba.stream.trace import LayerShape
@@ -429,6 +431,25 @@ def test_where_all_are_in_host_memory_every_miss_takes_the_fast_path() -> None:
         assert bool(served.device.calls_at_once) is served.device.copies_at_once
         assert counters.requested == 28 == counters.hits + counters.from_host
         assert sum(counters.misses_of_layer) == counters.from_host
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_compiled_code_says_who_leaves_as_the_policy_does(name: str) -> None:
+    if (library := fast_path.serving_library()) is None:
+        pytest.skip("no compiler")
+    drawn, policy = random.Random(0), make_policy(name)
+    policy.begin(40)
+    for step in range(300):
+        policy.use(drawn.sample(range(40), 3))
+        if step % 7:
+            continue
+        there = drawn.sample(range(40), 12)  # some of which were never used: of equals, the first place
+        expert_in = (c_int32 * 14)(*there[:5], -1, *there[5:], -1)
+        stays, wanted = drawn.sample(there, 4), drawn.randrange(1, 10)
+        order, found = fast_path.order_of(policy, expert_in), (c_int32 * 14)()
+        count = library.amoeba_first_to_leave(byref(order), wanted, (c_int32 * 4)(*stays), 4, found)
+        expected = policy.coldest([expert for expert in there if expert not in stays], wanted)
+        assert found[:count] == expected and count == min(wanted, 8)
 
 
 def test_small_copies_are_called_one_by_one(monkeypatch) -> None:

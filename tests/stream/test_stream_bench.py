@@ -84,12 +84,14 @@ def test_every_setting_is_right_and_timed(has_link: bool, tmp_path: Path) -> Non
         make_place=SimulatedPlace if has_link else None,
     )
     assert not report.wrong and not list(tmp_path.iterdir())
-    assert [each.setting for each in report.decodes] == [each.name for each in suite.settings(16, has_link)]
+    wanted = [each.name for each in suite.settings(16, has_link) if each.part != "prefetch"]
+    assert [each.setting for each in report.decodes] == wanted
     assert sorted(set(seen)) == [*range(1, len(report.decodes) + 1)]
     for each in report.decodes:
         is_whole = each.slots == 16
         assert (each.same_bits and each.error == 0) or each.miss != "move"
         assert each.error < 1e-5 and each.us > 0 and each.hits_us > 0 and each.over_least > 0
+        assert (each.simulated_hit_rate is None) == (each.miss != "move")
         if each.miss == "auto":  # time decides what is moved
             continue
         assert (each.bytes_up_per_token == 0) == (each.hit_rate == 1 or each.miss == "cpu") and (
@@ -116,6 +118,34 @@ def check_lora(report: suite.StreamSuiteReport) -> None:
 @pytest.mark.thorough
 def test_a_fine_tuning_step_over_a_link_is_right_and_timed(tmp_path: Path) -> None:
     check_lora(suite.run_stream(replace(TINIEST, parts=("lora",)), 1, tmp_path, make_place=SimulatedPlace))
+
+
+@pytest.mark.thorough
+def test_copies_that_begin_early_are_right_timed_and_counted(tmp_path: Path) -> None:
+    size = replace(SIZES["tiny"], experts=64, hidden=128)
+    problem = StreamProblem(size, CPU, ("prefetch",))
+    report = suite.run_stream(problem, 12, tmp_path, make_place=SimulatedPlace)
+    plain, early = report.decodes
+    assert plain.same_bits and early.same_bits and plain.us > 0 and early.us > 0
+    assert plain.early_recall is None and early.early_recall > 0 and early.early_per_token > 0
+    assert plain.pause_us == early.pause_us == suite.PAUSE_US
+
+
+def test_routers_guess_three_of_four_experts_by_the_hints() -> None:
+    routes = TINY.routes(TINY.trace(2, 300))
+    found = wanted = 0
+    for ids, x_TH in zip(routes, TINY.hints(routes), strict=True):
+        for chosen, router in zip(ids, TINY.routers(2), strict=True):
+            guessed = (x_TH @ router.mT).topk(TINY.size.top_k, dim=1).indices
+            found += len({*guessed.flatten().tolist()} & {*chosen.flatten().tolist()})
+            wanted += chosen.numel()
+    assert 0.7 < found / wanted < 0.8
+
+
+def test_the_simulator_says_the_hits_that_are_measured(tmp_path: Path) -> None:
+    report = suite.run_stream(replace(TINY, parts=("disk",)), 400, tmp_path)
+    assert [each.slots for each in report.decodes] == [8, 4]
+    assert all(abs(each.hit_rate - each.simulated_hit_rate) < 0.02 for each in report.decodes)
 
 
 def test_only_what_was_asked_for_is_measured(tmp_path: Path) -> None:

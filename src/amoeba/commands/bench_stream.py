@@ -106,7 +106,12 @@ def _print(report: StreamSuiteReport, output: Output) -> None:
 def _in_short(found: DecodeMeasurement) -> str:
     if found.us is None:
         return f"{found.setting}: refused, {found.reason}"
-    return f"{found.setting}: {three_digits(found.us)} us a layer, {found.hit_rate:.1%} hits"
+    said = f"{found.setting}: {three_digits(found.us)} us a layer, {found.hit_rate:.1%} hits"
+    if found.simulated_hit_rate is not None:
+        said += f" ({found.simulated_hit_rate:.1%} simulated)"
+    if found.early_recall is not None:
+        said += f", {found.early_per_token:.3g} copies a token began early, {found.early_recall:.0%} of what missed"
+    return said
 
 
 def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
@@ -116,8 +121,10 @@ def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
         "": found.setting,
         "layers": str(found.layers),
         "us a layer": three_digits(found.us),
+        "median": "-" if found.median_us is None else three_digits(found.median_us),
         "all there": three_digits(found.hits_us),
         "hits": f"{found.hit_rate:.1%}",
+        "simulated": "-" if found.simulated_hit_rate is None else f"{found.simulated_hit_rate:.1%}",
     }
     if has_link:
         row |= {
@@ -127,6 +134,7 @@ def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
             "ids us": "-" if found.export_us is None else three_digits(found.export_us),
             "by CPU": "-" if not found.computed_per_token else three_digits(found.computed_per_token / found.layers),
             "CPU us": "-" if found.computed_us is None else three_digits(found.computed_us),
+            "early": "-" if found.early_recall is None else f"{found.early_recall:.0%}",
         }
     if report.disk_bytes_per_second is not None:
         over = "-" if found.over_disk is None else f"{found.over_disk:.2f}"
@@ -150,6 +158,8 @@ def _notes(report: StreamSuiteReport, timed: Sequence[DecodeMeasurement]) -> lis
             )
         if report.disk_bytes_per_second is not None:
             lines.append("x disk: over the bytes from the disk at its rate")
+    if any(each.pause_us for each in timed):
+        lines.append("early: of what would have missed, the share whose copy had begun; pauses stand for attention")
     if any(each.computed_us is not None for each in timed):
         lines.append("by CPU: experts of a layer that it computed and that were not moved; CPU us: it took for one")
     return lines + _lora_lines(report)

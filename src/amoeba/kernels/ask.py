@@ -107,6 +107,25 @@ def ask(
     weight_TK: Tensor | None = None,
 ) -> None:
     """due: (1,) int32 on the device, of the layer. limit: seconds. x_TH, weight_TK: where something is handed."""
+    operands, constants = question_of(
+        expert_TK, slot_TK, shown, experts, talk, due, limit, handed, x_TH, weight_TK
+    )
+    _ask[(1,)](*operands, **constants)
+
+
+def question_of(
+    expert_TK: Tensor,
+    slot_TK: Tensor,
+    shown: Tensor,
+    experts: int,
+    talk: Talk,
+    due: Tensor,
+    limit: float,
+    handed: Handed | None,
+    x_TH: Tensor | None,
+    weight_TK: Tensor | None,
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What `question` takes, in its order, and its constants."""
     ids, ring, row = expert_TK.numel(), *talk.questions.shape
     most = (talk.answers.shape[1] - ANSWER_HEADER) // 2
     fit = ids <= MOST_IDS and row >= row_length(experts, ids) and most >= answer_length(experts, ids)
@@ -124,30 +143,20 @@ def ask(
         expected = f"contiguous rows of {handed.x.numel()} numbers and {handed.expert.numel()} ids at most"
         check_arguments(fit, expected, x_TH=x_TH, weight_TK=weight_TK)
         given = x_TH, weight_TK, handed.x, handed.expert, handed.weight, handed.arrived
-    _ask[(1,)](
-        expert_TK,
-        slot_TK,
-        shown,
-        talk.state,
-        due,
-        talk.questions,
-        talk.answers,
-        talk.trouble,
-        talk.times,
-        *given,
-        int(limit * 1e6),
-        ids,
-        numbers,
-        EXPERTS=experts,
-        RING=ring,
-        ROW=row,
-        MOST=most,
-        ENTRIES=max(2, next_power_of_2(min(most, answer_length(experts, ids)))),
-        HANDS=handed is not None,
-        ON_GPU=expert_TK.is_cuda,
+    told = talk.questions, talk.answers, talk.trouble, talk.times
+    operands = expert_TK, slot_TK, shown, talk.state, due, *told, *given, int(limit * 1e6), ids, numbers
+    constants: dict[str, object] = {
+        "EXPERTS": experts,
+        "RING": ring,
+        "ROW": row,
+        "MOST": most,
+        "ENTRIES": max(2, next_power_of_2(min(most, answer_length(experts, ids)))),
+        "HANDS": handed is not None,
+        "ON_GPU": expert_TK.is_cuda,
         **sizes(experts, ids),
-        num_warps=1,  # so that all threads see the same words: they look in one instruction
-    )
+        "num_warps": 1,  # so that all threads see the same words: they look in one instruction
+    }
+    return operands, constants
 
 
 def add_computed(y_TH: Tensor, talk: Talk, handed: Handed, limit: float) -> None:
@@ -192,6 +201,67 @@ def microseconds(before, ON_GPU: tl.constexpr):
 @quick
 @triton.jit(do_not_specialize=["limit", "N", "NUMBERS"])
 def _ask(
+    expert_N,
+    slot_N,
+    shown,
+    state,
+    due,
+    questions,
+    answers,
+    trouble,
+    times,
+    x_TH,
+    weight_N,
+    handed_x,
+    handed_expert,
+    handed_weight,
+    handed_arrived,
+    limit,
+    N,
+    NUMBERS,
+    EXPERTS: tl.constexpr,
+    RING: tl.constexpr,
+    ROW: tl.constexpr,
+    MOST: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HANDS: tl.constexpr,
+    ON_GPU: tl.constexpr,
+    BINS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    question(
+        expert_N,
+        slot_N,
+        shown,
+        state,
+        due,
+        questions,
+        answers,
+        trouble,
+        times,
+        x_TH,
+        weight_N,
+        handed_x,
+        handed_expert,
+        handed_weight,
+        handed_arrived,
+        limit,
+        N,
+        NUMBERS,
+        EXPERTS,
+        RING,
+        ROW,
+        MOST,
+        ENTRIES,
+        HANDS,
+        ON_GPU,
+        BINS,
+        PIECE,
+    )
+
+
+@triton.jit
+def question(
     expert_N,
     slot_N,
     shown,

@@ -58,7 +58,6 @@ def router_forward(
     scores_TE = torch.empty((num_tokens, num_experts) if scores else 0, dtype=torch.float32, device=device)
     if num_tokens == 0:
         return expert_TK, weight_TK, scores_TE
-    groups, size = _groups(config)
     tile = _tile(columns(config))
     _forward[(cdiv(num_tokens, tile["TILE_ROWS"]),)](
         logits_TE.contiguous(),
@@ -67,18 +66,25 @@ def router_forward(
         weight_TK,
         scores_TE if scores else None,
         num_tokens,
-        **_constants(config),
-        GROUPS=groups,
-        GROUP_SIZE=size,
-        TOPK_GROUP=config.topk_group,
-        TOP2_SUM=config.group_score == "top2_sum" and size > 1,
-        GROUP_COLUMNS=next_power_of_2(groups),
-        SIZE_COLUMNS=next_power_of_2(size),
-        SLOTS=next_power_of_2(config.top_k),
-        LOG_FLOOR=math.log(DENOMINATOR_FLOOR),
+        **forward_constants(config),
         **tile,
     )
     return expert_TK, weight_TK, scores_TE
+
+
+def forward_constants(config: RouterConfig) -> dict[str, object]:
+    """Of `choose_experts`, but for its tile."""
+    groups, size = _groups(config)
+    return _constants(config) | {
+        "GROUPS": groups,
+        "GROUP_SIZE": size,
+        "TOPK_GROUP": config.topk_group,
+        "TOP2_SUM": config.group_score == "top2_sum" and size > 1,
+        "GROUP_COLUMNS": next_power_of_2(groups),
+        "SIZE_COLUMNS": next_power_of_2(size),
+        "SLOTS": next_power_of_2(config.top_k),
+        "LOG_FLOOR": math.log(DENOMINATOR_FLOOR),
+    }
 
 
 def router_backward(
@@ -229,6 +235,54 @@ def _forward(
     LOG_FLOOR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
+    choose_experts(
+        logits_TE,
+        bias_E,
+        expert_TK,
+        weight_TK,
+        scores_TE,
+        num_tokens,
+        SIGMOID,
+        RENORMALIZE,
+        RANK_LOGITS,
+        SCALE,
+        K,
+        GROUPS,
+        GROUP_SIZE,
+        TOPK_GROUP,
+        TOP2_SUM,
+        GROUP_COLUMNS,
+        SIZE_COLUMNS,
+        SLOTS,
+        LOG_FLOOR,
+        TILE_ROWS,
+    )
+
+
+@triton.jit
+def choose_experts(
+    logits_TE,
+    bias_E,
+    expert_TK,
+    weight_TK,
+    scores_TE,
+    num_tokens,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    RANK_LOGITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    SIZE_COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LOG_FLOOR: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """Of the program's rows: experts, weights and scores, which are stored."""
     NOTHING: tl.constexpr = -0x80000000
     COLUMNS: tl.constexpr = GROUP_COLUMNS * SIZE_COLUMNS
     EXPERTS: tl.constexpr = GROUPS * GROUP_SIZE

@@ -5,13 +5,15 @@ policy.begin(experts=128)
 policy.use([3, 5, 9])                     # one pass over the layer used these
 policy.coldest([3, 5, 9, 40], count=1)    # [40]: whoever of the four leaves first
 
-A policy remembers experts that are not there too: one that comes back is not a stranger.
+A policy remembers experts that are not there too: one that comes back is not a stranger. What it remembers are arrays
+that stay where they are, so that compiled code can rank by them too (gpu/csrc/ranking.h, in the order of `POLICIES`).
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Collection, Sequence
 
 from amoeba.errors import bad_value
@@ -21,7 +23,12 @@ _DOUBLINGS = 512
 
 
 class Policy(ABC):
+    """now: passes; uses, last: of each expert its uses, and the latest pass that used it. Each where it is needed."""
+
     name: str
+    now: array
+    uses: array
+    last: array
 
     @abstractmethod
     def begin(self, experts: int) -> None:
@@ -42,16 +49,16 @@ class LRU(Policy):
     name = "lru"
 
     def begin(self, experts: int) -> None:
-        self._now, self._last = 0, [0] * experts
+        self.now, self.uses, self.last = array("q", [0]), array("d"), array("q", [0]) * experts
 
     def use(self, ids: Collection[int]) -> None:
-        self._now += 1
-        now, last = self._now, self._last
+        self.now[0] = now = self.now[0] + 1
+        last = self.last
         for expert in ids:
             last[expert] = now
 
     def coldest(self, candidates: Sequence[int], count: int) -> list[int]:
-        return heapq.nsmallest(count, candidates, key=self._last.__getitem__)
+        return heapq.nsmallest(count, candidates, key=self.last.__getitem__)
 
 
 class LFU(Policy):
@@ -66,22 +73,22 @@ class LFU(Policy):
     half_life = 1024
 
     def begin(self, experts: int) -> None:
-        self._now, self._count = 0, [0.0] * experts
+        self.now, self.uses, self.last = array("q", [0]), array("d", [0.0]) * experts, array("q")
 
     def use(self, ids: Collection[int]) -> None:
-        self._now += 1
-        if self._now == _DOUBLINGS * self.half_life:
+        self.now[0] += 1
+        if self.now[0] == _DOUBLINGS * self.half_life:
             self._rescale()
-        worth, count = 2.0 ** (self._now / self.half_life), self._count
+        worth, uses = 2.0 ** (self.now[0] / self.half_life), self.uses
         for expert in ids:
-            count[expert] += worth
+            uses[expert] += worth
 
     def coldest(self, candidates: Sequence[int], count: int) -> list[int]:
-        return heapq.nsmallest(count, candidates, key=self._count.__getitem__)
+        return heapq.nsmallest(count, candidates, key=self.uses.__getitem__)
 
     def _rescale(self) -> None:
-        self._count = [count * 2.0**-_DOUBLINGS for count in self._count]
-        self._now = 0
+        self.uses[:] = array("d", [uses * 2.0**-_DOUBLINGS for uses in self.uses])
+        self.now[0] = 0
 
 
 class LFRU(LFU):
@@ -101,22 +108,22 @@ class LFRU(LFU):
 
     def begin(self, experts: int) -> None:
         super().begin(experts)
-        self._last = [0] * experts
+        self.last = array("q", [0]) * experts
 
     def use(self, ids: Collection[int]) -> None:
         super().use(ids)
-        now, last = self._now, self._last
+        now, last = self.now[0], self.last
         for expert in ids:
             last[expert] = now
 
     def coldest(self, candidates: Sequence[int], count: int) -> list[int]:
         # For every miss, so it has to be quick: this takes two thirds of the time of heapq with a key.
-        after, uses, last = self._now + 1, self._count, self._last
+        after, uses, last = self.now[0] + 1, self.uses, self.last
         scores = [uses[expert] / ((age := after - last[expert]) * age) for expert in candidates]
         return [candidates[index] for index in sorted(range(len(scores)), key=scores.__getitem__)[:count]]
 
     def _rescale(self) -> None:
-        self._last = [last - self._now for last in self._last]
+        self.last[:] = array("q", [last - self.now[0] for last in self.last])
         super()._rescale()
 
 

@@ -43,7 +43,7 @@ class SlotTable:
         if not 0 <= slots <= experts:
             raise bad_value("slots", f"0 to {experts}, the number of experts", slots, "more slots would stay empty")
         self.slots, self.experts = slots, experts
-        self._policy = policy
+        self.policy = policy
         policy.begin(experts)
         self._slot_of: dict[int, int] = {}
         self.spare = list(range(slots, slots + spares))
@@ -80,7 +80,7 @@ class SlotTable:
         holds = self._holds
         for expert in hits:
             holds[expert] += 1
-        self._policy.use([*hits, *beside])
+        self.policy.use([*hits, *beside])
         self._note_use(hits)
         return self._split(hits, [], [])
 
@@ -89,19 +89,24 @@ class SlotTable:
         slot_of = self._slot_of
         if self._loading or not all(expert in slot_of for expert in ids):
             return False
-        self._policy.use(ids)
+        self.policy.use(ids)
         self._note_use(ids)
         return True
 
     def rank(self) -> list[int]:
         """Who leaves first, found out ahead of the next request, which then answers in less time. Changes nothing.
         Nobody, while there are free slots, or experts are held or being loaded."""
-        if self._free or self._loading or any(self._holds):
+        if not self.is_full:
             return []
         if self._ranked is None:
             there = [expert for expert in self._expert_in if expert != _EMPTY]
-            self._ranked = self._policy.coldest(there, self.slots)
+            self._ranked = self.policy.coldest(there, self.slots)
         return self._ranked
+
+    @property
+    def is_full(self) -> bool:
+        """And nothing is held or being loaded: who comes next drives out the first by rank."""
+        return not (self._free or self._loading or any(self._holds))
 
     def request_some(self, ids: Iterable[int]) -> Plan:
         """As many of them as there is room for, those that are there first; the others are not in the plan."""
@@ -157,7 +162,7 @@ class SlotTable:
             remedy = "split them with waves(), or give the layer a larger budget"
             raise bad_value("experts of one request", f"at most {self.slots}, the slots", len(distinct), remedy)
         plan = self._take(distinct, distinct, all_or_none=True)
-        self._policy.use([*distinct, *beside])
+        self.policy.use([*distinct, *beside])
         self._note_use(distinct)
         return plan
 
@@ -178,7 +183,7 @@ class SlotTable:
                 if all_or_none:
                     raise SlotsInUse(f"{len(missing)} slots are needed, {room} of {self.slots} are not in use")
                 missing = missing[:room]
-            evicted = self._policy.coldest(candidates, len(missing) - len(free))
+            evicted = self.policy.coldest(candidates, len(missing) - len(free))
         if missing:
             self._ranked = None
         for expert in evicted:

@@ -6,20 +6,24 @@ the resident layers gets no times.
 
 from __future__ import annotations
 
+import operator
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from amoeba.bench.stream.place import Place, StreamedMemory
-from amoeba.bench.stream.problem import StreamProblem
+from amoeba.bench.stream.problem import Part, StreamProblem
 from amoeba.bench.workload import relative_error
 from amoeba.experts import experts
 from amoeba.proof.conformance import TOLERANCE
 from amoeba.routing import Routing
+from amoeba.stream.simulate import replay
 from amoeba.stream.store.store import Store
 from amoeba.weights import ExpertWeights
 
@@ -36,13 +40,21 @@ class Setting:
     host_slots: int
     is_on_disk: bool = False
     miss: str = "move"  # or cpu, or auto
+    pause_us: float = 0.0  # between layers, as attention would take
+    early: bool = False  # copies begin ahead of the question, by the next layer's router
+
+    @property
+    def part(self) -> Part:
+        return "disk" if self.is_on_disk else "prefetch" if self.pause_us else "decode"
 
 
 @dataclass(frozen=True)
 class DecodeMeasurement:
     """us: microseconds of one layer. least_us: resident, plus what came over the link at its rate.
 
-    hits_us: where all experts are there, and only asking is left.
+    median_us: of the tokens: below `us` where a few of them took long. hits_us: where all experts are there, and only
+    asking is left.
+    simulated_hit_rate: of the same trace, by `amoeba stream simulate`.
     over_disk: the time over that of the bytes from the disk at its rate.
     """
 
@@ -69,13 +81,25 @@ class DecodeMeasurement:
     miss: str = "move"
     computed_per_token: float | None = None  # experts that the CPU computed
     computed_us: float | None = None  # of one, lately
+    median_us: float | None = None
+    simulated_hit_rate: float | None = None
+    pause_us: float = 0.0
+    early_per_token: float | None = None  # copies that began early
+    early_recall: float | None = None  # of what would have missed
 
 
 class Tokens:
     """Layers, and the memory that a captured step reads and writes."""
 
-    def __init__(self, problem: StreamProblem, place: Place, kinds: Sequence, memory: StreamedMemory | None = None):
-        size, self.place, self._kinds = problem.size, place, kinds
+    def __init__(
+        self,
+        problem: StreamProblem,
+        place: Place,
+        kinds: Sequence,
+        memory: StreamedMemory | None = None,
+        pause_us: float = 0.0,
+    ) -> None:
+        size, self.place, self._kinds, self._pause_us = problem.size, place, kinds, pause_us
         generator = torch.Generator(problem.device).manual_seed(1)
         x_TH = torch.empty(1, size.hidden, dtype=problem.dtype, device=problem.device)
         self._x_TH = x_TH.normal_(generator=generator)
@@ -83,32 +107,35 @@ class Tokens:
         self._ids = torch.arange(size.top_k, dtype=torch.int64, device=problem.device).expand(shape).clone()
         self._weight_TK = torch.full((1, size.top_k), 1 / size.top_k, dtype=torch.float32, device=problem.device)
         self._y: list[Tensor] = []
+        self.median = 0.0  # seconds of a token of the latest run
         self._step = place.repeated(self._run, memory)
 
     def _run(self) -> None:
+        self._y = []
         with torch.no_grad():
-            self._y = [
-                experts(
-                    self._x_TH,
-                    Routing(self._ids[layer], self._weight_TK, trusted=True),
-                    kind,
-                    backend=self.place.backend if isinstance(kind, ExpertWeights) else "auto",
-                )
-                for layer, kind in enumerate(self._kinds)
-            ]
+            for layer, kind in enumerate(self._kinds):
+                routing = Routing(self._ids[layer], self._weight_TK, trusted=True)
+                backend = self.place.backend if isinstance(kind, ExpertWeights) else "auto"
+                self._y.append(experts(self._x_TH, routing, kind, backend=backend))
+                if self._pause_us:
+                    self.place.pause(self._pause_us)
 
-    def outputs(self, ids: Tensor) -> list[Tensor]:
-        self.run([ids])
+    def outputs(self, ids: Tensor, hint: Tensor | None = None) -> list[Tensor]:
+        self.run([ids], [] if hint is None else [hint])
         return [y_TH.clone() for y_TH in self._y]
 
-    def run(self, routes: Sequence[Tensor]) -> float:
-        """Seconds a token."""
+    def run(self, routes: Sequence[Tensor], hints: Sequence[Tensor] = ()) -> float:
+        """Seconds a token. hints: x_TH of each; none: it stays as it is."""
         self.place.wait()
-        began = time.perf_counter()
-        for ids in routes:
+        began, ended = time.perf_counter(), list[float]()
+        for number, ids in enumerate(routes):
             self._ids.copy_(ids)
+            if hints:
+                self._x_TH.copy_(hints[number])
             self._step()
+            ended.append(time.perf_counter())
         self.place.wait()
+        self.median = statistics.median(map(operator.sub, ended, [began, *ended]))
         return (time.perf_counter() - began) / len(routes)
 
 
@@ -130,7 +157,7 @@ def measure(
     place: Place,
     store: Store,
     setting: Setting,
-    resident: Callable[[Tensor], list[Tensor]],
+    resident: Callable[..., list[Tensor]],
     resident_us: float,
     tokens: int,
     link: float | None,
@@ -138,14 +165,18 @@ def measure(
 ) -> DecodeMeasurement:
     """resident: outputs of the same layers. link, disk: bytes/s."""
     layers = len(store.layers)
-    routes = problem.routes(layers, WARM + tokens)
-    with closing(place.memory(store, setting.slots, setting.host_slots, setting.miss)) as memory:
+    trace = problem.trace(layers, WARM + tokens)
+    routes = problem.routes(trace)
+    hints: Sequence[Any] = problem.hints(routes) if setting.pause_us else ()
+    with closing(place.memory(store, setting.slots, setting.host_slots, setting.miss, setting.early)) as memory:
         fill(memory)
         place.wait()
-        streamed = Tokens(problem, place, memory.layers, memory)
+        if setting.early:
+            memory.replays.predict_by(problem.routers(layers))
+        streamed = Tokens(problem, place, memory.layers, memory, setting.pause_us)
         worst, same_bits = 0.0, True
-        for ids in routes[-COMPARED:]:
-            found, truth = streamed.outputs(ids), resident(ids)
+        for ids, hint in zip(routes[-COMPARED:], hints[-COMPARED:] or [None] * COMPARED, strict=False):
+            found, truth = streamed.outputs(ids, hint), resident(ids, hint)
             place.check(memory)
             same_bits &= all(map(torch.equal, found, truth))
             worst = max(worst, *map(relative_error, found, truth))
@@ -155,17 +186,19 @@ def measure(
             return DecodeMeasurement(*begun, reason=reason, miss=setting.miss)
         if memory.miss != setting.miss:
             return DecodeMeasurement(*begun, reason="the CPU cannot compute experts here", miss=setting.miss)
-        streamed.run(routes[:WARM])
+        streamed.run(routes[:WARM], hints[:WARM])
         memory.cache.restart_counters()
         waited = memory.waited_seconds
-        seconds = streamed.run(routes[WARM:])
+        seconds = streamed.run(routes[WARM:], hints[WARM:])
+        median = streamed.median
         place.check(memory)
         counters, waited = memory.cache.restart_counters(), memory.waited_seconds - waited
         computed_seconds = 0.0 if setting.miss == "move" else memory.computing.seconds
         hits = streamed.run([routes[-1]] * HITS)
-        export = None
+        slots, export = memory.slots, None
         if place.has_link and setting.slots < problem.size.experts:
             export = place.export_us(memory, routes[-1][0])
+    simulated = None if setting.miss != "move" else replay(trace, slots, warm_up=WARM).top_hit_rate
     per_layer, up = 1e6 / layers, counters.per_token(counters.host_bytes + counters.disk_bytes)
     from_disk = counters.per_token(counters.disk_bytes)
     least = resident_us + (0.0 if link is None else up / link * per_layer)
@@ -186,4 +219,9 @@ def measure(
         miss=setting.miss,
         computed_per_token=counters.per_token(counters.computed),
         computed_us=computed_seconds * 1e6 or None,
+        median_us=median * per_layer,
+        simulated_hit_rate=simulated,
+        pause_us=setting.pause_us,
+        early_per_token=counters.per_token(counters.prefetched) if setting.early else None,
+        early_recall=counters.prefetch_recall if setting.early else None,
     )

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from amoeba.stream.bandwidth import copy_rate
 from amoeba.stream.gpu.device import CudaDevice, Device
+from amoeba.stream.gpu.early_copies import spares_of
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.store.store import Store
 from amoeba.torch_internals import occupy_gpu
 
 # Questions whose way to the host is timed, and cycles of idling ahead of each: their launch is not part of it.
 _EXPORTS, _IDLE = 40, 200_000
+_CYCLES = 1800  # of a microsecond, about
 
 StreamedMemory = Any  # an ExpertMemory or a DeviceMemory
 
@@ -37,7 +39,10 @@ class Place(ABC):
     backend = "auto"  # of resident experts
 
     @abstractmethod
-    def memory(self, store: Store, slots: int, host_slots: int, miss: str = "move") -> StreamedMemory: ...
+    def memory(
+        self, store: Store, slots: int, host_slots: int, miss: str = "move", early: bool = False
+    ) -> StreamedMemory:
+        """early: some of the slots are for copies that begin early."""
 
     @abstractmethod
     def repeated(self, run: Callable[[], None], memory: StreamedMemory | None = None) -> Callable[[], None]:
@@ -50,6 +55,9 @@ class Place(ABC):
     @abstractmethod
     def check(self, memory: StreamedMemory) -> None:
         """Raises where the latest steps went on without their experts."""
+
+    def pause(self, microseconds: float) -> None:
+        """About that long nothing else happens."""
 
     def link_rate(self) -> float | None:
         return None
@@ -70,7 +78,9 @@ class Place(ABC):
 
 
 class CpuPlace(Place):
-    def memory(self, store: Store, slots: int, host_slots: int, miss: str = "move") -> ExpertMemory:
+    def memory(
+        self, store: Store, slots: int, host_slots: int, miss: str = "move", early: bool = False
+    ) -> ExpertMemory:
         from amoeba.stream import placement  # noqa: F401  registers the backend
 
         return ExpertMemory(store, [slots] * len(store.layers))
@@ -97,12 +107,16 @@ class LinkedPlace(Place):
     def device(self) -> Device:
         """For one memory, which closes it."""
 
-    def memory(self, store: Store, slots: int, host_slots: int, miss: str = "move") -> StreamedMemory:
+    def memory(
+        self, store: Store, slots: int, host_slots: int, miss: str = "move", early: bool = False
+    ) -> StreamedMemory:
         from amoeba.stream.gpu.memory import DeviceMemory
         from amoeba.stream.gpu.placement import MOST_IDS
 
         layers = len(store.layers)
-        return DeviceMemory(store, self.device(), [slots] * layers, [host_slots] * layers, MOST_IDS, miss=miss)
+        spares = [spares_of(slots, entry.experts) if early else 0 for entry in store.layers]
+        sizes = [slots] * layers, [host_slots] * layers, MOST_IDS
+        return DeviceMemory(store, self.device(), *sizes, miss=miss, spares=spares)
 
     def check(self, memory: StreamedMemory) -> None:
         memory.replays.check()
@@ -133,6 +147,9 @@ class GpuPlace(LinkedPlace):
 
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def pause(self, microseconds: float) -> None:
+        occupy_gpu(int(microseconds * _CYCLES))
 
     def link_rate(self) -> float:
         device = CudaDevice(self._device)

@@ -2,11 +2,13 @@
 
 problem = choose_problem(["qwen3_30b"], "both", torch.device("cuda"))
 problem.resident(2)          # random experts of the first two layers
-problem.routes(24, 200)      # expert ids of 200 tokens, (layers, 1, K) each, as often repeated as a model does
+problem.trace(24, 200)       # expert ids of 200 tokens, as often repeated as a model does; `routes`: (layers, 1, K) each
+problem.hints(routes)        # inputs of these tokens, by which the routers of `problem.routers` guess most of the ids
 """
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -24,11 +26,15 @@ from amoeba.machine import available_memory
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.layers import LayerEntry, layer_entry
 from amoeba.stream.synthetic import Locality, synthetic_trace
-from amoeba.stream.trace import LayerShape
+from amoeba.stream.trace import LayerShape, Trace
 from amoeba.weights import ExpertWeights
 
-Part = Literal["decode", "disk", "lora"]
-PARTS: tuple[Part, ...] = ("decode", "disk", "lora")
+Part = Literal["decode", "disk", "lora", "prefetch"]
+PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "prefetch")
+
+# Of what the next layer's router says of a token a layer ahead, the share that it chooses then: others saw 72 to 77 %.
+RIGHT = 0.75
+_LATELY = 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,45 @@ class StreamProblem:
             found.append(ExpertWeights(gate_up_EJH, down_EHI, activation=Activation()))
         return found
 
-    def routes(self, layers: int, tokens: int) -> list[Tensor]:
+    def trace(self, layers: int, tokens: int) -> Trace:
         size = self.size
-        trace = synthetic_trace(Locality(), [LayerShape(size.experts, size.top_k, 1)] * layers, tokens)
-        shape = layers, 1, size.top_k
+        return synthetic_trace(Locality(), [LayerShape(size.experts, size.top_k, 1)] * layers, tokens)
+
+    def routes(self, trace: Trace) -> list[Tensor]:
+        shape = len(trace.layers), 1, self.size.top_k
         return [
             torch.tensor(list(each.ids), dtype=torch.int64, device="cpu").view(shape).to(self.device)
             for each in trace.passes
         ]
+
+    @property
+    def hinted_layers(self) -> int:
+        """Layers whose experts all have a number of x to themselves."""
+        return min(self.size.layers, self.size.hidden // self.size.experts)
+
+    def routers(self, layers: int) -> list[Tensor]:
+        """The score of each expert is a number of x."""
+        e, h = self.size.experts, self.size.hidden
+        every = torch.eye(h, dtype=self.dtype, device=self.device)
+        return [every[layer * e : (layer + 1) * e] for layer in range(layers)]
+
+    def hints(self, routes: Sequence[Tensor]) -> list[Tensor]:
+        """x_TH of each token: 1 for experts that are expected. Of those so many are chosen (`RIGHT`); instead of the others
+        come some that the layer chose lately, since a router that errs prefers its favourites."""
+        experts, generator, lately = self.size.experts, random.Random(3), list[list[list[int]]]()
+        found = []
+        for ids in routes:
+            x_TH = torch.zeros(1, self.size.hidden, dtype=self.dtype, device="cpu")
+            lately.append(ids.flatten(1).tolist())
+            for layer, chosen in enumerate(lately[-1]):
+                others = {each for token in lately[-_LATELY:] for each in token[layer]}.difference(chosen)
+                if len(others) < len(chosen):
+                    others = {*range(experts)}.difference(chosen)
+                wrong = generator.sample(sorted(others), len(chosen))
+                for expert, other in zip(chosen, wrong, strict=True):
+                    x_TH[0, layer * experts + (expert if generator.random() < RIGHT else other)] = 1
+            found.append(x_TH.to(self.device))
+        return found
 
 
 def check_room(problem: StreamProblem, folder: Path | None = None) -> None:
@@ -106,7 +143,7 @@ def check_room(problem: StreamProblem, folder: Path | None = None) -> None:
     the folder that they are written to."""
     size, of_layer = problem.size, problem.size.experts * problem.entry.expert_bytes
     has_link = problem.device.type == "cuda"
-    of_part = {"decode": size.layers if has_link else size.disk_layers, "disk": size.disk_layers}
+    of_part = {"decode": size.layers if has_link else size.disk_layers, "disk": size.disk_layers, "prefetch": size.layers}
     layers = max(of_part.get(part, size.lora_layers) for part in problem.parts)
     needs = {"memory on the device": (2 * layers * of_layer, available_memory(problem.device))}
     if has_link:

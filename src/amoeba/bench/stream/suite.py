@@ -26,6 +26,8 @@ from amoeba.weights import ExpertWeights
 
 # Of the tokens: a read takes a hundred times as long as a copy.
 _TOKENS_FROM_DISK = 4
+# What attention and all else between two layers of experts take, about; it is the time that copies can begin early.
+PAUSE_US = 50.0
 
 
 @dataclass
@@ -59,6 +61,8 @@ def settings(experts: int, has_link: bool) -> list[Setting]:
         Setting("25 %, all in pinned memory", quarter, experts),
         Setting("25 %, the CPU computes misses", quarter, experts, miss="cpu"),
         Setting("25 %, misses split (auto)", quarter, experts, miss="auto"),
+        Setting("25 %, pauses between layers", quarter, experts, pause_us=PAUSE_US),
+        Setting("25 %, pauses, copies begin early", quarter, experts, pause_us=PAUSE_US, early=True),
         Setting("25 %, 25 % in pinned memory, rest on disk", quarter, quarter, is_on_disk=True),
     ]
 
@@ -80,11 +84,7 @@ def run_stream(
     with ExitStack() as stack:
         place = stack.enter_context(place_of(problem.device) if make_place is None else make_place())
         report.link_bytes_per_second = place.link_rate()
-        wanted = [
-            each
-            for each in settings(size.experts, place.has_link)
-            if ("disk" if each.is_on_disk else "decode") in problem.parts
-        ]
+        wanted = [each for each in settings(size.experts, place.has_link) if each.part in problem.parts]
         wants_lora = "lora" in problem.parts
         layers = [size.layers if place.has_link and not each.is_on_disk else size.disk_layers for each in wanted]
         resident = problem.resident(max([*layers, size.lora_layers if wants_lora else 1]))
@@ -138,33 +138,36 @@ class _Decodes:
     ) -> None:
         self._problem, self._place, self._resident, self._files = problem, place, resident, files
         self._tokens, self._report, self._progress, self._so_far = tokens, report, progress, so_far
-        self._by_layers: dict[int, Tokens] = {}
+        self._residents: dict[tuple[int, float], Tokens] = {}
 
     def measure(self, setting: Setting) -> None:
         problem, place, report, tokens = self._problem, self._place, self._report, self._tokens
         if report.resident_us is None:
-            report.resident_us = self._time_resident()
+            report.resident_us = self._time_resident(len(self._resident))
         is_read = setting.is_on_disk or not place.has_link
-        store: Store = self._files() if is_read else ResidentStore(problem, self._resident[: problem.size.layers])
+        layers = problem.hinted_layers if setting.pause_us else problem.size.layers
+        store: Store = self._files() if is_read else ResidentStore(problem, self._resident[:layers])
+        resident_us = self._time_resident(layers, setting.pause_us) if setting.pause_us else report.resident_us
         self._progress(f"{problem.size.name}: {setting.name}")
         count = max(1, tokens // _TOKENS_FROM_DISK) if setting.is_on_disk else tokens
-        truth = self._of_resident(len(store.layers)).outputs
+        truth = self._of_resident(len(store.layers), setting.pause_us).outputs
         rates = report.link_bytes_per_second, report.disk_bytes_per_second
-        report.decodes.append(measure(problem, place, store, setting, truth, report.resident_us, count, *rates))
+        report.decodes.append(measure(problem, place, store, setting, truth, resident_us, count, *rates))
         self._so_far(report)
         gc.collect()  # slots of this setting, ahead of those of the next
 
-    def _time_resident(self) -> float:
-        problem, most = self._problem, len(self._resident)
-        routes = problem.routes(most, WARM + self._tokens)
-        self._progress(f"{problem.size.name}: {most} layers, resident")
-        self._of_resident(most).run(routes[:WARM])
-        return self._of_resident(most).run(routes[WARM:]) * 1e6 / most
+    def _time_resident(self, layers: int, pause_us: float = 0.0) -> float:
+        problem, resident = self._problem, self._of_resident(layers, pause_us)
+        routes = problem.routes(problem.trace(layers, WARM + self._tokens))
+        self._progress(f"{problem.size.name}: {layers} layers, resident")
+        resident.run(routes[:WARM])
+        return resident.run(routes[WARM:]) * 1e6 / layers
 
-    def _of_resident(self, layers: int) -> Tokens:
-        if layers not in self._by_layers:
-            self._by_layers[layers] = Tokens(self._problem, self._place, self._resident[:layers])
-        return self._by_layers[layers]
+    def _of_resident(self, layers: int, pause_us: float = 0.0) -> Tokens:
+        if (layers, pause_us) not in self._residents:
+            kinds = self._resident[:layers]
+            self._residents[layers, pause_us] = Tokens(self._problem, self._place, kinds, pause_us=pause_us)
+        return self._residents[layers, pause_us]
 
 
 @contextmanager

@@ -10,12 +10,19 @@ namespace {
 
 constexpr int WEIGHT_ROWS = 4;  // rows of a weight that one pass over the input rows serves
 
-// out[j][r] = <w_j, rows[r]> for W rows of a weight and R input rows at once.
+// out[j][r] = <w_j, rows[r]> for W rows of a weight and R input rows at once. next: the W rows that come after these,
+// fetched meanwhile: a row is a page or less, at whose end the hardware's own prefetching begins anew.
 template <int W, int R, class Weight>
-inline void dots(const Weight* w, int64_t w_row, const float* const* rows, int64_t n, float out[][4]) {
+inline void dots(const Weight* w, const Weight* next, int64_t w_row, const float* const* rows, int64_t n,
+                 float out[][4]) {
+  constexpr int64_t LINE = 64 / sizeof(Weight);
   Floats sum[W][R] = {};
   int64_t k = 0;
   for (; k + LANES <= n; k += LANES) {
+    if (LANES >= LINE || k % LINE == 0) {
+#pragma GCC unroll 4
+      for (int j = 0; j < W; ++j) __builtin_prefetch(next + j * w_row + k, 0, 2);
+    }
     Floats right[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) right[r] = load<LANES>(rows[r] + k);
@@ -35,27 +42,30 @@ inline void dots(const Weight* w, int64_t w_row, const float* const* rows, int64
 }
 
 template <int W, class Weight>
-inline void dots(int64_t count, const Weight* w, int64_t w_row, const float* const* rows, int64_t n, float out[][4]) {
+inline void dots(int64_t count, const Weight* w, const Weight* next, int64_t w_row, const float* const* rows, int64_t n,
+                 float out[][4]) {
   switch (count) {
-    case 1: return dots<W, 1>(w, w_row, rows, n, out);
-    case 2: return dots<W, 2>(w, w_row, rows, n, out);
-    case 3: return dots<W, 3>(w, w_row, rows, n, out);
-    default: return dots<W, 4>(w, w_row, rows, n, out);
+    case 1: return dots<W, 1>(w, next, w_row, rows, n, out);
+    case 2: return dots<W, 2>(w, next, w_row, rows, n, out);
+    case 3: return dots<W, 3>(w, next, w_row, rows, n, out);
+    default: return dots<W, 4>(w, next, w_row, rows, n, out);
   }
 }
 
-// Calls take(j, products of weight row j with each of the `count` rows) for every j in [from, to).
+// Calls take(j, products of weight row j with each of the `count` rows) for every j in [from, to). after: the row that
+// the caller reads next.
 template <class Weight, class Take>
-inline void each_weight_row(const Weight* w, int64_t w_row, int64_t from, int64_t to, int64_t count,
+inline void each_weight_row(const Weight* w, int64_t w_row, int64_t from, int64_t to, int64_t after, int64_t count,
                             const float* const* rows, int64_t n, const Take& take) {
   float products[WEIGHT_ROWS][4];
   int64_t j = from;
   for (; j + WEIGHT_ROWS <= to; j += WEIGHT_ROWS) {
-    dots<WEIGHT_ROWS>(count, w + j * w_row, w_row, rows, n, products);
+    const int64_t next = j + WEIGHT_ROWS < to ? j + WEIGHT_ROWS : after;
+    dots<WEIGHT_ROWS>(count, w + j * w_row, w + next * w_row, w_row, rows, n, products);
     for (int i = 0; i < WEIGHT_ROWS; ++i) take(j + i, products[i]);
   }
   for (; j < to; ++j) {
-    dots<1>(count, w + j * w_row, w_row, rows, n, products);
+    dots<1>(count, w + j * w_row, w + j * w_row, w_row, rows, n, products);
     take(j, products[0]);
   }
 }
@@ -123,8 +133,8 @@ struct Decoding {
       const float* b = gate_up_bias ? gate_up_bias + e * width : nullptr;
       const float* rows[4];
       for (int64_t r = 0; r < count; ++r) rows[r] = x + slot[r] / top_k * x_stride;
-      const auto project = [&](int64_t from, int64_t to) {
-        each_weight_row(w, gate_up_row, from, to, count, rows, hidden, [&](int64_t j, const float* products) {
+      const auto project = [&](int64_t from, int64_t to, int64_t after) {
+        each_weight_row(w, gate_up_row, from, to, after, count, rows, hidden, [&](int64_t j, const float* products) {
           for (int64_t r = 0; r < count; ++r) {
             const int64_t i = slot[r] * width + j;
             h[i] = products[r] + (b ? b[j] : 0.0f) + (added ? added[i] : 0.0f);
@@ -132,12 +142,12 @@ struct Decoding {
         });
       };
       if (!gated) {
-        project(lo, hi);
+        project(lo, hi, lo);
       } else if (interleaved) {
-        project(2 * lo, 2 * hi);
+        project(2 * lo, 2 * hi, 2 * lo);
       } else {
-        project(lo, hi);
-        project(lo + intermediate, hi + intermediate);
+        project(lo, hi, lo + intermediate);
+        project(lo + intermediate, hi + intermediate, lo + intermediate);
       }
       for (int64_t r = 0; r < count; ++r) {
         const float* mine = h + slot[r] * width;
@@ -168,7 +178,7 @@ struct Decoding {
       const float* b = down_bias ? down_bias + e * hidden : nullptr;
       const float* rows[4];
       for (int64_t r = 0; r < count; ++r) rows[r] = a + slot[r] * intermediate;
-      each_weight_row(w, down_row, first, last, count, rows, intermediate, [&](int64_t n, const float* products) {
+      each_weight_row(w, down_row, first, last, first, count, rows, intermediate, [&](int64_t n, const float* products) {
         for (int64_t r = 0; r < count; ++r)
           y[slot[r] / top_k * hidden + n] += scale[slot[r]] * (products[r] + (b ? b[n] : 0.0f));
       });

@@ -19,8 +19,10 @@ _NUMBERS = 16  # bytes; a blob is seen as numbers of any dtype
 
 
 def aligned_buffer(size: int) -> Tensor:
-    """uint8 zeros on the CPU that begin at a page; not pinned."""
-    pages = mmap.mmap(-1, size)
+    """uint8 zeros on the CPU that begin at a page; not pinned. Private: shared memory gets no huge pages where these are
+    given on advice, as most systems give them."""
+    flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+    pages = mmap.mmap(-1, size, **({"flags": flags} if flags else {}))
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)

@@ -6,13 +6,14 @@
 // for them, the CPU computes the others (compute.h), and while the link has little to do, some of these are promoted:
 // moved too, for the next pass. What was just used is hotter than who leaves for it, whichever policy says so.
 #include "compute.h"
+#include "ranking.h"
 
 using namespace amoeba;
 
 namespace {
 
 struct Layer {
-  const int32_t* leave;     // experts, the first to leave comes first
+  const int32_t* leave;     // experts, the first to leave comes first; where there is no order
   int64_t leave_count;      // 0: nothing is prepared
   const int32_t* slot_of;   // of each expert that is there
   const uint64_t* blob_of;  // of each expert: its address in host memory, 0: it is not there
@@ -21,6 +22,7 @@ struct Layer {
   const uint64_t* size;     //   bytes
   const uint64_t* offset;   //   where it begins in a blob
   const int32_t* early_of;  // of each expert: the slot into which it is copied already (early_copies.py), or below 0
+  Order order;
   Blobs blobs;
 };
 
@@ -106,6 +108,20 @@ bool is_among(int32_t expert, const int32_t* experts, int64_t count) {
   return false;
 }
 
+// So many experts that leave, none of which stays, and each of which has a copy in host memory; or fewer.
+int64_t who_leaves(const Layer& layer, int64_t wanted, const int32_t* stays, int64_t there, int32_t* found) {
+  int64_t count = 0;
+  if (layer.order.kind >= 0) {
+    const auto may = [&](int32_t expert) { return !is_among(expert, stays, there); };
+    const int64_t first = first_to_leave(layer.order, wanted, may, found);
+    while (count < first && layer.blob_of[found[count]] != 0) ++count;
+    return count;
+  }
+  for (int64_t n = 0; n < layer.leave_count && count < wanted; ++n)
+    if (!is_among(layer.leave[n], stays, there)) found[count++] = layer.leave[n];
+  return count;
+}
+
 // Weights pass by once for four rows.
 int64_t passes_of(const Compute& compute, const int32_t* experts, int64_t count) {
   int64_t passes = 0;
@@ -163,9 +179,7 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
     promoted = is_auto && moved == 0 && ahead <= MOST_AHEAD;
     if (moved == missing) compute->computer->not_asked();
   }
-  int64_t left = 0;
-  for (int64_t n = 0; n < layer->leave_count && left < moved + promoted; ++n)
-    if (!is_among(layer->leave[n], stays, there)) experts[left++] = layer->leave[n];
+  const int64_t left = who_leaves(*layer, moved + promoted, stays, there, experts);
   if (left < moved) return NOT_SERVED;
   promoted = left - moved;
   const int64_t computed = missing - moved;
@@ -196,6 +210,11 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
   if (compute) compute->computer->called(serial, left);
   if (const int code = calls->write_word(calls->stream, calls->word, serial, 0)) return -code;
   return SERVED;
+}
+
+// As a question's answer has it; all may leave but those that stay.
+int64_t amoeba_first_to_leave(const Order* order, int64_t wanted, const int32_t* stays, int64_t there, int32_t* found) {
+  return first_to_leave(*order, wanted, [&](int32_t expert) { return !is_among(expert, stays, there); }, found);
 }
 
 void* amoeba_computer_new(int threads) { return new Computer(threads); }

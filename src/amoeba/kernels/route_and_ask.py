@@ -1,0 +1,173 @@
+"""The router of a few tokens and the question behind it in one launch, inside a CUDA graph.
+
+T tokens · K experts per token · E experts
+
+    if why_not(tokens, config) is None:
+        expert_TK, weight_TK, slot_TK = route_and_ask(logits_TE, config, bias_E, shown, talk, due, limit=10.0)
+
+One program of one warp: it holds the rows of all tokens in its registers, as kernels/router.py does, stores ids and
+weights, and then is the kernel that asks (kernels/ask.py), which reads them. So ids, weights, slots and what the host
+is told are those of the two launches; the rows are no longer needed while it waits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.config import RouterConfig
+from amoeba.kernels.arguments import check_arguments
+from amoeba.kernels.ask import Handed, Talk, question, question_of
+from amoeba.kernels.launch import next_power_of_2, quick
+from amoeba.kernels.router import MAX_COLUMNS, MAX_TOP_K, choose_experts, columns, forward_constants
+
+MOST_ELEMENTS = 2048  # of the rows of all tokens: 64 registers of each thread
+
+
+def why_not(tokens: int, config: RouterConfig) -> str | None:
+    """Why such a pass takes two launches, or None."""
+    if columns(config) > MAX_COLUMNS or config.top_k > MAX_TOP_K:
+        return "the router's kernel is not for so many experts"
+    if config.capacity_factor is not None:
+        return "what is over an expert's capacity is dropped behind the router"
+    if next_power_of_2(tokens) * columns(config) > MOST_ELEMENTS:
+        return f"{tokens} tokens do not fit into one warp's registers"
+    return None
+
+
+def route_and_ask(
+    logits_TE: Tensor,
+    config: RouterConfig,
+    bias_E: Tensor | None,
+    shown: Tensor,
+    talk: Talk,
+    due: Tensor,
+    limit: float,
+    handed: Handed | None = None,
+    x_TH: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """expert_TK (int64), weight_TK (fp32), slot_TK once the experts are there; the rest as `ask` has it."""
+    tokens, experts = logits_TE.shape
+    reason = why_not(tokens, config)
+    check_arguments(reason is None, f"logits of a pass that fits: {reason}", logits_TE=logits_TE)
+    expert_TK = torch.empty(tokens, config.top_k, dtype=torch.int64, device=logits_TE.device)
+    slot_TK, weight_TK = torch.empty_like(expert_TK), torch.empty_like(expert_TK, dtype=torch.float32)
+    operands, constants = question_of(
+        expert_TK, slot_TK, shown, experts, talk, due, limit, handed, x_TH, weight_TK
+    )
+    _route_and_ask[(1,)](
+        logits_TE.contiguous(),
+        None if bias_E is None else bias_E.float().contiguous(),
+        weight_TK,
+        tokens,
+        *operands,
+        **constants,
+        **forward_constants(config),
+        TILE_ROWS=next_power_of_2(tokens),
+    )
+    return expert_TK, weight_TK, slot_TK
+
+
+@quick
+@triton.jit(do_not_specialize=["limit", "N", "NUMBERS"])
+def _route_and_ask(
+    logits_TE,
+    bias_E,
+    chosen_weight_N,
+    num_tokens,
+    expert_N,
+    slot_N,
+    shown,
+    state,
+    due,
+    questions,
+    answers,
+    trouble,
+    times,
+    x_TH,
+    weight_N,
+    handed_x,
+    handed_expert,
+    handed_weight,
+    handed_arrived,
+    limit,
+    N,
+    NUMBERS,
+    EXPERTS: tl.constexpr,
+    RING: tl.constexpr,
+    ROW: tl.constexpr,
+    MOST: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HANDS: tl.constexpr,
+    ON_GPU: tl.constexpr,
+    BINS: tl.constexpr,
+    PIECE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    RANK_LOGITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    SIZE_COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LOG_FLOOR: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    choose_experts(
+        logits_TE,
+        bias_E,
+        expert_N,
+        chosen_weight_N,
+        None,
+        num_tokens,
+        SIGMOID,
+        RENORMALIZE,
+        RANK_LOGITS,
+        SCALE,
+        K,
+        GROUPS,
+        GROUP_SIZE,
+        TOPK_GROUP,
+        TOP2_SUM,
+        GROUP_COLUMNS,
+        SIZE_COLUMNS,
+        SLOTS,
+        LOG_FLOOR,
+        TILE_ROWS,
+    )
+    tl.debug_barrier()  # ids and weights are there for every thread
+    question(
+        expert_N,
+        slot_N,
+        shown,
+        state,
+        due,
+        questions,
+        answers,
+        trouble,
+        times,
+        x_TH,
+        weight_N,
+        handed_x,
+        handed_expert,
+        handed_weight,
+        handed_arrived,
+        limit,
+        N,
+        NUMBERS,
+        EXPERTS,
+        RING,
+        ROW,
+        MOST,
+        ENTRIES,
+        HANDS,
+        ON_GPU,
+        BINS,
+        PIECE,
+    )

@@ -1,0 +1,169 @@
+"""The router and the question behind it in one launch: the ids, weights, slots and words of the two launches.
+
+E experts · K experts per token · S slots · H hidden
+
+With a GPU all of this runs on it. What it compiles to for Hopper is seen without one, in a process of its own (this
+file as a program), since Triton's interpreter cannot compile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from test_hopper_compiles import compiled_by, figures
+from torch import Tensor
+
+from amoeba.config import RouterConfig
+from amoeba.kernels.ask import COMPUTED, COMPUTES, LATER, MOVED, PROMOTED, Handed, Talk, answer_length, ask
+from amoeba.kernels.index_export import row_length
+from amoeba.kernels.route_and_ask import route_and_ask, why_not
+from amoeba.kernels.router import router_forward
+
+E, S, RING, H = 16, 5, 4, 6
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+CONFIGS = {
+    "softmax": RouterConfig(E, 4, renormalize=False),
+    "renormalised": RouterConfig(E, 3),
+    "groups and a bias": RouterConfig(E, 4, score="sigmoid", n_group=4, topk_group=2, selection_bias=True),
+    "top-k first": RouterConfig(E, 2, score="topk_softmax"),
+}
+
+
+def talk_of(device: torch.device, ids: int) -> Talk:
+    def mapped(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    state = torch.full((3,), 5, dtype=torch.int32, device=device)
+    words = 3 + 2 * answer_length(E, ids)
+    return Talk(state, mapped(RING, row_length(E, ids)), mapped(RING, words), mapped(1), mapped(RING, 2))
+
+
+def handed_of(device: torch.device, tokens: int, ids: int) -> Handed:
+    def mapped(count: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, dtype=dtype, pin_memory=device.type == "cuda")
+
+    words = [mapped(1, torch.int32) for _ in range(2)]
+    numbers = [mapped(tokens * H, torch.float32) for _ in range(2)]
+    return Handed(numbers[0], mapped(ids, torch.int64), mapped(ids, torch.float32), words[0], numbers[1], words[1])
+
+
+@pytest.mark.parametrize("hands", [False, True], ids=["moved", "handed over"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_the_router_and_then_the_question(name: str, tokens: int, hands: bool, device) -> None:
+    config, generator = CONFIGS[name], torch.Generator().manual_seed(tokens)
+    ids = tokens * config.top_k
+    logits_TE = torch.randn(tokens, E, generator=generator).to(device)
+    bias_E = torch.randn(E, generator=generator).to(device) if config.selection_bias else None
+    x_TH = torch.randn(tokens, H, generator=generator).to(device)
+    chosen_TK, expected_TK, _ = router_forward(logits_TE, config, bias_E, scores=False)
+    wanted = sorted({*chosen_TK.flatten().tolist()})
+    here = {expert: slot for slot, expert in enumerate(wanted[1 : 1 + S])}  # the others miss
+    missing = [expert for expert in wanted if expert not in here]
+    slot_of = {expert: 2 * S + at for at, expert in enumerate(missing)}
+    about = MOVED
+    if hands:  # one is computed and stays where it is, another one is promoted
+        slot_of[missing[0]] = COMPUTED
+        slot_of |= {expert: LATER + slot for expert, slot in slot_of.items() if expert in missing[1:2]}
+        about = MOVED | COMPUTES | (PROMOTED if len(missing) > 1 else 0)
+
+    def outcome(fused: bool) -> list:
+        talk, handed = talk_of(device, ids), handed_of(device, tokens, ids) if hands else None
+        shown = torch.full((E + 4 * S + E,), -1, dtype=torch.int32)
+        for expert, slot in here.items():
+            shown[expert], shown[E + slot] = slot, expert
+        shown, due = shown.to(device), talk.state[1:2].clone()
+        most, row = answer_length(E, ids), talk.answers[6 % RING]
+        row[0], row[1], row[2] = 6, len(slot_of), about
+        for at, (expert, slot) in enumerate(slot_of.items()):
+            row[3 + at], row[3 + most + at] = expert, slot
+        talk.state[1] = 6  # copies have arrived
+        if fused:
+            expert_TK, weight_TK, slot_TK = route_and_ask(
+                logits_TE, config, bias_E, shown, talk, due, 1e-2, handed, x_TH if hands else None
+            )
+        else:
+            expert_TK, weight_TK = chosen_TK, expected_TK
+            slot_TK = torch.empty_like(expert_TK)
+            ask(expert_TK, slot_TK, shown, E, talk, due, 1e-2, handed, x_TH, weight_TK)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found = [expert_TK, weight_TK, slot_TK, shown, due, talk.state, talk.questions, talk.trouble]
+        if handed is not None:
+            found += [handed.x, handed.expert, handed.weight, handed.arrived]
+        return [each.cpu().clone() for each in found]
+
+    fused, apart = outcome(fused=True), outcome(fused=False)
+    for one, two in zip(fused, apart, strict=True):
+        assert torch.equal(one, two)
+    assert missing and not apart[7].any() and apart[5].tolist()[0] == 6
+
+
+def test_passes_that_do_not_fit_say_why() -> None:
+    assert why_not(8, RouterConfig(128, 8)) is None and why_not(16, RouterConfig(128, 8)) is None
+    assert "registers" in why_not(17, RouterConfig(128, 8)) and "registers" in why_not(8, RouterConfig(512, 8))
+    assert "capacity" in why_not(1, RouterConfig(128, 8, capacity_factor=1.0))
+    assert "so many" in why_not(1, RouterConfig(1024, 8))
+
+
+def test_it_compiles_for_hopper_with_rows_laid_out_as_in_the_router(tmp_path) -> None:
+    """The same layout of a row gives sums in the same order, so the same bits."""
+    found = compiled_by(__file__, tmp_path)
+    assert found["figures"]["local_accesses"] == found["figures"]["stack_bytes"] == 0
+    assert found["rows"] and found["rows"] == found["rows of the router"]
+    # ids and weights, a barrier, and then as test_ask.py has it: the row, the fence, the serial
+    assert re.search(r"store (store )*barrier .*(store )+barrier fence store store ", " ".join(found["order"]))
+
+
+def main() -> dict[str, object]:
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from amoeba.kernels import route_and_ask as module
+    from amoeba.kernels import router
+    from amoeba.kernels.index_export import sizes
+
+    config = RouterConfig(128, 8, renormalize=False)
+    of_router = router.forward_constants(config) | {"bias_E": None}
+    of_question = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, "HANDS": True, "ON_GPU": True}
+    of_question |= sizes(128, 8)
+    types = dict.fromkeys(("expert_N", "slot_N", "handed_expert", "expert_TK"), "*i64")
+    types |= dict.fromkeys(("limit", "N", "NUMBERS", "num_tokens"), "i32") | {"x_TH": "*bf16"}
+    words = ("shown", "state", "due", "questions", "answers", "trouble", "times", "handed_arrived")
+    types |= dict.fromkeys(words, "*i32")
+    numbers = ("logits_TE", "chosen_weight_N", "weight_N", "handed_x", "handed_weight", "weight_TK", "scores_TE")
+    types |= dict.fromkeys(numbers, "*fp32")
+
+    def compiled(kernel, constants: dict, warps: int):
+        signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+        pointers = [at for at, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+        aligned = {(at,): [["tt.divisibility", 16]] for at in pointers}
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+        return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+    def rows(code) -> list[str]:
+        """How a warp holds a row of logits: numbers of each thread, threads side by side."""
+        held = r"sizePerThread = \[1, (\d+)\], threadsPerWarp = \[1, (\d+)\]"
+        return sorted({f"{a} x {b}" for a, b in re.findall(held, code.asm["ttgir"]) if int(a) * int(b) == 128})
+
+    fused = compiled(module._route_and_ask.kernel, of_router | of_question | {"TILE_ROWS": 1}, 1)
+    tile = router._tile(128)
+    apart = compiled(router._forward.kernel, of_router | {"TILE_ROWS": tile["TILE_ROWS"]}, tile["num_warps"])
+    kinds = {"st.global": "store", "fence.acq_rel.sys": "fence", "bar.sync": "barrier"}
+    found = re.findall("|".join(re.escape(each) for each in kinds), fused.asm["ptx"])
+    return {
+        "order": [kinds[each] for each in found],
+        "rows": rows(fused),
+        "rows of the router": rows(apart),
+        "figures": figures(fused),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
