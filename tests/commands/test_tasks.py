@@ -53,6 +53,14 @@ def test_the_order_alone_serves_layers_of_real_size():
     assert "errors" not in found
 
 
+def test_an_order_with_a_name_is_estimated_beside_the_one_that_was_measured():
+    words = ("--timing", "--shape", "256,1024,256,64,4", "--ranks", 1, "--passes", 1, "--json")
+    measured, small = (document(simulate(*words, *more)) for more in ((), ("--order", "small")))
+    assert (measured["order"], small["order"]) == ("measured", "small")
+    assert small["kinds"]["up_weights"]["tasks"] < measured["kinds"]["up_weights"]["tasks"], "bundles of tiles"
+    assert small["span"] < measured["span"]
+
+
 def test_a_trace_opens_in_perfetto(tmp_path):
     path = tmp_path / "new" / "tasks.json"
     found = document(simulate(*SMALL, "--ranks", 2, "--workers", 3, "--trace", path, "--json"))
@@ -92,6 +100,8 @@ def test_a_schedule_is_drawn(tmp_path):
         (("--picture", "."), "a folder"),
         (("--ranks", 1000), "--ranks: expected at most 64; got 1000"),
         (("--passes", 100000), "multiplications in all"),
+        (("--timing", "--order", "smal"), "--order: expected one of measured, ahead"),
+        (("--order", "small"), "--order: expected --timing with it"),
     ],
 )
 def test_what_cannot_be_is_refused(words, said):

@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 from amoeba.backends import sorted_rows
 from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.activation import constants
-from amoeba.tasks.hopper import ORDERS, Order, Plan, bundle_of, chosen_order, hopper_backward, plan_of
+from amoeba.tasks.hopper import Plan, hopper_backward, plan_of
+from amoeba.tasks.orders import ORDERS, Order, bundle_of, chosen_order
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")]

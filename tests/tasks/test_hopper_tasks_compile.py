@@ -83,6 +83,7 @@ def main(names: list[str]) -> dict[str, dict]:
     from amoeba.config import Activation
     from amoeba.tasks import hopper
     from amoeba.tasks.decoder import Table
+    from amoeba.tasks.orders import ORDERS
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -104,7 +105,7 @@ def main(names: list[str]) -> dict[str, dict]:
         hopper.hopper_backward(
             empty(T, H), empty(T, H), empty(N, 2 * I), expert_TK, weight_TK, empty(E, 2 * I, H), empty(E, H, I),
             Activation(), (numbers(N), numbers(N), numbers(E)), arrival=others if name == "over ranks" else None,
-            order=hopper.ORDERS.get(name, hopper.MEASURED),
+            order=ORDERS.get(name, ORDERS["measured"]),
         )  # fmt: skip
         compiled = kernel.last.compiled
         made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"], WORDS)}

@@ -53,6 +53,10 @@ def simulate(
             "--timing", help="The order alone, at an H200's estimated pace, for layers of real size: no tensors."
         ),
     ] = False,
+    order: Annotated[
+        str | None,
+        typer.Option("--order", help="With --timing: the order of tickets, by name (measured, small, ...)."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of tokens, routing and schedules.")] = 0,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the first schedule for ui.perfetto.dev, as JSON.")
@@ -72,11 +76,14 @@ def simulate(
         count = workers or (132 if timing else 4)
         _check_size(found, ranks, count, passes, timing)
         far = _ranks_named(remote, ranks)
+        _check_order(order, timing)
         for option, file, name in (("--trace", trace, "tasks.json"), ("--picture", picture, "tasks.svg")):
             if file is not None and file.is_dir():
                 raise bad_value(option, "the name of a file", f"{file}, a folder", f"give a name, such as {name} in it")
-    run = _estimate if timing else _prove
-    document, ok, ran = run(found, ranks, count, passes, schedules, far, seed, output)
+    if timing:
+        document, ok, ran = _estimate(found, ranks, count, passes, order or "measured", far, seed, output)
+    else:
+        document, ok, ran = _prove(found, ranks, count, passes, schedules, far, seed, output)
     if ran is not None:
         document |= _written(ran, count, found, trace, picture, output)
     finish(output, document, ok, json)
@@ -97,6 +104,15 @@ def _check_size(shape: Shape, ranks: int, workers: int, passes: int, timing: boo
         raise bad_value(
             "--shape", f"at most {MOST_TASKS} tasks", f"about {passes * tiles:.0f}", "lower T, or --passes 1"
         )
+
+
+def _check_order(name: str | None, timing: bool) -> None:
+    from amoeba.tasks.orders import order_named
+
+    if name is not None:
+        order_named(name, "--order")
+        if not timing:
+            raise bad_value("--order", "--timing with it", f"--order {name} alone", "add --timing, or leave it out")
 
 
 def _ranks_named(text: str | None, ranks: int) -> frozenset[int]:
@@ -182,32 +198,45 @@ def _estimate(
     ranks: int,
     workers: int,
     passes: int,
-    schedules: int,
+    order_name: str,
     remote: frozenset[int],
     seed: int,
     output: Output,
 ) -> tuple[dict[str, Any], bool, Ran | None]:
+    from amoeba.tasks.orders import ORDERS
     from amoeba.tasks.simulate import Pace, simulate
     from amoeba.tasks.sizes import Sizes
     from amoeba.tasks.summary import summarise
-    from amoeba.tasks.work import microseconds, scripts_of
+    from amoeba.tasks.work import in_order, scripts_of
+
+    order = ORDERS[order_name]
 
     _say(shape, ranks, workers, passes, "one schedule at an H200's estimated pace, without tensors", output)
     with output.working():
         output.progress("making its tasks")
         sizes = Sizes(shape.hidden, shape.intermediate, shape.experts, shape.top_k)
         job = [
-            scripts_of(sizes, shape.tokens, ranks, skew=shape.skew, remote=remote, seed=seed + number, epoch=number + 1)
+            scripts_of(
+                sizes,
+                shape.tokens,
+                ranks,
+                skew=shape.skew,
+                remote=remote,
+                seed=seed + number,
+                epoch=number + 1,
+                order=order,
+                router=ranks > 1,
+            )
             for number in range(passes)
         ]
         output.progress("running them")
-        ran = simulate(job, workers, Pace(seed, [1.0] * ranks, latency=2.0, even=True, work=microseconds))
+        ran = simulate(job, workers, Pace(seed, [1.0] * ranks, latency=2.0, even=True, work=in_order(order)))
     summary = summarise(ran.records, workers)
     print_summary(summary, output, OF_SCHEDULE)
     travel = _say_travelled(ran, workers, output)
     output.line(f"{summary.span / 1e3 / passes:.2f} ms a pass: an estimate of the order, not a measurement")
     document = _document(shape, ranks, workers, passes, summary)
-    document |= travel | {"remote": sorted(remote), "ok": True}
+    document |= travel | {"order": order_name, "remote": sorted(remote), "ok": True}
     return document, True, ran
 
 

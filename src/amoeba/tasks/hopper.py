@@ -9,18 +9,16 @@ For one rank, without router, biases and LoRA. Gradients have the bits of `Hoppe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from amoeba.config import Activation
-from amoeba.errors import bad_value
 from amoeba.kernels.activate import WIDEST_BACKWARD
 from amoeba.kernels.activation import constants
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
@@ -34,48 +32,12 @@ from amoeba.tasks.decoder import Layout, make_table
 from amoeba.tasks.hopper_arrivals import write_letter
 from amoeba.tasks.hopper_kernel import backward_kernel
 from amoeba.tasks.kernel import GROUP, Scheduled
+from amoeba.tasks.orders import LEAST_WAVE, MEASURED, Order, bundle_of, chosen_order, tiling_of
 from amoeba.tasks.own_first import make_own_table
+from amoeba.tasks.sizes import Sizes
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
 MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
-# The order of tickets, see `order_of`. Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less
-# than one turn of all programs (sonic_a, qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up
-# takes about twice as long as the sums over tokens, which are bound by memory, so that they can run beside it.
-LEAST_WAVE, ROUNDS, BESIDE_TOKENS = 8, 2, 360
-
-
-class Order(NamedTuple):
-    """How the programs go about their tickets; the bits are the same in each. `ORDERS` has those that were thought of.
-
-    ahead:  a program's next ticket is on its way while it finds out what this one is, not drawn behind its task.
-    halves: where a row tile has 64 rows or fewer, the warpgroup of the other 64 multiplies nothing.
-    stages: so many tiles of a weight's gradient are one task as make so many stages; a tile at least.
-    behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
-    mixed:  as in `Tiling`.
-    tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
-    """
-
-    ahead: bool = False
-    halves: bool = False
-    stages: int = 0
-    behind: int = 0
-    mixed: bool = False
-    tokens: int = 32
-
-
-MEASURED = Order()
-ORDERS = {
-    "measured": MEASURED,
-    "ahead": Order(ahead=True),
-    "halves": Order(halves=True),
-    "bundles": Order(stages=4),
-    "behind": Order(behind=30),
-    "small": Order(ahead=True, halves=True, stages=4, behind=30),
-    "small mixed": Order(ahead=True, halves=True, stages=4, behind=30, mixed=True),
-    "small tokens": Order(ahead=True, halves=True, stages=4, behind=30, tokens=8),
-    "small bundles": Order(ahead=True, halves=True, stages=8, behind=30),
-}
-ORDER_VARIABLE = "AMOEBA_TASKS_ORDER"
 
 
 @dataclass(frozen=True)
@@ -217,37 +179,20 @@ class Plan:
         return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4 // warps, warps], [1, 0])
 
     def layout(self, tokens: int, rows: int, programs: int, order: Order = MEASURED) -> Layout:
-        bundle = bundle_of(rows, self.EXPERTS, order)
-        parts = (self.TN, self.TNX, cdiv(self.DOWN_TILES, bundle), cdiv(self.UP_TILES, bundle))
-        wave, kept = order_of(self, rows, programs)
-        layout = Layout(self.EXPERTS, BLOCK_M, *parts, cdiv(tokens, self.TOKENS), wave, self.GROUP, order.mixed, kept)
-        return layout._replace(behind=(self.EXPERTS - layout.late) * layout.up_weight_parts * order.behind // 100)
-
-
-def order_of(plan: Plan, rows: int, programs: int) -> tuple[int, int]:
-    """Experts of a wave, and how many waves' gradients of gate_up are kept for the end: see `Tiling`.
-
-    A wave is at least ROUNDS turns of all programs in DOWN: so that by the time a row pass or dx is handed out, what it
-    waits for is done. It is no larger, so that its rows stay in the second-level cache.
-    """
-    tiles = max(1, cdiv(rows, plan.EXPERTS * BLOCK_M)) * plan.TN  # of an expert, if all have as many rows
-    wave = max(LEAST_WAVE, next_power_of_2(cdiv(ROUNDS * programs, tiles)))
-    waves = cdiv(plan.EXPERTS, wave)
-    return wave, max(1, min(waves, cdiv(waves * BESIDE_TOKENS, plan.J)))
-
-
-def bundle_of(rows: int, experts: int, order: Order) -> int:
-    """Tiles of a weight's gradient in one task."""
-    stages = max(1, cdiv(rows, experts * BLOCK_K))  # of a tile, if all experts have as many rows
-    return max(1, order.stages // stages)
-
-
-def chosen_order() -> Order:
-    """That of the environment, else the one that was measured."""
-    name = os.environ.get(ORDER_VARIABLE, "measured")
-    if name not in ORDERS:
-        raise bad_value(ORDER_VARIABLE, f"one of {', '.join(ORDERS)}", repr(name), "leave it unset")
-    return ORDERS[name]
+        """programs: so many draw tickets."""
+        tiling = tiling_of(Sizes(self.H, self.I, self.EXPERTS, self.TOP_K), tokens, rows, programs, order)
+        parts = (self.TN, self.TNX, cdiv(self.DOWN_TILES, tiling.bundle), cdiv(self.UP_TILES, tiling.bundle))
+        return Layout(
+            self.EXPERTS,
+            tiling.rows,
+            *parts,
+            cdiv(tokens, tiling.tokens),
+            tiling.wave,
+            tiling.group,
+            tiling.mixed,
+            tiling.kept,
+            tiling.behind,
+        )
 
 
 def _within_a_warp(size: int) -> Any:

@@ -108,8 +108,8 @@ def _produce(
         down_parts = gl.cdiv(PLAN.DOWN_TILES, bundle)
         up_parts = gl.cdiv(PLAN.UP_TILES, bundle)
     else:
-        down_parts: gl.constexpr = PLAN.DOWN_TILES
-        up_parts: gl.constexpr = PLAN.UP_TILES
+        down_parts: gl.constexpr = PLAN.DOWN_TILES  # type: ignore[no-redef]
+        up_parts: gl.constexpr = PLAN.UP_TILES  # type: ignore[no-redef]
     total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, down_parts, up_parts, token_blocks)
     sends = 0 * total
     if PLAN.RANKS > 1:

@@ -4,37 +4,72 @@ T tokens · H hidden · I intermediate · J = 2I · E experts · K experts per t
 
     job = [scripts_of(sizes, tokens=8192, ranks=1)]      # a layer of real size, its order alone
     simulate(job, WORKERS, Pace(0, [1.0], even=True, work=microseconds))
+    simulate(job, WORKERS, Pace(0, [1.0], even=True, work=in_order(ORDERS["small"])))
+
+A program finds out what its next task is and waits at its gates while the stages of this one are computed, of which
+there are four: so of a ticket's time those of a task's last four stages are hidden, and of a short task all of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from amoeba.tasks.graph import Graph, Kind, Task
+from amoeba.tasks.orders import MEASURED, Order, tiling_of
 from amoeba.tasks.regions import Regions
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.simulate import Script
-from amoeba.tasks.sizes import Sizes, Tiling
+from amoeba.tasks.sizes import Sizes
 
 WORKERS = 132
-# 800 TFLOP/s of bf16 over all of them: a tile of 128 x 256 x 2048 takes 22 us
-FLOP_PER_MICROSECOND = 800e6 / WORKERS
-# 24 programs copy at 2.06 TB/s; row passes and sums run beside products, a few at a time
-BYTES_PER_MICROSECOND = 2.06e6 / 24
+# Of sonic_a's own trace (2026-11-16, docs/log.md), in bf16 and over all of them; the router's were not timed.
+FLOP_PER_MICROSECOND = {
+    Kind.DOWN: 644e6 / WORKERS,
+    Kind.UP: 700e6 / WORKERS,
+    Kind.DOWN_WEIGHTS: 606e6 / WORKERS,
+    Kind.UP_WEIGHTS: 634e6 / WORKERS,
+    Kind.ROUTER: 600e6 / WORKERS,
+    Kind.ROUTER_WEIGHTS: 600e6 / WORKERS,
+}
+# A row pass, if all did one at once; sums over tokens are taken to be as fast. Weights and their gradients, where an
+# expert has so few rows that they are all there is to do, go at the memory's own pace.
+BYTES_PER_MICROSECOND = 4.5e6 / WORKERS
 # what one program of many puts through NVLink, with 24 of them at 450 GB/s
 LINK_BYTES_PER_MICROSECOND = 450e3 / 24
 BYTES = 2  # of a number in bf16
-# a ticket and a release, which nothing hides where tasks are small
-TICKET_MICROSECONDS = 0.73
+# To draw a ticket; and to find out its task, look at an open gate and have the first rows. With this sum qwen3's layer
+# at 128 tokens, nearly all of whose tasks are shorter, takes about as long as it did (0.82 ms).
+TICKET_MICROSECONDS, GATE_MICROSECONDS = 0.7, 2.8
+RING = 4  # stages
+_STAGE_FLOP = 2.0 * 128 * 256 * 64
 
 
 def microseconds(graph: Graph, task: Task) -> float:
-    return max(
-        TICKET_MICROSECONDS,
-        _flop(graph, task) / FLOP_PER_MICROSECOND,
+    """In the order that was measured."""
+    return _microseconds(graph, task, MEASURED)
+
+
+def in_order(order: Order) -> Callable[[Graph, Task], float]:
+    return lambda graph, task: _microseconds(graph, task, order)
+
+
+def _microseconds(graph: Graph, task: Task, order: Order) -> float:
+    flop = _flop(graph, task)
+    few = task.kind in (Kind.DOWN, Kind.UP) and order.halves and _rows(graph, task) <= graph.tiling.rows // 2
+    work = max(
+        flop * (0.5 if few else 1.0) / FLOP_PER_MICROSECOND.get(task.kind, 1.0),
         _bytes(graph, task) / BYTES_PER_MICROSECOND,
         _sent_bytes(graph, task) / LINK_BYTES_PER_MICROSECOND,
     )
+    ticket = GATE_MICROSECONDS + (0.0 if order.ahead else TICKET_MICROSECONDS)
+    return work + max(0.0, ticket - work * min(1.0, RING * _STAGE_FLOP / max(flop, _STAGE_FLOP)))
+
+
+def _rows(graph: Graph, task: Task) -> int:
+    _, first, end = graph.rows.tiles[task.item]
+    return end - first
 
 
 def _flop(graph: Graph, task: Task) -> float:
@@ -54,8 +89,16 @@ def _flop(graph: Graph, task: Task) -> float:
 def _bytes(graph: Graph, task: Task) -> float:
     hidden, intermediate, _, top_k = graph.sizes
     if task.kind == Kind.ACTIVATE:  # dA' and h in, s·a and dh out
-        _, first, end = graph.rows.tiles[task.item]
-        return float((end - first) * 6 * intermediate * BYTES)
+        return float(_rows(graph, task) * 6 * intermediate * BYTES)
+    if task.kind in (Kind.DOWN, Kind.UP) and len(graph.rows.tiles) <= graph.rows.experts:  # each reads its weights
+        depth, columns = (
+            (hidden, graph.tiling.down_columns)
+            if task.kind == Kind.DOWN
+            else (2 * intermediate, graph.tiling.up_columns)
+        )
+        return float(depth * columns * BYTES)
+    if task.kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
+        return float(len(graph.bundled(task)) * graph.tiling.weight_rows * graph.tiling.weight_columns * BYTES)
     if task.kind == Kind.COMBINE:
         return float(len(graph.tokens_of(task.item)) * (top_k + 1) * hidden * BYTES)
     return 0.0
@@ -74,15 +117,17 @@ def scripts_of(
     remote: frozenset[int] = frozenset(),
     seed: int = 0,
     epoch: int = 1,
-    tiling: Tiling | None = None,
+    order: Order = MEASURED,
+    router: bool = True,
 ) -> list[Script]:
     """Of each rank, with random routing. skew: exponent of a Zipf law for the experts' popularity."""
-    tiling = tiling or Tiling()
+    own = sizes._replace(experts=max(1, sizes.experts // ranks))
+    tiling = tiling_of(own, tokens, tokens * sizes.top_k, WORKERS, order)
     generator = torch.Generator().manual_seed(seed)
     popular_E = torch.arange(1, sizes.experts + 1, dtype=torch.float64, device="cpu") ** -skew
     popular_E = popular_E[torch.randperm(sizes.experts, generator=generator, dtype=torch.int64, device="cpu")]
     chosen = torch.multinomial(popular_E.expand(ranks * tokens, -1), sizes.top_k, generator=generator)
     owner = tuple(expert * ranks // sizes.experts for expert in range(sizes.experts))
     rows = divide_rows(chosen.view(ranks, tokens, sizes.top_k).tolist(), owner, ranks, tiling.rows)
-    graphs = [Graph(rank, rows, sizes, tiling, remote=remote) for rank in range(ranks)]
+    graphs = [Graph(rank, rows, sizes, tiling, remote=remote, router=router) for rank in range(ranks)]
     return [Script(Regions(graph, epoch)) for graph in graphs]

@@ -1,0 +1,89 @@
+"""In which order Hopper's kernel hands out its tickets, and how it goes about them: by the layer's size, and by a name.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
+
+    tiling = tiling_of(sizes, tokens=1024, rows=8192, programs=132, order=ORDERS["small"])
+    AMOEBA_TASKS_ORDER=small amoeba bench --ours tasks ...         # for one process
+
+The bits are the same in each. What was not measured is taken by name alone.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from amoeba.errors import bad_value
+from amoeba.tasks.sizes import Sizes, Tiling, blocks
+
+# Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less than one turn of all programs (sonic_a,
+# qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up takes about twice as long as the sums
+# over tokens, which are bound by memory, so that they can run beside it.
+LEAST_WAVE, ROUNDS, BESIDE_TOKENS = 8, 2, 360
+STAGE_ROWS = 64  # of a weight's gradient
+
+
+class Order(NamedTuple):
+    """
+    ahead:  a program's next ticket is on its way while it finds out what this one is, not drawn behind its task.
+    halves: where a row tile has 64 rows or fewer, the warpgroup of the other 64 multiplies nothing.
+    stages: so many tiles of a weight's gradient are one task as make so many stages; a tile at least.
+    behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
+    mixed:  as in `Tiling`.
+    tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
+    """
+
+    ahead: bool = False
+    halves: bool = False
+    stages: int = 0
+    behind: int = 0
+    mixed: bool = False
+    tokens: int = 32
+
+
+MEASURED = Order()
+_SMALL = Order(ahead=True, halves=True, stages=4, behind=30)
+ORDERS = {
+    "measured": MEASURED,
+    "ahead": Order(ahead=True),
+    "halves": Order(halves=True),
+    "bundles": Order(stages=4),
+    "behind": Order(behind=30),
+    "small": _SMALL,
+    "small mixed": _SMALL._replace(mixed=True),
+    "small tokens": _SMALL._replace(tokens=8),
+    "small bundles": _SMALL._replace(stages=8),
+}
+VARIABLE = "AMOEBA_TASKS_ORDER"
+
+
+def order_named(name: str, what: str = VARIABLE) -> Order:
+    if name not in ORDERS:
+        raise bad_value(what, f"one of {', '.join(ORDERS)}", repr(name), "leave it out for the one that was measured")
+    return ORDERS[name]
+
+
+def chosen_order() -> Order:
+    """That of the environment, else the one that was measured."""
+    return order_named(os.environ.get(VARIABLE, "measured"))
+
+
+def bundle_of(rows: int, experts: int, order: Order) -> int:
+    """Tiles of a weight's gradient in one task, if all experts have as many rows."""
+    return max(1, order.stages // max(1, blocks(rows, experts * STAGE_ROWS)))
+
+
+def tiling_of(sizes: Sizes, tokens: int, rows: int, programs: int, order: Order) -> Tiling:
+    """rows: of the experts that are here. tokens: whose sums are made here.
+
+    A wave is at least ROUNDS turns of all programs in DOWN: so that by the time a row pass or dx is handed out, what it
+    waits for is done. It is no larger, so that its rows stay in the second-level cache.
+    """
+    plain = Tiling(tokens=order.tokens, mixed=order.mixed, bundle=bundle_of(rows, sizes.experts, order))
+    tiles = max(1, blocks(rows, sizes.experts * plain.rows)) * blocks(sizes.intermediate, plain.down_columns)
+    wave = max(LEAST_WAVE, 1 << (blocks(ROUNDS * programs, tiles) - 1).bit_length())
+    waves = blocks(sizes.experts, wave)
+    kept = max(1, min(waves, blocks(waves * BESIDE_TOKENS, sizes.width)))
+    matrix = blocks(sizes.width, plain.weight_columns) * blocks(sizes.hidden, plain.weight_rows)
+    late = sizes.experts - (waves - kept) * wave
+    return plain._replace(wave=wave, kept=kept, behind=late * blocks(matrix, plain.bundle) * order.behind // 100)
