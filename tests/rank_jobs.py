@@ -96,14 +96,16 @@ def owners_of_one() -> ShardedExperts:
     return ShardedExperts(local, Owners.even(E, 1), Ranks())
 
 
-def with_and_without_checkpointing(rank: int) -> list[bool]:
-    """Whether gradients have the same bits if forward, and so the exchange, is run again in backward."""
-    layer, (x_TH, routing) = sharded_layer(4), tokens()
+def with_and_without_checkpointing(rank: int, count: int = 4, last: bool = False, **options: Any) -> list[bool]:
+    """Whether gradients have the same bits if forward, and so the exchange, is run again in backward. last: nothing
+    behind the experts is saved, so that what is run again ends with what they save."""
+    layer, (x_TH, routing) = replace(sharded_layer(count), **options), tokens()
     weight_TK, dy_TH = routing.weight_TK.requires_grad_(), torch.ones(7, H) * (rank + 1)
     wanted = [x_TH.requires_grad_(), weight_TK, *(t.requires_grad_() for t in layer.local.tensors() if t is not None)]
 
     def run(x_TH: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-        return experts(x_TH * 2, Routing(routing.expert_TK, weight_TK), layer).tanh()
+        y_TH = experts(x_TH * 2, Routing(routing.expert_TK, weight_TK), layer)
+        return y_TH if last else y_TH.tanh()
 
     expected = torch.autograd.grad(run(x_TH, weight_TK), wanted, dy_TH)
     found = torch.autograd.grad(checkpoint(run, x_TH, weight_TK, use_reentrant=False), wanted, dy_TH)

@@ -108,6 +108,26 @@ def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backen
     return rank_jobs.peers_as_collective(rank, count, steps, local_backend, overlap=True)
 
 
+@interpreted
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap": True, "straight": False}, pytest.param({"straight": True}, marks=pytest.mark.thorough)],
+    ids=["overlapped", "straight"],
+)
+def test_what_leaves_within_a_pass_that_is_run_again_is_not_taken_for_gradients(
+    processes: LocalRanks, options: dict
+) -> None:
+    """Checkpointing runs forward again only up to the last tensor that it saved."""
+    for equal in processes.run(checkpointed, [(rank, options) for rank in range(2)]):
+        assert all(equal)
+
+
+def checkpointed(rank: int, options: dict) -> list[bool]:
+    return rank_jobs.with_and_without_checkpointing(
+        rank, 2, last=True, transport="peers", local_backend="triton", **options
+    )
+
+
 def straight(rank: int, count: int, steps: list[tuple[int, ...]], options: dict) -> tuple[list[bool], int]:
     return rank_jobs.straight_as_collective(rank, count, steps, **options)
 
