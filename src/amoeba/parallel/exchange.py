@@ -53,8 +53,8 @@ class _Combine(torch.autograd.Function):
         ctx.exchange, ctx.early = exchange, early
         y_TH = exchange.give_back(y_RH, "sums of the experts")
         if exchange.leaves_early:
-            # Checkpointing runs forward again up to the last tensor that is saved. What left there has to be taken, too:
-            # else it would be taken for what leaves next.
+            # Checkpointing runs forward again up to the last tensor that is saved. What left by then has to be taken
+            # there, too: else it would be taken for what leaves next.
             ctx.save_for_backward(y_TH.new_empty(0))
         return y_TH
 
