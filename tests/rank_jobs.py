@@ -96,14 +96,16 @@ def owners_of_one() -> ShardedExperts:
     return ShardedExperts(local, Owners.even(E, 1), Ranks())
 
 
-def with_and_without_checkpointing(rank: int) -> list[bool]:
-    """Whether gradients have the same bits if forward, and so the exchange, is run again in backward."""
-    layer, (x_TH, routing) = sharded_layer(4), tokens()
+def with_and_without_checkpointing(rank: int, count: int = 4, last: bool = False, **options: Any) -> list[bool]:
+    """Whether gradients have the same bits if forward, and so the exchange, is run again in backward. last: nothing
+    behind the experts is saved, so that what is run again ends with what they save."""
+    layer, (x_TH, routing) = replace(sharded_layer(count), **options), tokens()
     weight_TK, dy_TH = routing.weight_TK.requires_grad_(), torch.ones(7, H) * (rank + 1)
     wanted = [x_TH.requires_grad_(), weight_TK, *(t.requires_grad_() for t in layer.local.tensors() if t is not None)]
 
     def run(x_TH: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-        return experts(x_TH * 2, Routing(routing.expert_TK, weight_TK), layer).tanh()
+        y_TH = experts(x_TH * 2, Routing(routing.expert_TK, weight_TK), layer)
+        return y_TH if last else y_TH.tanh()
 
     expected = torch.autograd.grad(run(x_TH, weight_TK), wanted, dy_TH)
     found = torch.autograd.grad(checkpoint(run, x_TH, weight_TK, use_reentrant=False), wanted, dy_TH)
@@ -136,27 +138,6 @@ def peers_as_collective(
     return equal, talked
 
 
-def straight_as_collective(
-    rank: int, count: int, steps: list[tuple[int, ...]], **options: Any
-) -> tuple[list[bool], int]:
-    """As `peers_as_collective`, where sums are written into the memory of the rank whose tokens they are of; if they
-    were, in each forward and backward, and phases were told in their order."""
-    from amoeba.kernels import peer_sums
-    from amoeba.phases import watch_phases
-
-    sent, send_sums = [], peer_sums.send_sums
-    peer_sums.send_sums = lambda *given: sent.append(given) or send_sums(*given)
-    try:
-        with watch_phases(torch.device("cpu")) as phases:
-            found = peers_as_collective(rank, count, steps, "triton", straight=True, **options)
-    finally:
-        peer_sums.send_sums = send_sums
-    told = [name for name, _ in phases.ms()]
-    in_order = ["ids: taken", "rows: own ones copied", "sums: sent", "sums: added", "sums: own ones"]
-    good = len(sent) == 2 * len(steps) and sorted(in_order, key=told.index) == in_order
-    return found if good else ([False], 0)
-
-
 def started_early(
     rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int, slow: int
 ) -> tuple[list[bool], int]:
@@ -180,27 +161,6 @@ def started_early(
     finally:
         arrivals.announced = announced
     return equal, len(taken)
-
-
-def overlapped_on_gpu(rank: int) -> list[bool]:
-    """Whether output and gradients have the bits of a pass that waits for all rows and sends sums row by row."""
-    generator = torch.Generator("cuda").manual_seed(rank)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda").bfloat16() / 8
-
-    local = ExpertWeights(drawn(2, 256, 256).requires_grad_(), drawn(2, 256, 128).requires_grad_())
-    layer = ShardedExperts(local, Owners.even(4, 2), Ranks(first_processes(2), 30.0), transport="peers")
-    tokens = (900, 1300)[rank]
-    expert_TK = torch.rand(tokens, 4, generator=generator, device="cuda").topk(2, 1).indices
-    x_TH, weight_TK, dy_TH = drawn(tokens, 256), drawn(tokens, 2).float(), drawn(tokens, 256)
-    wanted = [x_TH.requires_grad_(), weight_TK.requires_grad_(), *local.tensors()[:2]]
-    found = []
-    for overlap, straight in ((False, False), (False, True), (True, False), (True, True), (True, True)):
-        way = replace(layer, overlap=overlap, straight=straight)
-        y_TH = experts(x_TH, Routing(expert_TK, weight_TK), way)
-        found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
-    return [torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True)]
 
 
 def rows_of_buffers(rank: int, gradients: bool, **options: int) -> tuple[int | None, int, int]:

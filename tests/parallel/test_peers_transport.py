@@ -6,14 +6,18 @@ Where there is a GPU, two processes share it instead.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
 import rank_jobs
+from amoeba import ExpertWeights, Routing, experts
 from amoeba.kernels import peer_post, peer_rows
-from amoeba.parallel.processes import LocalRanks
+from amoeba.parallel import Owners, Ranks, ShardedExperts
+from amoeba.parallel.processes import LocalRanks, first_processes
 from amoeba.parallel.transports import choice, peers, shmem
+from amoeba.phases import watch_phases
 from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, Share, check_divided, compute_share, joined, shares, whole
 
@@ -108,8 +112,38 @@ def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backen
     return rank_jobs.peers_as_collective(rank, count, steps, local_backend, overlap=True)
 
 
+@interpreted
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap": True, "straight": False}, pytest.param({"straight": True}, marks=pytest.mark.thorough)],
+    ids=["overlapped", "straight"],
+)
+def test_what_leaves_within_a_pass_that_is_run_again_is_not_taken_for_gradients(
+    processes: LocalRanks, options: dict
+) -> None:
+    """Checkpointing runs forward again only up to the last tensor that it saved."""
+    for equal in processes.run(checkpointed, [(rank, options) for rank in range(2)]):
+        assert all(equal)
+
+
+def checkpointed(rank: int, options: dict) -> list[bool]:
+    return rank_jobs.with_and_without_checkpointing(
+        rank, 2, last=True, transport="peers", local_backend="triton", **options
+    )
+
+
 def straight(rank: int, count: int, steps: list[tuple[int, ...]], options: dict) -> tuple[list[bool], int]:
-    return rank_jobs.straight_as_collective(rank, count, steps, **options)
+    """If sums went straight in each forward and backward, and phases were told in their order."""
+    from amoeba.kernels import peer_sums
+
+    sent, send_sums = [], peer_sums.send_sums
+    with pytest.MonkeyPatch.context() as patch, watch_phases(torch.device("cpu")) as phases:
+        patch.setattr(peer_sums, "send_sums", lambda *given: sent.append(given) or send_sums(*given))
+        found = rank_jobs.peers_as_collective(rank, count, steps, "triton", straight=True, **options)
+    told = [name for name, _ in phases.ms()]
+    in_order = ["ids: taken", "rows: own ones copied", "sums: sent", "sums: added", "sums: own ones"]
+    good = len(sent) == 2 * len(steps) and sorted(in_order, key=told.index) == in_order
+    return found if good else ([False], 0)
 
 
 def remote(rank: int, count: int, steps: list[tuple[int, ...]], most: dict[str, int]) -> tuple[list[bool], int]:
@@ -158,8 +192,29 @@ def test_processes_that_share_a_gpu_have_the_gradients_of_one(transport: str) ->
 def test_on_a_gpu_rows_that_travel_meanwhile_and_sums_that_go_straight_change_no_bit() -> None:
     """In bf16 and with tiles of own rows alone, so that products run in two parts."""
     with LocalRanks(2) as processes:
-        for equal in processes.run(rank_jobs.overlapped_on_gpu, [(rank,) for rank in range(2)]):
+        for equal in processes.run(overlapped_on_gpu, [(rank,) for rank in range(2)]):
             assert len(equal) == 20 and all(equal)
+
+
+def overlapped_on_gpu(rank: int) -> list[bool]:
+    """Whether output and gradients have the bits of a pass that waits for all rows and sends sums row by row."""
+    generator = torch.Generator("cuda").manual_seed(rank)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16() / 8
+
+    local = ExpertWeights(drawn(2, 256, 256).requires_grad_(), drawn(2, 256, 128).requires_grad_())
+    layer = ShardedExperts(local, Owners.even(4, 2), Ranks(first_processes(2), 30.0), transport="peers")
+    tokens = (900, 1300)[rank]
+    expert_TK = torch.rand(tokens, 4, generator=generator, device="cuda").topk(2, 1).indices
+    x_TH, weight_TK, dy_TH = drawn(tokens, 256), drawn(tokens, 2).float(), drawn(tokens, 256)
+    wanted = [x_TH.requires_grad_(), weight_TK.requires_grad_(), *local.tensors()[:2]]
+    found = []
+    for overlap, straight in ((False, False), (False, True), (True, False), (True, True), (True, True)):
+        way = replace(layer, overlap=overlap, straight=straight)
+        y_TH = experts(x_TH, Routing(expert_TK, weight_TK), way)
+        found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
+    return [torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True)]
 
 
 def on_gpu(share: Share) -> dict[str, torch.Tensor]:

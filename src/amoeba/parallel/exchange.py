@@ -51,7 +51,12 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, y_RH: Tensor, early: bool) -> Tensor:
         ctx.exchange, ctx.early = exchange, early
-        return exchange.give_back(y_RH, "sums of the experts")
+        y_TH = exchange.give_back(y_RH, "sums of the experts")
+        if exchange.leaves_early:
+            # Checkpointing runs forward again up to the last tensor that is saved. What left by then has to be taken
+            # there, too: else it would be taken for what leaves next.
+            ctx.save_for_backward(y_TH.new_empty(0))
+        return y_TH
 
     @staticmethod
     @once_differentiable

@@ -59,6 +59,7 @@ class Peers(Transport):
         exchange = planned(PeerExchange, office_of(sharded.ranks, x_TH.device), sharded, x_TH, routing, gradients)
         exchange.travels = sharded.overlap
         exchange.straight = _goes_straight(sharded.straight, exchange.plan.rows, x_TH)
+        exchange.leaves_early = exchange.travels or exchange.straight
         return exchange
 
 

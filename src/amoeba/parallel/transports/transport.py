@@ -29,10 +29,11 @@ class Exchange(Travel):
 
     slots:   of the rows received, so many have an expert here, at most; None where the host does not know.
     travels: whether the others' rows are still under way when `dispatch` and `send` return, until `wait`.
+    leaves_early: whether sums may leave before they are given back, on any of the ranks: the same on all of them.
     """
 
     slots: int | None = None
-    travels = straight = False
+    travels = straight = leaves_early = False
 
     def wait(self) -> None:
         """Rows have come."""

@@ -1,0 +1,64 @@
+"""Sums that go straight into another rank's heap: of three ranks in one process, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amoeba.kernels.combine import combine
+from amoeba.kernels.peer_post import Plan, Post, heap_layout
+from amoeba.kernels.peer_sums import add_sums, send_sums
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
+TOKENS, K, H = (3, 0, 5), 2, 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cuts bf16 off
+@pytest.mark.parametrize("weighted", [True, False])
+def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(
+    dtype: torch.dtype, weighted: bool
+) -> None:
+    ranks, rows = len(TOKENS), sum(TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    at, sizes, nbytes = heap_layout(ranks, max(TOKENS), K, H * dtype.itemsize)
+    heaps = [torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(ranks)]  # NaN where nobody writes
+    for heap in heaps:
+        heap[: at[0]] = 0
+    addresses = torch.tensor([heap.data_ptr() for heap in heaps])
+    first = [sum(TOKENS[:rank]) for rank in range(ranks)]
+    places = tuple(slice(start, start + count) for start, count in zip(first, TOKENS, strict=True))
+    back = torch.tensor([first, first, TOKENS])
+    posts, given, partial = [], [], []
+    for rank in range(ranks):
+        numbers = [torch.zeros(size, dtype=torch.int64) for size in (4, 1, 7)]
+        posts.append(Post(addresses, *numbers, at, sizes, 16, rank, ranks, 1.0, tuple(heaps)))
+        rows_NH = torch.randn(rows * K, H, generator=generator).to(dtype)
+        slot_row_RK = torch.randperm(rows * K, generator=generator).int().view(rows, K)
+        slot_row_RK[torch.rand(rows, K, generator=generator) < 0.5] = rows * K  # sentinels: of other ranks' experts
+        weight_RK = torch.rand(rows, K, generator=generator) if weighted else None
+        given.append((rows_NH, slot_row_RK, weight_RK))
+        partial.append(combine(rows_NH, slot_row_RK, weight_RK, torch.empty(rows, H, dtype=dtype)))
+    comes = [(slots < rows * K).any(1).to(torch.uint8) for _, slots, _ in given]
+    plans = [Plan(back, back, TOKENS[rank], rows, places) for rank in range(ranks)]
+    for _ in range(2):  # the second time in the same cells
+        for rank in range(ranks):
+            send_sums(posts[rank], plans[rank], *given[rank], comes[rank])
+        for rank in range(ranks):
+            goes_WT = torch.stack([comes[other][places[rank]] for other in range(ranks)])
+            found = add_sums(posts[rank], plans[rank], *given[rank], goes_WT)
+            total = torch.zeros(TOKENS[rank], H)
+            for other in range(ranks):
+                total += partial[other][places[rank]].float()
+            assert torch.equal(found, total.to(dtype))
+
+
+def test_after_a_wait_in_vain_sums_are_nan() -> None:
+    numbers = [torch.zeros(size, dtype=torch.int64) for size in (4, 1, 7)]
+    at, sizes, nbytes = heap_layout(1, 3, 1, 8)
+    heap, places = torch.zeros(nbytes, dtype=torch.uint8), torch.tensor([[0], [0], [3]])
+    post = Post(torch.tensor([heap.data_ptr()]), *numbers, at, sizes, 16, 0, 1, 1.0, (heap,))
+    rows, slots = torch.rand(3, 2), torch.arange(3, dtype=torch.int32).view(3, 1)
+    plan, goes = Plan(places, places, 3, 3, (slice(0, 3),)), torch.ones(1, 3, dtype=torch.uint8)
+    assert torch.equal(add_sums(post, plan, rows, slots, None, goes), rows)
+    post.trouble.fill_(1)
+    assert add_sums(post, plan, rows, slots, None, goes).isnan().all()
