@@ -173,13 +173,12 @@ def occupy_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def grouped_product_in_fp8(rows_NW: Tensor, matrix_EWO: Tensor, offs_E: Tensor) -> Tensor:
-    """torch's own, in bf16, of e4m3 with one scale for a row and one for a column, all of them 1."""
-    device = rows_NW.device
-    of_row = torch.ones(rows_NW.shape[0], dtype=torch.float32, device=device)
-    of_column = torch.ones((matrix_EWO.shape[0], matrix_EWO.shape[2]), dtype=torch.float32, device=device)
+def grouped_product_in_fp8(
+    rows_NW: Tensor, matrix_EWO: Tensor, scale_N: Tensor, scale_EO: Tensor, offs_E: Tensor
+) -> Tensor:
+    """torch's own, of e4m3 with one scale for a row and one for a column; in bf16."""
     return torch._scaled_grouped_mm(
-        rows_NW, matrix_EWO, of_row, of_column, offs=offs_E, out_dtype=torch.bfloat16, use_fast_accum=True
+        rows_NW, matrix_EWO, scale_N, scale_EO, offs=offs_E, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 

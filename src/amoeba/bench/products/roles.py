@@ -150,7 +150,9 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
         """torch's product with one scale for a row and one for a column, without the time to quantise."""
         rows_NW = rows.data.index_select(0, order_N // K) if gathered else rows.data
         given = rows_NW.view(scaled_product.E4M3), matrix.data.view(scaled_product.E4M3).mT
-        return Role(name, lambda: grouped_product_in_fp8(*given, ours.offs_E), flops)
+        ones = (torch.ones(size, dtype=torch.float32, device=device) for size in ((N,), matrix.shape[:2]))
+        operands = (*given, *ones, ours.offs_E)
+        return Role(name, lambda: grouped_product_in_fp8(*operands), flops)
 
     in_e4m3 = [fp8("up in fp8, h in e4m3", lambda: up(kept), 2 * unit, "a", a.dequantise)] if fused else []
     return [
