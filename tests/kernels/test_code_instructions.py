@@ -6,6 +6,8 @@ import re
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from amoeba.kernels.decode import codes
 from amoeba.precision import E2M1
@@ -13,6 +15,7 @@ from amoeba.precision import E2M1
 BYTES = torch.arange(256, dtype=torch.uint8)
 NUMBERS = E2M1.decode_packed(BYTES[:, None])  # (256, 2): of the low four bits, of the high ones
 MASK = 0xFFFFFFFF
+LANES = [0, 4, 1, 5, 2, 6, 3, 7]  # the order in which the instructions give eight numbers
 
 
 def halves(word: int, dtype: torch.dtype) -> torch.Tensor:
@@ -92,9 +95,28 @@ def test_scaled_lanes_are_the_same_numbers_in_their_own_order(exponent: int) -> 
         given = {"$4": int.from_bytes(bytes(four), "little"), "$5": word}
         registers = carry_out(program("_SCALED_LANES_E2M1"), given)
         found = torch.cat([halves(registers[f"${at}"], torch.bfloat16) for at in range(4)]).double()
-        expected = NUMBERS[four].flatten().double()[[0, 4, 1, 5, 2, 6, 3, 7]]
+        expected = NUMBERS[four].flatten().double()[LANES]
         assert torch.equal(found * codes.RAISED.value, expected * 2.0 ** (exponent - 127))
         assert torch.equal(found.signbit(), expected.signbit())
+
+
+@triton.jit
+def _lanes_of(given, first, second, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.arange(0, HEIGHT)[:, None]
+    value = tl.load(given + row * (2 * WIDTH) + tl.arange(0, 2 * WIDTH)[None, :])
+    left, right = codes.lanes(value, HEIGHT, WIDTH)
+    at = row * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(first + at, left)
+    tl.store(second + at, right)
+
+
+def test_values_are_put_into_the_same_order(device: torch.device) -> None:
+    given = torch.arange(4 * 32, dtype=torch.float32, device=device).view(4, 32)
+    first, second = torch.empty(2, 4, 16, device=device)
+    _lanes_of[(1,)](given, first, second, HEIGHT=4, WIDTH=16)
+    in_order = given.view(4, 4, 8)[..., LANES]
+    assert torch.equal(first.view(4, 4, 4), in_order[..., :4])
+    assert torch.equal(second.view(4, 4, 4), in_order[..., 4:])
 
 
 @pytest.mark.parametrize("exponent", [192, 255])

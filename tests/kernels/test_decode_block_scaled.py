@@ -58,7 +58,7 @@ def test_y_is_that_of_what_the_codes_stand_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(block_scaled, "WIDEST_PIECE", 128)  # several pieces of a row, and steps
-    monkeypatch.setattr(block_scaled, "DEPTH_BYTES", 32)
+    monkeypatch.setattr(block_scaled, "DEPTH_BYTES", {8: 32, 4: 32})
     monkeypatch.setattr(block_scaled_by_slot, "MOST_DOWN_BYTES", 256)  # one slot after the other
     hidden, inner = sizes
     expert_TK = torch.tensor([[0, 3], [E, 3], [-1, E]])

@@ -33,7 +33,10 @@ WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
 # By expert: slots of an expert at least that are computed together, rows of codes in a tile, and bytes of each. One or
 # two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take the
 # one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
-FEWEST_SLOTS, WEIGHT_ROWS, DEPTH_BYTES, WARPS, STAGES = 8, 64, 128, 2, 4
+FEWEST_SLOTS, WEIGHT_ROWS, WARPS = 8, 64, 2
+# By the bits of a code: bytes of a row in a step, stages, and the order of four-bit numbers (`Configuration.by_lanes`),
+# which takes 0.70 of the integer instructions and half of the registers by count, and was not measured yet.
+DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 128}, {8: 4, 4: 4}, {8: False, 4: False}
 # Times the slots that an expert gets on average: 8 at 64 tokens of that layer, which was faster than 16 (docs/log.md).
 HEADROOM = 2
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
@@ -127,18 +130,19 @@ def by_expert(problem: Problem) -> Configuration:
     rows, height, warps = chunk_rows(problem.rows, weights.num_experts, FEWEST_SLOTS, HEADROOM), WEIGHT_ROWS, WARPS
     if problem.rows < weights.num_experts:  # more programs for the few experts
         height, warps = height // 2, warps // 2
-    depth = DEPTH_BYTES * 8 // weights.format.element.bits
+    bits = weights.format.element.bits
+    depth = DEPTH_BYTES[bits] * 8 // bits
     depth = depth * SMALLEST_CHUNK // max(rows, SMALLEST_CHUNK)  # both operands take registers
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
         rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
 
     def tile(width: int, columns: int, reduction: int) -> Tile:
         columns = min(columns, max(next_power_of_2(width), 16))
-        return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES)
+        return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES[bits])
 
     up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
     down = tile(weights.hidden, height, weights.intermediate)
-    return Configuration(False, up, down, rows, overlap=can_overlap(problem.x_TH.device))
+    return Configuration(False, up, down, rows, can_overlap(problem.x_TH.device), BY_LANES[bits])
 
 
 def _piece(length: int, widest: int) -> int:

@@ -1,0 +1,100 @@
+"""Draws the held-out losses of runs that differ in their precision alone, from the documents in benchmarks/results.
+
+    python benchmarks/draw_losses.py     # rewrites docs/images/fp8_losses.svg
+
+A document holds what runs of `amoeba train --precision bf16` and `fp8` found at their evaluations: {"model": "120m",
+"tokens_per_step": 8192, "runs": {"bf16": [[step, loss], ...], "fp8": ...}}. Plain Python, no packages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+CHART = ROOT / "docs" / "images" / "fp8_losses.svg"
+DOCUMENTS = "*fp8-losses*.json"
+
+# Sizes in pixels; left and right of the first panel (losses), top and bottom of both, the second shows differences.
+WIDTH, HEIGHT = 760, 430
+LEFT, RIGHT, TOP, BOTTOM = 64, 720, 78, 268
+BELOW_TOP, BELOW_BOTTOM = 308, 382
+COLOURS = {"bf16": "grouped", "fp8": "ours"}
+STYLE = """
+    svg { --card: #ffffff; --text: #1f2328; --muted: #59636e; --line: #d1d9e0; --ours: #00897b; --grouped: #8796ab; }
+    @media (prefers-color-scheme: dark) {
+      svg { --card: #161b22; --text: #e6edf3; --muted: #9da7b3; --line: #3d444d;
+            --ours: #2ec4b0; --grouped: #75869c; } }
+    text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--text); }
+    .head { font-size: 17px; font-weight: 600; } .muted { fill: var(--muted); font-size: 11px; }
+    .right { text-anchor: end; }
+    .card { fill: var(--card); stroke: var(--line); } .axis { stroke: var(--line); }
+    .curve { fill: none; stroke-width: 2; } .curve.ours { stroke: var(--ours); stroke-dasharray: 6 3; }
+    .curve.grouped { stroke: var(--grouped); } .dot.ours { fill: var(--ours); }
+"""
+
+
+def newest() -> dict[str, Any]:
+    found = sorted(RESULTS.glob(DOCUMENTS))
+    if not found:
+        raise SystemExit(f"draw_losses: expected a document {DOCUMENTS} in {RESULTS}, found none")
+    return json.loads(found[-1].read_text())
+
+
+def chart(document: dict[str, Any]) -> str:
+    runs = {name: [(step, loss) for step, loss in document["runs"][name] if step] for name in COLOURS}
+    last = max(step for points in runs.values() for step, _ in points)
+    losses = [loss for points in runs.values() for _, loss in points]
+    lowest, highest = min(losses), max(losses)
+    bf16 = dict(runs["bf16"])
+    apart = [(step, 100 * (loss / bf16[step] - 1)) for step, loss in runs["fp8"] if step in bf16]
+    widest = max(0.5, *(abs(each) for _, each in apart))
+
+    def x(step: float) -> float:
+        return LEFT + (RIGHT - LEFT) * step / last
+
+    def y(loss: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * (loss - lowest) / ((highest - lowest) or 1)
+
+    def below(percent: float) -> float:
+        return (BELOW_TOP + BELOW_BOTTOM) / 2 - (BELOW_BOTTOM - BELOW_TOP) / 2 * percent / widest
+
+    drawn = [*_frame(lowest, highest, last, widest)]
+    for name, colour in COLOURS.items():
+        points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in runs[name])
+        drawn.append(f'<polyline class="curve {colour}" points="{points}"/>')
+    drawn += [f'<circle class="dot ours" cx="{x(step):.1f}" cy="{below(each):.1f}" r="3"/>' for step, each in apart]
+    title = f"{document['model']}: held-out loss in bf16 and in fp8"
+    tokens = f"{last} steps of {document['tokens_per_step']} tokens, equal seeds and data"
+    ends = ", ".join(f"{name} {runs[name][-1][1]:.3f}" for name in COLOURS)
+    body = "\n  ".join(drawn)
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">
+  <title>{title}</title>
+  <style>{STYLE}  </style>
+  <rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>
+  <text x="24" y="32" class="head">{title}</text>
+  <text x="24" y="52" class="muted">{tokens}; at the end {ends}; fp8 is dashed</text>
+  {body}
+</svg>
+"""
+
+
+def _frame(lowest: float, highest: float, last: int, widest: float) -> Iterator[str]:
+    middle = (BELOW_TOP + BELOW_BOTTOM) / 2
+    for line in (BOTTOM, middle):
+        yield f'<line class="axis" x1="{LEFT}" x2="{RIGHT}" y1="{line:g}" y2="{line:g}"/>'
+    for value, at in ((highest, TOP), (lowest, BOTTOM)):
+        yield f'<text class="muted right" x="{LEFT - 8}" y="{at + 4}">{value:.2f}</text>'
+    for value, at in ((widest, BELOW_TOP), (0.0, middle), (-widest, BELOW_BOTTOM)):
+        yield f'<text class="muted right" x="{LEFT - 8}" y="{at + 4:g}">{value:+.1f} %</text>'
+    yield f'<text class="muted" x="{LEFT}" y="{BELOW_TOP - 14}">fp8 over bf16</text>'
+    for step in (0, last // 2, last):
+        at = LEFT + (RIGHT - LEFT) * step / last
+        yield f'<text class="muted right" x="{at:g}" y="{HEIGHT - 20}">{step}</text>'
+
+
+if __name__ == "__main__":
+    CHART.write_text(chart(newest()))
