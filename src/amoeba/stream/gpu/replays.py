@@ -40,15 +40,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amoeba.config import RouterConfig
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
 from amoeba.stream.gpu.predictions import Predictions
+from amoeba.stream.gpu.routed import Given, Routed
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
-
-Given = tuple[Tensor, Tensor]  # x_TH and weight_TK of a pass
 
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
 _LOOKS = 512
@@ -158,7 +158,7 @@ class GpuReplays:
 
     @contextmanager
     def capturing(self) -> Iterator[Passes]:
-        self._mode.passes = passes = Passes()
+        self._mode.passes, self._mode.routed = (passes := Passes()), None
         try:
             yield passes
         finally:
@@ -168,19 +168,55 @@ class GpuReplays:
     def is_capturing(self) -> bool:
         return getattr(self._mode, "passes", None) is not None
 
+    def route(
+        self, layer: int, x_TH: Tensor, logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """expert_TK and weight_TK of a pass that is rehearsed or captured, by a kernel that asks as well: `slots_of`
+        finds that done. None where it takes two kernels. x_TH: what the experts will get."""
+        from amoeba.kernels.route_and_ask import why_not
+
+        memory, tokens = self._memory, logits_TE.shape[0]
+        is_asked = (self.is_capturing or self._is_rehearsing) and not memory.is_complete(layer)
+        if not is_asked or self._predictions is not None or why_not(tokens, config) is not None:
+            return None  # guesses are to be made ahead of the question
+        logits_TE, given = _aligned(logits_TE), None
+        if memory.computing is not None:
+            given = _aligned(x_TH), torch.empty(tokens, config.top_k, dtype=torch.float32, device="meta")
+        computes = self.computes(layer, given)
+        shown, x_TH = memory.export.shown(layer), given[0] if given is not None else x_TH
+        if not self.is_capturing:  # nobody is missing by this map, so that nothing waits
+            self.channel.expect(1)
+            shown = torch.zeros_like(shown)
+        of_question = (memory.computing, x_TH) if computes else ()
+        expert_TK, weight_TK, slot_TK = self.channel.route_and_ask(
+            layer, shown, logits_TE, config, bias_E, *of_question
+        )
+        if self.is_capturing:
+            self._count_pass(layer, expert_TK, computes)
+            self._mode.routed = Routed(layer, expert_TK, slot_TK, (x_TH, weight_TK) if computes else None)
+        return expert_TK, weight_TK
+
     def slots_of(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
         """Of a pass that is captured, when its experts are there. given: x_TH and weight_TK, of which `add_computed` is
         told as well."""
         passes, memory = self._mode.passes, self._memory
-        passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
+        routed, self._mode.routed = getattr(self._mode, "routed", None), None
+        if routed is not None:
+            return routed.slots_of(layer, expert_TK, given if self.computes(layer, given) else None)
         if memory.is_complete(layer):  # for ever; and each is in the slot of its number
+            passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
             passes.complete[layer] = expert_TK.numel()
             return _aligned(expert_TK)
-        if len(passes.layers) >= len(memory.slots):
-            raise CannotCapture(f"a step passes over some of its {len(memory.slots)} layers more than once")
-        passes.layers.append(layer)
-        passes.computed.append(expert_TK.shape if self.computes(layer, given) else None)
+        self._count_pass(layer, expert_TK, self.computes(layer, given))
         return self.ask(layer, _aligned(expert_TK), given)
+
+    def _count_pass(self, layer: int, expert_TK: Tensor, computes: bool) -> None:
+        passes, layers = self._mode.passes, len(self._memory.slots)
+        if len(passes.layers) >= layers:
+            raise CannotCapture(f"a step passes over some of its {layers} layers more than once")
+        passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
+        passes.layers.append(layer)
+        passes.computed.append(expert_TK.shape if computes else None)
 
     def ask(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
         memory, entry = self._memory, self._memory.store.layers[layer]
