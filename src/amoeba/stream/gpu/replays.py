@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
 _LOOKS = 512
+_SOON = 3  # times that, in which a layer is computed
 
 
 @dataclass(eq=False)
@@ -282,14 +283,15 @@ class GpuReplays:
             memory.cache.count_tokens(passes.tokens)
             for layer, ids in passes.complete.items():
                 memory.cache.count_hits(layer, ids)
-        self._most_ids = passes.ids
+        self._most_ids, was_long = passes.ids, False
         for serial, (layer, shape) in enumerate(zip(passes.layers, passes.computed, strict=True), first):
             if memory.computing is not None:
                 memory.computing.expect(shape)
             assert channel is not None and self._fast is not None
-            is_served = self._wait_for(layer, serial)
+            is_served = self._wait_for(layer, serial, soon=was_long)
             with memory._counting:
                 missing, there = channel.read(serial)
+            was_long = bool(missing) and not is_served
             if not missing:
                 self.forget_who_leaves(layer)
                 self._fast.early.drop(layer)
@@ -303,13 +305,17 @@ class GpuReplays:
         if memory.computing is not None:  # promoted experts are there for passes outside of graphs too
             memory._promoted = memory.device.record(memory.device.copies)
 
-    def _wait_for(self, layer: int, serial: int) -> bool:
-        """Looks until the question is there, and does in between what can be done later. Whether it was served."""
-        fast, replayed, turns = self._fast, self._memory._replayed, 0
+    def _wait_for(self, layer: int, serial: int, soon: bool = False) -> bool:
+        """Looks until the question is there, and does in between what can be done later. Whether it was served.
+        soon: the GPU went on just now, so that looking comes first for a while."""
+        fast, replayed, turns, waits = self._fast, self._memory._replayed, 0, _SOON if soon else 0
         assert fast is not None and replayed is not None
         has_ended = False
-        while not (found := fast.look(layer, serial, 1 if self._later else _LOOKS)):
+        while not (found := fast.look(layer, serial, 1 if self._later and not waits else _LOOKS)):
             if self._expects(layer):
+                continue
+            if waits:
+                waits -= 1
                 continue
             if self._later:
                 self._count_one()
@@ -345,6 +351,8 @@ class GpuReplays:
             if len(answer) > 2 * len(missing):  # for more the kernel does not look
                 raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
             channel.answer(serial, list(answer), list(answer.values()))
+            if group.jobs:
+                self._count_all()  # there is time
             memory._wait_for_reads(layer, group)  # their copies are called when this returns
             channel.go_on(serial)
             for expert, slot in answer.items():
