@@ -19,7 +19,7 @@ from torch import Tensor
 from amoeba.config import RouterConfig
 from amoeba.kernels.ask import COMPUTED, COMPUTES, LATER, MOVED, PROMOTED, Handed, Talk, answer_length, ask
 from amoeba.kernels.index_export import row_length
-from amoeba.kernels.route_and_ask import route_and_ask, why_not
+from amoeba.kernels.route_and_ask import empty_routed, route_and_ask, why_not
 from amoeba.kernels.router import router_forward
 
 E, S, RING, H = 16, 5, 4, 6
@@ -84,9 +84,8 @@ def test_it_is_the_router_and_then_the_question(name: str, tokens: int, hands: b
             row[3 + at], row[3 + most + at] = expert, slot
         talk.state[1] = 6  # copies have arrived
         if fused:
-            expert_TK, weight_TK, slot_TK = route_and_ask(
-                logits_TE, config, bias_E, shown, talk, due, 1e-2, handed, x_TH if hands else None
-            )
+            expert_TK, weight_TK, slot_TK = found_TK = empty_routed(tokens, config, device)
+            route_and_ask(logits_TE, config, bias_E, *found_TK, shown, talk, due, 1e-2, handed, x_TH if hands else None)
         else:
             expert_TK, weight_TK = chosen_TK, expected_TK
             slot_TK = torch.empty_like(expert_TK)
@@ -100,7 +99,10 @@ def test_it_is_the_router_and_then_the_question(name: str, tokens: int, hands: b
 
     fused, apart = outcome(fused=True), outcome(fused=False)
     for one, two in zip(fused, apart, strict=True):
-        assert torch.equal(one, two)
+        if device.type == "cuda" and one.is_floating_point():  # a row may be laid out otherwise, and summed up so
+            torch.testing.assert_close(one, two, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(one, two)
     assert missing and not apart[7].any() and apart[5].tolist()[0] == 6
 
 

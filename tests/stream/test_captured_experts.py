@@ -19,6 +19,7 @@ from test_gpu_streamed_experts import (
     E,
     FailingStore,
     H,
+    I,
     K,
     by_triton,
     factors,
@@ -30,10 +31,13 @@ from test_gpu_streamed_experts import (
 from torch import Tensor
 
 from amoeba import ExpertWeights, LoraFactors, Routing, experts
+from amoeba.config import RouterConfig
+from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS
 from amoeba.stream.placement import MemoryStore
+from selection import quick
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -228,3 +232,59 @@ def test_a_gpu_that_nobody_serves_goes_on_by_itself() -> None:
         given = routed_wide(1, 32, 8, 2)
         for y_TH in captured(*given):
             assert torch.equal(y_TH, by_triton(*given, resident))
+
+
+class CapturedLayers(Captured):
+    """Each layer's own router chooses."""
+
+    def __init__(self, *arguments, config: RouterConfig, gates: list[Tensor], **options) -> None:
+        self.config, self.gates = config, gates
+        super().__init__(*arguments, **options)
+
+    def _run(self) -> None:
+        self.found, self.routings = [], []
+        with torch.no_grad():
+            for layer, gate_EH in zip(self.memory.layers, self.gates, strict=True):
+                logits_TE = self.x_TH.float() @ gate_EH.mT
+                self.routings.append(layer.route(self.x_TH, logits_TE, self.config))
+                self.found.append(experts(self.x_TH, self.routings[-1], layer))
+
+
+@quick(lambda miss, tokens: (miss, tokens) == ("move", 1) or DEVICE.type == "cuda")
+@pytest.mark.parametrize(("miss", "tokens"), [("move", 1), ("move", 2), ("auto", 2), ("cpu", 1)])
+def test_a_router_that_asks_gives_the_numbers_of_resident_experts(miss: str, tokens: int) -> None:
+    from amoeba.kernels.router import router_forward
+
+    generator, many = torch.Generator().manual_seed(7), 2 * E
+    shapes = (many, 2 * I, H), (many, H, I), (many, H), (many, H)
+    gate_up, down, *gates = [torch.randn(each, generator=generator).to(DEVICE) for each in shapes]
+    resident, config, given = ExpertWeights(gate_up * 0.2, down * 0.2), RouterConfig(many, K), routed(tokens)
+    with closing(CapturedLayers(resident, E, many, given, config=config, gates=gates, miss=miss)) as captured:
+        channel = captured.memory.replays.channel
+        channel.ask = lambda *_: pytest.fail("it asked once more")
+        for _ in range(3):
+            x_TH = torch.randn(tokens, H, generator=generator).to(DEVICE)
+            for y_TH, gate_EH in zip(captured(x_TH, given[1]), gates, strict=True):
+                expert_TK, weight_TK, _ = router_forward(x_TH @ gate_EH.mT, config, None)
+                expected = by_triton(x_TH, Routing(expert_TK, weight_TK), resident)
+                # on a GPU a row of few numbers may be laid out otherwise, and the weights summed up in another order
+                assert torch.equal(y_TH, expected) or miss != "move" or DEVICE.type == "cuda"
+                torch.testing.assert_close(y_TH, expected, rtol=1e-4, atol=1e-5)
+        counters = captured.memory.cache.counters
+        assert counters.requested > counters.hits > 0 and bool(counters.computed) <= (miss != "move")
+
+
+def test_a_router_that_asked_for_another_routing_is_refused() -> None:
+    resident, given = weights_of(torch.float32), routed(1, torch.float32)
+
+    class Mistaken(CapturedLayers):
+        def _run(self) -> None:
+            with torch.no_grad():
+                for layer, gate_EH in zip(self.memory.layers, self.gates, strict=True):
+                    routing = layer.route(self.x_TH, self.x_TH @ gate_EH.mT, self.config)
+                    other = Routing(routing.expert_TK.flip(1), routing.weight_TK, trusted=True)
+                    self.found = [experts(self.x_TH, other, layer)]
+
+    gates = [torch.randn(E, H).to(DEVICE) for _ in range(2)]
+    with pytest.raises(CannotCapture, match="another routing"):
+        Mistaken(resident, K, E, given, config=RouterConfig(E, K), gates=gates)

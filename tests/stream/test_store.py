@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from stored_models import check_experts, expected_experts, save
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from amoeba.machine import huge_pages
 from amoeba.stream.store import StoreError, aligned_buffer, is_store, mapping, open_store, reading
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import pack
@@ -579,3 +580,17 @@ def test_code_of_a_folder_runs_only_where_it_is_trusted(tmp_path):
     with pytest.raises(ValueError, match="trust"):
         open_store(tmp_path / "model")
     assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.skipif(huge_pages() not in ("madvise", "always"), reason="this system gives no huge pages")
+def test_memory_for_experts_is_in_huge_pages() -> None:
+    memory = aligned_buffer(64 * 2**20)
+    memory.fill_(1)
+    found, is_mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        begin, _, end = line.split(maxsplit=1)[0].partition("-")
+        if end:
+            is_mine = int(begin, 16) <= memory.data_ptr() < int(end, 16)
+        elif is_mine and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) * 1024
+    assert found >= memory.numel() // 2  # some may not be free

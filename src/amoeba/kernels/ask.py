@@ -107,9 +107,7 @@ def ask(
     weight_TK: Tensor | None = None,
 ) -> None:
     """due: (1,) int32 on the device, of the layer. limit: seconds. x_TH, weight_TK: where something is handed."""
-    operands, constants = question_of(
-        expert_TK, slot_TK, shown, experts, talk, due, limit, handed, x_TH, weight_TK
-    )
+    operands, constants = question_of(expert_TK, slot_TK, shown, experts, talk, due, limit, handed, x_TH, weight_TK)
     _ask[(1,)](*operands, **constants)
 
 

@@ -3,11 +3,13 @@
 T tokens · K experts per token · E experts
 
     if why_not(tokens, config) is None:
-        expert_TK, weight_TK, slot_TK = route_and_ask(logits_TE, config, bias_E, shown, talk, due, limit=10.0)
+        found = empty_routed(tokens, config, device)          # expert_TK, weight_TK, slot_TK
+        route_and_ask(logits_TE, config, bias_E, *found, shown, talk, due, limit=10.0)
 
 One program of one warp: it holds the rows of all tokens in its registers, as kernels/router.py does, stores ids and
-weights, and then is the kernel that asks (kernels/ask.py), which reads them. So ids, weights, slots and what the host
-is told are those of the two launches; the rows are no longer needed while it waits.
+weights, and then is the kernel that asks (kernels/ask.py), which reads them. So ids, slots and what the host is told
+are those of the two launches, and the rows are no longer needed while it waits. Weights are the same to the last bit
+where rows are laid out alike, as those of 128 experts are (tests/kernels/test_route_and_ask.py). Not timed yet.
 """
 
 from __future__ import annotations
@@ -37,26 +39,32 @@ def why_not(tokens: int, config: RouterConfig) -> str | None:
     return None
 
 
+def empty_routed(tokens: int, config: RouterConfig, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """expert_TK (int64), weight_TK (fp32), slot_TK."""
+    expert_TK = torch.empty(tokens, config.top_k, dtype=torch.int64, device=device)
+    return expert_TK, torch.empty_like(expert_TK, dtype=torch.float32), torch.empty_like(expert_TK)
+
+
 def route_and_ask(
     logits_TE: Tensor,
     config: RouterConfig,
     bias_E: Tensor | None,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    slot_TK: Tensor,
     shown: Tensor,
     talk: Talk,
     due: Tensor,
     limit: float,
     handed: Handed | None = None,
     x_TH: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """expert_TK (int64), weight_TK (fp32), slot_TK once the experts are there; the rest as `ask` has it."""
+) -> None:
+    """slot_TK is there once the experts are; the rest as `ask` has it."""
     tokens, experts = logits_TE.shape
     reason = why_not(tokens, config)
-    check_arguments(reason is None, f"logits of a pass that fits: {reason}", logits_TE=logits_TE)
-    expert_TK = torch.empty(tokens, config.top_k, dtype=torch.int64, device=logits_TE.device)
-    slot_TK, weight_TK = torch.empty_like(expert_TK), torch.empty_like(expert_TK, dtype=torch.float32)
-    operands, constants = question_of(
-        expert_TK, slot_TK, shown, experts, talk, due, limit, handed, x_TH, weight_TK
-    )
+    fit = reason is None and expert_TK.shape == weight_TK.shape == (tokens, config.top_k) and weight_TK.is_contiguous()
+    check_arguments(fit, reason or "contiguous results of (T, K)", logits_TE=logits_TE, weight_TK=weight_TK)
+    operands, constants = question_of(expert_TK, slot_TK, shown, experts, talk, due, limit, handed, x_TH, weight_TK)
     _route_and_ask[(1,)](
         logits_TE.contiguous(),
         None if bias_E is None else bias_E.float().contiguous(),
@@ -67,7 +75,6 @@ def route_and_ask(
         **forward_constants(config),
         TILE_ROWS=next_power_of_2(tokens),
     )
-    return expert_TK, weight_TK, slot_TK
 
 
 @quick

@@ -57,7 +57,8 @@ class Place(ABC):
         """Raises where the latest steps went on without their experts."""
 
     def pause(self, microseconds: float) -> None:
-        """About that long nothing else happens."""
+        """About that long nothing else happens; where nobody is told to wait, not at all."""
+        return
 
     def link_rate(self) -> float | None:
         return None

@@ -2,7 +2,8 @@
 
 problem = choose_problem(["qwen3_30b"], "both", torch.device("cuda"))
 problem.resident(2)          # random experts of the first two layers
-problem.trace(24, 200)       # expert ids of 200 tokens, as often repeated as a model does; `routes`: (layers, 1, K) each
+problem.trace(24, 200)       # expert ids of 200 tokens, as often repeated as a model does
+problem.routes(trace)        # the same as tensors, (layers, 1, K) each
 problem.hints(routes)        # inputs of these tokens, by which the routers of `problem.routers` guess most of the ids
 """
 
@@ -120,8 +121,8 @@ class StreamProblem:
         return [every[layer * e : (layer + 1) * e] for layer in range(layers)]
 
     def hints(self, routes: Sequence[Tensor]) -> list[Tensor]:
-        """x_TH of each token: 1 for experts that are expected. Of those so many are chosen (`RIGHT`); instead of the others
-        come some that the layer chose lately, since a router that errs prefers its favourites."""
+        """x_TH of each token: 1 for experts that are expected. Of those so many are chosen (`RIGHT`); instead of the
+        others come some that the layer chose lately, since a router that errs prefers its favourites."""
         experts, generator, lately = self.size.experts, random.Random(3), list[list[list[int]]]()
         found = []
         for ids in routes:
@@ -143,7 +144,11 @@ def check_room(problem: StreamProblem, folder: Path | None = None) -> None:
     the folder that they are written to."""
     size, of_layer = problem.size, problem.size.experts * problem.entry.expert_bytes
     has_link = problem.device.type == "cuda"
-    of_part = {"decode": size.layers if has_link else size.disk_layers, "disk": size.disk_layers, "prefetch": size.layers}
+    of_part = {
+        "decode": size.layers if has_link else size.disk_layers,
+        "disk": size.disk_layers,
+        "prefetch": size.layers,
+    }
     layers = max(of_part.get(part, size.lora_layers) for part in problem.parts)
     needs = {"memory on the device": (2 * layers * of_layer, available_memory(problem.device))}
     if has_link:

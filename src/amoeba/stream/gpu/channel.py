@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from amoeba.config import RouterConfig
 from amoeba.stream.gpu.device import Device
 
 if TYPE_CHECKING:
@@ -73,6 +74,25 @@ class Channel:
         call = partial(ask, expert_TK, slot_TK, shown, experts, self._talk, due, self.limit, handed, *given)
         self._device.launch(call)
         return slot_TK
+
+    def route_and_ask(
+        self,
+        layer: int,
+        shown: Tensor,
+        logits_TE: Tensor,
+        config: RouterConfig,
+        bias_E: Tensor | None,
+        computing: Computing | None = None,
+        x_TH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """expert_TK and weight_TK by the router, and slot_TK as `ask` has it, by one kernel."""
+        from amoeba.kernels.route_and_ask import empty_routed, route_and_ask
+
+        found = empty_routed(logits_TE.shape[0], config, logits_TE.device)
+        due, handed = self._due[layer, :1], None if computing is None else computing.handed
+        of_router, of_question = (logits_TE, config, bias_E, *found), (shown, self._talk, due, self.limit, handed, x_TH)
+        self._device.launch(partial(route_and_ask, *of_router, *of_question))
+        return found
 
     def add_computed(self, y_TH: Tensor, computing: Computing) -> None:
         """What the host computes of the latest question, once it is there."""

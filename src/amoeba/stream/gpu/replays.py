@@ -40,18 +40,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amoeba.config import RouterConfig
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
 from amoeba.stream.gpu.predictions import Predictions
+from amoeba.stream.gpu.routed import Given, Routed
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
 
-Given = tuple[Tensor, Tensor]  # x_TH and weight_TK of a pass
-
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
 _LOOKS = 512
+_SOON = 3  # times that, in which a layer is computed
 
 
 @dataclass(eq=False)
@@ -158,7 +159,7 @@ class GpuReplays:
 
     @contextmanager
     def capturing(self) -> Iterator[Passes]:
-        self._mode.passes = passes = Passes()
+        self._mode.passes, self._mode.routed = (passes := Passes()), None
         try:
             yield passes
         finally:
@@ -168,19 +169,55 @@ class GpuReplays:
     def is_capturing(self) -> bool:
         return getattr(self._mode, "passes", None) is not None
 
+    def route(
+        self, layer: int, x_TH: Tensor, logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """expert_TK and weight_TK of a pass that is rehearsed or captured, by a kernel that asks as well: `slots_of`
+        finds that done. None where it takes two kernels. x_TH: what the experts will get."""
+        from amoeba.kernels.route_and_ask import why_not
+
+        memory, tokens = self._memory, logits_TE.shape[0]
+        is_asked = (self.is_capturing or self._is_rehearsing) and not memory.is_complete(layer)
+        if not is_asked or self._predictions is not None or why_not(tokens, config) is not None:
+            return None  # guesses are to be made ahead of the question
+        logits_TE, given = _aligned(logits_TE), None
+        if memory.computing is not None:
+            given = _aligned(x_TH), torch.empty(tokens, config.top_k, dtype=torch.float32, device="meta")
+        computes = self.computes(layer, given)
+        shown, x_TH = memory.export.shown(layer), given[0] if given is not None else x_TH
+        if not self.is_capturing:  # nobody is missing by this map, so that nothing waits
+            self.channel.expect(1)
+            shown = torch.zeros_like(shown)
+        of_question = (memory.computing, x_TH) if computes else ()
+        expert_TK, weight_TK, slot_TK = self.channel.route_and_ask(
+            layer, shown, logits_TE, config, bias_E, *of_question
+        )
+        if self.is_capturing:
+            self._count_pass(layer, expert_TK, computes)
+            self._mode.routed = Routed(layer, expert_TK, slot_TK, (x_TH, weight_TK) if computes else None)
+        return expert_TK, weight_TK
+
     def slots_of(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
         """Of a pass that is captured, when its experts are there. given: x_TH and weight_TK, of which `add_computed` is
         told as well."""
         passes, memory = self._mode.passes, self._memory
-        passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
+        routed, self._mode.routed = getattr(self._mode, "routed", None), None
+        if routed is not None:
+            return routed.slots_of(layer, expert_TK, given if self.computes(layer, given) else None)
         if memory.is_complete(layer):  # for ever; and each is in the slot of its number
+            passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
             passes.complete[layer] = expert_TK.numel()
             return _aligned(expert_TK)
-        if len(passes.layers) >= len(memory.slots):
-            raise CannotCapture(f"a step passes over some of its {len(memory.slots)} layers more than once")
-        passes.layers.append(layer)
-        passes.computed.append(expert_TK.shape if self.computes(layer, given) else None)
+        self._count_pass(layer, expert_TK, self.computes(layer, given))
         return self.ask(layer, _aligned(expert_TK), given)
+
+    def _count_pass(self, layer: int, expert_TK: Tensor, computes: bool) -> None:
+        passes, layers = self._mode.passes, len(self._memory.slots)
+        if len(passes.layers) >= layers:
+            raise CannotCapture(f"a step passes over some of its {layers} layers more than once")
+        passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
+        passes.layers.append(layer)
+        passes.computed.append(expert_TK.shape if computes else None)
 
     def ask(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
         memory, entry = self._memory, self._memory.store.layers[layer]
@@ -246,14 +283,15 @@ class GpuReplays:
             memory.cache.count_tokens(passes.tokens)
             for layer, ids in passes.complete.items():
                 memory.cache.count_hits(layer, ids)
-        self._most_ids = passes.ids
+        self._most_ids, was_long = passes.ids, False
         for serial, (layer, shape) in enumerate(zip(passes.layers, passes.computed, strict=True), first):
             if memory.computing is not None:
                 memory.computing.expect(shape)
             assert channel is not None and self._fast is not None
-            is_served = self._wait_for(layer, serial)
+            is_served = self._wait_for(layer, serial, soon=was_long)
             with memory._counting:
                 missing, there = channel.read(serial)
+            was_long = bool(missing) and not is_served
             if not missing:
                 self.forget_who_leaves(layer)
                 self._fast.early.drop(layer)
@@ -267,13 +305,17 @@ class GpuReplays:
         if memory.computing is not None:  # promoted experts are there for passes outside of graphs too
             memory._promoted = memory.device.record(memory.device.copies)
 
-    def _wait_for(self, layer: int, serial: int) -> bool:
-        """Looks until the question is there, and does in between what can be done later. Whether it was served."""
-        fast, replayed, turns = self._fast, self._memory._replayed, 0
+    def _wait_for(self, layer: int, serial: int, soon: bool = False) -> bool:
+        """Looks until the question is there, and does in between what can be done later. Whether it was served.
+        soon: the GPU went on just now, so that looking comes first for a while."""
+        fast, replayed, turns, waits = self._fast, self._memory._replayed, 0, _SOON if soon else 0
         assert fast is not None and replayed is not None
         has_ended = False
-        while not (found := fast.look(layer, serial, 1 if self._later else _LOOKS)):
+        while not (found := fast.look(layer, serial, 1 if self._later and not waits else _LOOKS)):
             if self._expects(layer):
+                continue
+            if waits:
+                waits -= 1
                 continue
             if self._later:
                 self._count_one()
@@ -309,6 +351,8 @@ class GpuReplays:
             if len(answer) > 2 * len(missing):  # for more the kernel does not look
                 raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
             channel.answer(serial, list(answer), list(answer.values()))
+            if group.jobs:
+                self._count_all()  # there is time
             memory._wait_for_reads(layer, group)  # their copies are called when this returns
             channel.go_on(serial)
             for expert, slot in answer.items():

@@ -19,8 +19,8 @@ _NUMBERS = 16  # bytes; a blob is seen as numbers of any dtype
 
 
 def aligned_buffer(size: int) -> Tensor:
-    """uint8 zeros on the CPU that begin at a page; not pinned. Private: shared memory gets no huge pages where these are
-    given on advice, as most systems give them."""
+    """uint8 zeros on the CPU that begin at a page; not pinned. Private: where huge pages are given on advice, shared
+    memory gets none."""
     flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     pages = mmap.mmap(-1, size, **({"flags": flags} if flags else {}))
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,4 +1,4 @@
-// Who leaves first, by what a policy remembers (stream/policies.py): the same order to the last bit, in less than a
+// Who leaves first, by what a policy remembers (stream/policies.py): the same order to the last bit, in about a
 // microsecond, so that it need not be found out ahead.
 #pragma once
 #include <cstdint>
