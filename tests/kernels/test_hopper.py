@@ -3,8 +3,8 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O, W widths
 
 All widths are multiples of 64, as the kernels ask for, and few of a tile's 128 and 256. Each kernel runs on all
-multiprocessors and on three, where each computes many tiles one after the other; both give the same bits. Compiling
-takes seconds a variant, so sizes vary freely (they are not compiled in) and plans do not.
+multiprocessors, on three, where each computes many tiles one after the other, and by many programs; all give the same
+bits. Compiling takes seconds a variant, so sizes vary freely (they are not compiled in) and plans do not.
 """
 
 from __future__ import annotations
@@ -117,11 +117,14 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 def on_any_number_of_programs(
     monkeypatch: pytest.MonkeyPatch, compute: Callable[[], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """What `compute` gives, twice on all multiprocessors and once on three, if that is the same to the bit."""
+    """What `compute` gives, twice with a program for each multiprocessor, with three and with many, if the bits are the
+    same."""
     first, *others = compute(), compute()
-    for module in (hopper_product, hopper_gradient, hopper_activation):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
-    for again in (*others, compute()):
+    for number in (3, 528):
+        for module in (hopper_product, hopper_gradient, hopper_activation):
+            monkeypatch.setattr(module, "programs", lambda device, number=number: number)
+        others.append(compute())
+    for again in others:
         for one, other in zip(first, again, strict=True):
             assert torch.equal(one.view(torch.int16), other.view(torch.int16)), "not the same bits"
     return first

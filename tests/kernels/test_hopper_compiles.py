@@ -210,7 +210,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     from amoeba.kernels.hopper import scaled_product as hopper_scaled
 
     for module in (hopper_product, hopper_gradient, hopper_activation, hopper_scaled):
-        module.multiprocessors = lambda device: 132
+        module.programs = lambda device: 132
     product = hopper_product.product_kernel = CompileOnly(hopper_product.product_kernel.kernel)
     gradient = hopper_gradient.gradient_kernel = CompileOnly(hopper_gradient.gradient_kernel.kernel)
     activation = hopper_activation.activation_kernel = CompileOnly(hopper_activation.activation_kernel.kernel)

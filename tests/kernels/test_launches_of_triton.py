@@ -65,7 +65,7 @@ def compare(library: str) -> list[tuple[str, bool]]:
     from amoeba.weights import ExpertWeights
 
     choice.capability_of = lambda device: (9, 0)
-    product.multiprocessors = gradient.multiprocessors = lambda device: 132
+    product.programs = gradient.programs = lambda device: 132
     triton_rows.why_not_hopper = lambda problem: None
     found: list[tuple[str, bool]] = []
     again, made = launch._again, launch.driver_launch

@@ -22,9 +22,9 @@ from amoeba.config import Activation
 from amoeba.kernels.activate import WIDEST_BACKWARD
 from amoeba.kernels.activation import constants
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.product import multiprocessors
 from amoeba.kernels.hopper.product_kernel import BLOCK_K, BLOCK_M, BLOCK_N, Constants
 from amoeba.kernels.launch import cdiv, next_power_of_2
+from amoeba.kernels.programs import multiprocessors
 from amoeba.kernels.row_tiles import column_block
 from amoeba.kernels.tiles import slots
 from amoeba.tasks.arrivals import Arrival

@@ -34,8 +34,8 @@ from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.hopper.activation_kernel import activation_kernel
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.product import multiprocessors
 from amoeba.kernels.hopper.product_kernel import BLOCK_M, Constants
+from amoeba.kernels.programs import programs
 from amoeba.kernels.thin_pair import Sums
 from amoeba.kernels.tiles import slots
 
@@ -142,7 +142,7 @@ def activate_backward(
     down_parts = torch.empty((tiles, intermediate, block_d), dtype=torch.float32, device=da_NI.device)
     ranks = (gate.stop, of_up.start, of_up.stop - of_up.start, block_r, block_d)
     bound = _bound(activation, ranks, da_NI.dtype)
-    bound[(multiprocessors(da_NI.device),)](
+    bound[(programs(da_NI.device),)](
         descriptor(da_NI, (BLOCK_M, BLOCK)),
         descriptor(h_NJ, (BLOCK_M, BLOCK)),
         descriptor(dh_NJ, (BLOCK_M, BLOCK)),

@@ -29,9 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.product import multiprocessors
 from amoeba.kernels.hopper.product_kernel import column_parts, wait_for_buffer
 from amoeba.kernels.launch import quick
+from amoeba.kernels.programs import programs
 
 # A tile of the gradient, and how many rows one stage holds. 4 stages and the epilogue's buffers take 224 KB of the 227.
 BLOCK_H, BLOCK_W, BLOCK_N, STAGES = 128, 256, 64, 4
@@ -286,7 +286,7 @@ def weight_gradient(
     experts, hidden, width = out_EHW.shape
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
-    _bound(transposed, out_EHW.dtype)[(multiprocessors(out_EHW.device),)](
+    _bound(transposed, out_EHW.dtype)[(programs(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
         descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
         left_TH,

@@ -37,6 +37,7 @@ from amoeba.kernels.hopper.product_kernel import (
     product_kernel,
 )
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.programs import programs
 
 _ROWS, _STAGED = (BLOCK_M, BLOCK_K), (BLOCK_M // 2, BLOCK_N // 2)
 
@@ -93,11 +94,6 @@ def _bound(plan: Plan, dtype: torch.dtype) -> Any:
     )
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _launch(
     plan: Plan,
     rows: Tensor,
@@ -121,7 +117,7 @@ def _launch(
         low_desc = descriptor(addend.low_NR, _ROWS)
         factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, layout)
     h = out if h is None else h
-    _bound(plan, out.dtype)[(multiprocessors(out.device),)](
+    _bound(plan, out.dtype)[(programs(out.device),)](
         row_desc,
         descriptor(matrix, plan.COPIED, layout),
         low_desc,

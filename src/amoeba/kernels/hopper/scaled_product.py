@@ -30,7 +30,6 @@ from amoeba.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.product import multiprocessors
 from amoeba.kernels.hopper.product_kernel import Constants
 from amoeba.kernels.hopper.scaled_product_kernel import (
     BLOCK,
@@ -44,6 +43,7 @@ from amoeba.kernels.hopper.scaled_product_kernel import (
     Plan,
     scaled_product_kernel,
 )
+from amoeba.kernels.programs import programs
 from amoeba.precision.quantised import QuantisedMatrix
 
 # What all widths are multiples of: half a block, so that rows begin where the copy engine can read them.
@@ -96,7 +96,7 @@ def _launch(
     rows_of_codes = rows.data.view(E4M3)
     matrix = matrix_EOW.data.view(E4M3).view(-1, depth)
     kept = rows_of_codes if h is None else h  # stands for what this plan does not write
-    _bound(plan, out.dtype)[(multiprocessors(out.device),)](
+    _bound(plan, out.dtype)[(programs(out.device),)](
         descriptor(rows_of_codes, ROWS),
         descriptor(matrix, plan.COPIED, shared_layout((BLOCK_N, BLOCK), E4M3)),
         descriptor(kept, ROWS if h is None else HALF if plan.CODED else QUARTER),

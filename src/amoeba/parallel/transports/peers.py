@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amoeba.kernels.programs import share_the_gpu
 from amoeba.parallel.agreement import facts_of
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks
@@ -89,6 +90,8 @@ def planned(
     kind: type[PeerExchange], office: Office, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool
 ) -> PeerExchange:
     """On all ranks at once."""
+    if x_TH.is_cuda and sharded.ranks.count > 1:
+        share_the_gpu()  # with rows that travel meanwhile
     facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
     tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
     plan = plan_of(tuple(tokens), routing.num_tokens, office)
