@@ -26,6 +26,7 @@ from amoeba.kernels import launch, launch_plan
 from amoeba.kernels.choice import as_with
 from amoeba.kernels.launch import Quick, quick
 from amoeba.kernels.launch_plan import planned
+from amoeba.kernels.programs import share_the_gpu
 from amoeba.problem import Problem
 from small_layer import H, Layer, kernel_device
 
@@ -243,6 +244,17 @@ class TestKinds:
             calls(numbers(1))
         with as_with(64):
             calls(numbers(1))
+        assert calls.count == 3
+
+    def test_a_pass_on_a_gpu_that_others_share_is_another_kind(self):
+        calls = Calls(lambda left: (left.clone(),))
+        for _ in range(3):
+            calls(numbers(1))
+        share_the_gpu()
+        try:
+            calls(numbers(1))
+        finally:
+            share_the_gpu(False)
         assert calls.count == 3
 
     def test_there_is_an_end_to_their_number(self, monkeypatch):

@@ -4,10 +4,10 @@
     share_the_gpu()                       # from here on, other kernels run beside ours
 
 One for each multiprocessor as long as nothing else runs beside: a program fills a multiprocessor's registers, and has
-its share of the tiles. Where others hold some multiprocessors for a while (rows that travel, another process), a program
-that finds no place begins when they are through, with its whole share left, and all wait for it. Then there are several
-for each multiprocessor, with fewer tiles each, and whichever is free takes the next. A tile is computed as before, so
-the bits are the same.
+its share of the tiles. Where others hold some multiprocessors for a while (rows that travel, another process), a
+program that finds no place begins when they are through, with its whole share left, and all wait for it. Then there are
+several for each multiprocessor, with fewer tiles each, and whichever is free takes the next. A tile is computed as
+before, so the bits are the same.
 """
 
 from __future__ import annotations
