@@ -35,8 +35,8 @@ WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
 # one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
 FEWEST_SLOTS, WEIGHT_ROWS, WARPS = 8, 64, 2
 # By the bits of a code: bytes of a row in a step, stages, and the order of four-bit numbers (`Configuration.by_lanes`),
-# which takes 0.70 of the integer instructions and half of the registers by count, and was not measured yet.
-DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 128}, {8: 4, 4: 4}, {8: False, 4: False}
+# which takes 0.70 of the integer instructions: 138 us at 64 tokens where pairs of neighbours take 166 (docs/log.md).
+DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: True}
 # Times the slots that an expert gets on average: 8 at 64 tokens of that layer, which was faster than 16 (docs/log.md).
 HEADROOM = 2
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
