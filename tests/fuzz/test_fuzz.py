@@ -39,7 +39,7 @@ SMALL = Case(
 
 
 @quick(lambda cases: cases < 100)
-@pytest.mark.parametrize(("what", "cases"), [("experts", 4), ("experts", 400), ("router", 4), ("router", 300)])
+@pytest.mark.parametrize(("what", "cases"), [("experts", 6), ("experts", 400), ("router", 4), ("router", 300)])
 def test_the_first_seeds_hold(what, cases):
     lines = []
     counts = runner.run(runner.Plan(what, seconds=300, most_cases=cases), lines.append)
