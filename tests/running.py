@@ -34,6 +34,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 quick_transformers(without=()).__enter__()  # half a second for each process: it lists its models faster, all of them
 
+gc.disable()  # until all is imported and collected: two seconds of looking through what stays
 torch.set_num_threads(1)
 with torch.device("meta"):
     torch.empty(0)  # torch notes at first use what makes tensors: not while a test has put something in its place
@@ -61,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported is never garbage: each run of a Trainer would look through a million of its objects."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # extension modules complain of what is left when they go

@@ -33,12 +33,17 @@ def parsed(path: Path) -> ast.AST:
     return ast.parse(path.read_text(), str(path))
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def broken_rules(path: Path, rule) -> list[str]:
     return [f"{path.relative_to(SOURCE.parent)}:{line}: {what}" for line, what in rule(parsed(path))]
 
 
 def allocations_without_dtype_or_device(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             for alias in node.names:
                 if alias.name in ALLOCATORS:
@@ -56,13 +61,13 @@ def allocations_without_dtype_or_device(tree: ast.AST) -> Iterator[tuple[int, st
 
 
 def addresses_outside_the_accessor(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("data_ptr", "_data_ptr", "const_data_ptr"):
             yield node.lineno, "take addresses with amoeba.cpu.pointers, which checks what is there"
 
 
 def private_names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         names = [node.module or "", *(each.name for each in node.names)] if isinstance(node, ast.ImportFrom) else [""]
         if names[0].split(".")[0] == "torch" and any(part.startswith("_") for part in ".".join(names).split(".")):
             yield node.lineno, "ask amoeba.torch_internals for what torch has no public name for"
@@ -76,15 +81,17 @@ def private_names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def products_in_unsaid_precision(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """tl.dot of fp32 numbers is TF32 unless it is told otherwise."""
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot"):
+    for node in nodes(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "dot"):
+            continue
+        if ast.unparse(node.func) != "tl.dot":
             continue
         if not any(each.arg == "input_precision" and ast.unparse(each.value) == "'ieee'" for each in node.keywords):
             yield node.lineno, f'{ast.unparse(node)} without input_precision="ieee"'
 
 
 def asserts_that_guard(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Assert) and not narrows(node.test):
             yield node.lineno, f"assert {ast.unparse(node.test)}: raise an exception, python -O drops asserts"
 

@@ -96,7 +96,7 @@ class TestSaved:
 
 
 # Every backend has its operators of one factory; cpu, grouped and eager have their rows of one flow (sorted_rows.py).
-ONE_OF_EACH_OPERATOR = ("cpu", True), ("cpu", False), ("triton", True), ("grouped", False)
+ONE_OF_EACH_OPERATOR = ("cpu", False), ("triton", True), ("grouped", False)
 
 
 class TestCompiled:

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amoeba.data import corpus as data
@@ -167,6 +167,7 @@ def test_one_document_alone_is_cut_at_a_paragraph_or_a_line(tmp_path, text, head
     assert (corpus.train, corpus.held_out) == ([Text(head)], [Text(tail)])
 
 
+@settings(max_examples=30)
 @given(st.text(min_size=2).filter(lambda text: len(text.strip()) >= 2), st.floats(0.001, 0.999))
 @example("one text", 1e-17)
 @example("one text", 1 - 1e-16)

@@ -5,7 +5,7 @@ S tokens of a row
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
@@ -39,6 +39,7 @@ def test_documents_are_joined_with_the_end_of_text():
     assert BYTES.decode(rows[0]["input_ids"]) == f"ab{END_OF_TEXT}c"
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 31), min_size=1, max_size=5), st.integers(2, 17))
 def test_rows_hold_every_token_once_in_order(lengths, S):
     documents = [text_of(length) for length in lengths]

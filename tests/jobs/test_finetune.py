@@ -521,6 +521,7 @@ def test_packed_experts_give_the_outputs_and_free_their_tensors(
 
 
 @needs_engine
+@quick(lambda placement: placement == "cpu-int8")
 @pytest.mark.parametrize("placement", ["cpu-bf16", "cpu-int8"])
 def test_fine_tuning_with_packed_experts_learns(placement: str, base: Path, data: str, tmp_path: Path) -> None:
     report = finetune(settings(tmp_path / "run", base, data, experts=placement), Quiet())

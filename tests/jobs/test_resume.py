@@ -49,6 +49,10 @@ class Terminator(Quiet):
             os.kill(os.getpid(), self.signal_number)
 
 
+# What both commands leave to the same code: every run has it for one of them.
+once = quick(lambda command: command == "train")
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
@@ -120,6 +124,7 @@ def test_a_second_signal_stops_at_once(inputs: Path, tmp_path: Path, command: st
     assert not checkpoints(tmp_path / "run")
 
 
+@quick(lambda start_from, command: (start_from is None) == (command == "train"))
 @pytest.mark.parametrize("start_from", [None, "8"])
 def test_a_resumed_run_ends_with_the_same_bits(
     start_from: str | None, run: Path, whole: tuple[Path, Any], command: str
@@ -136,6 +141,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert aside.exists() == (start_from is not None)
 
 
+@once
 def test_an_unknown_checkpoint_is_refused(run: Path, command: str) -> None:
     told = settings_of(KINDS[command], str(run), None, {})
     assert "--from: expected a checkpoint of" in refusal(told, start_from="checkpoint-7")
@@ -184,6 +190,7 @@ def test_a_damaged_result_of_a_finished_run_is_named(whole: tuple[Path, Any], co
 # --- the data and the model
 
 
+@once
 def test_appended_data_is_refused_with_what_changed_and_what_to_do(run: Path, command: str, tmp_path: Path) -> None:
     told = settings_of(KINDS[command], str(run), None, {})
     assert told.data is not None
@@ -269,6 +276,7 @@ def test_what_may_change_is_applied_and_recorded(run: Path, inputs: Path, comman
     assert settings_of(KINDS[command], str(run), None, {}) == told
 
 
+@once
 def test_a_config_file_and_out_are_not_ignored(run: Path, command: str, tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("learning_rate: 0.5\n")
     before = contents(run)
@@ -283,6 +291,7 @@ def test_a_config_file_and_out_are_not_ignored(run: Path, command: str, tmp_path
     assert contents(run) == before
 
 
+@once
 @pytest.mark.parametrize("how", ["truncated", "flipped", "empty"])
 def test_a_damaged_record_of_the_settings_is_named(how: str, run: Path, command: str) -> None:
     path = run / "config.json"
@@ -334,6 +343,7 @@ def older(run: Path) -> None:
     (run / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in ("digest", "began_with")}))
 
 
+@once
 def test_a_run_of_an_older_version_goes_on_and_says_what_it_lacks(
     run: Path, command: str, whole: tuple[Path, Any]
 ) -> None:
@@ -343,6 +353,7 @@ def test_a_run_of_an_older_version_goes_on_and_says_what_it_lacks(
     assert kept_weights(run, command) == kept_weights(whole[0], command)
 
 
+@once
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated"])
 def test_without_a_manifest_files_that_cannot_be_read_are_named(damage: str, run: Path, command: str) -> None:
     older(run)
@@ -358,6 +369,7 @@ def test_without_a_manifest_files_that_cannot_be_read_are_named(damage: str, run
         path.write_bytes(content)
 
 
+@once
 def test_a_lost_log_loses_no_training(run: Path, command: str, whole: tuple[Path, Any]) -> None:
     (run / "metrics.jsonl").unlink()
     report, console = resume(run, command)
@@ -369,6 +381,7 @@ def test_a_lost_log_loses_no_training(run: Path, command: str, whole: tuple[Path
 # --- two runs, one folder
 
 
+@once
 def test_two_runs_do_not_write_into_one_folder(run: Path, command: str) -> None:
     told = settings_of(KINDS[command], str(run), None, {})
     with run_folder(str(run), True, print):

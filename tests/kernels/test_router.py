@@ -270,7 +270,7 @@ def test_scores_that_nobody_reads_are_neither_written_nor_kept(name, device):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@quick(lambda config: config in OPERATOR_CONFIGS[:2])
+@quick(lambda config: config == OPERATOR_CONFIGS[1])
 @pytest.mark.parametrize("config", OPERATOR_CONFIGS)
 def test_compiles_without_graph_breaks_and_gives_the_same_numbers(config, device):
     def step(logits_TE, bias_E):

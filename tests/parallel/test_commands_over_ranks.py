@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_on_one_rank_stops_all_and_leaves_the_earlier_checkp
     assert not (tmp_path / "run" / "checkpoints" / "writing").exists()
 
 
-@quick(lambda family: family in ("qwen3_moe", "gpt_oss"))
+@quick(lambda family: family == "gpt_oss")
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3", "glm4_moe", "nemotron_h", "olmoe"]
 )

@@ -136,8 +136,8 @@ EAGER = "eager"  # as composed, torch's own operations for any dtype
 
 
 def in_every_run(lot, backend, dtype):
-    """All lots of what has kernels of its own. Others meet each value of every property, in their second dtype too."""
-    all_of_them = backend not in PLACED and (backend not in (EAGER, COMPOSED) or dtype == torch.float32)
+    """All lots of what has code of its own for them. Placements and torch's operations meet each property's values."""
+    all_of_them = backend == "cpu" or (backend == "grouped" and dtype == torch.float32)
     return backend not in ROUNDED and (all_of_them or not SHORT.isdisjoint(lot))
 
 
