@@ -58,19 +58,12 @@ class BackwardHost:
 def capture(run: Run, workload: Workload) -> tuple[Replay, Replay]:
     """Forward and backward, which have run before. Raises what a step raises that cannot be captured."""
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    pool = torch.cuda.graph_pool_handle()
-    kept: list[object] = []  # what the graphs read and write belongs to them
-
+    pool = torch.cuda.graph_pool_handle()  # theirs as long as they live: what they read and write stays where it is
     with torch.cuda.graph(forward, pool=pool):
         y_TH = run()
     with torch.cuda.graph(backward, pool=pool):
-        kept += torch.autograd.grad(y_TH, list(workload.leaves().values()), workload.dy_TH, allow_unused=True)
-
-    def replay_backward() -> None:
-        assert kept
-        backward.replay()
-
-    return forward.replay, replay_backward
+        torch.autograd.grad(y_TH, list(workload.leaves().values()), workload.dy_TH, allow_unused=True)
+    return forward.replay, backward.replay
 
 
 def in_graphs(runs: dict[str, Run], workload: Workload, repeats: int) -> tuple[dict[str, InGraphs], dict[str, str]]:
