@@ -54,7 +54,8 @@ def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(
             assert torch.equal(found, total.to(dtype))
     for rank, other in itertools.permutations(range(ranks), 2):  # nothing travels that nobody reads
         cell = heaps[other][at[SUMS] + rank * sizes[SUMS] :][: TOKENS[other] * H * dtype.itemsize]
-        assert (cell.view(TOKENS[other], -1)[comes[rank][places[other]] == 0] == 255).all()
+        rows_of_cell = cell.view(TOKENS[other], H * dtype.itemsize)
+        assert (rows_of_cell[comes[rank][places[other]] == 0] == 255).all()
 
 
 def test_after_a_wait_in_vain_sums_are_nan() -> None:
