@@ -363,12 +363,15 @@ def test_on_a_gpu_times_bytes_and_both_references(tokens):
         assert all(0 < m.min_ms <= m.median_ms < 1000 for m in timed)
     for measurement in training.measurements:
         if measurement.ours and measurement.status == "timed":
-            by_kernels = measurement.implementation.startswith(("amoeba triton", "amoeba fp8", THROUGH_TRANSFORMERS))
-            map_itemsize = 4 if by_kernels else 8
+            kernels = ("amoeba triton", "amoeba tasks", "amoeba fp8", THROUGH_TRANSFORMERS)
+            map_itemsize = 4 if measurement.implementation.startswith(kernels) else 8
             maps = cost.row_map_bytes(
                 rows=shape.rows, experts=shape.experts, weight_itemsize=2, map_itemsize=map_itemsize
             )
-            assert measurement.kept_bytes == x_and_h + maps
+            if measurement.implementation.startswith("amoeba fp8-saved"):
+                assert 0.5 < measurement.kept_bytes / (x_and_h + maps) < 0.75
+            else:
+                assert measurement.kept_bytes == x_and_h + maps, measurement.implementation
             assert gradients < measurement.peak_bytes < 20 * (gradients + x_and_h)
 
 
