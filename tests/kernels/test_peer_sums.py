@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from amoeba.kernels.combine import combine
-from amoeba.kernels.peer_post import Plan, Post, heap_layout
+from amoeba.kernels.peer_post import SUMS, Plan, Post, heap_layout
 from amoeba.kernels.peer_sums import add_sums, send_sums
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
@@ -50,6 +52,10 @@ def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(
             for other in range(ranks):
                 total += partial[other][places[rank]].float()
             assert torch.equal(found, total.to(dtype))
+    for rank, other in itertools.permutations(range(ranks), 2):  # nothing travels that nobody reads
+        cell = heaps[other][at[SUMS] + rank * sizes[SUMS] :][: TOKENS[other] * H * dtype.itemsize]
+        rows_of_cell = cell.view(TOKENS[other], H * dtype.itemsize)
+        assert (rows_of_cell[comes[rank][places[other]] == 0] == 255).all()
 
 
 def test_after_a_wait_in_vain_sums_are_nan() -> None:
