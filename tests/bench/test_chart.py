@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def draw_chart() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_chart", ROOT / "benchmarks" / "draw_chart.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def draw_chart() -> ModuleType:
+    return script("draw_chart")
 
 
 def test_readme_has_the_chart_and_the_table_of_the_documents(draw_chart: ModuleType) -> None:
@@ -32,3 +37,14 @@ def test_a_bar_needs_a_measurement_that_passed_its_check(draw_chart: ModuleType)
     refused = bars._replace(shown={"transformers": "transformers grouped_mm"})  # takes no LoRA factors
     with pytest.raises(KeyError, match="transformers grouped_mm on lora_qwen3_512"):
         draw_chart.measured(refused, "transformers")
+
+
+def test_losses_are_drawn_with_their_differences() -> None:
+    """A run that was cut off has fewer of them."""
+    runs = {"bf16": [[0, 9.0], [100, 5.0], [200, 4.0]], "fp8": [[0, 9.0], [100, 5.1]]}
+    drawn = script("draw_losses").chart({"model": "120m", "tokens_per_step": 8192, "runs": runs})
+    root = ElementTree.fromstring(drawn)
+    space = "{http://www.w3.org/2000/svg}"
+    curves = [each.attrib["points"].split() for each in root.iter(f"{space}polyline")]
+    assert [len(points) for points in curves] == [2, 1] and len(list(root.iter(f"{space}circle"))) == 1
+    assert "bf16 4.000, fp8 5.100" in drawn and "+2.0 %" in drawn

@@ -345,7 +345,10 @@ def test_a_result_with_infinite_errors_is_written_as_strict_json(monkeypatch, tm
     [
         (("bench", "--shape", "1,2,3"), "--shape: expected a name (small, "),
         (("bench", "--shape", "8,8,8,4,5"), "--shape: expected K at most E (4); got K = 5"),
-        (("bench", "--suite", "huge"), "--suite: expected one of small, cpu, gpu, products, model, stream, ranks; got 'huge'"),
+        (
+            ("bench", "--suite", "huge"),
+            "--suite: expected one of small, cpu, gpu, products, model, stream, ranks; got 'huge'",
+        ),
         (("bench", "--suite", "model", "--shape", "small"), "--shape: expected one of tiny, "),
         (("bench", "--device", "cpu", "--sustained", "4"), "--sustained: expected a GPU whose clocks and watts"),
         (("bench", "--suite", "cpu", "--shape", "small"), "either --shape or --suite"),

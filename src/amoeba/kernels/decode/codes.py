@@ -76,9 +76,10 @@ _SCALED_PAIR_E2M1 = tl.constexpr("""
 }
 """)
 RAISED = tl.constexpr(2.0**63)
-# The same numbers in another order and with half of the integer instructions, of which Hopper starts one every other
-# clock: of eight numbers the pairs (0, 4), (1, 5), (2, 6) and (3, 7) lie at the same place of a word's two halves. One
-# multiplication brings a nibble's sign to bit 15 and the rest to bits 6 to 8; what else it leaves is masked.
+# The same numbers in another order, with nine integer instructions for eight of them instead of sixteen (Hopper starts
+# one every other clock; multiplications go elsewhere): of eight numbers the pairs (0, 4), (1, 5), (2, 6) and (3, 7) lie
+# at the same place of a word's two halves. One multiplication brings a nibble's sign to bit 15 and the rest to bits 6
+# to 8; what else it leaves is masked.
 _SCALED_LANES_E2M1 = tl.constexpr("""
 {
     .reg .b32 v, none;
