@@ -190,6 +190,11 @@ class ExpertCache:
             return ranked
         return list(takewhile(here.host.slot_of.__contains__, ranked))
 
+    def not_written_back(self, layer: int) -> Collection[int]:
+        """Those that leave the top tier without a copy downwards."""
+        host, experts = self._layers[layer].host, self._layers[layer].top.experts
+        return range(experts) if host is None or not host.slots else host.slot_of.keys()
+
     def on_host(self, layer: int) -> list[tuple[int, int]]:
         """(expert, host slot), of those that are whole there."""
         host = self._layers[layer].host

@@ -30,7 +30,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int, c_int8, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,7 @@ class _Layer(ctypes.Structure):
         ("offset", c_void_p),
         ("early_of", c_void_p),
         ("order", Order),
+        ("kept", c_void_p),
         ("blobs", Blobs),
     )
 
@@ -107,15 +109,18 @@ class _Prepared:
         self.leave, self.slot_of = (c_int32 * slots)(), (c_int32 * experts)()
         self.blob_of = (c_uint64 * experts)()
         self.early_of = (c_int32 * experts)(*[NOBODY] * experts)
-        self.expert_in = (c_int32 * slots)()
+        self.expert_in, self.kept = (c_int32 * slots)(), (c_int8 * experts)()
         self.policy: Policy | None = None  # whose arrays compiled code ranks by
         self.is_known = False  # who is in which slot, and which blob
+        self.written: list[tuple[int, int]] = []  # experts and blobs that are being written, as far as is known
         self.parts = tiers.addresses
         self._of_parts = [(c_uint64 * len(self.parts))(*each) for each in zip(*self.parts, strict=True)]
         arrays: tuple[ctypes.Array, ...] = (self.leave, self.slot_of, self.blob_of, *self._of_parts)
         leave, slot_of, blob_of, *of_parts = (ctypes.addressof(array) for array in arrays)
         early_of = ctypes.addressof(self.early_of)
-        self.layer = _Layer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(-1))
+        self.layer = _Layer(
+            leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(-1), ctypes.addressof(self.kept)
+        )
         self.address = ctypes.addressof(self.layer)
 
     def rank_by(self, policy: Policy) -> None:
@@ -171,6 +176,8 @@ class FastPath:
         with memory._counting:
             table, slot_of = memory.cache.top(layer), memory._shown[layer]
             ranks = self._compiled is not None and table.policy.name in POLICIES
+            if here.is_known and here.written:
+                self._find_blobs(layer, here.written)
             if ranks and here.is_known:
                 here.layer.leave_count = len(slot_of)
                 return
@@ -179,17 +186,25 @@ class FastPath:
                 return
             if not here.is_known:
                 ctypes.memset(here.blob_of, 0, ctypes.sizeof(here.blob_of))
-                for expert, host_slot in memory.cache.on_host(layer):
-                    here.blob_of[expert] = memory._tiers[layer].blob_address(host_slot)
+                self._find_blobs(layer, memory.cache.on_host(layer))
                 ctypes.memset(here.expert_in, 0xFF, ctypes.sizeof(here.expert_in))  # -1: nobody
                 for expert, slot in slot_of.items():
                     here.slot_of[expert], here.expert_in[slot] = slot, expert
                 here.is_known = True
                 if ranks:
+                    ctypes.memset(here.kept, 0, ctypes.sizeof(here.kept))
+                    for expert in memory.cache.not_written_back(layer):
+                        here.kept[expert] = 1
                     here.rank_by(table.policy)
         if not ranks:
             here.leave[: len(leave)] = leave  # type: ignore[assignment]
         here.layer.leave_count = len(leave)
+
+    def _find_blobs(self, layer: int, on_host: Sequence[tuple[int, int]]) -> None:
+        here, tiers = self._layers[layer], self._memory._tiers[layer]
+        for expert, host_slot in on_host:
+            here.blob_of[expert] = tiers.blob_address(host_slot)
+        here.written = [(expert, host_slot) for expert, host_slot in on_host if not here.blob_of[expert]]
 
     def look(self, layer: int, serial: int, looks: int) -> int:
         """Whether the question has come, after so many looks at most. Where that was prepared, it is answered too."""

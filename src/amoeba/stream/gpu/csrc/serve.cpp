@@ -23,6 +23,7 @@ struct Layer {
   const uint64_t* offset;   //   where it begins in a blob
   const int32_t* early_of;  // of each expert: the slot into which it is copied already (early_copies.py), or below 0
   Order order;
+  const int8_t* kept;  // of each expert: whether it leaves without a copy to host memory
   Blobs blobs;
 };
 
@@ -108,13 +109,13 @@ bool is_among(int32_t expert, const int32_t* experts, int64_t count) {
   return false;
 }
 
-// So many experts that leave, none of which stays, and each of which has a copy in host memory; or fewer.
+// So many experts that leave, none of which stays, and each of which has a copy in host memory or needs none; or fewer.
 int64_t who_leaves(const Layer& layer, int64_t wanted, const int32_t* stays, int64_t there, int32_t* found) {
   int64_t count = 0;
   if (layer.order.kind >= 0) {
     const auto may = [&](int32_t expert) { return !is_among(expert, stays, there); };
     const int64_t first = first_to_leave(layer.order, wanted, may, found);
-    while (count < first && layer.blob_of[found[count]] != 0) ++count;
+    while (count < first && layer.kept[found[count]] != 0) ++count;
     return count;
   }
   for (int64_t n = 0; n < layer.leave_count && count < wanted; ++n)
