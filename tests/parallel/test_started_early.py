@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
@@ -10,7 +12,19 @@ from amoeba.parallel.processes import LocalRanks
 from selection import quick
 
 pytest.importorskip("triton")
+from amoeba.parallel.transports.peers import PeerExchange
+from amoeba.tasks.arrivals import Arrival, announce, announced
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
+
+
+def test_rows_that_the_backward_did_not_take_end_with_an_error_and_not_with_what_was_in_their_memory() -> None:
+    exchange = object.__new__(PeerExchange)
+    exchange._started_RH = torch.zeros(2, 3)
+    announce(exchange._started_RH, cast(Arrival, "under way"))
+    with pytest.raises(RuntimeError, match="got another tensor in its place"):
+        exchange.give_back(torch.zeros(2, 3), "gradients of tokens")
+    assert announced(torch.zeros(0)) is None and exchange._started_RH is None
 
 
 @quick(lambda ranks, slow: (ranks, slow) == (2, 1))

@@ -113,6 +113,7 @@ class PeerExchange(Exchange):
         self._gone: set[int] = set()  # channels by which rows have left early
         self._kept: list[Tensor] = []  # what is still read beside
         self._dy_RH: Tensor | None = None  # of a backward whose dx may take its place
+        self._started_RH: Tensor | None = None  # rows of dy that a backward is to send itself
         self._own_TH: Tensor | None = None  # sums of own tokens, to which those that come are to be added
         self._sums_TH: Tensor | None = None  # to which they were added
         self.rank_TK, self.local_TK = owners.find(expert_TK)
@@ -246,12 +247,27 @@ class PeerExchange(Exchange):
     def start_sending(self, rows_TH: Tensor) -> Tensor | None:
         from amoeba.parallel.transports.early import start_sending
 
-        return start_sending(self.office.checked(), self.plan, rows_TH, self.goes_WT)
+        self._started_RH = start_sending(self.office.checked(), self.plan, rows_TH, self.goes_WT)
+        return self._started_RH
+
+    def _check_that_they_were_sent(self) -> None:
+        """By the backward behind `start_sending`, which knows the rows by their memory."""
+        if (started_RH := self._started_RH) is not None:
+            from amoeba.tasks.arrivals import announced
+
+            self._started_RH = None
+            if announced(started_RH) is not None:
+                raise RuntimeError(
+                    "the scheduled backward was to send dy to other ranks, but got another tensor in its place: "
+                    "something between the experts and their sum copies gradients. Take it away, or take "
+                    'local_backend="triton"'
+                )
 
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_post import GRADIENTS, NAMES, SUMS
         from amoeba.kernels.peer_rows import add_rows
 
+        self._check_that_they_were_sent()
         channel = GRADIENTS if what == "gradients of routing weights" else SUMS
         own_TH, found, self._dy_RH = self._own_TH, self._sums_TH, None
         if channel == SUMS and found is not None:
