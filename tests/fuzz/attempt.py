@@ -150,7 +150,7 @@ def _weights(case: Case, made: Made) -> Any:
     weights = ExpertWeights(named["gate_up"], named["down"], *biases, case.activation)
     if not case.packed:
         return weights
-    return pack_experts(weights, case.placement.removeprefix("packed-"), case.nodes, threads=case.threads)
+    return pack_experts(weights, case.placement.removeprefix("cpu-"), case.nodes, threads=case.threads)
 
 
 def _forward(case: Case, made: Made, weights: Any) -> Tensor:

@@ -47,6 +47,12 @@ def test_the_first_seeds_hold(what, cases):
     assert counts.verdicts["passed"] > 0.6 * counts.cases
 
 
+@pytest.mark.parametrize("placement", ["cpu-bf16", "cpu-int8"])
+def test_packed_experts_are_tried_and_not_refused(placement):
+    case = dataclasses.replace(SMALL, dtype="bfloat16", placement=placement, wanted=("x", "weight", *FACTORS))
+    assert attempt(case) == Outcome("passed", "")
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["up_lora_a", "up_lora_b", "gate_up", "down"])
 def test_rows_that_overlap_are_copied_or_refused_by_the_grouped_product(name, seed):
