@@ -368,7 +368,9 @@ def test_on_a_gpu_times_bytes_and_both_references(tokens):
             maps = cost.row_map_bytes(
                 rows=shape.rows, experts=shape.experts, weight_itemsize=2, map_itemsize=map_itemsize
             )
-            if measurement.implementation.startswith("amoeba fp8-saved"):
+            if measurement.implementation.endswith("h recomputed"):
+                assert 0.1 < measurement.kept_bytes / (x_and_h + maps) < 0.3
+            elif measurement.implementation.startswith("amoeba fp8-saved"):
                 assert 0.5 < measurement.kept_bytes / (x_and_h + maps) < 0.75
             else:
                 assert measurement.kept_bytes == x_and_h + maps, measurement.implementation

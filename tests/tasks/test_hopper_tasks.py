@@ -58,12 +58,12 @@ def make_problem(tokens, hidden, intermediate, experts, top_k, how, dtype=torch.
     return Problem(normal(tokens, hidden), ids.cuda(), weight, weights), normal(tokens, hidden)
 
 
-def scheduled(problem, dy_TH, saved, **options):
+def scheduled(problem, dy_TH, saved, order=ORDERS["measured"], **options):
     weights = problem.weights
     with poisoned_memory():
         return hopper_backward(
             dy_TH, problem.x_TH, saved.h_NJ, problem.expert_TK, problem.weight_TK, weights.gate_up_EJH,
-            weights.down_EHI, weights.activation, saved.maps, **options,
+            weights.down_EHI, weights.activation, saved.maps, order=order, **options,
         )  # fmt: skip
 
 
@@ -273,10 +273,14 @@ def test_each_order_hands_out_every_tile_and_keeps_some_gradients_behind_the_sum
     assert layout.token_blocks == 1024 // order.tokens and layout.mixed == order.mixed
 
 
-def test_the_environment_names_an_order(monkeypatch):
-    assert chosen_order() == ORDERS["measured"] == Order()
-    monkeypatch.setenv("AMOEBA_TASKS_ORDER", "small")
-    assert chosen_order() == ORDERS["small"]
+def test_small_layers_take_the_order_that_was_faster_for_them_and_the_environment_names_another(monkeypatch):
+    large, small = (262144, 2048, 768), (65536, 2048, 768)
+    assert chosen_order(*large) == ORDERS["measured"] == Order()
+    assert chosen_order(*small) == ORDERS["small"]
+    assert chosen_order(*small, over_ranks=True) == ORDERS["measured"]
+    assert chosen_order(16384, 4096, 14336) == ORDERS["measured"], "mixtral: few rows, but long ones"
+    monkeypatch.setenv("AMOEBA_TASKS_ORDER", "small mixed")
+    assert chosen_order(*large) == ORDERS["small mixed"]
     monkeypatch.setenv("AMOEBA_TASKS_ORDER", "smal")
     with pytest.raises(ValueError, match="AMOEBA_TASKS_ORDER: expected one of measured, ahead, "):
-        chosen_order()
+        chosen_order(*small)

@@ -69,6 +69,13 @@ def backends_of(kind: type, device: torch.device) -> list[Backend]:
     return _sorted(kind, device) if found is None else found
 
 
+def all_backends_of(kind: type, device: torch.device) -> list[Backend]:
+    """Also those that otherwise come only when they are asked for by name."""
+    for name in _BY_NAME:
+        is_known(name)
+    return backends_of(kind, device)
+
+
 def _sort_backends() -> None:
     """Ahead of use: what a first pass noted down, torch.compile would find changed in the second, and compile again."""
     _serving.clear()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from amoeba import cost
 from amoeba.backends.backend import Request
-from amoeba.backends.registry import backends_of, explain
+from amoeba.backends.registry import all_backends_of, backends_of, explain
 from amoeba.bench.fused_libraries import FUSED_PEERS, fused_peers
 from amoeba.bench.implementation import Implementation
 from amoeba.bench.kt_kernel import kt_kernel_peers
@@ -119,7 +119,7 @@ _ROUNDED = {"output": 0.3, "gradient": 0.3}
 
 def names_of_ours() -> list[str]:
     """What `ours` may name."""
-    backends = [backend.name for backend in backends_of(ExpertWeights, torch.device("cpu"))]
+    backends = [backend.name for backend in all_backends_of(ExpertWeights, torch.device("cpu"))]
     placed = [placement.name for placement in all_placements() if placement.offered]
     return [*backends, *RECIPES, *placed, "in float32", THROUGH_TRANSFORMERS.removeprefix("amoeba ")]
 
@@ -133,10 +133,10 @@ def chosen_by_auto(workload: Workload) -> str | None:
 def _our_backends(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
     found, left_out = [], {}
     request = _request(workload)
-    for backend in backends_of(ExpertWeights, workload.device):
+    for backend in all_backends_of(ExpertWeights, workload.device):
         name = f"amoeba {backend.name}"
         reason = backend.why_not(request)
-        if reason is None and backend.name == "triton" and workload.device.type == "cpu":
+        if reason is None and backend.name in ("triton", "tasks") and workload.device.type == "cpu":
             reason = "runs in Triton's interpreter here, which says nothing about its speed"
         if reason is None:
             found.append(Implementation(name, True, functools.partial(_through_seam, workload, backend.name)))

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.errors import bad_value
 from amoeba.kernels.launch import next_power_of_2, quick
 from amoeba.kernels.peer_counters import (
     ARRIVED,
@@ -96,7 +97,8 @@ def push_rows(
 ) -> None:
     """places: of a `Plan`. wanted: goes_WT or comes_R. programs: a divisor of `post.pushers`; None: so many."""
     width, programs = rows.shape[1], programs or post.pushers
-    assert post.pushers % programs == 0
+    if post.pushers % programs:
+        raise bad_value("programs", f"a divisor of {post.pushers}", programs, "leave it out")
     _push_rows[(programs,)](
         rows, wanted, places, *post.waiting, post.cell_at[channel], post.cell_size[channel], post.rank, post.limit,
         PARTS=post.pushers // programs, TAKERS=post.takers, **_tile(rows, width, _BYTES_OF_PUSHED_TILE),

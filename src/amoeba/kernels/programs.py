@@ -12,13 +12,12 @@ before, so the bits are the same.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import torch
 
-# Programs of a multiprocessor, one after the other, where it is shared.
-TURNS_SHARED = int(os.environ.get("AMOEBA_TURNS", "4"))
+# Programs of a multiprocessor, one after the other, where it is shared. Of 1, 4, 8 and 16: docs/log.md, 2026-11-16.
+TURNS_SHARED = 8
 _turns = 1
 
 

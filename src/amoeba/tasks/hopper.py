@@ -226,10 +226,11 @@ def hopper_backward(
     order: Order | None = None,
 ) -> Scheduled:
     """As `scheduled_backward`; the rows of dy and x begin at multiples of 16 bytes. order: None for `chosen_order`."""
-    order = chosen_order() if order is None else order
     order_N, slot_row_N, offs_E = maps
     (tokens, hidden), (experts, _, intermediate) = x_TH.shape, down_EHI.shape
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
+    if order is None:
+        order = chosen_order(rows, hidden, intermediate, over_ranks=arrival is not None)
     bundle = bundle_of(rows, experts, order)
     plan = plan_of(hidden, intermediate, experts, top_k, activation, order, bundle > 1)
     most_tiles = slots(rows, experts, BLOCK_M)

@@ -5,7 +5,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
     tiling = tiling_of(sizes, tokens=1024, rows=8192, programs=132, order=ORDERS["small"])
     AMOEBA_TASKS_ORDER=small amoeba bench --ours tasks ...         # for one process
 
-The bits are the same in each. What was not measured is taken by name alone.
+The bits are the same in each. Small layers take `small`, others `measured`; the rest is there by name alone.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Order(NamedTuple):
     tokens: int = 32
 
 
+# N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
+# sonic_a 0.77e11; qwen3_30b has 4.1e11, and was slower so.
+SMALL_WORK = 2 * 10**11
 MEASURED = Order()
 _SMALL = Order(ahead=True, halves=True, stages=4, behind=30)
 ORDERS = {
@@ -59,13 +62,15 @@ VARIABLE = "AMOEBA_TASKS_ORDER"
 
 def order_named(name: str, what: str = VARIABLE) -> Order:
     if name not in ORDERS:
-        raise bad_value(what, f"one of {', '.join(ORDERS)}", repr(name), "leave it out for the one that was measured")
+        raise bad_value(what, f"one of {', '.join(ORDERS)}", repr(name), "leave it out: the layer's size decides")
     return ORDERS[name]
 
 
-def chosen_order() -> Order:
-    """That of the environment, else the one that was measured."""
-    return order_named(os.environ.get(VARIABLE, "measured"))
+def chosen_order(rows: int, hidden: int, intermediate: int, over_ranks: bool = False) -> Order:
+    """That of the environment, else the one that was faster for a layer of this size."""
+    if (name := os.environ.get(VARIABLE)) is not None:
+        return order_named(name)
+    return _SMALL if rows * hidden * intermediate <= SMALL_WORK and not over_ranks else MEASURED
 
 
 def bundle_of(rows: int, experts: int, order: Order) -> int:
