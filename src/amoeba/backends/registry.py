@@ -70,10 +70,10 @@ def backends_of(kind: type, device: torch.device) -> list[Backend]:
 
 
 def all_backends_of(kind: type, device: torch.device) -> list[Backend]:
-    """Also those that otherwise come only when they are asked for by name."""
-    for name in _BY_NAME:
-        is_known(name)
-    return backends_of(kind, device)
+    """Also those that wait to be asked for by name; they go on waiting."""
+    here = {backend.name for backend in _backends}
+    waiting = [import_module(module).BACKEND for name, module in _BY_NAME.items() if name not in here]
+    return [*backends_of(kind, device), *(backend for backend in waiting if kind in backend.kinds)]
 
 
 def _sort_backends() -> None:
