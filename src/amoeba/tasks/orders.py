@@ -62,7 +62,7 @@ VARIABLE = "AMOEBA_TASKS_ORDER"
 
 def order_named(name: str, what: str = VARIABLE) -> Order:
     if name not in ORDERS:
-        raise bad_value(what, f"one of {', '.join(ORDERS)}", repr(name), "leave it out: the layer's size decides")
+        raise bad_value(what, f"one of {', '.join(ORDERS)}", repr(name), "leave it out for the usual one")
     return ORDERS[name]
 
 
