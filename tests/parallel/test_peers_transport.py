@@ -17,6 +17,7 @@ from amoeba.kernels import peer_post, peer_rows
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import LocalRanks, first_processes
 from amoeba.parallel.transports import choice, peers, shmem
+from amoeba.parallel.transports.office import office_of
 from amoeba.phases import watch_phases
 from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, Share, check_divided, compute_share, joined, shares, whole
@@ -130,6 +131,56 @@ def checkpointed(rank: int, options: dict) -> list[bool]:
     return rank_jobs.with_and_without_checkpointing(
         rank, 2, last=True, transport="peers", local_backend="triton", **options
     )
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{"straight": True}, {"overlap": True, "straight": False}], ids=["straight", "overlapped"])
+def test_gradients_that_nobody_asked_for_are_not_sent_so_that_nothing_is_taken_for_them(
+    processes: LocalRanks, options: dict
+) -> None:
+    for equal, unequal_counters in processes.run(some_gradients, [(rank, options) for rank in range(2)]):
+        assert len(equal) == 3 + 2 + 4 + 5 and all(equal)
+        assert not unequal_counters
+
+
+def some_gradients(rank: int, options: dict) -> tuple[list[bool], list[str]]:
+    """Whether they have the bits of `collective`; and of which channel not all that was sent was taken, after which."""
+    collective = replace(rank_jobs.sharded_layer(2, transport="collective"), local_backend="triton")
+    layer = replace(rank_jobs.sharded_layer(2, transport="peers"), local_backend="triton", **options)
+    of_x, of_routing, of_weights = 1, 2, 4
+    passes = (  # what has a gradient, and which are asked for
+        (of_x | of_weights, of_weights),
+        (of_routing, of_routing),
+        (of_x | of_weights, of_x | of_weights),
+        (of_x | of_routing | of_weights, of_x | of_routing | of_weights),
+    )
+    equal, left = [], []
+    for has, asked in passes:
+        found = []
+        for way in (layer, collective):
+            x_TH, routing = rank_jobs.tokens()
+            x_TH, weight_TK = x_TH * (rank + 1), routing.weight_TK
+            of = {of_x: [x_TH], of_routing: [weight_TK], of_weights: [t for t in way.local.tensors() if t is not None]}
+            for kind, tensors in of.items():
+                for tensor in tensors:
+                    tensor.requires_grad_(bool(has & kind))
+            y_TH = experts(x_TH, Routing(routing.expert_TK, weight_TK), way)
+            wanted = [tensor for kind, tensors in of.items() if asked & kind for tensor in tensors]
+            found.append([y_TH, *torch.autograd.grad(y_TH, wanted, torch.ones_like(y_TH))])
+        equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+        left += [f"{name} after {has} {asked}" for name in _left_in_the_heap(layer)]
+    return equal, left
+
+
+def _left_in_the_heap(layer: ShardedExperts) -> list[str]:
+    """Names of channels of which not all that has arrived here was taken."""
+    layer.ranks.gather([0], torch.device("cpu"), "all to be done")
+    post = office_of(layer.ranks, torch.device("cpu")).checked()
+    size = 2 * len(peer_post.NAMES) * post.count
+    counters = post.heaps[post.rank][: 8 * size].view(torch.int64).view(2, -1, post.count)
+    parts = torch.tensor([post.pushers, post.takers]).view(2, 1)
+    whole = (counters[..., 1 - post.rank] == post.epochs * parts).all(0)
+    return [name for name, is_whole in zip(peer_post.NAMES, whole, strict=True) if not is_whole]
 
 
 def straight(rank: int, count: int, steps: list[tuple[int, ...]], options: dict) -> tuple[list[bool], int]:
