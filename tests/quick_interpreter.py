@@ -31,7 +31,6 @@ def install() -> None:
         _find_builtins_once(interpreter)
         _remember_dtypes(interpreter)
         _remember_types(interpreter.tl)
-        _take_numbers_out_of_arrays(interpreter)
         if hasattr(interpreter, "_LangPatchScope"):
             _replace_once_a_launch(interpreter)
         if hasattr(interpreter.tl.standard, "_xor_combine"):
@@ -62,18 +61,6 @@ def _find_builtins_once(interpreter: Any) -> None:
     for package in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         builtins_of(package)  # before any of them is replaced
     interpreter._patch_builtin = patch_builtin
-
-
-def _take_numbers_out_of_arrays(interpreter: Any) -> None:
-    """As `range` needs them: Triton before 3.7 leaves that to NumPy, which refuses from 2.4 on."""
-    replace = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor: Any, *scope: Any) -> None:
-        replace(tensor, *scope)
-        for each in scope:
-            each.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def _replace_once_a_launch(interpreter: Any) -> None:

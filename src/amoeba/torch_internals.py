@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "TorchDispatchMode",
+    "backward_goes_on_to",
     "constant_when_traced",
     "custom_graph_pass",
     "default_store",
@@ -161,6 +162,12 @@ def writes_to_arguments(operation: Any) -> bool:
 
 def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_goes_on_to(node: Any) -> bool:
+    """In a backward: whether it will come to this node of its graph. It leaves out what leads to nothing that
+    `torch.autograd.grad` was asked for; `needs_input_grad` does not tell."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def graph_is_freed() -> bool:

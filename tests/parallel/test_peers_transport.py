@@ -17,6 +17,7 @@ from amoeba.kernels import peer_post, peer_rows
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import LocalRanks, first_processes
 from amoeba.parallel.transports import choice, peers, shmem
+from amoeba.parallel.transports.office import office_of
 from amoeba.phases import watch_phases
 from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, Share, check_divided, compute_share, joined, shares, whole
@@ -130,6 +131,50 @@ def checkpointed(rank: int, options: dict) -> list[bool]:
     return rank_jobs.with_and_without_checkpointing(
         rank, 2, last=True, transport="peers", local_backend="triton", **options
     )
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "options",
+    [{"straight": True}, pytest.param({"overlap": True, "straight": False}, marks=pytest.mark.thorough)],
+    ids=["straight", "overlapped"],
+)
+def test_gradients_that_nobody_takes_are_not_sent_and_so_not_taken_for_what_is_sent_next(
+    processes: LocalRanks, options: dict
+) -> None:
+    for equal, left in processes.run(some_gradients, [(rank, options) for rank in range(2)]):
+        assert len(equal) == 4 and all(equal)
+        assert not left
+
+
+def some_gradients(rank: int, options: dict) -> tuple[list[bool], list[str]]:
+    """Whether passes of which not all gradients are asked for have the same bits; and what was sent and not taken."""
+    layer = replace(rank_jobs.sharded_layer(2, transport="peers"), local_backend="triton", **options)
+    x_TH, routing = rank_jobs.tokens()
+    of = {"x": [x_TH], "routing": [routing.weight_TK], "weights": list(layer.local.tensors()[:2])}
+    found, left = [], []
+    for have, asked in (({"x", "weights"}, {"weights"}), ({"routing"}, {"routing"}), ({"x", "weights"},) * 2):
+        for name, tensors in of.items():
+            for tensor in tensors:
+                tensor.requires_grad_(name in have)
+        y_TH = experts(x_TH, routing, layer)
+        wanted = [tensor for name, tensors in of.items() if name in asked for tensor in tensors]
+        found.append([y_TH, *torch.autograd.grad(y_TH, wanted, torch.ones_like(y_TH))])
+        left += [f"{channel} after {have}, {asked}" for channel in _left_in_the_heap(layer)]
+    (y_TH, *of_weights), (y_again_TH, _), (y_at_last_TH, _, *of_weights_again) = found
+    pairs = [(y_TH, y_again_TH), (y_TH, y_at_last_TH), *zip(of_weights, of_weights_again, strict=True)]
+    return [torch.equal(*pair) for pair in pairs], left
+
+
+def _left_in_the_heap(layer: ShardedExperts) -> list[str]:
+    """Names of channels of which not all that has arrived here was taken."""
+    layer.ranks.gather([0], torch.device("cpu"), "all to be done")
+    post = office_of(layer.ranks, torch.device("cpu")).checked()
+    size = 2 * len(peer_post.NAMES) * post.count
+    counters = post.heaps[post.rank][: 8 * size].view(torch.int64).view(2, -1, post.count)
+    parts = torch.tensor([post.pushers, post.takers]).view(2, 1)
+    whole = (counters[..., 1 - post.rank] == post.epochs * parts).all(0)
+    return [name for name, is_whole in zip(peer_post.NAMES, whole, strict=True) if not is_whole]
 
 
 def straight(rank: int, count: int, steps: list[tuple[int, ...]], options: dict) -> tuple[list[bool], int]:

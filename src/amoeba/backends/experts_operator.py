@@ -32,7 +32,7 @@ from torch import Tensor
 from amoeba import operators
 from amoeba.operands import Operand
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.torch_internals import has_dispatch_mode, transformed
+from amoeba.torch_internals import backward_goes_on_to, has_dispatch_mode, transformed
 from amoeba.transforms import refuse_batched
 from amoeba.weights import LORA_NAMES, ExpertsByHandle, LoraFactors
 
@@ -262,6 +262,8 @@ class _Direct(torch.autograd.Function):
         problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)
         problem = problem._replace(most_rows=ctx.most_rows, travel=ctx.travel)
         needs = operator.needs(ctx.needs_input_grad[others:])
+        if problem.travel is not None:
+            needs = _that_are_taken(ctx, needs)
         refuse_batched(f"amoeba::{operator.name}", dy_TH)
         if torch.is_grad_enabled() or transformed():  # second derivatives, or a transform: it says why not
             if problem.travel is not None:
@@ -270,6 +272,14 @@ class _Direct(torch.autograd.Function):
         else:
             found = operator.backward(problem, saved, dy_TH.contiguous(), needs)
         return (None,) * others + tuple(operator.gradients(found, needs))
+
+
+def _that_are_taken(ctx: Any, needs: Needs) -> Needs:
+    """Where rows travel, gradients of x and of routing weights leave within the pass, and are taken by what backward
+    goes on with. Where it does not go on (`torch.autograd.grad` of the experts' weights alone), they must not leave:
+    they would be taken for what leaves next."""
+    x, _, weight = (node is not None and backward_goes_on_to(node) for node, _ in ctx.next_functions[:3])
+    return needs._replace(x=needs.x and x, weight=needs.weight and weight)
 
 
 def _with_shared_a(backward: Backward) -> Backward:

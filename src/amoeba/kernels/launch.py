@@ -34,6 +34,11 @@ from triton.runtime.jit import JITFunction
 from amoeba.errors import bad_value
 from amoeba.kernels.driver_launch import DriverLaunch, driver_launch
 
+if knobs.runtime.interpret:
+    from amoeba.kernels.interpreter import take_numbers_out_of_arrays
+
+    take_numbers_out_of_arrays()
+
 Launch = Callable[..., None]  # of tensors, all else is known
 
 
