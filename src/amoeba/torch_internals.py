@@ -21,6 +21,7 @@ __all__ = [
     "custom_graph_pass",
     "default_store",
     "deterministic_algorithms",
+    "end_failed_capture",
     "flash_attention",
     "flash_attention_backward",
     "graph_is_freed",
@@ -178,6 +179,17 @@ def graph_is_freed() -> bool:
 def occupy_gpu(cycles: int) -> None:
     """Lets the GPU spin for so long, so that what is enqueued meanwhile starts without gaps."""
     torch.cuda._sleep(cycles)
+
+
+def end_failed_capture(pool: tuple[int, int]) -> None:
+    """Where CUDA refuses to end a spoiled capture, torch leaves it open: memory stays set aside for it in this pool,
+    and random numbers are refused until another capture has come to its end."""
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # it was ended
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros((), device=torch.device("cuda", device))
 
 
 def grouped_product_in_fp8(

@@ -3,6 +3,8 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 """
 
+import gc
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -93,6 +95,28 @@ class TestSaved:
         self.saved(recomputed, backend, recompute=True)
         for name, tensor in kept.tensors.items():
             torch.testing.assert_close(recomputed.tensors[name].grad, tensor.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+    @pytest.mark.parametrize("rank", [0, 5], ids=["", "lora"])
+    def test_a_pass_is_gone_with_its_result(self, backend, rank):
+        """Not when Python next looks for circles of references: until then its memory would be taken, and gradients
+        would be added where its own were, which spoils the capture of the next pass."""
+        layer = Layer(rank=rank)
+        x = layer.tensors["x"]
+
+        def notes():  # of where the gradient of x is added, as long as somebody keeps the graph
+            return torch.autograd.graph.get_gradient_edge(x).node.metadata
+
+        gc.collect()
+        gc.disable()
+        try:
+            y_TH = layer.run(backend, x=x * 2)
+            notes()["pass"] = "first"
+            assert notes()
+            y_TH.backward(layer.dy_TH)
+            del y_TH
+            assert not notes()
+        finally:
+            gc.enable()
 
 
 # Every backend has its operators of one factory; cpu, grouped and eager have their rows of one flow (sorted_rows.py).

@@ -18,6 +18,7 @@ x Aᵀ for both, one dh B that is the sum of theirs, and one gradient of A.
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,7 +43,8 @@ class LowRank:
         self, rows: TritonRows, lora: LoraFactors, low_NP: Tensor | None = None, low_down_NP: Tensor | None = None
     ) -> None:
         """low_NP, low_down_NP: where forward saved them."""
-        self.rows, self.lora = rows, lora
+        self._rows = weakref.ref(rows)  # they have this one: in a circle, a pass's tensors would outlive it
+        self.lora = lora
         self._low_NP, self._low_down_NP = low_NP, low_down_NP
         # of backward: thin products, and sums for gradients, each made by the step before the first that reads it
         self._dlow_NP: Tensor | None = None
@@ -50,6 +52,12 @@ class LowRank:
         self._db: Sums | None = None
         self._db_down: Sums | None = None
         self._da_down: Sums | None = None
+
+    @property
+    def rows(self) -> TritonRows:
+        rows = self._rows()
+        assert rows is not None
+        return rows
 
     @cached_property
     def _pairs(self) -> tuple[Pair | None, Pair | None]:

@@ -18,7 +18,7 @@ from transformers import Trainer
 from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.errors import bad_value
 from amoeba.integrations.compiled_layers import CompiledLayers
-from amoeba.jobs.captured_step import CapturedStep
+from amoeba.jobs.captured_step import CapturedStep, on_stream
 from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
@@ -37,6 +37,7 @@ class Rows(NamedTuple):
     longest: int  # tokens of a row at most
 
 
+CAPTURES = 2  # tries at most: a pass may do for the first time what a second one finds done
 IDLE = "amoeba_idle"  # in a batch: its row is there for the others' sake
 
 
@@ -51,7 +52,8 @@ class FastTrainer(Trainer):
     compiles_evaluation = False  # a pass without gradients is other code, which takes as long to compile again
     captures = False  # whether passes are captured, once one has run
     while_it_runs: ExitStack  # what is to be undone afterwards
-    _passes = 0
+    _tries = 0  # to capture a pass
+    _stream: torch.cuda.Stream | None = None  # of the captured pass and those before it
     _captured: CapturedStep | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -178,9 +180,13 @@ class FastTrainer(Trainer):
         model.train()
         inputs = self._prepare_inputs(inputs)
         whole = inputs["input_ids"].shape[0] == self.args.per_device_train_batch_size  # not the rest of an epoch
-        if self._captured is None and whole and self._passes > 0 and all(p.grad is None for p in model.parameters()):
-            self._capture(model, inputs, num_items_in_batch)
-        self._passes += 1
+        if self._captured is None and whole:
+            if self._stream is not None and all(p.grad is None for p in model.parameters()):
+                self._capture(model, inputs, num_items_in_batch)
+            if self._captured is None and self.captures:
+                self._stream = self._stream or torch.cuda.Stream()
+                with on_stream(self._stream):
+                    return super().training_step(model, inputs, num_items_in_batch)
         if self._captured is None or not self._captured.fits(inputs):
             return super().training_step(model, inputs, num_items_in_batch)
         loss = self._captured(inputs, num_items_in_batch)
@@ -189,22 +195,29 @@ class FastTrainer(Trainer):
 
     def release(self) -> None:
         """Gives up the captured pass and its memory."""
-        self.captures, self._captured = False, None
+        self.captures, self._captured, self._stream, self._tries = False, None, None, 0
 
     def _capture(self, model: Any, inputs: Any, predicted: Tensor) -> None:
+        assert self._stream is not None
+
         def run(inputs: dict[str, Any], predicted: Tensor) -> Tensor:
             loss: Any = Trainer.compute_loss(self, model, inputs, num_items_in_batch=predicted)
             self.accelerator.backward(loss)
             return loss.detach()
 
         try:
-            self._captured = CapturedStep(run, inputs, predicted, model.parameters())
+            self._captured = CapturedStep(run, inputs, predicted, model.parameters(), self._stream)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model does that a graph cannot hold
-            self.captures = False
-            logger.warning("passes are launched one kernel after another: %s", error)
             logger.info("capture", exc_info=error)
+            self._tries += 1
+            self.captures = self._tries < CAPTURES
+            if not self.captures:
+                logger.warning(
+                    "passes are launched one kernel after another, which takes longer: a CUDA graph cannot hold them"
+                    " (-v tells why)"
+                )
         finally:
             for parameter in model.parameters():
                 parameter.grad = None
