@@ -55,10 +55,13 @@ WAYS = {
     "late": Ways(late=True),
     "ahead": Ways(ahead=True),
     "behind": Ways(behind=1),
+    "behind two": Ways(behind=2),
     "skips": Ways(skips=True),
     "alternate": Ways(alternate=True),
     "flush": Ways(flush=True),
-    "all": Ways(late=True, ahead=True, behind=1, skips=True, alternate=True, flush=True),
+    "most": Ways(ahead=True, skips=True, alternate=True, flush=True),
+    "all": Ways(ahead=True, behind=1, skips=True, alternate=True, flush=True),
+    "all two": Ways(ahead=True, behind=2, skips=True, alternate=True, flush=True),
 }
 _way = WAYS["plain"]
 

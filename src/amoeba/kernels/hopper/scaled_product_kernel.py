@@ -231,13 +231,13 @@ def _multiply_tile(
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
         if PLAN.GATHER and PLAN.BEHIND == 0:
             fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
-        rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
-        matrix = matrix_bufs.index(stage)
-        found = warpgroup_mma(rows, matrix.slice(0, BLOCK, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         if PLAN.LATE:
             next_row, next_left, next_right, next_far = _load_scales(
                 row_scales + ahead, left_scales + ahead, right_scales + ahead, far_scales + ahead, PLAN
             )
+        rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
+        matrix = matrix_bufs.index(stage)
+        found = warpgroup_mma(rows, matrix.slice(0, BLOCK, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         found = warpgroup_mma_wait(0, deps=(found,))
         left += found * of_left[:, None]
         found = warpgroup_mma(rows, matrix.slice(BLOCK, BLOCK, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -280,7 +280,7 @@ def _first_scales(
     row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr
 ):  # fmt: skip
     """Of a tile's rows and columns, as `_multiply_tile` takes them."""
-    left, right, far = _scales_of_columns(matrix_scale, expert, n, columns, blocks, steps, PLAN, BLOCK)
+    left, right, far = _scales_of_columns(matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK)
     return _load_scales(row_scale + m * steps, left, right, far, PLAN)
 
 
@@ -294,7 +294,9 @@ def _token_rows(order, row, end, top_k, PLAN: gl.constexpr, HEIGHT: gl.constexpr
 
 
 @gluon.jit
-def _scales_of_columns(matrix_scale, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr):
+def _scales_of_columns(
+    matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr
+):  # fmt: skip
     """Pointers along the depth to the scales of a tile's left half, its right half, and that one's last 64 columns."""
     if PLAN.PAIRED:
         first, second = n, n + columns // BLOCK
@@ -303,6 +305,8 @@ def _scales_of_columns(matrix_scale, expert, n, columns, blocks, steps, PLAN: gl
         first, second = 2 * n, gl.minimum(2 * n + 1, blocks - 1)
         far = second
     of_expert = matrix_scale + expert * blocks * steps  # scales are few: their number fits 32 bits
+    if PLAN.AHEAD:  # one for each row, by a zero: as single numbers they are waited for between products
+        of_expert += m >> 31
     return of_expert + first * steps, of_expert + second * steps, of_expert + far * steps
 
 
@@ -341,7 +345,7 @@ def _consume(
                 row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
             )
         left_scales, right_scales, far_scales = _scales_of_columns(
-            matrix_scale, expert, n, columns, blocks, steps, PLAN, BLOCK
+            matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
         )
         there = steps
         if PLAN.SKIPS:
@@ -516,5 +520,5 @@ def scaled_product_kernel(
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
-        [224, 56] if PLAN.ACTIVATE else [216, 72],  # so that neither spills
+        [224, 56] if PLAN.ACTIVATE or PLAN.AHEAD else [216, 72],  # so that neither spills
     )  # fmt: skip
