@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.activation import gated, plain
-from amoeba.kernels.hopper.descriptor import bulk_load, gather, reinterpret
+from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
 from amoeba.kernels.hopper.product_kernel import add_bias, column_parts, place_of_tile, store_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.quantise import encode, finite_size, power_of_two
@@ -193,6 +193,7 @@ def _produce(
                     if count >= PLAN.BEHIND:
                         async_copy.wait_group(PLAN.BEHIND)
                         fence_async_shared()
+                        barrier()  # all have done so
                         mbarrier.arrive(full.index((count - PLAN.BEHIND) % STAGES), count=1)
                 else:
                     async_copy.mbarrier_arrive(bar, increment_count=False)
@@ -202,6 +203,7 @@ def _produce(
     if PLAN.BEHIND > 0:
         async_copy.wait_group(0)
         fence_async_shared()
+        barrier()
         for stage in range(gl.maximum(count - PLAN.BEHIND, 0), count):
             mbarrier.arrive(full.index(stage % STAGES), count=1)
 
