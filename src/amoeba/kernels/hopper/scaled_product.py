@@ -20,6 +20,8 @@ in no other way: a product with the transposed matrix needs a transposed copy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -41,10 +43,39 @@ from amoeba.kernels.hopper.scaled_product_kernel import (
     QUARTER,
     ROWS,
     Plan,
+    Ways,
     scaled_product_kernel,
 )
 from amoeba.kernels.programs import programs
 from amoeba.precision.quantised import QuantisedMatrix
+
+# Ways to compute the same bits, by name; all but the first wait for their first run on a GPU.
+WAYS = {
+    "plain": Ways(),
+    "late": Ways(late=True),
+    "ahead": Ways(ahead=True),
+    "behind": Ways(behind=1),
+    "behind two": Ways(behind=2),
+    "skips": Ways(skips=True),
+    "alternate": Ways(alternate=True),
+    "flush": Ways(flush=True),
+    "most": Ways(ahead=True, skips=True, alternate=True, flush=True),
+    "all": Ways(ahead=True, behind=1, skips=True, alternate=True, flush=True),
+    "all two": Ways(ahead=True, behind=2, skips=True, alternate=True, flush=True),
+}
+_way = WAYS["plain"]
+
+
+@contextmanager
+def way(name: str) -> Iterator[None]:
+    """Of the products that are launched inside, in all threads."""
+    global _way
+    before, _way = _way, WAYS[name]
+    try:
+        yield
+    finally:
+        _way = before
+
 
 # What all widths are multiples of: half a block, so that rows begin where the copy engine can read them.
 WIDTH = 64
@@ -139,7 +170,7 @@ def multiply(
     rows[order[n] // top_k]."""
     wide = out_NO.dtype == torch.float32
     gathers, biased = order_N is not None, bias_EO is not None
-    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=gathers and _cut(rows_NW.columns))
+    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=gathers and _cut(rows_NW.columns), WAYS=_way)
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 
@@ -167,6 +198,7 @@ def up(
         KEEP=h_NJ is not None,
         CODED=isinstance(h_NJ, QuantisedMatrix),
         CUT=_cut(x_TH.columns, a_NI.columns),
+        WAYS=_way,
         **constants(activation),  # type: ignore[arg-type]
     )
     h, h_scales = (h_NJ.data.view(E4M3), h_NJ.scales) if isinstance(h_NJ, QuantisedMatrix) else (h_NJ, None)

@@ -11,6 +11,7 @@ blocks, half in each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -25,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.activation import gated, plain
-from amoeba.kernels.hopper.descriptor import bulk_load, gather
-from amoeba.kernels.hopper.product_kernel import add_bias, place_of_tile, store_tile
+from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
+from amoeba.kernels.hopper.product_kernel import add_bias, column_parts, place_of_tile, store_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.quantise import encode, finite_size, power_of_two
 
@@ -39,6 +40,25 @@ BLOCK_M, BLOCK_N = 128, 256
 GROUP_M = 8
 ROWS, HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
 QUARTER = (BLOCK_M // 2, BLOCK // 2)
+
+
+class Ways(NamedTuple):
+    """How the same bits are computed; `scaled_product.WAYS` has names for some.
+
+    late:      a step's first product is begun before the next scales are asked for: a fence waits for loads.
+    ahead:     a tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored.
+    behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
+    skips:     a warpgroup that has no rows of a tile multiplies nothing.
+    alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
+    flush:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
+    """
+
+    late: bool = False
+    ahead: bool = False
+    behind: int = 0
+    skips: bool = False
+    alternate: bool = False
+    flush: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,37 @@ class Plan:
     CLAMP: bool = False
     LIMIT: float = 0.0
     UP_SHIFT: float = 0.0
+    WAYS: Ways = Ways()
+
+    @property
+    def LATE(self) -> bool:
+        return self.WAYS.late
+
+    @property
+    def AHEAD(self) -> bool:
+        return self.WAYS.ahead
+
+    @property
+    def BEHIND(self) -> int:
+        """Of the stages that the producer has begun, the last ones that it has not made visible; 0: consumers do."""
+        return self.WAYS.behind if self.GATHER else 0
+
+    @property
+    def SKIPS(self) -> bool:
+        return self.WAYS.skips
+
+    @property
+    def ALTERNATE(self) -> bool:
+        return self.WAYS.alternate and (self.WIDE or (self.KEEP and not self.CODED))
+
+    @property
+    def FLUSH(self) -> bool:
+        return self.WAYS.flush and self.KIND == "silu"
+
+    @property
+    def FORM(self) -> str:
+        """The activation, as `amoeba.kernels.activation` names it."""
+        return "flushed_silu" if self.FLUSH else self.KIND
 
     @property
     def PAIRED(self) -> bool:
@@ -83,17 +134,19 @@ class Plan:
     def BUFFERS(self) -> int:
         """Of the epilogue, for each warpgroup: with two, one is filled while the copy engine reads the other. It is
         worth a stage where nothing but bf16 is written: 3 % of down and dx, while up loses 8 % (H200, 2026-11-16)."""
-        return 1 if self.ACTIVATE or self.WIDE else 2
+        return 1 if (self.ACTIVATE or self.WIDE) and not self.ALTERNATE else 2
 
     @property
     def STAGES(self) -> int:
         """They take up to 224 KB of the 227, together with the buffers."""
-        return 5 - self.BUFFERS
+        return 4 if self.ACTIVATE or self.WIDE else 3
 
     @property
     def STAGED(self) -> tuple[int, int]:
         """As much of the result as leaves at a time."""
-        return QUARTER if self.WIDE else HALF
+        if not self.WIDE:
+            return HALF
+        return (QUARTER[0], QUARTER[1] // 2) if self.ALTERNATE else QUARTER
 
 
 @gluon.jit
@@ -135,43 +188,55 @@ def _produce(
                 else:
                     gather(row_bufs.index(stage), pointers)
                 pointers += BLOCK
-                async_copy.mbarrier_arrive(bar, increment_count=False)
+                if PLAN.BEHIND > 0:
+                    async_copy.commit_group()
+                    if count >= PLAN.BEHIND:
+                        async_copy.wait_group(PLAN.BEHIND)
+                        fence_async_shared()
+                        barrier()  # all have done so
+                        mbarrier.arrive(full.index((count - PLAN.BEHIND) % STAGES), count=1)
+                else:
+                    async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
                 bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
             count += 1
+    if PLAN.BEHIND > 0:
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        for stage in range(gl.maximum(count - PLAN.BEHIND, 0), count):
+            mbarrier.arrive(full.index(stage % STAGES), count=1)
 
 
 @gluon.jit
 def _multiply_tile(
-    row_bufs, matrix_bufs, full, empty, count, depth, row_scales, left_scales, right_scales, far_scales,
-    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    row_bufs, matrix_bufs, full, empty, count, steps, there, row_scales, left_scales, right_scales, far_scales,
+    next_row, next_left, next_right, next_far, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The two halves of a tile, in fp32. Scales are along the depth; far ones are of the right half's last 64 columns,
-    where these have others."""
+    """The two halves of a tile, in fp32, of the first `there` of its steps. Scales are along the depth; far ones are of the right half's last 64 columns,
+    where these have others. next_row and so on: the first of each."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     left = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     right = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
-    steps = gl.cdiv(depth, BLOCK)
     near = (gl.arange(0, BLOCK, gl.SliceLayout(0, mma)) < BLOCK // 2)[None, :]
-    next_row, next_left, next_right = gl.load(row_scales), gl.load(left_scales), gl.load(right_scales)
-    next_far = next_right
-    if PLAN.SHIFTED:
-        next_far = gl.load(far_scales)
-    for step in range(0, steps):
+    for step in range(0, there):
         stage = count % STAGES
         of_left = next_row * next_left
         of_right = next_row * next_right
         of_far = next_row * next_far
         ahead = gl.minimum(step + 1, steps - 1)
-        next_row = gl.load(row_scales + ahead)
-        next_left = gl.load(left_scales + ahead)
-        next_right = gl.load(right_scales + ahead)
-        if PLAN.SHIFTED:
-            next_far = gl.load(far_scales + ahead)
+        if not PLAN.LATE:
+            next_row, next_left, next_right, next_far = _load_scales(
+                row_scales + ahead, left_scales + ahead, right_scales + ahead, far_scales + ahead, PLAN
+            )
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        if PLAN.GATHER:
+        if PLAN.GATHER and PLAN.BEHIND == 0:
             fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+        if PLAN.LATE:
+            next_row, next_left, next_right, next_far = _load_scales(
+                row_scales + ahead, left_scales + ahead, right_scales + ahead, far_scales + ahead, PLAN
+            )
         rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
         matrix = matrix_bufs.index(stage)
         found = warpgroup_mma(rows, matrix.slice(0, BLOCK, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -185,7 +250,66 @@ def _multiply_tile(
         else:
             right += found * of_right[:, None]
         count += 1
+    if PLAN.SKIPS:
+        for _ in range(there, steps):
+            mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
+            mbarrier.arrive(empty.index(count % STAGES), count=1)
+            count += 1
     return left, right, count
+
+
+@gluon.jit
+def _load_scales(row_scales, left_scales, right_scales, far_scales, PLAN: gl.constexpr):
+    right = gl.load(right_scales)
+    far = right
+    if PLAN.SHIFTED:
+        far = gl.load(far_scales)
+    return gl.load(row_scales), gl.load(left_scales), right, far
+
+
+@gluon.jit
+def _place(tile, table, tiles, column_tiles, shift, GROUP_M: gl.constexpr):
+    """As `place_of_tile`, `shift` rows further; behind the last tile that of the last one, without any the first row's,
+    so that all may be loaded that belongs to it."""
+    some = tiles > 0
+    last = gl.maximum(tiles * column_tiles - 1, 0)
+    expert, row, end, n = place_of_tile(gl.minimum(tile, last), table, gl.maximum(tiles, 1), column_tiles, GROUP_M)
+    return gl.where(some, expert, 0), gl.where(some, row, 0) + shift, gl.where(some, end, 1), n
+
+
+@gluon.jit
+def _first_scales(
+    row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr
+):  # fmt: skip
+    """Of a tile's rows and columns, as `_multiply_tile` takes them."""
+    left, right, far = _scales_of_columns(matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK)
+    return _load_scales(row_scale + m * steps, left, right, far, PLAN)
+
+
+@gluon.jit
+def _token_rows(order, row, end, top_k, PLAN: gl.constexpr, HEIGHT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which row of the scales belongs to each of a warpgroup's rows; behind the last one, that of the last one."""
+    m = gl.minimum(row + gl.arange(0, HEIGHT, gl.SliceLayout(1, LAYOUT)), end - 1)
+    if PLAN.GATHER:
+        m = gl.load(order + m) // top_k
+    return m
+
+
+@gluon.jit
+def _scales_of_columns(
+    matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr
+):  # fmt: skip
+    """Pointers along the depth to the scales of a tile's left half, its right half, and that one's last 64 columns."""
+    if PLAN.PAIRED:
+        first, second = n, n + columns // BLOCK
+        far = gl.minimum(n + (columns + BLOCK // 2) // BLOCK, blocks - 1)
+    else:
+        first, second = 2 * n, gl.minimum(2 * n + 1, blocks - 1)
+        far = second
+    of_expert = matrix_scale + expert * blocks * steps  # scales are few: their number fits 32 bits
+    if PLAN.AHEAD:  # one for each row, by a zero: as single numbers they are waited for between products
+        of_expert += m >> 31
+    return of_expert + first * steps, of_expert + second * steps, of_expert + far * steps
 
 
 @gluon.jit
@@ -199,29 +323,41 @@ def _consume(
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
-    buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
-    h_buffer = kept.index(WARPGROUP)
+    first_buffer: gl.constexpr = WARPGROUP * PLAN.BUFFERS
+    buffer = staging.index(first_buffer)
     steps = gl.cdiv(depth, BLOCK)
     blocks = gl.cdiv(width, BLOCK)
     count = 0
+    if PLAN.AHEAD:
+        expert, row, end, n = _place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
+        m = _token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
+        of_row, of_left, of_right, of_far = _first_scales(
+            row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
+        )
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
-        row += WARPGROUP * HEIGHT
-        m = gl.minimum(row + gl.arange(0, HEIGHT, gl.SliceLayout(1, mma)), end - 1)
-        if PLAN.GATHER:
-            m = gl.load(order + m) // top_k
-        if PLAN.PAIRED:
-            first, second = n, n + columns // BLOCK
-            far = gl.minimum(n + (columns + BLOCK // 2) // BLOCK, blocks - 1)
+        if PLAN.AHEAD:
+            next_expert, next_row, next_end, next_n = _place(
+                tile + gl.num_programs(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M
+            )
         else:
-            first, second = 2 * n, gl.minimum(2 * n + 1, blocks - 1)
-            far = second
-        of_expert = matrix_scale + expert * blocks * steps  # scales are few: their number fits 32 bits
+            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+            row += WARPGROUP * HEIGHT
+            m = _token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
+            of_row, of_left, of_right, of_far = _first_scales(
+                row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
+            )
+        left_scales, right_scales, far_scales = _scales_of_columns(
+            matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
+        )
+        there = steps
+        if PLAN.SKIPS:
+            there = gl.where(row < end, steps, 0)
         left, right, count = _multiply_tile(
-            row_bufs, matrix_bufs, full, empty, count, depth, row_scale + m * steps,
-            of_expert + first * steps, of_expert + second * steps, of_expert + far * steps, WARPGROUP, PLAN, HEIGHT,
-            BLOCK, STAGES,
+            row_bufs, matrix_bufs, full, empty, count, steps, there, row_scale + m * steps, left_scales, right_scales,
+            far_scales, of_row, of_left, of_right, of_far, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES,
         )  # fmt: skip
+        if PLAN.AHEAD:
+            m = _token_rows(order, next_row, next_end, top_k, PLAN, HEIGHT, mma)
         bias_row = bias + expert.to(gl.int64) * width
         if PLAN.PAIRED:
             column = n * BLOCK
@@ -230,57 +366,102 @@ def _consume(
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             left, right = left.to(gl.bfloat16), right.to(gl.bfloat16)
             if PLAN.KEEP:
-                _keep(left, h, h_desc, h_scale, h_buffer, h_stride, row, end, column, columns, 0, blocks, PLAN)
-                _keep(right, h, h_desc, h_scale, h_buffer, h_stride, row, end, column, columns, columns, blocks, PLAN)
+                _keep(
+                    left, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP,
+                    False, PLAN,
+                )  # fmt: skip
+                _keep(
+                    right, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks,
+                    WARPGROUP, True, PLAN,
+                )  # fmt: skip
             left, right = left.to(gl.float32), right.to(gl.float32)
-            a = gated(left, right, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            of_row = gl.cdiv(columns, BLOCK)
-            _store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, of_row, PLAN)
+            a = gated(left, right, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+            if PLAN.AHEAD:
+                of_row, of_left, of_right, of_far = _first_scales(
+                    row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN, BLOCK
+                )
+            _store_codes(
+                a, out, out_desc, out_scale, buffer, out_stride, row, end,
+                column, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.ALTERNATE else 0, PLAN,
+            )  # fmt: skip
         else:
             for half in gl.static_range(2):
                 value = right if half else left
                 column = (2 * n + half) * BLOCK
                 if PLAN.BIAS:
                     value = add_bias(value, bias_row, column, width, BLOCK)
+                if PLAN.AHEAD and half == 1:
+                    of_row, of_left, of_right, of_far = _first_scales(
+                        row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN, BLOCK
+                    )
                 if PLAN.ACTIVATE:
                     value = value.to(gl.bfloat16)
                     if PLAN.KEEP:
-                        _keep(value, h, h_desc, h_scale, h_buffer, h_stride, row, end, column, width, 0, blocks, PLAN)
-                    a = plain(value.to(gl.float32), PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+                        _keep(
+                            value, h, h_desc, h_scale, kept, h_stride, row, end, column, width, 0, blocks,
+                            WARPGROUP, False, PLAN,
+                        )  # fmt: skip
+                    a = plain(value.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
                     _store_codes(
-                        a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, 0, blocks, PLAN
-                    )
+                        a, out, out_desc, out_scale, buffer, out_stride, row,
+                        end, column, width, 0, blocks, 1 if PLAN.ALTERNATE else 0, PLAN,
+                    )  # fmt: skip
+                elif PLAN.WIDE and PLAN.ALTERNATE:
+                    _store_quarters(value, out, out_desc, staging, out_stride, row, end, column, width, first_buffer)
                 elif PLAN.WIDE:
-                    _store_halves(value, out, out_desc, buffer, out_stride, row, end, column, width, 0)
+                    _store_halves(value, out, out_desc, buffer, buffer, out_stride, row, end, column, width, 0, 0, 0)
                 else:
-                    half_buffer = staging.index(WARPGROUP * PLAN.BUFFERS + half)
+                    half_buffer = staging.index(first_buffer + half)
                     store_tile(value, out, out_desc, half_buffer, out_stride, row, end, column, width, 0, 1)
+        if PLAN.AHEAD:
+            expert, row, end, n = next_expert, next_row, next_end, next_n
     tma.store_wait(0)
 
 
 @gluon.jit
-def _keep(value, h, desc, scale, buffer, stride, row, end, column, width, shift, blocks, PLAN: gl.constexpr):
-    """A tile of h, rounded to bf16, to memory."""
+def _keep(
+    value, h, desc, scale, kept, stride, row, end, column, width, shift, blocks, WARPGROUP: gl.constexpr,
+    AGAIN: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """A tile of h, rounded to bf16, to memory. AGAIN: right behind another."""
+    one = kept.index(WARPGROUP * PLAN.BUFFERS)
     if PLAN.CODED:
-        wide = value.to(gl.float32)
-        _store_codes(wide, h, desc, scale, buffer, stride, row, end, column, width, shift, blocks, PLAN)
+        _store_codes(value.to(gl.float32), h, desc, scale, one, stride, row, end, column, width, shift, blocks, 0, PLAN)
+    elif PLAN.ALTERNATE:
+        other = kept.index(WARPGROUP * PLAN.BUFFERS + 1)
+        _store_halves(value, h, desc, one, other, stride, row, end, column, width, shift, 1 if AGAIN else 0, 1)
     else:
-        _store_halves(value, h, desc, buffer, stride, row, end, column, width, shift)
+        _store_halves(value, h, desc, one, one, stride, row, end, column, width, shift, 0, 0)
 
 
 @gluon.jit
-def _store_halves(value, out, desc, buffer, stride, row, end, column, width, shift):
-    """A tile to memory through a buffer that has half as many columns."""
-    HEIGHT: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
-    left, right = value.reshape((HEIGHT, 2, COLUMNS)).permute((0, 2, 1)).split()
-    store_tile(left, out, desc, buffer, stride, row, end, column, width, shift)
-    store_tile(right, out, desc, buffer, stride, row, end, column + COLUMNS, width, shift)
+def _store_halves(
+    value, out, desc, one, other, stride, row, end, column, width, shift, BEFORE: gl.constexpr, BETWEEN: gl.constexpr
+):  # fmt: skip
+    """A tile to memory through buffers that have half as many columns. BEFORE, BETWEEN: copies that each half need not
+    wait for, see `store_tile`."""
+    COLUMNS: gl.constexpr = one.shape[1]
+    left, right = column_parts(value, 2)
+    store_tile(left, out, desc, one, stride, row, end, column, width, shift, BEFORE)
+    store_tile(right, out, desc, other, stride, row, end, column + COLUMNS, width, shift, BETWEEN)
+
+
+@gluon.jit
+def _store_quarters(value, out, desc, staging, stride, row, end, column, width, FIRST: gl.constexpr):
+    """A tile to memory through two buffers that have a quarter of its columns, in turns."""
+    COLUMNS: gl.constexpr = staging.shape[2]
+    first, second, third, fourth = column_parts(value, 4)
+    one, other = staging.index(FIRST), staging.index(FIRST + 1)
+    store_tile(first, out, desc, one, stride, row, end, column, width, 0, 1)
+    store_tile(second, out, desc, other, stride, row, end, column + COLUMNS, width, 0, 1)
+    store_tile(third, out, desc, one, stride, row, end, column + 2 * COLUMNS, width, 0, 1)
+    store_tile(fourth, out, desc, other, stride, row, end, column + 3 * COLUMNS, width, 0, 1)
 
 
 @gluon.jit
 def _store_codes(
-    value, out, desc, out_scale, buffer, stride, row, end, column, width, shift, blocks, PLAN: gl.constexpr
+    value, out, desc, out_scale, buffer, stride, row, end, column, width, shift, blocks, PENDING: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """128 columns of a tile to memory, in e4m3, and a scale for each of its rows, of which a whole row has `blocks`."""
     HEIGHT: gl.constexpr = buffer.shape[0]
@@ -293,7 +474,7 @@ def _store_codes(
     at = out_scale + m * blocks + (column + shift) // COLUMNS
     gl.store(at, scale, mask=(m < end) & (column < width))
     codes = encode(value * inverse[:, None]).to(gl.float8e4nv, bitcast=True)
-    store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift)
+    store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift, PENDING)
 
 
 @quick
@@ -307,16 +488,21 @@ def scaled_product_kernel(
     row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK], MATRIX_LAYOUT)
     dtype: gl.constexpr = out.dtype.element_ty
-    STAGED: gl.constexpr = BLOCK // 2 if PLAN.WIDE else BLOCK
-    staging = gl.allocate_shared_memory(dtype, [2 * PLAN.BUFFERS, BLOCK_M // 2, STAGED], STAGE_LAYOUT)
-    kept = staging
-    if PLAN.KEEP:
-        KEPT: gl.constexpr = BLOCK if PLAN.CODED else BLOCK // 2
-        kept = gl.allocate_shared_memory(h.dtype.element_ty, [2, BLOCK_M // 2, KEPT], KEPT_LAYOUT)
+    STAGED: gl.constexpr = (BLOCK // 4 if PLAN.ALTERNATE else BLOCK // 2) if PLAN.WIDE else BLOCK
+    if PLAN.ALTERNATE and PLAN.KEEP:  # codes leave through the first buffer of h
+        kept = gl.allocate_shared_memory(h.dtype.element_ty, [4, BLOCK_M // 2, BLOCK // 2], KEPT_LAYOUT)
+        staging = reinterpret(kept, dtype, [4, BLOCK_M // 2, BLOCK], STAGE_LAYOUT)
+    else:
+        staging = gl.allocate_shared_memory(dtype, [2 * PLAN.BUFFERS, BLOCK_M // 2, STAGED], STAGE_LAYOUT)
+        kept = staging
+        if PLAN.KEEP:
+            KEPT: gl.constexpr = BLOCK if PLAN.CODED else BLOCK // 2
+            kept = gl.allocate_shared_memory(h.dtype.element_ty, [2, BLOCK_M // 2, KEPT], KEPT_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=129 if PLAN.GATHER else 1)  # the copy engine, and 128 gathering threads
+        # the copy engine, and 128 gathering threads or one for them all
+        mbarrier.init(full.index(i), count=(2 if PLAN.BEHIND > 0 else 129) if PLAN.GATHER else 1)
         mbarrier.init(empty.index(i), count=2)  # the two warpgroups
     gl.warp_specialize(
         [
@@ -336,5 +522,5 @@ def scaled_product_kernel(
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
-        [224, 56] if PLAN.ACTIVATE else [216, 72],  # so that neither spills
+        [224, 56] if PLAN.ACTIVATE or PLAN.AHEAD else [216, 72],  # so that neither spills
     )  # fmt: skip
