@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from amoeba.kernels.activation import gated, plain
 from amoeba.kernels.hopper.descriptor import bulk_load, gather
-from amoeba.kernels.hopper.product_kernel import add_bias, place_of_tile, store_tile
+from amoeba.kernels.hopper.product_kernel import place_of_tile
+from amoeba.kernels.hopper.product_store import add_bias, store_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.quantise import encode, finite_size, power_of_two
 
