@@ -36,7 +36,7 @@ from amoeba.kernels.hopper.product_kernel import (
     Plan,
     product_kernel,
 )
-from amoeba.kernels.hopper.ways import chosen_ways
+from amoeba.kernels.hopper.ways import chosen_constants
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.programs import programs
 
@@ -147,9 +147,10 @@ def _step(addend: Addend | None) -> int:
     return 0 if addend is None else min(BLOCK_K, padded_rank(addend.rank))
 
 
-def _chosen(matrix_EOW: Tensor, addend: Addend | None) -> dict[str, bool]:
+def _chosen(matrix_EOW: Tensor, addend: Addend | None) -> dict[str, Any]:
+    """Of the plan, by name."""
     whole_turns = addend is None and matrix_EOW.shape[2] % (STAGES * BLOCK_K) == 0
-    return chosen_ways().constants(whole_turns)
+    return chosen_constants(whole_turns)
 
 
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:

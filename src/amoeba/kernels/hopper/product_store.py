@@ -2,6 +2,8 @@
 
     left, right = column_parts(acc, 2)
     store_tile(add_bias(left, bias, column, width, 128), out, desc, buffer, stride, row, end, column, width, 0)
+
+Used by every product of Hopper's, and by the weights' gradients.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     AMOEBA_PRODUCT_WAYS=halves,rounds amoeba bench --shape qwen3_30b --ours triton --sustained 4      # for one process
 
-Where power limits a GPU, a product's time is its joules. These spare instructions, idle cycles and products of rows that
-an expert does not have. The bits are the same in each (`brisk`: see `amoeba.kernels.activation.brisk_sigmoid`).
+Where power limits a GPU, a product's time is its joules. These spare instructions, idle cycles, and products of rows
+that an expert does not have. The bits are the same in each (`brisk`: see `amoeba.kernels.activation.brisk_sigmoid`).
 """
 
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import NamedTuple
 
 from amoeba.errors import bad_value
@@ -33,12 +34,6 @@ class Ways(NamedTuple):
     quarters: bool = False
     brisk: bool = False
 
-    def constants(self, whole_turns: bool) -> dict[str, bool]:
-        """Of the kernel's plan. whole_turns: of the ring, a tile's depth."""
-        rounds = self.rounds and whole_turns
-        named = self._replace(rounds=rounds, lag=self.lag and rounds)
-        return {name.upper(): taken for name, taken in named._asdict().items()}
-
 
 def ways_named(names: str, what: str = VARIABLE) -> Ways:
     """names: parted by commas; none for the usual way."""
@@ -48,5 +43,14 @@ def ways_named(names: str, what: str = VARIABLE) -> Ways:
     return Ways(**dict.fromkeys(wanted, True))
 
 
-def chosen_ways() -> Ways:
-    return ways_named(os.environ.get(VARIABLE, ""))
+def chosen_constants(whole_turns: bool) -> dict[str, bool]:
+    """Of the kernel's plan, by the environment. whole_turns: of the ring, a tile's depth."""
+    return _constants(os.environ.get(VARIABLE, ""), whole_turns)
+
+
+@cache
+def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
+    ways = ways_named(names)
+    rounds = ways.rounds and whole_turns
+    taken = ways._replace(rounds=rounds, lag=ways.lag and rounds)
+    return {name.upper(): value for name, value in taken._asdict().items()}
