@@ -40,33 +40,27 @@ def _at_least(z, bound):
 
 
 @triton.jit
-def _flushed_sigmoid(z):
-    """1 / (1 + exp(-z)) by two instructions that flush subnormal numbers, and the sum: the same bits for z above -87, 0
-    below it. GPUs only."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .f32 t;
-        ex2.approx.ftz.f32 t, $1;
-        add.f32 t, t, 0f3F800000;
-        rcp.approx.ftz.f32 $0, t;
-        }""",
-        "=f,f",
-        [z * -1.4426950408889634],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
+def brisk_sigmoid(z):
+    """1 / (1 + exp(-z)) in five instructions for eleven, on NVIDIA's GPUs. The bits are the same, except that what is
+    below 2^-126 (z < -87.3) is zero."""
+    exponential = _flushing("ex2.approx.ftz.f32 $0, $1;", -z * 1.4426950408889634)
+    return _flushing("rcp.approx.ftz.f32 $0, $1;", 1.0 + exponential)
 
 
 @triton.jit
-def value_and_slope(z, KIND: tl.constexpr, ALPHA: tl.constexpr):
-    """act(z) and act'(z); what nobody uses is not computed."""
+def _flushing(INSTRUCTION: tl.constexpr, z):
+    return tl.inline_asm_elementwise(INSTRUCTION, "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def value_and_slope(z, KIND: tl.constexpr, ALPHA: tl.constexpr, BRISK: tl.constexpr = False):
+    """act(z) and act'(z); what nobody uses is not computed. BRISK: as `brisk_sigmoid`."""
     if KIND == "silu":
-        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * z))
+        sigmoid = brisk_sigmoid(ALPHA * z) if BRISK else 1.0 / (1.0 + tl.exp(-ALPHA * z))
         value = z * sigmoid
         slope = sigmoid + ALPHA * value * (1.0 - sigmoid)
     elif KIND == "flushed_silu":
-        sigmoid = _flushed_sigmoid(ALPHA * z)
+        sigmoid = brisk_sigmoid(ALPHA * z)
         value = z * sigmoid
         slope = sigmoid + ALPHA * value * (1.0 - sigmoid)
     elif KIND == "gelu":
@@ -98,12 +92,13 @@ def gated(
     CLAMP: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_SHIFT: tl.constexpr,
+    BRISK: tl.constexpr = False,
 ):
     """a = act(gate) · (up + shift)."""
     if CLAMP:
         gate = _at_most(gate, LIMIT)
         up = _at_most(_at_least(up, -LIMIT), LIMIT)
-    value, _ = value_and_slope(gate, KIND, ALPHA)
+    value, _ = value_and_slope(gate, KIND, ALPHA, BRISK)
     return value * (up + UP_SHIFT)
 
 

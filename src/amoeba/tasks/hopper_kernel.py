@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from amoeba.kernels.hopper.descriptor import reinterpret
-from amoeba.kernels.hopper.product_kernel import fill_product, row_pointers
+from amoeba.kernels.hopper.product_fill import fill_product, row_pointers
 from amoeba.kernels.launch import quick
 from amoeba.tasks.clock import note_task, now
 from amoeba.tasks.decoder import (

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.product_kernel import column_parts, wait_for_buffer
+from amoeba.kernels.hopper.product_store import column_parts, wait_for_buffer
 from amoeba.kernels.launch import quick
 from amoeba.kernels.programs import programs
 

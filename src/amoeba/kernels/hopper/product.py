@@ -36,10 +36,11 @@ from amoeba.kernels.hopper.product_kernel import (
     Plan,
     product_kernel,
 )
+from amoeba.kernels.hopper.ways import chosen_constants
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.programs import programs
 
-_ROWS, _STAGED = (BLOCK_M, BLOCK_K), (BLOCK_M // 2, BLOCK_N // 2)
+_ROWS = (BLOCK_M, BLOCK_K)
 
 
 @quick
@@ -84,7 +85,7 @@ def _bound(plan: Plan, dtype: torch.dtype) -> Any:
         PLAN=Constants(plan),
         ROW_LAYOUT=shared_layout(_ROWS, dtype),
         MATRIX_LAYOUT=shared_layout(plan.MATRIX, dtype),
-        STAGE_LAYOUT=shared_layout(_STAGED, dtype),
+        STAGE_LAYOUT=shared_layout(plan.STAGED, dtype),
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
@@ -111,7 +112,7 @@ def _launch(
     layout = shared_layout(plan.MATRIX, out.dtype)
     # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
     row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
-    h_desc = None if h is None else descriptor(h, _STAGED)
+    h_desc = None if h is None else descriptor(h, plan.STAGED)
     low_desc = factor_desc = None
     if addend is not None:
         low_desc = descriptor(addend.low_NR, _ROWS)
@@ -123,7 +124,7 @@ def _launch(
         low_desc,
         factor_desc,
         h_desc,
-        descriptor(out, _STAGED),
+        descriptor(out, plan.STAGED),
         rows,
         table if order_N is None else order_N,  # the table stands for what this plan does not read
         table,
@@ -144,6 +145,12 @@ def _launch(
 def _step(addend: Addend | None) -> int:
     """Of the addend's depth, which the matrix unit takes in 16s: no more than there is, if one step takes it all."""
     return 0 if addend is None else min(BLOCK_K, padded_rank(addend.rank))
+
+
+def _chosen(matrix_EOW: Tensor, addend: Addend | None) -> dict[str, Any]:
+    """Of the plan, by name."""
+    whole_turns = addend is None and matrix_EOW.shape[2] % (STAGES * BLOCK_K) == 0
+    return chosen_constants(whole_turns)
 
 
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:
@@ -174,6 +181,7 @@ def multiply(
         BIAS=bias_EO is not None,
         KEEP=False,
         LOW=_step(addend),
+        **_chosen(matrix_EOW, addend),
     )
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None, addend)
 
@@ -202,6 +210,7 @@ def up(
         BIAS=bias_EJ is not None,
         KEEP=h_NJ is not None,
         LOW=_step(addend),
+        **_chosen(gate_up_EJH, addend),
         **constants(activation),  # type: ignore[arg-type]
     )
     _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend)

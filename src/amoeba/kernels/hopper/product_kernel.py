@@ -12,7 +12,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -21,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.activation import gated, plain
-from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, gather
+from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, row_pointers
+from amoeba.kernels.hopper.product_store import add_bias, column_parts, store_tile
 from amoeba.kernels.launch import quick
 
 # A tile, and how much of the depth one stage holds. 4 stages and the buffers of the epilogue take 224 KB of the 227.
@@ -48,6 +48,12 @@ class Plan:
     CLAMP: bool = False
     LIMIT: float = 0.0
     UP_SHIFT: float = 0.0
+    # By name alone, see `amoeba.kernels.hopper.ways`.
+    HALVES: bool = False
+    ROUNDS: bool = False
+    LAG: bool = False
+    QUARTERS: bool = False
+    BRISK: bool = False
 
     @property
     def PAIRED(self) -> bool:
@@ -63,6 +69,15 @@ class Plan:
     def COLUMNS(self) -> int:
         """Columns of the result that a tile holds."""
         return BLOCK_N // 2 if self.PAIRED else BLOCK_N
+
+    @property
+    def PARTS(self) -> int:
+        """Of a warpgroup's sums, which are stored one after the other."""
+        return 4 if self.QUARTERS else 2
+
+    @property
+    def STAGED(self) -> tuple[int, int]:
+        return BLOCK_M // 2, BLOCK_N // self.PARTS
 
     @property
     def MATRIX(self) -> tuple[int, int]:
@@ -100,52 +115,6 @@ def place_of_tile(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def fill_product(
-    row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width, columns,
-    GATHER: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """The stages of one tile, as they come free. pointers: to the rows, where these are gathered."""
-    MATRIX_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
-    BYTES: gl.constexpr = MATRIX_BYTES if GATHER else MATRIX_BYTES + BLOCK_M * BLOCK_K * 2
-    for k in range(0, depth, BLOCK_K):
-        stage = count % STAGES
-        mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-        bar = full.index(stage)
-        matrix_buf = matrix_bufs.index(stage)
-        mbarrier.expect(bar, BYTES)
-        if PLAN.PAIRED:
-            at = expert * width + n * PLAN.COLUMNS
-            gate_buf = matrix_buf.slice(0, PLAN.COLUMNS, 0)
-            up_buf = matrix_buf.slice(PLAN.COLUMNS, PLAN.COLUMNS, 0)
-            bulk_load(matrix_desc, [at, k], bar, gate_buf)
-            bulk_load(matrix_desc, [at + columns, k], bar, up_buf)
-        elif PLAN.B_K_MAJOR:
-            bulk_load(matrix_desc, [expert * width + n * BLOCK_N, k], bar, matrix_buf)
-        else:
-            bulk_load(matrix_desc, [expert * depth + k, n * BLOCK_N], bar, matrix_buf)
-        if GATHER:
-            gather(row_bufs.index(stage), pointers)
-            pointers += BLOCK_K
-        else:
-            bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
-        if PLAN.GATHER:
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-        count += 1
-    return count
-
-
-@gluon.jit
-def row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
-    """To the first of the depth of a tile's rows; behind the last one, to the last one again."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
-    token = gl.load(order + sorted_row) // top_k
-    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    return x + (token.to(gl.int64) * x_stride)[:, None] + k[None, :]
-
-
-@gluon.jit
 def _produce(
     row_desc, matrix_desc, low_desc, factor_desc, x, order, table, row_bufs, matrix_bufs, full, empty, depth, rank,
     width, columns, x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -161,15 +130,37 @@ def _produce(
             pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
         else:
             pointers = x
-        count = fill_product(
-            row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width,
-            columns, PLAN.GATHER, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-        )  # fmt: skip
+        if PLAN.ROUNDS:
+            count = fill_rounds(
+                row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth,
+                width, columns, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+        else:
+            count = fill_product(
+                row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth,
+                width, columns, PLAN.GATHER, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
         if PLAN.LOW > 0:  # these rows are sorted
             count = fill_product(
                 low_desc, factor_desc, x, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank, width,
                 columns, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
+
+
+@gluon.jit
+def _start_stage(
+    acc, row_bufs, matrix_bufs, stage, more, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+    HEIGHT: gl.constexpr,
+):  # fmt: skip
+    if PLAN.GATHER:
+        fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+    rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0).slice(0, DEPTH, 1)
+    if PLAN.B_K_MAJOR:
+        matrix = matrix_bufs.index(stage).slice(0, DEPTH, 1).permute((1, 0))
+    else:
+        matrix = matrix_bufs.index(stage).slice(0, DEPTH, 0)
+    acc = warpgroup_mma(rows, matrix, acc, use_acc=more, is_async=True)
+    return warpgroup_mma_wait(1, deps=(acc,))
 
 
 @gluon.jit
@@ -181,17 +172,54 @@ def multiply_stage(
     first of a tile."""
     stage = count % STAGES
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-    if PLAN.GATHER:
-        fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
-    rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0).slice(0, DEPTH, 1)
-    if PLAN.B_K_MAJOR:
-        matrix = matrix_bufs.index(stage).slice(0, DEPTH, 1).permute((1, 0))
-    else:
-        matrix = matrix_bufs.index(stage).slice(0, DEPTH, 0)
-    acc = warpgroup_mma(rows, matrix, acc, use_acc=more, is_async=True)
-    acc = warpgroup_mma_wait(1, deps=(acc,))
+    acc = _start_stage(acc, row_bufs, matrix_bufs, stage, more, DEPTH, WARPGROUP, PLAN, HEIGHT)
     mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
     return acc
+
+
+@gluon.jit
+def _multiply_rounds(
+    acc, row_bufs, matrix_bufs, full, empty, begun, count, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+    HEIGHT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`_multiply_tile` where a tile is whole turns of the ring. count: of these turns. With LAG the second warpgroup
+    begins a stage when the first one has begun the next."""
+    for first in range(0, depth, STAGES * BLOCK_K):
+        for stage in gl.static_range(STAGES):
+            if PLAN.LAG * WARPGROUP == 1:
+                mbarrier.wait(begun.index(stage), count & 1)
+            mbarrier.wait(full.index(stage), count & 1)
+            more = True if stage > 0 else first > 0
+            acc = _start_stage(acc, row_bufs, matrix_bufs, stage, more, BLOCK_K, WARPGROUP, PLAN, HEIGHT)
+            mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+            if PLAN.LAG * (1 - WARPGROUP) == 1:
+                mbarrier.arrive(begun.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+        count += 1
+    if PLAN.LAG * (1 - WARPGROUP) == 1:
+        mbarrier.arrive(begun.index(STAGES - 1), count=1)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(STAGES - 1), count=1)
+    return acc, count
+
+
+@gluon.jit
+def _pass_over(
+    full, empty, count, depth, PLAN: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Stages of a tile in which this warpgroup has no rows: given back as they come."""
+    if PLAN.ROUNDS:
+        for _ in range(0, depth, STAGES * BLOCK_K):
+            for stage in gl.static_range(STAGES):
+                mbarrier.wait(full.index(stage), count & 1)
+                mbarrier.arrive(empty.index(stage), count=1)
+            count += 1
+    else:
+        for _ in range(0, depth + PLAN.SHORT * BLOCK_K, BLOCK_K):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            mbarrier.arrive(empty.index(stage), count=1)
+            count += 1
+    return count
 
 
 @gluon.jit
@@ -216,103 +244,87 @@ def _multiply_tile(
 
 
 @gluon.jit
+def _finish(
+    acc, buffers, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride, out_stride,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Add the bias, activate, store. A part goes through another buffer than the one before, where there are two: then
+    it waits for the one before that, and the activation is computed while two parts leave."""
+    PART: gl.constexpr = BLOCK_N // PLAN.PARTS
+    BUFFERS: gl.constexpr = PLAN.PARTS // 2
+    STORES: gl.constexpr = 3 if PLAN.KEEP else 1
+    PENDING: gl.constexpr = BUFFERS - 1
+    OWN: gl.constexpr = WARPGROUP * BUFFERS
+    column = n * PLAN.COLUMNS
+    bias_row = bias + expert.to(gl.int64) * width
+    parts = column_parts(acc, PLAN.PARTS)
+    if PLAN.PAIRED:
+        for i in gl.static_range(BUFFERS):
+            gate, up = parts[i], parts[i + BUFFERS]
+            at = column + i * PART
+            first = buffers.index(OWN + i * STORES % BUFFERS)
+            second = buffers.index(OWN + (i * STORES + 1) % BUFFERS)
+            if PLAN.BIAS:
+                gate = add_bias(gate, bias_row, at, columns, PART)
+                up = add_bias(up, bias_row + columns, at, columns, PART)
+            if PLAN.KEEP:
+                store_tile(gate, h, h_desc, first, h_stride, row, end, at, columns, 0, PENDING)
+                store_tile(up, h, h_desc, second, h_stride, row, end, at, columns, columns, PENDING)
+            a = gated(gate, up, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT, PLAN.BRISK)
+            store_tile(a, out, out_desc, first, out_stride, row, end, at, columns, 0, PENDING)
+    else:
+        for i in gl.static_range(PLAN.PARTS):
+            value = parts[i]
+            at = column + i * PART
+            if PLAN.BIAS:
+                value = add_bias(value, bias_row, at, width, PART)
+            if PLAN.ACTIVATE:
+                buffer = buffers.index(OWN)
+                if PLAN.KEEP:
+                    store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
+                value = plain(value, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
+            else:
+                buffer = buffers.index(OWN + i % BUFFERS)
+                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0, PENDING)
+
+
+@gluon.jit
 def _consume(
-    table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
+    table, row_bufs, matrix_bufs, full, empty, begun, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
     h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of each tile's rows: multiply, add the bias, activate, store."""
+    """One warpgroup's half of each tile's rows."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
-    HALF: gl.constexpr = BLOCK_N // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros((HEIGHT, BLOCK_N), gl.float32, mma)
-    buffer = staging.index(WARPGROUP)
     count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
-        acc, count = _multiply_tile(
-            acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
-        )
         row += WARPGROUP * HEIGHT
-        column = n * PLAN.COLUMNS
-        bias_row = bias + expert.to(gl.int64) * width
-        left, right = column_parts(acc, 2)
-        if PLAN.PAIRED:
-            if PLAN.BIAS:
-                left = add_bias(left, bias_row, column, columns, HALF)
-                right = add_bias(right, bias_row + columns, column, columns, HALF)
-            if PLAN.KEEP:
-                store_tile(left, h, h_desc, buffer, h_stride, row, end, column, columns, 0)
-                store_tile(right, h, h_desc, buffer, h_stride, row, end, column, columns, columns)
-            a = gated(left, right, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            store_tile(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
+        mine = row < end
+        if PLAN.HALVES * WARPGROUP != 1:
+            mine = True
+        if mine:
+            if PLAN.ROUNDS:
+                acc, count = _multiply_rounds(
+                    acc, row_bufs, matrix_bufs, full, empty, begun, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K,
+                    STAGES,
+                )  # fmt: skip
+            else:
+                acc, count = _multiply_tile(
+                    acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+                )
+            _finish(
+                acc, staging, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride,
+                out_stride, WARPGROUP, PLAN, BLOCK_N,
+            )  # fmt: skip
         else:
-            for half in gl.static_range(2):
-                value = right if half else left
-                at = column + half * HALF
-                if PLAN.BIAS:
-                    value = add_bias(value, bias_row, at, width, HALF)
-                if PLAN.ACTIVATE:
-                    if PLAN.KEEP:
-                        store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
-                    value = plain(value, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
+            count = _pass_over(full, empty, count, depth, PLAN, BLOCK_K, STAGES)
     tma.store_wait(0)
-
-
-@gluon.jit
-def add_bias(tile, bias, column, width, COLUMNS: gl.constexpr):
-    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, tile.type.layout))
-    return tile + gl.load(bias + n, mask=n < width, other=0.0).to(gl.float32)[None, :]
-
-
-@gluon.jit
-def column_parts(tile, PARTS: gl.constexpr):
-    """A tile's left and right half, or its four quarters."""
-    HEIGHT: gl.constexpr = tile.shape[0]
-    WIDTH: gl.constexpr = tile.shape[1]
-    left, right = tile.reshape((HEIGHT, 2, WIDTH // 2)).permute((0, 2, 1)).split()
-    if PARTS == 2:
-        return left, right
-    else:
-        first, second = left.reshape((HEIGHT, 2, WIDTH // 4)).permute((0, 2, 1)).split()
-        third, fourth = right.reshape((HEIGHT, 2, WIDTH // 4)).permute((0, 2, 1)).split()
-        return first, second, third, fourth
-
-
-@gluon.jit
-def wait_for_buffer(whole, PENDING: gl.constexpr):
-    """Until the copies by the engine have read their buffers, all but the last PENDING. whole: it copies this, too."""
-    if PENDING == 0:
-        tma.store_wait(0)
-    elif whole:
-        tma.store_wait(PENDING)
-    else:
-        tma.store_wait(0)  # nothing is copied now: the next ones may count on it
-
-
-@gluon.jit
-def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift, PENDING: gl.constexpr = 0):
-    """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it.
-
-    PENDING: of the copies by the engine, so many of the last ones do not read from this buffer.
-    """
-    HEIGHT: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
-    whole = (row + HEIGHT <= end) & (column + COLUMNS <= width)
-    wait_for_buffer(whole, PENDING)
-    buffer.store(value.to(out.dtype.element_ty))
-    if whole:
-        fence_async_shared()
-        bulk_store(desc, [row, column + shift], buffer)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-        m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-        n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-        pointers = out + m.to(gl.int64)[:, None] * stride + (n + shift)[None, :]
-        gl.store(pointers, buffer.load(layout), mask=(m < end)[:, None] & (n < width)[None, :])
 
 
 @quick
@@ -329,21 +341,26 @@ def product_kernel(
         matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], MATRIX_LAYOUT)
     else:
         matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], MATRIX_LAYOUT)
-    staging = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, BLOCK_N // 2], STAGE_LAYOUT)
+    staging = gl.allocate_shared_memory(dtype, [PLAN.PARTS, BLOCK_M // 2, BLOCK_N // PLAN.PARTS], STAGE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129 if PLAN.GATHER else 1)  # the copy engine, and 128 gathering threads
         mbarrier.init(empty.index(i), count=2)  # the two warpgroups
+    begun = full
+    if PLAN.LAG:
+        begun = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(begun.index(i), count=1)
     deep = depth if PLAN.SHORT else depth + rank
     gl.warp_specialize(
         [
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
+                table, row_bufs, matrix_bufs, full, empty, begun, staging, h_desc, out_desc, bias, h, out, deep, width,
                 columns, h_stride, out_stride, gl.constexpr(0), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
+                table, row_bufs, matrix_bufs, full, empty, begun, staging, h_desc, out_desc, bias, h, out, deep, width,
                 columns, h_stride, out_stride, gl.constexpr(1), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_produce, (
@@ -352,5 +369,5 @@ def product_kernel(
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
-        [216, 72 if PLAN.GATHER else 24],
+        [216, 72 if PLAN.GATHER else (40 if PLAN.ROUNDS else 24)],
     )  # fmt: skip

@@ -27,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from amoeba.kernels.activation import gated, plain
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
-from amoeba.kernels.hopper.product_kernel import add_bias, column_parts, place_of_tile, store_tile
+from amoeba.kernels.hopper.product_kernel import place_of_tile
+from amoeba.kernels.hopper.product_store import add_bias, column_parts, store_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.quantise import encode, finite_size, power_of_two
 

@@ -1,0 +1,68 @@
+"""What becomes of a tile of sums: parts of it, a bias, and its way to memory.
+
+    left, right = column_parts(acc, 2)
+    store_tile(add_bias(left, bias, column, width, 128), out, desc, buffer, stride, row, end, column, width, 0)
+
+Used by every product of Hopper's, and by the weights' gradients.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from amoeba.kernels.hopper.descriptor import bulk_store
+
+
+@gluon.jit
+def add_bias(tile, bias, column, width, COLUMNS: gl.constexpr):
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, tile.type.layout))
+    return tile + gl.load(bias + n, mask=n < width, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def column_parts(tile, PARTS: gl.constexpr):
+    """A tile's left and right half, or its four quarters."""
+    HEIGHT: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    left, right = tile.reshape((HEIGHT, 2, WIDTH // 2)).permute((0, 2, 1)).split()
+    if PARTS == 2:
+        return left, right
+    else:
+        first, second = left.reshape((HEIGHT, 2, WIDTH // 4)).permute((0, 2, 1)).split()
+        third, fourth = right.reshape((HEIGHT, 2, WIDTH // 4)).permute((0, 2, 1)).split()
+        return first, second, third, fourth
+
+
+@gluon.jit
+def wait_for_buffer(whole, PENDING: gl.constexpr):
+    """Until the copies by the engine have read their buffers, all but the last PENDING. whole: it copies this, too."""
+    if PENDING == 0:
+        tma.store_wait(0)
+    elif whole:
+        tma.store_wait(PENDING)
+    else:
+        tma.store_wait(0)  # nothing is copied now: the next ones may count on it
+
+
+@gluon.jit
+def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift, PENDING: gl.constexpr = 0):
+    """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it.
+
+    PENDING: of the copies by the engine, so many of the last ones do not read from this buffer.
+    """
+    HEIGHT: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    whole = (row + HEIGHT <= end) & (column + COLUMNS <= width)
+    wait_for_buffer(whole, PENDING)
+    buffer.store(value.to(out.dtype.element_ty))
+    if whole:
+        fence_async_shared()
+        bulk_store(desc, [row, column + shift], buffer)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+        m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+        n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        pointers = out + m.to(gl.int64)[:, None] * stride + (n + shift)[None, :]
+        gl.store(pointers, buffer.load(layout), mask=(m < end)[:, None] & (n < width)[None, :])

@@ -1,0 +1,96 @@
+"""Ways of Hopper's product that are there by name: the same bits on a GPU; elsewhere their names and their registers.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from test_hopper_compiles import compiled
+from torch import Tensor
+
+from amoeba.config import Activation
+from amoeba.kernels.hopper.ways import VARIABLE, Ways, chosen_constants, ways_named
+from amoeba.layout import build_layout
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+ALL = ",".join(Ways._fields)
+COUNTS = (0, 2, 64, 65, 127, 128, 129, 300, 0, 1)
+K = 2
+
+
+def test_names_are_parted_by_commas() -> None:
+    assert ways_named("halves,brisk") == Ways(halves=True, brisk=True)
+    assert ways_named("") == Ways()
+    with pytest.raises(ValueError, match=r"halves, rounds.*'halves,quick'"):
+        ways_named("halves,quick")
+
+
+def test_rounds_are_taken_only_where_a_tile_is_whole_turns_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "rounds,lag,halves")
+    names = {"HALVES": True, "ROUNDS": True, "LAG": True, "QUARTERS": False, "BRISK": False}
+    assert chosen_constants(True) == names
+    assert chosen_constants(False) == names | {"ROUNDS": False, "LAG": False}
+    monkeypatch.delenv(VARIABLE)
+    assert not any(chosen_constants(True).values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ways", ["halves,rounds,quarters,brisk", ALL])
+def test_all_stays_in_registers(ways: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, ways)
+    for name, found in compiled(("up", "down"), tmp_path).items():
+        assert found["wgmma"] == 32, f"{name}: four stages of four products each, twice"
+        assert found["local_accesses_between_products"] == 0, f"{name} does not keep its sums in registers"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
+@pytest.mark.parametrize("ways", [*Ways._fields, "rounds,lag", "halves,rounds,quarters,brisk", ALL])
+@pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (320, 192)])
+def test_each_way_has_the_bits_of_the_usual_one(
+    ways: str, hidden: int, inner: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    usual = products(hidden, inner, device)
+    monkeypatch.setenv(VARIABLE, ways)
+    for programs in (None, 3):
+        if programs is not None:
+            monkeypatch.setattr("amoeba.kernels.hopper.product.programs", lambda device: 3)
+        found = products(hidden, inner, device)
+        for name, one in usual.items():
+            assert torch.equal(one.view(torch.int16), found[name].view(torch.int16)), name
+
+
+def products(hidden: int, inner: int, device: torch.device) -> dict[str, Tensor]:
+    """What a layer's products write, NaN where they write nothing."""
+    from amoeba.kernels.hopper.product import multiply, tile_table, up
+
+    owner_N = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS))
+    shuffled = owner_N[torch.randperm(len(owner_N), generator=torch.Generator().manual_seed(3))]
+    layout = build_layout(shuffled.view(-1, K).to(device), len(COUNTS))
+    order_N, offs_E, rows = layout.order_N.int(), layout.offs_E.int(), len(owner_N)
+    table = tile_table(offs_E, rows)
+
+    def normal(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+        return (drawn * shape[-1] ** -0.5).to(device, torch.bfloat16)
+
+    def unwritten(width: int) -> Tensor:
+        return torch.full((rows + 64, width), math.nan, dtype=torch.bfloat16, device=device)
+
+    x_TH, dh_NJ = normal(rows // K, hidden) * 9, normal(rows, 2 * inner)
+    gate_up_EJH, down_EHI = normal(len(COUNTS), 2 * inner, hidden), normal(len(COUNTS), hidden, inner)
+    made = {name: unwritten(width) for name, width in (("h", 2 * inner), ("a", inner), ("y", hidden), ("da", inner))}
+    made |= {"dx": unwritten(hidden), "a alone": unwritten(inner)}
+    silu = Activation()
+    up(x_TH, order_N, K, gate_up_EJH, table, silu, made["a"][:rows], h_NJ=made["h"][:rows])
+    up(x_TH, order_N, K, gate_up_EJH, table, silu, made["a alone"][:rows])
+    multiply(made["a"][:rows], down_EHI, table, made["y"][:rows])
+    multiply(x_TH, down_EHI.transpose(1, 2), table, made["da"][:rows], order_N=order_N, top_k=K)
+    multiply(dh_NJ, gate_up_EJH.transpose(1, 2), table, made["dx"][:rows])
+    return made
