@@ -25,7 +25,7 @@ Save = Literal["h", "inputs", "nothing"]
 class Travel(ABC):
     """Of a pass that begins while rows of other processes are under way to it, and whose sums for them go back early.
 
-    own:      the tokens whose rows are there from the beginning: of x in forward, of dy in backward.
+    own:      the tokens whose rows are there from the beginning: of x in forward, of dy in backward; see `own_rows`.
     travels:  whether those of the others are still under way when the pass begins, until `wait`.
     straight: whether rows are given to it before they are summed, to `send_sums` and what follows, and not to `leave`.
     """
@@ -37,6 +37,11 @@ class Travel(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Ahead of whatever reads the others' rows. The device waits, not the host."""
+
+    def own_rows(self, rows_TH: Tensor) -> Tensor | None:
+        """Until `wait`, rows_TH being what others' rows are on their way to: own ones, where these are on their way to
+        it as well; None where they are in it."""
+        return None
 
     @abstractmethod
     def leave(self, rows_TH: Tensor, d_weight_TK: Tensor | None = None) -> None:

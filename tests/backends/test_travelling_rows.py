@@ -47,6 +47,24 @@ class Watched(Travel):
             self.left["d_weight"] = d_weight_TK.clone()
 
 
+class Elsewhere(Watched):
+    """Own rows are under way, too, and are read where they come from."""
+
+    def __init__(self, coming: Tensor) -> None:
+        super().__init__(coming)
+        self.elsewhere = coming[OWN].clone()
+        coming[OWN].fill_(float("nan"))
+        self.came = False
+
+    def wait(self) -> None:
+        super().wait()
+        self.elsewhere.fill_(float("nan"))
+        self.came = True
+
+    def own_rows(self, rows_TH: Tensor) -> Tensor | None:
+        return self.elsewhere if rows_TH is self.coming and not self.came else None
+
+
 class Straight(Watched):
     """Sums rows itself: those of the others' tokens first, while own ones are yet to come."""
 
@@ -119,7 +137,7 @@ class Whole(HopperRows):
         return cls(with_plain_rows(problem), *(saved[1:] if saved else sort_rows(problem.expert_TK, E)))
 
 
-@pytest.mark.parametrize("kind", [Watched, Straight])
+@pytest.mark.parametrize("kind", [Watched, Elsewhere, Straight])
 def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
     without_gpu: None, kind: type[Watched]
 ) -> None:

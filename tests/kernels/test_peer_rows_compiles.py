@@ -33,10 +33,15 @@ def order(tmp_path_factory) -> dict[str, str]:
     return compiled_by(__file__, tmp_path_factory.mktemp("cubins"))
 
 
-@pytest.mark.parametrize("kernel", ["push", "take", "add"])
+@pytest.mark.parametrize("kernel", ["push", "push ahead", "take", "add"])
 def test_rows_go_16_bytes_at_a_time_and_the_counter_is_added_to_behind_a_barrier(order, kernel: str) -> None:
     assert re.search(r"load16 .*store16 (\w+ )*barrier add( barrier)?$", order[kernel]), order[kernel]
     assert order[kernel].count("add") == 1
+
+
+@pytest.mark.parametrize("kernel", ["push ids", "take ids"])
+def test_ids_take_no_memory_for_registers(order, kernel: str) -> None:
+    assert "spilled=0" in order[f"{kernel} figures"]
 
 
 @pytest.mark.parametrize("kernel", ["send sums", "add sums"])
@@ -67,12 +72,23 @@ def main() -> dict[str, str]:
 
     pointers = dict.fromkeys(("addresses", "epochs", "trouble", "record", "places"), "*i64")
     pointers |= dict.fromkeys(("rows", "rows_TH", "rows_RH", "out_RH", "out_TH"), "*bf16")
+    pointers |= {"expert_RK": "*i32", "weight_RK": "*fp32", "owned_P": "*i32"}
+    pointers |= {"rank_TK": "*i64", "local_TK": "*i64", "weight_TK": "*fp32"}
     pointers |= dict.fromkeys(("wanted", "comes_R", "goes_WT"), "*u8") | {"slot_row": "*i32", "weight": "*fp32"}
-    numbers = dict.fromkeys(("cell_at", "cell_size", "rank", "limit", "tokens", "num_rows"), "i32")
+    numbers = dict.fromkeys(
+        ("cell_at", "cell_size", "rank", "limit", "tokens", "num_rows", "parts", "count", "most_tokens"), "i32"
+    )
     constants = {"H": 2048, "BLOCK_T": 8, "BLOCK_H": 2048, "ALIGNED": True, "RANKS": 2, "ON_GPU": True, "CHANNEL": 1}
     constants |= {"TAKERS": 64, "PUSHERS": 16, "PARTS": 16, "WHICH": 0, "OWN": False, "WIDE": False, "TELLS": True}
     constants |= {"OWN_ALONE": True, "K": 8, "ROW_STRIDE": 2048, "HAS_WEIGHT": True, "AT_ONCE": 8, "BLOCK": 1024}
-    kernels = {"push": peer_rows._push_rows, "take": peer_rows._take_rows, "add": peer_rows._add_rows}
+    constants |= {"AHEAD": False, "BLOCK_K": 8}
+    kernels = {
+        "push": peer_rows._push_rows,
+        "push ahead": peer_rows._push_rows,
+        "take": peer_rows._take_rows,
+        "add": peer_rows._add_rows,
+    }
+    kernels |= {"take ids": peer_rows._take_slots, "push ids": peer_rows._push_slots}
     sums = {"send sums": peer_sums._send_sums, "add sums": peer_sums._add_sums}
     alone = {
         "wait": peer_counters.wait_for_arrivals,
@@ -87,8 +103,9 @@ def main() -> dict[str, str]:
         whole = [each for each in arguments if each in pointers or each.startswith("cell")]
         attributes = {(arguments.index(each),): [["tt.divisibility", 16]] for each in whole}
         known = {each: value for each, value in constants.items() if each in arguments}
+        known |= {"AHEAD": True} if name == "push ahead" else {"BLOCK_T": 256} if "ids" in name else {}
         source = ASTSource(kernel, signature, constexprs=known, attrs=attributes)
-        warps = 1 if name in alone else 4 if name in sums else 16
+        warps = 1 if name in alone else 4 if name in sums else 8 if "ids" in name else 16
         compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
         ptx = compiled.asm["ptx"]
         found[f"{name} figures"] = f"{_figures(compiled.asm['cubin'])} shared={compiled.metadata.shared}"

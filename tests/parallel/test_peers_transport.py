@@ -16,7 +16,7 @@ from amoeba import ExpertWeights, Routing, experts
 from amoeba.kernels import peer_post, peer_rows
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import LocalRanks, first_processes
-from amoeba.parallel.transports import choice, peers, shmem
+from amoeba.parallel.transports import choice, peers, places, shmem
 from amoeba.parallel.transports.office import office_of
 from amoeba.phases import watch_phases
 from amoeba.proof.cases import SILU, Case
@@ -287,9 +287,32 @@ def test_auto_says_what_it_chose_and_why_not_what_is_faster(
         assert peers.TRANSPORT.why_not(alone, cpu) == forced
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert peers.TRANSPORT.why_not(alone, cpu) == "needs GPUs (or TRITON_INTERPRET=1, to try it), x is on cpu"
-    between = peers._why_not_between(["boot1 here ", "boot1 here ", "boot2 there "], cpu)
+    between = places._why_not(["boot1 here ", "boot1 here ", "boot2 there "], cpu)
     assert between == "needs all ranks on one machine; rank 0 is on here, rank 2 on there"
-    assert peers._why_not_between(["boot1 here "] * 3, cpu) is None
+    assert places._why_not(["boot1 here "] * 3, cpu) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (["boot1 here gpu1", "boot1 here gpu2", "boot1 here gpu1"], [True, False, True]),
+        (["boot1 here gpu1", "boot2 there gpu1"], [False, False]),
+    ],
+    ids=["two of three", "each its own"],
+)
+def test_a_gpu_is_shared_where_another_rank_is_on_the_same_one(
+    monkeypatch: pytest.MonkeyPatch, told: list[str], expected: list[bool]
+) -> None:
+    """Only there do products have several programs for each multiprocessor."""
+    monkeypatch.setattr(places, "_places", lambda ranks, device: told)
+    found = []
+    for rank in range(len(told)):
+        ranks = rank_jobs.owners_of_one().ranks
+        ranks.rank, ranks.count = rank, len(told)
+        found.append(places.shares_its_gpu(ranks, torch.device("cuda", 0)))
+        assert not places.shares_its_gpu(ranks, torch.device("cpu"))
+    assert found == expected
+    assert not places.shares_its_gpu(rank_jobs.owners_of_one().ranks, torch.device("cuda", 0))
 
 
 @interpreted

@@ -3,9 +3,10 @@
 N = T·K routed rows · H hidden · I intermediate · J = 2I or I
 
 The products walk over lists of tiles, so they run twice: over tiles of own rows alone, and over all others (a tile with
-rows of both is one of these). Forward up: own tiles, wait, the others. Down: the others, whose sums then leave, and own
-tiles while they travel. Backward begins as up does, with dy; dx leaves ahead of the last weight gradient. These are
-the tiles of a pass without travel, and weight gradients see all rows at once in their order: every bit is the same.
+rows of both is one of these). Own rows are read where they lie, if they are still being copied to where all will be.
+Forward up: own tiles, wait, the others. Down: the others, whose sums then leave, and own tiles while they travel.
+Backward begins as up does, with dy; dx leaves ahead of the last weight gradient. These are the tiles of a pass without
+travel, and weight gradients see all rows at once in their order: every bit is the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.triton_rows import HopperRows, TritonRows, sorted_maps, why_not_hopper, with_plain_rows
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.combine import combine
@@ -63,6 +65,19 @@ class TravellingRows(HopperRows):
         yield own
         self._travel.wait()
         yield rest
+
+    def _gathered(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        if isinstance(rows, ByToken) and self._part is not None and self._part is self._parts[0]:
+            own_TH = self._travel.own_rows(rows.rows_TW)
+            if own_TH is not None:
+                return own_TH, self._order_of_own_N
+        return super()._gathered(rows)
+
+    @cached_property
+    def _order_of_own_N(self) -> Tensor:
+        """Of the tiles of own rows alone, whose slots are counted from the first own token; elsewhere it is nothing."""
+        first = self._travel.own.start * self.top_k
+        return self.order_N - first if first else self.order_N
 
     def sums_to_travel(self, a_NI: Any) -> Tensor:
         problem, weights = self.problem, self.problem.weights

@@ -277,9 +277,11 @@ class HopperRows(TritonRows):
             self._multiply(self.x, weights.gate_up_EJH, h_NJ, bias_EO=weights.gate_up_bias_EJ, addend=addend)
             activate(h_NJ, weights.activation, a_NI, self.offs_E)
             return h_NJ
+        x_TH, order_N = self._gathered(self.x)
+        assert order_N is not None
         product.up(
-            self.problem.x_TH,
-            self.order_N,
+            x_TH,
+            order_N,
             self.top_k,
             weights.gate_up_EJH,
             self.table,

@@ -3,6 +3,7 @@
 T tokens of this rank · R rows here, those of all ranks by (rank, token) · H columns · W ranks
 
     copy_there(post, plan, x_TH)                    # all tokens to every rank, whether or not it has their experts
+    copy_own(post, plan, x_TH, x_RH)                # those of own tokens to where all are
     take_copies(post, plan, x_RH)                   # the rows of the other ranks' tokens
     copy_back(post, plan, y_RH)
 
@@ -24,6 +25,11 @@ from amoeba.kernels.peer_rows import wait_for_all
 
 def copy_there(post: Post, plan: Plan, rows_TH: Tensor) -> None:
     _copy(post, ROWS, lambda rank: rows_TH)
+
+
+def copy_own(post: Post, plan: Plan, rows_TH: Tensor, out_RH: Tensor) -> None:
+    first = plan.places[post.rank].start
+    out_RH[first : first + rows_TH.shape[0]].copy_(rows_TH, non_blocking=True)
 
 
 def copy_back(post: Post, plan: Plan, rows_RH: Tensor) -> None:

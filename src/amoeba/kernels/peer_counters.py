@@ -36,9 +36,9 @@ def add_one(counter):
 
 
 @triton.jit
-def add_parts(counter, PARTS: tl.constexpr):
+def add_parts(counter, parts):
     tl.debug_barrier()  # what all threads of the program have read and written comes before
-    tl.atomic_add(counter, PARTS, sem="release", scope="sys")
+    tl.atomic_add(counter, parts, sem="release", scope="sys")
 
 
 @triton.jit

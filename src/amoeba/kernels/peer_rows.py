@@ -3,7 +3,7 @@
 T tokens of this rank · R rows here, those of all ranks by (rank, token) · K experts per token · H columns · W ranks
 
     push_slots(post, plan, rank_TK, local_TK, weight_TK, goes_WT)    # for each rank which of its experts a token wants
-    expert_RK, weight_RK = take_slots(post, plan, weight_TK, comes_R)
+    expert_RK, weight_RK, owned = take_slots(post, plan, weight_TK, comes_R)
     push_rows(post, plan.there, ROWS, x_TH, goes_WT)                 # a token once to each rank that it goes to
     own_rows(post, plan, x_TH, x_RH, comes_R)                        # while the others' are under way
     take_rows(post, plan, x_RH, comes_R)
@@ -30,7 +30,7 @@ on the host, sums become NaN, and nothing waits any more.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -54,8 +54,19 @@ from amoeba.kernels.peer_post import NAMES, ROWS, SLOTS, Plan, Post
 from amoeba.phases import mark
 
 _BYTES_OF_TILE = 131072  # of fp32, by 16 warps: 128 bytes of bf16 of each thread are under way at once
-_BYTES_OF_PUSHED_TILE = 262144  # few programs push, and nothing else runs where they do
 _WARPS = 16
+
+
+class Push(NamedTuple):
+    """How a program pushes: bytes of a tile as fp32, its warps, and whether it reads the next tile before writing this
+    one, of rows that are one tile wide. Few programs push, and nothing else runs where they do, so tiles are large."""
+
+    size: int = 262144
+    warps: int = _WARPS
+    ahead: bool = False
+
+
+PUSH = Push()
 
 
 def push_slots(post: Post, plan: Plan, rank_TK: Tensor, local_TK: Tensor, weight_TK: Tensor, goes_WT: Tensor) -> None:
@@ -64,14 +75,15 @@ def push_slots(post: Post, plan: Plan, rank_TK: Tensor, local_TK: Tensor, weight
     _push_slots[(post.pushers,)](
         rank_TK, local_TK, weight_TK, goes_WT, *post.waiting, post.cell_at[SLOTS], post.cell_size[SLOTS], post.tokens,
         tokens, plan.tokens, post.rank, post.limit, K=top_k, TAKERS=post.takers, **_slot_tile(top_k),
-        **post.constants(SLOTS), num_warps=4,
+        **post.constants(SLOTS), num_warps=8,
     )  # fmt: skip
 
 
 def take_slots(
     post: Post, plan: Plan, weight_TK: Tensor, comes_R: Tensor, most_rows: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """expert_RK (int32) and weight_RK. Writes comes_R, uint8: whether a row has an expert here.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """expert_RK (int32), weight_RK, and how many slots have an expert here: int32, to be added up. Writes comes_R,
+    uint8: whether a row has one.
 
     most_rows: where more slots have one, none has: nothing is written behind the end of a buffer, and the host is told.
     """
@@ -79,21 +91,28 @@ def take_slots(
     wait_for_all(post, SLOTS)
     expert_RK = torch.empty((plan.rows, top_k), dtype=torch.int32, device=weight_TK.device)
     weight_RK = torch.empty((plan.rows, top_k), dtype=weight_TK.dtype, device=weight_TK.device)
+    owned = torch.empty(post.takers, dtype=torch.int32, device=weight_TK.device)
     _take_slots[(post.takers,)](
-        expert_RK, weight_RK, comes_R, plan.back, post.addresses, post.cell_at[SLOTS], post.cell_size[SLOTS],
-        post.tokens, post.rank, K=top_k, TELLS=post.reaches, **_slot_tile(top_k), **post.constants(SLOTS), num_warps=4,
+        expert_RK, weight_RK, comes_R, owned, plan.back, post.addresses, post.cell_at[SLOTS], post.cell_size[SLOTS],
+        post.tokens, post.rank, K=top_k, TELLS=post.reaches, **_slot_tile(top_k), **post.constants(SLOTS), num_warps=8,
     )  # fmt: skip
     if most_rows is not None and most_rows < expert_RK.numel():
         slots = expert_RK.numel()
         _refuse_too_many[(1,)](
-            expert_RK, post.epochs, post.trouble, post.record, slots, most_rows, BLOCK=16384, CHANNEL=SLOTS,
-            ON_GPU=expert_RK.is_cuda, num_warps=16,
+            expert_RK, owned, post.epochs, post.trouble, post.record, slots, most_rows, PARTS=post.takers, BLOCK=16384,
+            CHANNEL=SLOTS, ON_GPU=expert_RK.is_cuda, num_warps=16,
         )  # fmt: skip
-    return expert_RK, weight_RK
+    return expert_RK, weight_RK, owned
 
 
 def push_rows(
-    post: Post, places: Tensor, channel: int, rows: Tensor, wanted: Tensor, programs: int | None = None
+    post: Post,
+    places: Tensor,
+    channel: int,
+    rows: Tensor,
+    wanted: Tensor,
+    programs: int | None = None,
+    how: Push = PUSH,
 ) -> None:
     """places: of a `Plan`. wanted: goes_WT or comes_R. programs: a divisor of `post.pushers`; None: so many."""
     width, programs = rows.shape[1], programs or post.pushers
@@ -101,8 +120,8 @@ def push_rows(
         raise bad_value("programs", f"a divisor of {post.pushers}", programs, "leave it out")
     _push_rows[(programs,)](
         rows, wanted, places, *post.waiting, post.cell_at[channel], post.cell_size[channel], post.rank, post.limit,
-        PARTS=post.pushers // programs, TAKERS=post.takers, **_tile(rows, width, _BYTES_OF_PUSHED_TILE),
-        **post.constants(channel), num_warps=_WARPS,
+        post.pushers // programs, TAKERS=post.takers, AHEAD=how.ahead, **_tile(rows, width, how.size),
+        **post.constants(channel), num_warps=how.warps,
     )  # fmt: skip
 
 
@@ -154,7 +173,7 @@ def wait_for_all(post: Post, channel: int) -> None:
 
 
 def _slot_tile(top_k: int) -> dict[str, int]:
-    return {"BLOCK_T": 64, "BLOCK_K": next_power_of_2(top_k)}
+    return {"BLOCK_T": 256, "BLOCK_K": next_power_of_2(top_k)}  # of 16384 tokens each program has one or two
 
 
 def _tile(rows: Tensor, width: int, size: int = _BYTES_OF_TILE) -> dict[str, Any]:
@@ -171,14 +190,10 @@ def is_aligned(rows: Tensor, width: int) -> bool:
 @quick
 @triton.jit(do_not_specialize=["slots", "most_rows"])
 def _refuse_too_many(
-    expert_RK, epochs, trouble, record, slots, most_rows,
-    BLOCK: tl.constexpr, CHANNEL: tl.constexpr, ON_GPU: tl.constexpr,
+    expert_RK, owned_P, epochs, trouble, record, slots, most_rows,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, CHANNEL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    counts = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, slots, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        counts += (tl.load(expert_RK + at, mask=at < slots, other=-1) >= 0).to(tl.int32)
-    owned = tl.sum(counts, axis=0)
+    owned = tl.sum(tl.load(owned_P + tl.arange(0, PARTS)), axis=0)
     if owned > most_rows:
         epoch = tl.load(epochs + CHANNEL)
         tell(trouble, record, owned * 0, epoch, owned, most_rows, CROWDED, CHANNEL, ON_GPU)
@@ -226,12 +241,13 @@ def _push_slots(
 @quick
 @triton.jit(do_not_specialize=["rank"])
 def _take_slots(
-    expert_RK, weight_RK, comes_R, places, addresses, cell_at, cell_size, most_tokens, rank,
+    expert_RK, weight_RK, comes_R, owned_P, places, addresses, cell_at, cell_size, most_tokens, rank,
     K: tl.constexpr, TELLS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)[None, :]
+    counts = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for source in range(0, RANKS):
         cell = tl.load(addresses + rank) + cell_at + source * cell_size.to(tl.int64)
         weights = cell.to(tl.pointer_type(weight_RK.dtype.element_ty))
@@ -242,10 +258,12 @@ def _take_slots(
             at = t.to(tl.int64)[:, None] * K + k
             inside = (t < count)[:, None] & (k < K)
             expert = tl.load(ids + at, mask=inside, other=-1)
+            counts += (expert >= 0).to(tl.int32)
             tl.store(expert_RK + first_row * K + at, expert, mask=inside)
             tl.store(weight_RK + first_row * K + at, tl.load(weights + at, mask=inside, other=0), mask=inside)
             comes = (tl.max(expert, axis=1) >= 0).to(tl.uint8)
             tl.store(comes_R + first_row + t, comes, mask=t < count)
+    tl.store(owned_P + program, tl.sum(tl.sum(counts, axis=1), axis=0))
     for step in range(1, RANKS if TELLS else 1):
         add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))
 
@@ -260,11 +278,11 @@ def rows_at(address, like, ALIGNED: tl.constexpr):
 
 
 @quick
-@triton.jit(do_not_specialize=["rank", "limit"])
+@triton.jit(do_not_specialize=["rank", "limit", "parts"])
 def _push_rows(
-    rows, wanted, places, addresses, epochs, trouble, record, cell_at, cell_size, rank, limit,
-    PARTS: tl.constexpr, TAKERS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+    rows, wanted, places, addresses, epochs, trouble, record, cell_at, cell_size, rank, limit, parts,
+    TAKERS: tl.constexpr, AHEAD: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs + CHANNEL)
@@ -278,17 +296,30 @@ def _push_rows(
         count = tl.load(places + 2 * RANKS + dest)
         t = program * BLOCK_T + tl.arange(0, BLOCK_T)
         goes = tl.load(wanted_T + t, mask=t < count, other=0)
+        if AHEAD and H <= BLOCK_H:
+            c = tl.arange(0, BLOCK_H)
+            at = t.to(tl.int64)[:, None] * H + c[None, :]
+            mask = (goes != 0)[:, None] & (c < H)[None, :]
+            tile = tl.load(source + at, mask=mask)
+            t += programs * BLOCK_T
+            goes = tl.load(wanted_T + t, mask=t < count, other=0)
         for first in range(program * BLOCK_T, count.to(tl.int32), programs * BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
-            later = t + programs * BLOCK_T
+            later = t + (2 if AHEAD and H <= BLOCK_H else 1) * programs * BLOCK_T
             goes_later = tl.load(wanted_T + later, mask=later < count, other=0)  # so that no row waits for it
-            for column in range(0, H, BLOCK_H):
+            if AHEAD and H <= BLOCK_H:
+                at_next = at + programs.to(tl.int64) * (BLOCK_T * H)
+                mask_next = (goes != 0)[:, None] & (c < H)[None, :]
+                tile_next = tl.load(source + at_next, mask=mask_next)
+                tl.store(cell + at, tile, mask=mask)
+                tile, at, mask = tile_next, at_next, mask_next
+            for column in range(0, 0 if AHEAD and H <= BLOCK_H else H, BLOCK_H):
                 c = column + tl.arange(0, BLOCK_H)
                 at = t.to(tl.int64)[:, None] * H + c[None, :]
                 mask = (goes != 0)[:, None] & (c < H)[None, :]
                 tl.store(cell + at, tl.load(source + at, mask=mask), mask=mask)
             goes = goes_later
-        add_parts(counter_of(addresses, dest, rank, ARRIVED, CHANNEL, RANKS), PARTS)
+        add_parts(counter_of(addresses, dest, rank, ARRIVED, CHANNEL, RANKS), parts)
 
 
 @quick

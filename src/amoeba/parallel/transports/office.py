@@ -10,7 +10,7 @@ W ranks
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,7 @@ class Office:
         self.agreed: tuple[Any, ...] | None = None
         self._heap: Heap | None = None
         self._post: Post | None = None
+        self._told: Tensor | None = None
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         watch(self.check)
 
@@ -126,6 +127,21 @@ class Office:
     def join(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def ask(self, numbers: Tensor) -> Callable[[], list[int]]:
+        """int32, on the device: what is called next waits for them, and for nothing that is launched in between."""
+        if self._stream is None:
+            return numbers.tolist
+        if self._told is None or self._told.shape != numbers.shape:
+            self._told = torch.empty_like(numbers, device=_HOST, pin_memory=True)
+        told, known = self._told.copy_(numbers, non_blocking=True), torch.cuda.Event()
+        known.record()
+
+        def wait() -> list[int]:
+            known.synchronize()
+            return told.tolist()
+
+        return wait
 
     def checked(self) -> Post:
         self.check()

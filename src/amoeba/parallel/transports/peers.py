@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +24,7 @@ from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.office import Office, office_of, plan_of
+from amoeba.parallel.transports.places import shares_its_gpu, why_not_between
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.phases import mark
 from amoeba.routing import Routing
@@ -38,7 +37,6 @@ REMOTE = "AMOEBA_REMOTE_RANKS"
 # From so many bytes of rows on, sums go straight to their ranks. Such a pass is launched kernel by kernel, without a
 # launch plan: below it is the host that counts. Not measured.
 STRAIGHT_BYTES = 16 * 2**20
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Peers(Transport):
@@ -54,7 +52,7 @@ class Peers(Transport):
             return reason
         if device.type == "cuda" and (reason := why_not_symmetric_memory()) is not None:
             return f"needs torch's symmetric memory: {reason}"
-        return _why_not_between(_places(ranks, device), device)
+        return why_not_between(ranks, device)
 
     def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
         exchange = planned(PeerExchange, office_of(sharded.ranks, x_TH.device), sharded, x_TH, routing, gradients)
@@ -90,8 +88,8 @@ def planned(
     kind: type[PeerExchange], office: Office, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool
 ) -> PeerExchange:
     """On all ranks at once."""
-    if x_TH.is_cuda and sharded.ranks.count > 1:
-        share_the_gpu()  # with rows that travel meanwhile
+    if shares_its_gpu(sharded.ranks, x_TH.device):
+        share_the_gpu()
     facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
     tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
     plan = plan_of(tuple(tokens), routing.num_tokens, office)
@@ -112,6 +110,7 @@ class PeerExchange(Exchange):
         self.own = plan.places[office.ranks.rank]
         self._gone: set[int] = set()  # channels by which rows have left early
         self._kept: list[Tensor] = []  # what is still read beside
+        self._under_way: tuple[int, Tensor] | None = None  # rows that own ones are copied to, too; where own ones lie
         self._dy_RH: Tensor | None = None  # of a backward whose dx may take its place
         self._started_RH: Tensor | None = None  # rows of dy that a backward is to send itself
         self._own_TH: Tensor | None = None  # sums of own tokens, to which those that come are to be added
@@ -131,11 +130,12 @@ class PeerExchange(Exchange):
         mark("ids: sent")
         x_RH = room_for_rows(self.plan, x_TH)
         self._set_off(x_TH, x_RH)
-        expert_RK, weight_RK = self._take_slots(weight_TK)
+        expert_RK, weight_RK, owned = self._take_slots(weight_TK)
         mark("ids: taken")
-        if self.counts:
-            self.slots = _rounded_up(int((expert_RK >= 0).sum()), expert_RK.numel())
-        self._arrive(x_TH, x_RH)
+        told = self.office.ask(owned) if self.counts else None
+        self._arrive(x_TH, x_RH)  # meanwhile
+        if told is not None:
+            self.slots = _rounded_up(sum(told()), expert_RK.numel())
         return x_RH, expert_RK, weight_RK
 
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
@@ -154,32 +154,37 @@ class PeerExchange(Exchange):
 
         push_slots(self.office.checked(), self.plan, self.rank_TK, self.local_TK, weight_TK, self.goes_WT)
 
-    def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from amoeba.kernels.peer_rows import take_slots
 
         return take_slots(self.office.checked(), self.plan, weight_TK, self.comes_R, self.slots)
 
     def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
-        from amoeba.kernels.peer_copies import copy_there, take_copies
+        from amoeba.kernels.peer_copies import copy_own, copy_there, take_copies
         from amoeba.kernels.peer_post import ROWS
         from amoeba.kernels.peer_rows import push_rows
 
         post = self.office.checked()
+        self._under_way = None
         with self.office.beside():
             if self.travels:
                 copy_there(post, self.plan, rows_TH)
+                if rows_TH.data_ptr() % 16 == 0:  # else the products could not read them there
+                    copy_own(post, self.plan, rows_TH, out_RH)
+                    self._under_way = out_RH.data_ptr(), rows_TH
                 take_copies(post, self.plan, out_RH)
                 self._kept.append(rows_TH)
             else:
                 push_rows(post, self.plan.there, ROWS, rows_TH, self.goes_WT)
 
     def _arrive(self, rows_TH: Tensor, out_RH: Tensor) -> None:
-        """Where rows travel on, own ones alone."""
+        """Where rows travel on, own ones alone, unless these are copied beside as well."""
         from amoeba.kernels.peer_rows import own_rows, take_rows
 
         post = self.office.checked()
-        own_rows(post, self.plan, rows_TH, out_RH, self.comes_R)
-        mark("rows: own ones copied")
+        if self._under_way is None:
+            own_rows(post, self.plan, rows_TH, out_RH, self.comes_R)
+            mark("rows: own ones copied")
         if not self.travels:
             self.office.join()
             take_rows(post, self.plan, out_RH, self.comes_R)
@@ -190,6 +195,11 @@ class PeerExchange(Exchange):
         self.office.join()
         mark("rows: waited for")
         self._kept.clear()
+        self._under_way = None
+
+    def own_rows(self, rows_RH: Tensor) -> Tensor | None:
+        place, own_TH = self._under_way or (None, None)
+        return own_TH if rows_RH.data_ptr() == place else None
 
     def leave(self, rows_TH: Tensor, d_weight_TK: Tensor | None = None) -> None:
         from amoeba.kernels.peer_copies import copy_back
@@ -304,33 +314,6 @@ def _rounded_up(slots: int, most: int) -> int:
     """To one of 64 sizes, so that memory of the pass before serves again."""
     step = max(-(-most // (64 * 128)), 1) * 128
     return min(-(-max(slots, 1) // step) * step, most)
-
-
-def _places(ranks: Ranks, device: torch.device) -> list[str]:
-    """Of each rank its machine and its device."""
-    unit = "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
-    machine = _BOOT.read_text().strip() if _BOOT.is_file() else platform.node()
-    return ranks.post(f"place on {device.type}", f"{machine} {platform.node()} {unit}")
-
-
-def _why_not_between(places: list[str], device: torch.device) -> str | None:
-    machine, node, _ = places[0].split(" ")
-    for rank, place in enumerate(places):
-        other, other_node, unit = place.split(" ")
-        if other != machine:
-            return f"needs all ranks on one machine; rank 0 is on {node}, rank {rank} on {other_node}"
-        if unit and not _reaches(device, unit):
-            return f"needs GPUs that reach each other's memory; {device} and that of rank {rank} do not"
-    return None
-
-
-def _reaches(device: torch.device, unit: str) -> bool:
-    """Whether the GPU can reach that one's memory, as far as this process sees it."""
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == unit:
-            own = torch.cuda.current_device() if device.index is None else device.index
-            return index == own or torch.cuda.can_device_access_peer(own, index)
-    return True
 
 
 TRANSPORT = Peers()

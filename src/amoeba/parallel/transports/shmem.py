@@ -145,7 +145,7 @@ class ShmemExchange(PeerExchange):
         _lay(weight_TK, cell)
         return first + size
 
-    def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from amoeba.kernels.peer_post import SLOTS
 
         found = super()._take_slots(weight_TK)
