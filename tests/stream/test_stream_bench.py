@@ -22,7 +22,7 @@ from amoeba.bench.stream import decode, place, stores, suite
 from amoeba.bench.stream.problem import SIZES, StreamProblem, choose_problem
 from amoeba.commands import bench_stream
 from amoeba.commands.output import Output
-from amoeba.stream.gpu.turns import Member
+from amoeba.replays import Member
 
 CPU = torch.device("cpu")
 TINY = StreamProblem(SIZES["tiny"], CPU)

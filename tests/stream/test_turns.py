@@ -22,10 +22,10 @@ from test_replays import tables
 from torch import Tensor
 
 from amoeba.kernels import ask as ask_module
-from amoeba.replays import CannotCapture
+from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.gpu.turns import Member, run_in_turns
+from amoeba.stream.gpu.turns import run_in_turns
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
 

@@ -21,10 +21,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from amoeba.replays import Member
 from amoeba.stream.bandwidth import copy_rate
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.early_copies import spares_of
-from amoeba.stream.gpu.turns import Member
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.store.store import Store
 from amoeba.torch_internals import occupy_gpu

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from amoeba.config import RouterConfig
-from amoeba.replays import CannotCapture
+from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
 from amoeba.stream.gpu.groups import Groups
@@ -50,7 +50,6 @@ from amoeba.stream.gpu.routed import Given, Routed
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory, Group
-    from amoeba.stream.gpu.turns import Member
 
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
 _LOOKS = 512

@@ -30,11 +30,11 @@ disk of one group do not keep the host from serving another.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from amoeba.replays import CannotCapture
+from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu.device import Event
 from amoeba.stream.gpu.fast_path import NOT_THERE, SERVED
 from amoeba.stream.gpu.groups import NOBODY
@@ -42,18 +42,9 @@ from amoeba.stream.gpu.groups import NOBODY
 if TYPE_CHECKING:
     from amoeba.stream.gpu.channel import Channel
     from amoeba.stream.gpu.memory import Group
-    from amoeba.stream.gpu.replays import GpuReplays, Passes
+    from amoeba.stream.gpu.replays import GpuReplays
 
 _LOOKS = 32  # at one group's word before the next group's: a microsecond
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """launch: enqueues a step, in that stream alone."""
-
-    passes: Passes
-    launch: Callable[[], None]
-    stream: Any
 
 
 @dataclass(eq=False)
