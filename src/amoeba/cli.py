@@ -128,7 +128,7 @@ def bench(
         typer.Option(
             "--pass",
             help="forward, training (forward and backward) or both; models: training, lora, decode; stream: decode, "
-            "disk, lora.",
+            "disk, lora, prefetch, turns.",
         ),
     ] = "both",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="At least so many rounds.")] = 20,

@@ -24,6 +24,7 @@ from amoeba.kernels.ask import (
     PROMOTED,
     Handed,
     Talk,
+    Turn,
     add_computed,
     answer_length,
     ask,
@@ -115,6 +116,30 @@ def test_what_does_not_fit_is_refused(device) -> None:
         asked(talk_of(device), list(range(E)), {}, device)
 
 
+# --- in turns with others ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 0), (-1, -1)])
+def test_who_has_the_turn_hands_it_on_behind_the_map(before: int, after: int, missing: bool, device) -> None:
+    """Of three groups, 1 and 2; below 0 nobody takes turns."""
+    talk, turn = talk_of(device, serial=5), torch.full((1,), before, dtype=torch.int32, device=device)
+    answer(talk, 6, {7: 1, 3: -1})
+    talk.state[1] = 6
+    given = None, None, None, None, Turn(turn, max(before, 0), 3)
+    slots, shown = asked(talk, [7, 4], {3: 1, 4: 2} if missing else {7: 1, 4: 2}, device, *given)
+    assert slots == [1, 2] and talk.trouble.tolist() == [0] and turn.tolist() == [after]
+    assert shown[:E].tolist() == [-1, -1, -1, -1, 2, -1, -1, 1]
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["too long", "stopped"])
+def test_who_waits_for_a_turn_in_vain_goes_on_and_hands_nothing_on(stopped: bool, device) -> None:
+    talk, turn = talk_of(device, serial=5), torch.zeros(1, dtype=torch.int32, device=device)
+    talk.trouble[0] = 9 if stopped else 0
+    asked(talk, [4], {4: 2}, device, None, None, None, None, Turn(turn, 1, 2))
+    assert talk.trouble.item() != 0 and turn.tolist() == [0] and talk.state.tolist()[0] == 6
+
+
 # --- experts that the host computes -----------------------------------------------------------------------------------
 
 
@@ -185,24 +210,32 @@ def test_the_sum_of_the_host_is_added_once_it_is_there(state: str, dtype: torch.
 
 
 @pytest.mark.thorough  # compiles for some seconds
-def test_on_hopper_the_serial_is_written_behind_a_fence_and_the_answer_read_behind_another(tmp_path) -> None:
-    found = compiled_by(__file__, tmp_path)["order"]
-    one_line = " ".join(found)
+def test_on_hopper_words_are_written_behind_a_fence_and_read_ahead_of_another(tmp_path) -> None:
+    found = compiled_by(__file__, tmp_path)
+    one_line = " ".join(found["order"])
+    assert "near" not in one_line
     # the row and what is handed over, then a barrier, then the fence, then the serial and the state
     assert re.search(r"(store )+barrier fence store store ", one_line), one_line
     # looks, the fence, and only then the answer; looks and a fence again, and only then the map
     assert re.search(r"(look )+fence barrier (look ){4}(look )*fence barrier store store barrier ", one_line), one_line
+    # in turns the map is read behind a fence, and handed on behind another; in between all is as it was
+    turns, alone = " ".join(found["in turns"]), one_line.removeprefix("load load look ")
+    inside = re.fullmatch(r"load load look look (look )*near barrier store (.*) barrier near store", turns)
+    assert inside and inside[2] == alone, turns
 
 
 def main() -> dict[str, list[str]]:
+    from amoeba.kernels import ask as module
+    from amoeba.kernels.index_export import sizes
+
+    return {name: _order(module._ask.kernel, groups, sizes) for name, groups in (("order", 1), ("in turns", 2))}
+
+
+def _order(kernel, groups: int, sizes) -> list[str]:
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.kernels import ask as module
-    from amoeba.kernels.index_export import sizes
-
-    kernel = module._ask.kernel
     constants = {
         "EXPERTS": 128,
         "RING": 64,
@@ -210,12 +243,13 @@ def main() -> dict[str, list[str]]:
         "MOST": 128,
         "ENTRIES": 16,
         "HANDS": True,
+        "TURNS": groups,
         "ON_GPU": True,
         **sizes(128, 8),
     }
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    signature |= dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS"), "i32")
-    signature |= dict.fromkeys(("shown", "state", "due", "questions", "answers", "trouble", "times"), "*i32")
+    signature |= dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS", "mine"), "i32")
+    signature |= dict.fromkeys(("shown", "state", "due", "turn", "questions", "answers", "trouble", "times"), "*i32")
     signature |= {"x_TH": "*bf16", "handed_expert": "*i64"} | dict.fromkeys(
         ("weight_N", "handed_x", "handed_weight"), "*fp32"
     )
@@ -227,10 +261,11 @@ def main() -> dict[str, list[str]]:
         "ld.global": "load",
         "st.global": "store",
         "fence.acq_rel.sys": "fence",
+        "fence.acq_rel.gpu": "near",
         "bar.sync": "barrier",
     }
     found = re.findall("|".join(re.escape(each) for each in kinds), ptx)
-    return {"order": [kinds[each] for each in found]}
+    return [kinds[each] for each in found]
 
 
 if __name__ == "__main__":

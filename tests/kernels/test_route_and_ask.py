@@ -133,11 +133,11 @@ def main() -> dict[str, object]:
 
     config = RouterConfig(128, 8, renormalize=False)
     of_router = router.forward_constants(config) | {"bias_E": None}
-    of_question = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, "HANDS": True, "ON_GPU": True}
-    of_question |= sizes(128, 8)
+    of_question = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, "HANDS": True, "TURNS": 1}
+    of_question |= sizes(128, 8) | {"ON_GPU": True}
     types = dict.fromkeys(("expert_N", "slot_N", "handed_expert", "expert_TK"), "*i64")
-    types |= dict.fromkeys(("limit", "N", "NUMBERS", "num_tokens"), "i32") | {"x_TH": "*bf16"}
-    words = ("shown", "state", "due", "questions", "answers", "trouble", "times", "handed_arrived")
+    types |= dict.fromkeys(("limit", "N", "NUMBERS", "mine", "num_tokens"), "i32") | {"x_TH": "*bf16"}
+    words = ("shown", "state", "due", "turn", "questions", "answers", "trouble", "times", "handed_arrived")
     types |= dict.fromkeys(words, "*i32")
     numbers = ("logits_TE", "chosen_weight_N", "weight_N", "handed_x", "handed_weight", "weight_TK", "scores_TE")
     types |= dict.fromkeys(numbers, "*fp32")

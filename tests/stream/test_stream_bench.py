@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from amoeba.bench.stream import decode, place, stores, suite
 from amoeba.bench.stream.problem import SIZES, StreamProblem, choose_problem
 from amoeba.commands import bench_stream
 from amoeba.commands.output import Output
+from amoeba.replays import Member
 
 CPU = torch.device("cpu")
 TINY = StreamProblem(SIZES["tiny"], CPU)
@@ -48,6 +50,20 @@ class SimulatedPlace(place.LinkedPlace):
         def repeat() -> None:
             step.replay()
             memory.device.record(memory.device.compute).wait()
+
+        return repeat
+
+    def in_turns(self, runs, memory):
+        """In one stream: steps run as they are launched, one after the other."""
+        device = memory.device
+        steps = [RepeatedFunction(device, memory.replays, run, (number, 2)) for number, run in enumerate(runs)]
+
+        def repeat(feeds, count: int) -> None:
+            members = [
+                Member(step.passes, partial(step.launch, feed), device.compute)
+                for step, feed in zip(steps, feeds, strict=True)
+            ]
+            memory.replays.in_turns(members, count)
 
         return repeat
 
@@ -129,6 +145,22 @@ def test_copies_that_begin_early_are_right_timed_and_counted(tmp_path: Path) -> 
     assert plain.same_bits and early.same_bits and plain.us > 0 and early.us > 0
     assert plain.early_recall is None and early.early_recall > 0 and early.early_per_token > 0
     assert plain.pause_us == early.pause_us == suite.PAUSE_US
+
+
+@pytest.mark.thorough
+def test_two_sequences_in_turns_are_right_and_timed_beside_a_batch(tmp_path: Path, monkeypatch, capsys) -> None:
+    for name, value in (("TURNS_SHARES", (4,)), ("TURNS_PAUSES", (0.0,)), ("WARM", 1)):
+        monkeypatch.setattr(suite, name, value)
+    monkeypatch.setattr(decode, "WARM", 1)
+    problem = replace(TINIEST, parts=("turns",))
+    report = suite.run_stream(problem, 2, tmp_path, make_place=SimulatedPlace)
+    assert not report.wrong and not report.decodes and report.resident_us > 0
+    (found,) = report.turns
+    assert (found.slots, found.layers, found.tokens) == (4, 1, 2) and found.same_bits and found.error == 0
+    times = found.alone_us, found.one_after_the_other_us, found.batch_us, found.turns_us
+    assert all(us > 0 for us in times) and 0 < found.turns_hit_rate <= 1
+    bench_stream._print(report, Output())
+    assert "two sequences, 1 layers, 4 slots" in capsys.readouterr().out
 
 
 def test_routers_guess_three_of_four_experts_by_the_hints() -> None:
@@ -282,5 +314,6 @@ def test_on_a_gpu_every_setting_is_right_and_timed(tmp_path: Path) -> None:
     report = suite.run_stream(StreamProblem(SIZES["small"], torch.device("cuda")), 8, tmp_path)
     assert not report.wrong and all(each.same_bits or each.miss != "move" for each in report.decodes)
     assert {each.miss for each in report.decodes} == {"move", "cpu", "auto"}
+    assert len(report.turns) == 4 and all(each.same_bits and each.turns_us > 0 for each in report.turns)
     assert report.lora.error < 1e-3  # groups of experts one after the other add up in another order than all at once
     assert all(0 < each.export_us < 1000 for each in report.decodes if each.slots < 32)

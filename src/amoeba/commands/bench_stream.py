@@ -14,6 +14,7 @@ from amoeba.bench.stream.decode import WARM, DecodeMeasurement
 from amoeba.bench.stream.place import Place
 from amoeba.bench.stream.problem import PARTS, StreamProblem, choose_problem
 from amoeba.bench.stream.suite import StreamSuiteReport, run_stream
+from amoeba.bench.stream.turns import TurnsMeasurement
 from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
@@ -70,7 +71,8 @@ def run(
     def keep(report: StreamSuiteReport) -> None:
         """After each setting: what is measured is not lost where the rest is stopped, and can be seen."""
         written_down(report, finished=False)
-        for line in (*(_in_short(each) for each in report.decodes), *_lora_lines(report)):
+        lines = *(_in_short(each) for each in report.decodes), *map(_turns_line, report.turns), *_lora_lines(report)
+        for line in lines:
             if line not in said:
                 said.append(line)
                 output.line(f"  {line}")
@@ -162,7 +164,23 @@ def _notes(report: StreamSuiteReport, timed: Sequence[DecodeMeasurement]) -> lis
         lines.append("early: of what would have missed, the share whose copy had begun; pauses stand for attention")
     if any(each.computed_us is not None for each in timed):
         lines.append("by CPU: experts of a layer that it computed and that were not moved; CPU us: it took for one")
-    return lines + _lora_lines(report)
+    return lines + [_turns_line(each) for each in report.turns] + _lora_lines(report)
+
+
+def _turns_line(found: TurnsMeasurement) -> str:
+    about = f"two sequences, {found.layers} layers, {found.slots} slots, pauses of {found.pause_us:g} us"
+    if found.turns_us is None or found.turns_hit_rate is None:
+        return f"{about}: refused, {found.reason}"
+    ways = {
+        "one alone": found.alone_us,
+        "one after the other": found.one_after_the_other_us,
+        "a batch": found.batch_us,
+        "in turns": found.turns_us,
+    }
+    each = ", ".join(f"{name} {three_digits(us)}" for name, us in ways.items() if us is not None)
+    of_link = "" if found.turns_share_of_link is None else f", {found.turns_share_of_link:.0%} of the link"
+    said = f"{each} us a layer and token; in turns {found.turns_hit_rate:.1%} hits{of_link}"
+    return f"{about}: {said}, bits {'same' if found.same_bits else f'{found.error:.0e}'}"
 
 
 def _lora_lines(report: StreamSuiteReport) -> list[str]:

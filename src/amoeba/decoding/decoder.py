@@ -15,7 +15,7 @@ and is copied to the host beside the following steps, so that whoever stops earl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.sampling import Sampler, Sampling
 from amoeba.decoding.step import Rows, Step, replays_in
 from amoeba.errors import bad_value
+from amoeba.replays import Member
 
 AHEAD = 4  # steps on their way to the GPU before one is waited for
 SHORTEST_CACHE = 512  # lengths are rounded up to powers of two from here, so that compiled code is found again
@@ -70,6 +71,24 @@ class Decoder:
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0) -> Iterator[list[int]]:
         """The new tokens of all rows, step by step; who has enough stops asking."""
+        prompt_BL, pad_B = self._checked(prompts, max_new_tokens)
+        self.prepare(prompt_BL.shape[1])
+        self._begin(prompt_BL, pad_B, seed)
+        return self._tokens(prompt_BL, pad_B, max_new_tokens)
+
+    def read(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Outlet:
+        """The prompts, once it is prepared; the first tokens are on their way."""
+        prompt_BL, pad_B = self._checked(prompts, max_new_tokens)
+        self._begin(prompt_BL, pad_B, seed)
+        self._read_prompts(prompt_BL, pad_B)
+        out = Outlet(self._rows.token_B1)
+        out.send()
+        return out
+
+    def member(self, stream: torch.cuda.Stream, behind: Callable[[], None]) -> Member:
+        return self._step.member(stream, behind)
+
+    def _checked(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[Tensor, Tensor]:
         prompt_BL, pad_B = self._padded(prompts)
         tokens = prompt_BL.shape[1]
         if tokens + max_new_tokens - 1 > self.cache.length:
@@ -79,12 +98,10 @@ class Decoder:
                 self.cache.length,
                 "make a Decoder with a longer cache",
             )
-        self.prepare(tokens)
-        self._begin(prompt_BL, pad_B, seed)
-        return self._tokens(prompt_BL, pad_B, max_new_tokens)
+        return prompt_BL, pad_B
 
     def _tokens(self, prompt_BL: Tensor, pad_B: Tensor, count: int) -> Iterator[list[int]]:
-        out, ahead = _Outlet(self._rows.token_B1), AHEAD if self.capture else 0
+        out, ahead = Outlet(self._rows.token_B1), AHEAD if self.capture else 0
         self._read_prompts(prompt_BL, pad_B)
         out.send()
         for _ in range(count - 1):
@@ -95,7 +112,7 @@ class Decoder:
         while len(out):
             yield self._received(out)
 
-    def _received(self, out: _Outlet) -> list[int]:
+    def _received(self, out: Outlet) -> list[int]:
         tokens = out.receive()
         self._step.check()
         return tokens
@@ -170,7 +187,7 @@ class Decoder:
         return self._prompt_steps[size]
 
 
-class _Outlet:
+class Outlet:
     """Tokens on their way to the host, in order."""
 
     def __init__(self, token_B1: Tensor) -> None:
@@ -181,13 +198,17 @@ class _Outlet:
     def __len__(self) -> int:
         return len(self._sent)
 
+    def reserve(self, count: int) -> None:
+        """So many may be sent before memory is taken."""
+        while len(self._free) < count and self._token_B1.device.type == "cuda":
+            host = torch.empty(self._token_B1.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._free.append((host, torch.cuda.Event()))
+
     def send(self) -> None:
         if self._token_B1.device.type != "cuda":
             self._sent.append((self._token_B1.clone(), None))
             return
-        if not self._free:
-            host = torch.empty(self._token_B1.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._free.append((host, torch.cuda.Event()))
+        self.reserve(1)
         host, event = self._free.pop()
         host.copy_(self._token_B1, non_blocking=True)
         event.record()

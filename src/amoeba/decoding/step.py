@@ -14,6 +14,7 @@ what comes after that is computed too, and overwritten by the next tokens before
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -26,7 +27,7 @@ from amoeba.decoding.regions import compiled_layers
 from amoeba.decoding.sampling import Sampler
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
-from amoeba.replays import Replays, replays_of
+from amoeba.replays import Member, Replays, replays_of
 
 
 class Rows:
@@ -88,6 +89,18 @@ class Step:
         with ExitStack() as stack:
             self._enter(stack, self.compiled)
             self._run()
+
+    def member(self, stream: torch.cuda.Stream, behind: Callable[[], None]) -> Member:
+        """Of steps in turns, once it is captured. behind: enqueues what follows each."""
+        assert self._graph is not None
+        replay = self._graph.replay
+
+        def launch() -> None:
+            with torch.cuda.stream(stream):
+                replay()
+                behind()
+
+        return Member(self._passes, launch, stream)
 
     def check(self) -> None:
         """Behind a wait for a call of it, before what it made is used."""

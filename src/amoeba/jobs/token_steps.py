@@ -47,9 +47,11 @@ def choose_steps(
     new_tokens: int,
     steps: int | None = None,
     compile: bool | None = None,
+    turns: bool = False,
 ) -> Steps:
     """prompt_tokens: of the longest prompt. new_tokens: at most, after each prompt.
     steps: how many there will be, where it is more than one batch.
+    turns: of two halves of the batch, where its experts come while a step runs.
     compile: None for compiled where it pays. The model has its generation_config already."""
     started = time.perf_counter()
     reason = why_plain(model)
@@ -57,7 +59,7 @@ def choose_steps(
         length = prompt_tokens + new_tokens
         for compiled, why in _ways(model, batch, length, steps or new_tokens, compile):
             try:
-                decoder = _prepared(model, sampling, batch, length, prompt_tokens, compiled)
+                decoder = _prepared(model, sampling, batch, length, prompt_tokens, compiled, turns)
             except CannotCapture as refused:
                 reason = str(refused)
                 _free_memory()
@@ -66,6 +68,7 @@ def choose_steps(
                 reason = _failed("compiling" if compiled else "capturing", error)
             else:
                 why = why if reason is None else reason
+                why += "; in turns" if getattr(decoder, "takes_turns", False) else ""
                 return Steps("compiled" if compiled else "captured", why, decoder, time.perf_counter() - started)
             _free_memory()
     assert reason is not None
@@ -94,13 +97,33 @@ def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -
     return [(False, f"not compiled: that pays from {least} steps on, and there are {steps} at most")]
 
 
-def _prepared(model: Any, sampling: dict[str, Any], batch: int, length: int, prompt_tokens: int, compiled: bool) -> Any:
+def _prepared(
+    model: Any,
+    sampling: dict[str, Any],
+    batch: int,
+    length: int,
+    prompt_tokens: int,
+    compiled: bool,
+    turns: bool,
+) -> Any:
     from amoeba.decoding import compiled_code
     from amoeba.decoding.decoder import Decoder
     from amoeba.decoding.sampling import Sampling
+    from amoeba.decoding.turns import TurnsDecoder
 
-    decoder = Decoder(model, batch=batch, length=length, sampling=Sampling(**sampling), compiled=compiled)
-    decoder.prepare(prompt_tokens)
+    options: dict[str, Any] = {"batch": batch, "length": length, "sampling": Sampling(**sampling), "compiled": compiled}
+    decoder: Decoder | TurnsDecoder | None = None
+    if turns and batch > 1:
+        try:
+            decoder = TurnsDecoder(model, **options)
+            decoder.prepare(prompt_tokens)
+        except CannotCapture as refused:
+            logger.info("steps are not in turns: %s", refused)
+            decoder = None
+            _free_memory()
+    if decoder is None:
+        decoder = Decoder(model, **options)
+        decoder.prepare(prompt_tokens)
     if compiled:
         compiled_code.note(model, batch, decoder.cache.length)
     return decoder

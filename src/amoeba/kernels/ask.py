@@ -23,6 +23,11 @@ here and `add_computed` adds it; LATER + slot: the same, and from the next pass 
 
 `shown` is the map: slot of each of E experts (-1: in none), then the expert in each of S slots.
 
+Where several graphs pass over the layers in turns (`turn`), each in its own stream with its own words, the map is for all
+of them. `turn` is a word of the layer that says whose turn it is: ahead of 2 the program waits for its own, and when all
+is done the next group's turn comes. So a layer's questions come one after the other in the order of the groups, and who
+asks finds the map as the one before left it. Below 0 nobody waits.
+
 After `limit` seconds of waiting, or where the answer is not to this question, or an id is still without a slot, the
 serial is written to `trouble`, and the kernel ends with -1 in slot_TK, which decode kernels take for nobody's. The host
 may write there too. From then on nothing waits any more, until the host has cleared it: tokens mean nothing.
@@ -89,6 +94,16 @@ class Handed:
     word: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Of one layer and one of several groups that pass over it. word: (1,) int32 on the device, the group whose turn it
+    is, or below 0."""
+
+    word: Tensor
+    mine: int
+    groups: int
+
+
 def answer_length(experts: int, ids: int) -> int:
     """Each id may bring one expert and drive out another."""
     return min(experts, 2 * ids)
@@ -105,9 +120,12 @@ def ask(
     handed: Handed | None = None,
     x_TH: Tensor | None = None,
     weight_TK: Tensor | None = None,
+    turn: Turn | None = None,
 ) -> None:
-    """due: (1,) int32 on the device, of the layer. limit: seconds. x_TH, weight_TK: where something is handed."""
-    operands, constants = question_of(expert_TK, slot_TK, shown, experts, talk, due, limit, handed, x_TH, weight_TK)
+    """due: (1,) int32 on the device, of the layer. limit: seconds. x_TH, weight_TK: where something is handed.
+    turn: where others pass over the layer too."""
+    given = handed, x_TH, weight_TK, turn
+    operands, constants = question_of(expert_TK, slot_TK, shown, experts, talk, due, limit, *given)
     _ask[(1,)](*operands, **constants)
 
 
@@ -122,6 +140,7 @@ def question_of(
     handed: Handed | None,
     x_TH: Tensor | None,
     weight_TK: Tensor | None,
+    turn: Turn | None = None,
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """What `question` takes, in its order, and its constants."""
     ids, ring, row = expert_TK.numel(), *talk.questions.shape
@@ -142,7 +161,9 @@ def question_of(
         check_arguments(fit, expected, x_TH=x_TH, weight_TK=weight_TK)
         given = x_TH, weight_TK, handed.x, handed.expert, handed.weight, handed.arrived
     told = talk.questions, talk.answers, talk.trouble, talk.times
-    operands = expert_TK, slot_TK, shown, talk.state, due, *told, *given, int(limit * 1e6), ids, numbers
+    word, mine, groups = (talk.state, 0, 1) if turn is None else (turn.word, turn.mine, turn.groups)
+    numbers_of = int(limit * 1e6), ids, numbers, mine
+    operands = expert_TK, slot_TK, shown, talk.state, due, word, *told, *given, *numbers_of
     constants: dict[str, object] = {
         "EXPERTS": experts,
         "RING": ring,
@@ -150,6 +171,7 @@ def question_of(
         "MOST": most,
         "ENTRIES": max(2, next_power_of_2(min(most, answer_length(experts, ids)))),
         "HANDS": handed is not None,
+        "TURNS": groups,
         "ON_GPU": expert_TK.is_cuda,
         **sizes(experts, ids),
         "num_warps": 1,  # so that all threads see the same words: they look in one instruction
@@ -187,6 +209,15 @@ def fenced(value, ON_GPU: tl.constexpr):
 
 
 @triton.jit
+def fenced_here(value, ON_GPU: tl.constexpr):
+    """The same for other kernels of this GPU, which does not wait for what was written to the host."""
+    if ON_GPU:
+        fence: tl.constexpr = "fence.acq_rel.gpu; mov.b32 $0, $1;"
+        value = tl.inline_asm_elementwise(fence, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+    return value
+
+
+@triton.jit
 def microseconds(before, ON_GPU: tl.constexpr):
     """A clock. Without a GPU each look at it takes a microsecond."""
     if ON_GPU:
@@ -197,13 +228,14 @@ def microseconds(before, ON_GPU: tl.constexpr):
 
 
 @quick
-@triton.jit(do_not_specialize=["limit", "N", "NUMBERS"])
+@triton.jit(do_not_specialize=["limit", "N", "NUMBERS", "mine"])
 def _ask(
     expert_N,
     slot_N,
     shown,
     state,
     due,
+    turn,
     questions,
     answers,
     trouble,
@@ -217,12 +249,14 @@ def _ask(
     limit,
     N,
     NUMBERS,
+    mine,
     EXPERTS: tl.constexpr,
     RING: tl.constexpr,
     ROW: tl.constexpr,
     MOST: tl.constexpr,
     ENTRIES: tl.constexpr,
     HANDS: tl.constexpr,
+    TURNS: tl.constexpr,
     ON_GPU: tl.constexpr,
     BINS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -233,6 +267,7 @@ def _ask(
         shown,
         state,
         due,
+        turn,
         questions,
         answers,
         trouble,
@@ -246,12 +281,14 @@ def _ask(
         limit,
         N,
         NUMBERS,
+        mine,
         EXPERTS,
         RING,
         ROW,
         MOST,
         ENTRIES,
         HANDS,
+        TURNS,
         ON_GPU,
         BINS,
         PIECE,
@@ -265,6 +302,7 @@ def question(
     shown,
     state,
     due,
+    turn,
     questions,
     answers,
     trouble,
@@ -278,12 +316,14 @@ def question(
     limit,
     N,
     NUMBERS,
+    mine,
     EXPERTS: tl.constexpr,
     RING: tl.constexpr,
     ROW: tl.constexpr,
     MOST: tl.constexpr,
     ENTRIES: tl.constexpr,
     HANDS: tl.constexpr,
+    TURNS: tl.constexpr,
     ON_GPU: tl.constexpr,
     BINS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -294,6 +334,21 @@ def question(
     place = serial & (RING - 1)
     row = questions + place * ROW
     began = microseconds(tl.zeros((), tl.int64), ON_GPU)
+    whose = serial * 0
+    if TURNS > 1:
+        whose = tl.load(turn, volatile=True)
+        now = began
+        looks = serial * 0
+        stop = looks
+        while (whose != mine) & (whose >= 0) & (stop == 0) & (now - began < limit):
+            stop = tl.load(trouble, mask=looks % LOOKS == 0, other=0, volatile=True)
+            whose = tl.load(turn, volatile=True)
+            now = microseconds(now, ON_GPU)
+            looks += 1
+        whose = fenced_here(whose, ON_GPU)
+        tl.debug_barrier()  # who came before has left the map as it is now
+        tl.store(trouble, tl.where(serial == 0, 1, serial), mask=(whose != mine) & (whose >= 0))
+        began = now
     if ON_GPU:
         tl.store(times + 2 * place, began.to(tl.int32))
     misses = write_row(expert_N, shown, slot_N, row, N, EXPERTS, BINS, PIECE)
@@ -373,6 +428,9 @@ def question(
     # as late as can be, so that serials that wrap stay comparable
     tl.store(due, tl.where((about & _PROMOTED) != 0, serial, arrived))
     tl.store(state + 2, about & _COMPUTES)
+    if TURNS > 1:
+        tl.debug_barrier()  # every thread has written its part of the map
+        tl.store(turn, fenced_here((mine + 1) % TURNS, ON_GPU), mask=whose == mine)
 
 
 @quick

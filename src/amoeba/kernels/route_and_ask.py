@@ -21,7 +21,7 @@ from torch import Tensor
 
 from amoeba.config import RouterConfig
 from amoeba.kernels.arguments import check_arguments
-from amoeba.kernels.ask import Handed, Talk, question, question_of
+from amoeba.kernels.ask import Handed, Talk, Turn, question, question_of
 from amoeba.kernels.launch import next_power_of_2, quick
 from amoeba.kernels.router import MAX_COLUMNS, MAX_TOP_K, choose_experts, columns, forward_constants
 
@@ -58,13 +58,15 @@ def route_and_ask(
     limit: float,
     handed: Handed | None = None,
     x_TH: Tensor | None = None,
+    turn: Turn | None = None,
 ) -> None:
     """slot_TK is there once the experts are; the rest as `ask` has it."""
     tokens, experts = logits_TE.shape
     reason = why_not(tokens, config)
     fit = reason is None and expert_TK.shape == weight_TK.shape == (tokens, config.top_k) and weight_TK.is_contiguous()
     check_arguments(fit, reason or "contiguous results of (T, K)", logits_TE=logits_TE, weight_TK=weight_TK)
-    operands, constants = question_of(expert_TK, slot_TK, shown, experts, talk, due, limit, handed, x_TH, weight_TK)
+    given = handed, x_TH, weight_TK, turn
+    operands, constants = question_of(expert_TK, slot_TK, shown, experts, talk, due, limit, *given)
     _route_and_ask[(1,)](
         logits_TE.contiguous(),
         None if bias_E is None else bias_E.float().contiguous(),
@@ -78,7 +80,7 @@ def route_and_ask(
 
 
 @quick
-@triton.jit(do_not_specialize=["limit", "N", "NUMBERS"])
+@triton.jit(do_not_specialize=["limit", "N", "NUMBERS", "mine"])
 def _route_and_ask(
     logits_TE,
     bias_E,
@@ -89,6 +91,7 @@ def _route_and_ask(
     shown,
     state,
     due,
+    turn,
     questions,
     answers,
     trouble,
@@ -102,12 +105,14 @@ def _route_and_ask(
     limit,
     N,
     NUMBERS,
+    mine,
     EXPERTS: tl.constexpr,
     RING: tl.constexpr,
     ROW: tl.constexpr,
     MOST: tl.constexpr,
     ENTRIES: tl.constexpr,
     HANDS: tl.constexpr,
+    TURNS: tl.constexpr,
     ON_GPU: tl.constexpr,
     BINS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -155,6 +160,7 @@ def _route_and_ask(
         shown,
         state,
         due,
+        turn,
         questions,
         answers,
         trouble,
@@ -168,12 +174,14 @@ def _route_and_ask(
         limit,
         N,
         NUMBERS,
+        mine,
         EXPERTS,
         RING,
         ROW,
         MOST,
         ENTRIES,
         HANDS,
+        TURNS,
         ON_GPU,
         BINS,
         PIECE,

@@ -141,11 +141,13 @@ class ExpertCache:
     def top(self, layer: int) -> SlotTable:
         return self._layers[layer].top
 
-    def request(self, layer: int, ids: Iterable[int], beside: Sequence[int] = ()) -> Fetch:
+    def request(
+        self, layer: int, ids: Iterable[int], beside: Sequence[int] = (), stay: Collection[int] = ()
+    ) -> Fetch:
         """What `SlotTable.request` refuses, this does, with nothing changed. beside: missing, and computed where they
-        are: nothing is fetched for them."""
+        are: nothing is fetched for them. stay: none of these leaves for it."""
         here, counters = self._layers[layer], self.counters
-        plan = here.top.request(ids, beside)
+        plan = here.top.request(ids, beside, stay)
         present = len(plan.hits) + len(plan.waiting)
         counters.requested += present + len(plan.loads) + len(beside)
         counters.computed += len(beside)

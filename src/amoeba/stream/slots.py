@@ -67,16 +67,16 @@ class SlotTable:
     def is_loading(self, expert: int) -> bool:
         return expert in self._loading
 
-    def request(self, ids: Iterable[int], beside: Sequence[int] = ()) -> Plan:
+    def request(self, ids: Iterable[int], beside: Sequence[int] = (), stay: Collection[int] = ()) -> Plan:
         """All of them, held until `release`. ValueError where there are not that many slots (see `waves`), SlotsInUse
         where others hold too many; both leave everything as it was. An id that comes twice is held once.
-        beside: used by the same pass without a slot."""
+        beside: used by the same pass without a slot. stay: none of these leaves for it."""
         slot_of = self._slot_of
         ids = ids if isinstance(ids, Sequence) else list(ids)
         try:
             hits = {expert: slot_of[expert] for expert in ids}
         except KeyError:
-            return self._request_with_misses(dict.fromkeys(ids), beside)
+            return self._request_with_misses(dict.fromkeys(ids), beside, stay)
         holds = self._holds
         for expert in hits:
             holds[expert] += 1
@@ -157,11 +157,11 @@ class SlotTable:
         self._expert_in[self._slot_of[expert]] = _EMPTY
         self._slot_of[expert], self._expert_in[slot] = slot, expert
 
-    def _request_with_misses(self, distinct: dict[int, None], beside: Sequence[int]) -> Plan:
+    def _request_with_misses(self, distinct: dict[int, None], beside: Sequence[int], stay: Collection[int]) -> Plan:
         if len(distinct) > self.slots:
             remedy = "split them with waves(), or give the layer a larger budget"
             raise bad_value("experts of one request", f"at most {self.slots}, the slots", len(distinct), remedy)
-        plan = self._take(distinct, distinct, all_or_none=True)
+        plan = self._take(distinct, {*distinct, *stay} if stay else distinct, all_or_none=True)
         self.policy.use([*distinct, *beside])
         self._note_use(distinct)
         return plan

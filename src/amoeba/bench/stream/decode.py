@@ -89,7 +89,8 @@ class DecodeMeasurement:
 
 
 class Tokens:
-    """Layers, and the memory that a captured step reads and writes."""
+    """Layers, and the memory that a captured step reads and writes. rows: tokens of a step. captured: by itself; else
+    `run_once` is, by someone else."""
 
     def __init__(
         self,
@@ -98,41 +99,51 @@ class Tokens:
         kinds: Sequence,
         memory: StreamedMemory | None = None,
         pause_us: float = 0.0,
+        rows: int = 1,
+        seed: int = 1,
+        captured: bool = True,
     ) -> None:
         size, self.place, self._kinds, self._pause_us = problem.size, place, kinds, pause_us
-        generator = torch.Generator(problem.device).manual_seed(1)
-        x_TH = torch.empty(1, size.hidden, dtype=problem.dtype, device=problem.device)
+        generator = torch.Generator(problem.device).manual_seed(seed)
+        x_TH = torch.empty(rows, size.hidden, dtype=problem.dtype, device=problem.device)
         self._x_TH = x_TH.normal_(generator=generator)
-        shape = len(kinds), 1, size.top_k
+        shape = len(kinds), rows, size.top_k
         self._ids = torch.arange(size.top_k, dtype=torch.int64, device=problem.device).expand(shape).clone()
-        self._weight_TK = torch.full((1, size.top_k), 1 / size.top_k, dtype=torch.float32, device=problem.device)
-        self._y: list[Tensor] = []
+        self._weight_TK = torch.full((rows, size.top_k), 1 / size.top_k, dtype=torch.float32, device=problem.device)
+        self.y: list[Tensor] = []  # of each layer, of the latest step
         self.median = 0.0  # seconds of a token of the latest run
-        self._step = place.repeated(self._run, memory)
+        self._step = place.repeated(self.run_once, memory) if captured else None
 
-    def _run(self) -> None:
-        self._y = []
+    def run_once(self) -> None:
+        self.y = []
         with torch.no_grad():
             for layer, kind in enumerate(self._kinds):
                 routing = Routing(self._ids[layer], self._weight_TK, trusted=True)
                 backend = self.place.backend if isinstance(kind, ExpertWeights) else "auto"
-                self._y.append(experts(self._x_TH, routing, kind, backend=backend))
+                self.y.append(experts(self._x_TH, routing, kind, backend=backend))
                 if self._pause_us:
                     self.place.pause(self._pause_us)
 
     def outputs(self, ids: Tensor, hint: Tensor | None = None) -> list[Tensor]:
         self.run([ids], [] if hint is None else [hint])
-        return [y_TH.clone() for y_TH in self._y]
+        return [y_TH.clone() for y_TH in self.y]
+
+    def feed(self, ids: Tensor) -> None:
+        self._ids.copy_(ids)
+
+    def step(self, ids: Tensor) -> None:
+        assert self._step is not None
+        self.feed(ids)
+        self._step()
 
     def run(self, routes: Sequence[Tensor], hints: Sequence[Tensor] = ()) -> float:
         """Seconds a token. hints: x_TH of each; none: it stays as it is."""
         self.place.wait()
         began, ended = time.perf_counter(), list[float]()
         for number, ids in enumerate(routes):
-            self._ids.copy_(ids)
             if hints:
                 self._x_TH.copy_(hints[number])
-            self._step()
+            self.step(ids)
             ended.append(time.perf_counter())
         self.place.wait()
         self.median = statistics.median(map(operator.sub, ended, [began, *ended]))

@@ -13,13 +13,15 @@ from __future__ import annotations
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from amoeba.replays import Member
 from amoeba.stream.bandwidth import copy_rate
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.early_copies import spares_of
@@ -47,6 +49,12 @@ class Place(ABC):
     @abstractmethod
     def repeated(self, run: Callable[[], None], memory: StreamedMemory | None = None) -> Callable[[], None]:
         """Runs once more at each call; with streamed experts, whose memory is given, or without."""
+
+    def in_turns(
+        self, runs: Sequence[Callable[[], None]], memory: StreamedMemory
+    ) -> Callable[[Sequence[Callable[[], None]], int], None]:
+        """A call of (feeds, steps) repeats each so many times, in turns; each repetition behind a call of its feed."""
+        raise NotImplementedError("turns are for a link")
 
     @abstractmethod
     def wait(self) -> None:
@@ -145,6 +153,38 @@ class GpuPlace(LinkedPlace):
         ):
             run()
         return graph.replay if replays is None else lambda: replays.replay(passes, graph.replay)
+
+    def in_turns(
+        self, runs: Sequence[Callable[[], None]], memory: StreamedMemory
+    ) -> Callable[[Sequence[Callable[[], None]], int], None]:
+        replays, captured = memory.replays, []
+        for number, run in enumerate(runs):
+            stream, graph = torch.cuda.Stream(self._device), torch.cuda.CUDAGraph()
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with replays.as_group(number, len(runs)):
+                with torch.cuda.stream(stream), replays.rehearsing():
+                    run()
+                self.wait()
+                with (
+                    replays.capturing() as passes,
+                    torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+                ):
+                    run()
+            captured.append((passes, graph, stream))
+
+        def repeat(feeds: Sequence[Callable[[], None]], steps: int) -> None:
+            def launch_of(feed: Callable[[], None], graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+                with torch.cuda.stream(stream):
+                    feed()
+                    graph.replay()
+
+            members = [
+                Member(passes, partial(launch_of, feed, graph, stream), stream)
+                for feed, (passes, graph, stream) in zip(feeds, captured, strict=True)
+            ]
+            replays.in_turns(members, steps)
+
+        return repeat
 
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -30,8 +30,8 @@ from amoeba.stream.synthetic import Locality, synthetic_trace
 from amoeba.stream.trace import LayerShape, Trace
 from amoeba.weights import ExpertWeights
 
-Part = Literal["decode", "disk", "lora", "prefetch"]
-PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "prefetch")
+Part = Literal["decode", "disk", "lora", "prefetch", "turns"]
+PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "prefetch", "turns")
 
 # Of what the next layer's router says of a token a layer ahead, the share that it chooses then: others saw 72 to 77 %.
 RIGHT = 0.75
@@ -98,9 +98,9 @@ class StreamProblem:
             found.append(ExpertWeights(gate_up_EJH, down_EHI, activation=Activation()))
         return found
 
-    def trace(self, layers: int, tokens: int) -> Trace:
+    def trace(self, layers: int, tokens: int, seed: int = 0) -> Trace:
         size = self.size
-        return synthetic_trace(Locality(), [LayerShape(size.experts, size.top_k, 1)] * layers, tokens)
+        return synthetic_trace(Locality(), [LayerShape(size.experts, size.top_k, 1)] * layers, tokens, seed)
 
     def routes(self, trace: Trace) -> list[Tensor]:
         shape = len(trace.layers), 1, self.size.top_k
@@ -148,6 +148,7 @@ def check_room(problem: StreamProblem, folder: Path | None = None) -> None:
         "decode": size.layers if has_link else size.disk_layers,
         "disk": size.disk_layers,
         "prefetch": size.layers,
+        "turns": size.layers,
     }
     layers = max(of_part.get(part, size.lora_layers) for part in problem.parts)
     needs = {"memory on the device": (2 * layers * of_layer, available_memory(problem.device))}

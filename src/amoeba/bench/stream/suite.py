@@ -14,12 +14,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from amoeba.bench.stream import lora
+from amoeba.bench.stream import lora, turns
 from amoeba.bench.stream.decode import WARM, DecodeMeasurement, Setting, Tokens, measure
 from amoeba.bench.stream.lora import LoraMeasurement
 from amoeba.bench.stream.place import Place, place_of
 from amoeba.bench.stream.problem import StreamProblem, StreamSize
 from amoeba.bench.stream.stores import FileStore, ResidentStore
+from amoeba.bench.stream.turns import TurnsMeasurement
 from amoeba.stream.bandwidth import read_rate
 from amoeba.stream.store.store import Store
 from amoeba.weights import ExpertWeights
@@ -28,6 +29,8 @@ from amoeba.weights import ExpertWeights
 _TOKENS_FROM_DISK = 4
 # What attention and all else between two layers of experts take, about; it is the time that copies can begin early.
 PAUSE_US = 50.0
+# Of two sequences in turns: so many of the experts have slots, one of so many, and pauses.
+TURNS_SHARES, TURNS_PAUSES = (2, 4), (0.0, PAUSE_US)
 
 
 @dataclass
@@ -43,11 +46,13 @@ class StreamSuiteReport:
     resident_us: float | None = None  # of one layer
     decodes: list[DecodeMeasurement] = field(default_factory=list)
     lora: LoraMeasurement | None = None
+    turns: list[TurnsMeasurement] = field(default_factory=list)
 
     @property
     def wrong(self) -> list[str]:
         """Reasons of ours without times."""
-        return [each.reason for each in (*self.decodes, self.lora) if each is not None and each.reason is not None]
+        found = *self.decodes, self.lora, *self.turns
+        return [each.reason for each in found if each is not None and each.reason is not None]
 
 
 def settings(experts: int, has_link: bool) -> list[Setting]:
@@ -87,7 +92,10 @@ def run_stream(
         wanted = [each for each in settings(size.experts, place.has_link) if each.part in problem.parts]
         wants_lora = "lora" in problem.parts
         layers = [size.layers if place.has_link and not each.is_on_disk else size.disk_layers for each in wanted]
-        resident = problem.resident(max([*layers, size.lora_layers if wants_lora else 1]))
+        wants_turns = "turns" in problem.parts and place.has_link
+        resident = problem.resident(
+            max([*layers, size.lora_layers if wants_lora else 1, size.layers if wants_turns else 1])
+        )
         files = None
 
         def written() -> FileStore:
@@ -102,6 +110,8 @@ def run_stream(
         for setting in wanted:
             if not setting.is_on_disk:
                 decodes.measure(setting)
+        if wants_turns:
+            decodes.measure_turns()
         if wants_lora:
             progress(f"{size.name}: a fine-tuning step over {size.lora_layers} layers")
             some = resident[: size.lora_layers]
@@ -138,7 +148,7 @@ class _Decodes:
     ) -> None:
         self._problem, self._place, self._resident, self._files = problem, place, resident, files
         self._tokens, self._report, self._progress, self._so_far = tokens, report, progress, so_far
-        self._residents: dict[tuple[int, float], Tokens] = {}
+        self._residents: dict[tuple[int, float, int], Tokens] = {}
 
     def measure(self, setting: Setting) -> None:
         problem, place, report, tokens = self._problem, self._place, self._report, self._tokens
@@ -156,6 +166,26 @@ class _Decodes:
         self._so_far(report)
         gc.collect()  # slots of this setting, ahead of those of the next
 
+    def measure_turns(self) -> None:
+        problem, report, layers = self._problem, self._report, self._problem.size.layers
+        if report.resident_us is None:
+            report.resident_us = self._time_resident(layers)
+        for share in TURNS_SHARES:
+            slots = max(1, problem.size.experts // share)
+            self._progress(f"{problem.size.name}: two sequences, {slots} slots")
+            report.turns += turns.measure(
+                problem,
+                self._place,
+                ResidentStore(problem, self._resident[:layers]),
+                slots,
+                lambda ids, number: self._of_resident(layers, 0.0, 1 + number).outputs(ids),
+                TURNS_PAUSES,
+                self._tokens,
+                report.link_bytes_per_second,
+            )
+            self._so_far(report)
+            gc.collect()
+
     def _time_resident(self, layers: int, pause_us: float = 0.0) -> float:
         problem, resident = self._problem, self._of_resident(layers, pause_us)
         routes = problem.routes(problem.trace(layers, WARM + self._tokens))
@@ -163,11 +193,12 @@ class _Decodes:
         resident.run(routes[:WARM])
         return resident.run(routes[WARM:]) * 1e6 / layers
 
-    def _of_resident(self, layers: int, pause_us: float = 0.0) -> Tokens:
-        if (layers, pause_us) not in self._residents:
+    def _of_resident(self, layers: int, pause_us: float = 0.0, seed: int = 1) -> Tokens:
+        what = layers, pause_us, seed
+        if what not in self._residents:
             kinds = self._resident[:layers]
-            self._residents[layers, pause_us] = Tokens(self._problem, self._place, kinds, pause_us=pause_us)
-        return self._residents[layers, pause_us]
+            self._residents[what] = Tokens(self._problem, self._place, kinds, pause_us=pause_us, seed=seed)
+        return self._residents[what]
 
 
 @contextmanager

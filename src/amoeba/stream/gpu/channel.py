@@ -25,6 +25,7 @@ from amoeba.config import RouterConfig
 from amoeba.stream.gpu.device import Device
 
 if TYPE_CHECKING:
+    from amoeba.kernels.ask import Turn
     from amoeba.stream.gpu.computing import Computing
 
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
@@ -65,13 +66,16 @@ class Channel:
         expert_TK: Tensor,
         computing: Computing | None = None,
         *given: Tensor,
+        turn: Turn | None = None,
     ) -> Tensor:
-        """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`computing`)."""
+        """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`computing`).
+        turn: where the layer has other groups (turns.py)."""
         from amoeba.kernels.ask import ask
 
         expert_TK, slot_TK = expert_TK.contiguous(), torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
         due, handed = self._due[layer, :1], None if computing is None else computing.handed
-        call = partial(ask, expert_TK, slot_TK, shown, experts, self._talk, due, self.limit, handed, *given)
+        of_question = shown, experts, self._talk, due, self.limit, handed, *given
+        call = partial(ask, expert_TK, slot_TK, *of_question, turn=turn)
         self._device.launch(call)
         return slot_TK
 
@@ -84,6 +88,7 @@ class Channel:
         bias_E: Tensor | None,
         computing: Computing | None = None,
         x_TH: Tensor | None = None,
+        turn: Turn | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """expert_TK and weight_TK by the router, and slot_TK as `ask` has it, by one kernel."""
         from amoeba.kernels.route_and_ask import empty_routed, route_and_ask
@@ -91,7 +96,7 @@ class Channel:
         found = empty_routed(logits_TE.shape[0], config, logits_TE.device)
         due, handed = self._due[layer, :1], None if computing is None else computing.handed
         of_router, of_question = (logits_TE, config, bias_E, *found), (shown, self._talk, due, self.limit, handed, x_TH)
-        self._device.launch(partial(route_and_ask, *of_router, *of_question))
+        self._device.launch(partial(route_and_ask, *of_router, *of_question, turn=turn))
         return found
 
     def add_computed(self, y_TH: Tensor, computing: Computing) -> None:

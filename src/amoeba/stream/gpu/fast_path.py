@@ -30,7 +30,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from ctypes import c_double, c_float, c_int, c_int8, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,7 @@ class _Layer(ctypes.Structure):
         ("early_of", c_void_p),
         ("order", Order),
         ("kept", c_void_p),
+        ("held", c_void_p),
         ("blobs", Blobs),
     )
 
@@ -110,6 +111,7 @@ class _Prepared:
         self.blob_of = (c_uint64 * experts)()
         self.early_of = (c_int32 * experts)(*[NOBODY] * experts)
         self.expert_in, self.kept = (c_int32 * slots)(), (c_int8 * experts)()
+        self.held, self.held_ids = (c_int8 * experts)(), list[int]()
         self.policy: Policy | None = None  # whose arrays compiled code ranks by
         self.is_known = False  # who is in which slot, and which blob
         self.written: list[tuple[int, int]] = []  # experts and blobs that are being written, as far as is known
@@ -117,9 +119,9 @@ class _Prepared:
         self._of_parts = [(c_uint64 * len(self.parts))(*each) for each in zip(*self.parts, strict=True)]
         arrays: tuple[ctypes.Array, ...] = (self.leave, self.slot_of, self.blob_of, *self._of_parts)
         leave, slot_of, blob_of, *of_parts = (ctypes.addressof(array) for array in arrays)
-        early_of = ctypes.addressof(self.early_of)
+        early_of, *who_stays = (ctypes.addressof(array) for array in (self.early_of, self.kept, self.held))
         self.layer = _Layer(
-            leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(-1), ctypes.addressof(self.kept)
+            leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(-1), *who_stays
         )
         self.address = ctypes.addressof(self.layer)
 
@@ -145,17 +147,41 @@ class FastPath:
         sizes = zip(memory._tiers, memory.store.layers, memory.slots, memory.spares, strict=True)
         self._layers = [_Prepared(tiers, entry.experts, slots + spares) for tiers, entry, slots, spares in sizes]
         self.early = EarlyCopies(memory, [each.early_of for each in self._layers])
-        self._word = c_uint64(channel.arrived_word)
+        self._words: dict[Channel, c_uint64] = {}
+        self._tables: dict[Channel, ctypes.Array] = {}  # of addresses, for serve.cpp
         self._compiled: Any = None
         if computing is not None:
             for here, blobs in zip(self._layers, computing.blobs, strict=True):
                 here.layer.blobs = blobs
         if calls is not None and (library := serving_library()) is not None:
             self._compiled = library.amoeba_serve
-            functions = calls.to_device, calls.write_word, calls.to_device_at_once
-            pointers = [0 if call is None else ctypes.cast(call, c_void_p).value or 0 for call in functions]
-            self._table = (c_uint64 * 6)(*pointers, calls.stream.value, channel.arrived_word, LEAST_AT_ONCE)
-            self._table_address = ctypes.addressof(self._table)
+        self.serve(channel)
+
+    def serve(self, channel: Channel) -> None:
+        """Questions of this one from now on."""
+        calls = self._calls
+        self._channel = channel
+        if channel not in self._words:
+            self._words[channel] = c_uint64(channel.arrived_word)
+            if calls is not None and self._compiled is not None:
+                functions = calls.to_device, calls.write_word, calls.to_device_at_once
+                pointers = [0 if call is None else ctypes.cast(call, c_void_p).value or 0 for call in functions]
+                addresses = *pointers, calls.stream.value, channel.arrived_word, LEAST_AT_ONCE
+                self._tables[channel] = (c_uint64 * 6)(*addresses)
+        self._word = self._words[channel]
+        self._table_address = ctypes.addressof(self._tables[channel]) if channel in self._tables else 0
+
+    def hold(self, layer: int, experts: Collection[int]) -> None:
+        """None of these leaves, and others may, until the next call: who reads them is not ahead of the question."""
+        here = self._layers[layer]
+        for expert in here.held_ids:
+            here.held[expert] = 0
+        here.held_ids = list(experts)
+        for expert in experts:
+            here.held[expert] = 1
+
+    def held(self, layer: int) -> list[int]:
+        return self._layers[layer].held_ids
 
     def forget(self, layer: int) -> None:
         if self._computing is not None:
@@ -237,7 +263,7 @@ class FastPath:
         comers = [expert for expert, _ in came]
         ids, beside = there + comers, [expert for expert in missing if expert not in comers]
         with memory._counting:
-            fetch = memory.cache.request(layer, ids, beside)
+            fetch = memory.cache.request(layer, ids, beside, here.held_ids)
             for expert in comers:
                 memory.cache.loaded(layer, expert)
             memory.cache.release(layer, ids)
@@ -268,8 +294,8 @@ class FastPath:
         with self._memory._counting:
             missing, there = self._channel.read(serial)
         count, blobs = len(missing), [here.blob_of[expert] for expert in missing]
-        waiting = here.leave[: min(here.layer.leave_count, count + len(there))]
-        leave = [expert for expert in waiting if expert not in there][:count]
+        waiting = here.leave[: here.layer.leave_count]
+        leave = [expert for expert in waiting if expert not in there and not here.held[expert]][:count]
         if not count or len(leave) < count or 0 in blobs:
             return NOT_SERVED
         slots = [here.slot_of[expert] for expert in reversed(leave)]

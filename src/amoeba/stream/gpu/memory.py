@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ _Load = tuple[int, int | None, int]  # expert, host slot, slot
 
 
 @dataclass(eq=False)
-class _Group:
+class Group:
     """Experts that were asked for together: held, on their way or there."""
 
     slot_of: dict[int, int]
@@ -182,7 +182,7 @@ class DeviceMemory:
         size = slots if len(distinct) <= slots else max(1, slots // 2)
         parts = [distinct[first : first + size] for first in range(0, len(distinct), size)]
         ahead = len(parts) > 1 and slots > 1
-        groups: list[_Group] = []
+        groups: list[Group] = []
         try:
             for number, part in enumerate(parts):
                 if not groups:
@@ -230,11 +230,12 @@ class DeviceMemory:
         with self.turn(layer):
             self.staging.fill(layer)
 
-    def _begin(self, layer: int, part: list[int]) -> _Group:
-        tiers, fetch = self._tiers[layer], self._request(layer, part)
+    def _begin(self, layer: int, part: list[int], stay: Collection[int] = ()) -> Group:
+        """stay: who reads them is not known to any event, so none of these leaves."""
+        tiers, fetch = self._tiers[layer], self._request(layer, part, stay)
         self._changed[layer] = True
         loads = {expert: slot for expert, _, slot in (*fetch.from_host, *fetch.from_disk)}
-        group = _Group(fetch.hits | fetch.waiting | loads)
+        group = Group(fetch.hits | fetch.waiting | loads)
         try:
             written = threading.Event()  # or at least called: a read that is quicker than this may not be copied up yet
             try:
@@ -259,25 +260,25 @@ class DeviceMemory:
                 group.jobs[expert] = job
         return group
 
-    def _copied(self, layer: int, group: _Group, loads: Sequence[Load], event: Event) -> None:
+    def _copied(self, layer: int, group: Group, loads: Sequence[Load], event: Event) -> None:
         with self._counting:
             for expert, _, _ in loads:
                 self.cache.loaded(layer, expert)
                 group.copied[expert] = event
 
-    def _request(self, layer: int, part: list[int]) -> Fetch:
+    def _request(self, layer: int, part: list[int], stay: Collection[int]) -> Fetch:
         try:
             with self._counting:
-                return self.cache.request(layer, part)
+                return self.cache.request(layer, part, stay=stay)
         except SlotsInUse:  # by loads that were only expected
             jobs = [job for (number, _), job in self._expected.items() if number == layer]
             for job in jobs:
                 self._loader.promote(job)
             wait(jobs)
             with self._counting:
-                return self.cache.request(layer, part)
+                return self.cache.request(layer, part, stay=stay)
 
-    def _finish(self, layer: int, group: _Group) -> None:
+    def _finish(self, layer: int, group: Group) -> None:
         """The host waits for reads, the stream that computes for copies."""
         self._compute_waits_for((*group.copied.values(), *self._wait_for_reads(layer, group)))
 
@@ -285,7 +286,7 @@ class DeviceMemory:
         for event in {id(event): event for event in copies}.values():  # one event is of many copies
             self.device.wait(self.device.compute, event)
 
-    def _wait_for_reads(self, layer: int, group: _Group) -> list[Event]:
+    def _wait_for_reads(self, layer: int, group: Group) -> list[Event]:
         """The copies behind them, and behind what was expected and is there."""
         if group.jobs:
             began = time.perf_counter()
@@ -298,13 +299,13 @@ class DeviceMemory:
         with self._counting:
             return [event for e in group.slot_of if (event := self._arrived.pop((layer, e), None)) is not None]
 
-    def _end(self, layer: int, group: _Group) -> None:
+    def _end(self, layer: int, group: Group) -> None:
         """Nothing of it is read or loaded after this, but by what is in the streams already."""
         held = self._let_go(layer, group)
         done = self.device.record(self.device.compute)
         self._tiers[layer].read_by((group.slot_of[e] for e in held), done)
 
-    def _let_go(self, layer: int, group: _Group, never_begun: Iterable[int] = ()) -> list[int]:
+    def _let_go(self, layer: int, group: Group, never_begun: Iterable[int] = ()) -> list[int]:
         """Those that are there."""
         for job in group.jobs.values():
             job.cancel()

@@ -41,14 +41,15 @@ import torch
 from torch import Tensor
 
 from amoeba.config import RouterConfig
-from amoeba.replays import CannotCapture
+from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
+from amoeba.stream.gpu.groups import Groups
 from amoeba.stream.gpu.predictions import Predictions
 from amoeba.stream.gpu.routed import Given, Routed
 
 if TYPE_CHECKING:
-    from amoeba.stream.gpu.memory import DeviceMemory
+    from amoeba.stream.gpu.memory import DeviceMemory, Group
 
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
 _LOOKS = 512
@@ -64,12 +65,14 @@ class Passes:
     complete: dict[int, int] = field(default_factory=dict)  # layers that have all of their experts, and ids of a pass
     tokens: int = 0
     ids: int = 0  # of one pass, at most
+    group: int = 0
 
 
 class GpuReplays:
     def __init__(self, memory: DeviceMemory, ids: int) -> None:
         self._memory, self._ids = memory, ids
-        self._channel: Channel | None = None
+        self.groups = Groups(memory, ids)
+        self._channel: Channel | None = None  # the one that is served
         self._fast: FastPath | None = None
         self._mode = threading.local()  # of the thread that rehearses or captures
         self._most_ids = 0  # of a question of this replay
@@ -78,11 +81,31 @@ class GpuReplays:
 
     @property
     def channel(self) -> Channel:
-        if self._channel is None:
-            memory, experts = self._memory, max(entry.experts for entry in self._memory.store.layers)
-            self._channel = Channel(memory.device, experts, self._ids, len(memory.slots))
-            self._fast = FastPath(memory, self._channel, memory.computing)
-        return self._channel
+        """Of the group of which the calling thread rehearses or captures a step; else of the first."""
+        return self._served_by(self.groups.channel)
+
+    def _served_by(self, channel: Channel) -> Channel:
+        if self._fast is None:
+            self._fast = FastPath(self._memory, channel, self._memory.computing)
+        return channel
+
+    def serve_by(self, channel: Channel) -> FastPath:
+        """Questions of that one are looked at and answered from now on."""
+        self._served_by(channel)
+        assert self._fast is not None
+        if channel is not self._channel:
+            self._channel = channel
+            self._fast.serve(channel)
+        return self._fast
+
+    @contextmanager
+    def as_group(self, number: int, groups: int) -> Iterator[None]:
+        """What the calling thread rehearses and captures is a step of one of so many groups, which may be replayed in
+        turns (turns.py), or by itself as any other."""
+        if groups > 1 and (self._memory.computing is not None or self._predictions is not None):
+            raise CannotCapture("groups in turns are for experts that are copied when they are asked for")
+        with self.groups.member(number, groups):
+            yield
 
     def predict_by(self, routers: Sequence[Tensor | None]) -> None:
         """From now on passes of a few tokens say what the next layer will ask for, by its router (E, H), and that is
@@ -144,9 +167,10 @@ class GpuReplays:
         if not self._is_rehearsing:
             return
         memory, ids = self._memory, expert_TK.numel()
-        most = min(ids, memory.store.layers[layer].experts)
+        groups = self.groups.mine[1]
+        most = min(groups * ids, memory.store.layers[layer].experts)
         if most > memory.slots[layer]:
-            tokens = expert_TK.shape[0]
+            tokens = groups * expert_TK.shape[0]
             asked = f"{tokens} {'token' if tokens == 1 else 'tokens'} may ask for {most} experts of a layer"
             raise CannotCapture(f"{asked}, which has {memory.slots[layer]} slots")
         if not memory.is_complete(layer):
@@ -159,7 +183,7 @@ class GpuReplays:
 
     @contextmanager
     def capturing(self) -> Iterator[Passes]:
-        self._mode.passes, self._mode.routed = (passes := Passes()), None
+        self._mode.passes, self._mode.routed = (passes := Passes(group=self.groups.mine[0])), None
         try:
             yield passes
         finally:
@@ -190,7 +214,7 @@ class GpuReplays:
             shown = torch.zeros_like(shown)
         of_question = (memory.computing, x_TH) if computes else ()
         expert_TK, weight_TK, slot_TK = self.channel.route_and_ask(
-            layer, shown, logits_TE, config, bias_E, *of_question
+            layer, shown, logits_TE, config, bias_E, *of_question, turn=self.groups.turn(layer)
         )
         if self.is_capturing:
             self._count_pass(layer, expert_TK, computes)
@@ -223,7 +247,7 @@ class GpuReplays:
         memory, entry = self._memory, self._memory.store.layers[layer]
         shown = memory.export.shown(layer)
         if given is None or not self.computes(layer, given):
-            return self.channel.ask(layer, shown, entry.experts, expert_TK)
+            return self.channel.ask(layer, shown, entry.experts, expert_TK, turn=self.groups.turn(layer))
         return self.channel.ask(layer, shown, entry.experts, expert_TK, memory.computing, *map(_aligned, given))
 
     def computes(self, layer: int, given: Given | None) -> bool:
@@ -249,7 +273,11 @@ class GpuReplays:
         with self._all_turns():
             for last in {id(event): event for event in memory._last if event is not None}.values():
                 device.wait(device.compute, last)
-            first = self.channel.expect(len(passes.layers)) if passes.layers else 0
+            first = 0
+            if passes.layers:
+                channel = self.groups.channel_of(passes.group)
+                self.serve_by(channel)
+                first = channel.expect(len(passes.layers))
             try:
                 launch()
                 memory._replayed = device.record(device.compute)
@@ -258,6 +286,12 @@ class GpuReplays:
             except BaseException:
                 self._give_up()
                 raise
+
+    def in_turns(self, members: Sequence[Member], steps: int) -> None:
+        """So many steps of each group, one waiting while another computes."""
+        from amoeba.stream.gpu.turns import run_in_turns
+
+        run_in_turns(self, members, steps)
 
     @contextmanager
     def _all_turns(self) -> Iterator[None]:
@@ -272,9 +306,9 @@ class GpuReplays:
                 turn.release()
 
     def check(self) -> None:
-        if self._channel is not None and self._channel.in_trouble:
+        if self.groups.in_trouble:
             self._give_up()
-            waited = f"waited {self._channel.limit:g} s for experts"
+            waited = f"waited {self.groups.channels[0].limit:g} s for experts"
             raise RuntimeError(f"the GPU {waited} and went on without them: its tokens mean nothing. Try again.")
 
     def _serve(self, passes: Passes, first: int) -> None:
@@ -342,26 +376,39 @@ class GpuReplays:
     def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
         memory, channel = self._memory, self._channel
         assert channel is not None
-        self.forget(layer)
-        group = memory._begin(layer, [*there, *missing])
+        group, answer = self.begin_load(layer, missing, there)
         try:
-            shown, now = memory._shown[layer], memory.cache.top(layer)
-            answer = {expert: -1 for expert in shown if expert not in now}
-            answer |= {expert: group.slot_of[expert] for expert in missing}
-            if len(answer) > 2 * len(missing):  # for more the kernel does not look
-                raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
             channel.answer(serial, list(answer), list(answer.values()))
             if group.jobs:
                 self._count_all()  # there is time
             memory._wait_for_reads(layer, group)  # their copies are called when this returns
             channel.go_on(serial)
-            for expert, slot in answer.items():
-                if slot < 0:
-                    del shown[expert]
-                else:
-                    shown[expert] = slot
+            self.note_shown(layer, answer)
         finally:
             memory._let_go(layer, group)
+
+    def begin_load(self, layer: int, missing: list[int], there: list[int]) -> tuple[Group, dict[int, int]]:
+        """What is loaded, to be let go of when that is done; and which slots change, as an answer has it."""
+        memory = self._memory
+        self.forget(layer)
+        assert self._fast is not None
+        group = memory._begin(layer, [*there, *missing], self._fast.held(layer))
+        shown, now = memory._shown[layer], memory.cache.top(layer)
+        answer = {expert: -1 for expert in shown if expert not in now}
+        answer |= {expert: group.slot_of[expert] for expert in missing}
+        if len(answer) > 2 * len(missing):  # for more the kernel does not look
+            memory._let_go(layer, group)
+            raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
+        return group, answer
+
+    def note_shown(self, layer: int, answer: dict[int, int]) -> None:
+        """The kernel that got this answer puts it into the map."""
+        shown = self._memory._shown[layer]
+        for expert, slot in answer.items():
+            if slot < 0:
+                del shown[expert]
+            else:
+                shown[expert] = slot
 
     def _count_one(self) -> None:
         """That a pass found experts; or who would leave next, so that it is known when a pass misses something. One of
@@ -382,12 +429,12 @@ class GpuReplays:
     def _give_up(self) -> None:
         """Lets the GPU go on to the end of what was launched, counts on from there, and shows all layers what is there.
         Here the host waits for the device: nothing is served any more."""
-        memory, device, channel = self._memory, self._memory.device, self._channel
+        memory, device = self._memory, self._memory.device
         self._later.clear()
-        if channel is None or self._fast is None:
+        if self._fast is None:
             return
         self._fast.drop_half_served()
-        channel.give_up()
+        self.groups.give_up()
         device.wait(device.compute, device.record(device.copies))  # of what is shown now
         device.record(device.compute).wait()
         for layer in range(len(memory.slots)):
@@ -395,7 +442,7 @@ class GpuReplays:
                 memory._shown[layer] = {-1: -1}  # nobody knows
                 memory._changed[layer] = True
         device.record(device.compute).wait()
-        channel.begin_anew()
+        self.groups.begin_anew()
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ struct Layer {
   const int32_t* early_of;  // of each expert: the slot into which it is copied already (early_copies.py), or below 0
   Order order;
   const int8_t* kept;  // of each expert: whether it leaves without a copy to host memory
+  const int8_t* held;  // of each expert: whether it stays, since another group's pass may be reading it (turns.py)
   Blobs blobs;
 };
 
@@ -112,14 +113,14 @@ bool is_among(int32_t expert, const int32_t* experts, int64_t count) {
 // So many experts that leave, none of which stays, and each of which has a copy in host memory or needs none; or fewer.
 int64_t who_leaves(const Layer& layer, int64_t wanted, const int32_t* stays, int64_t there, int32_t* found) {
   int64_t count = 0;
+  const auto may = [&](int32_t expert) { return layer.held[expert] == 0 && !is_among(expert, stays, there); };
   if (layer.order.kind >= 0) {
-    const auto may = [&](int32_t expert) { return !is_among(expert, stays, there); };
     const int64_t first = first_to_leave(layer.order, wanted, may, found);
     while (count < first && layer.kept[found[count]] != 0) ++count;
     return count;
   }
   for (int64_t n = 0; n < layer.leave_count && count < wanted; ++n)
-    if (!is_among(layer.leave[n], stays, there)) found[count++] = layer.leave[n];
+    if (may(layer.leave[n])) found[count++] = layer.leave[n];
   return count;
 }
 

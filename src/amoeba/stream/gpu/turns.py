@@ -1,0 +1,233 @@
+"""Captured steps of several groups of sequences, in turns: while one waits for its experts, another one computes.
+
+    for number in range(2):                                    # a graph of each, over the same layers
+        with replays.as_group(number, 2):
+            with replays.rehearsing(): step()
+            with replays.capturing() as passes, torch.cuda.graph(graph): step()
+    run_in_turns(replays, [Member(passes, graph.replay, stream), ...], steps=16)
+
+    stream of A     layer 4 | ask 5 ··· waits ··· | layer 5 | ask 6 ··· waits ···
+    stream of B     ask 3 ··· waits ··· | layer 3 | ask 4 ··· waits ····· | layer 4
+    copies          B, layer 3 | A, layer 5       | B, layer 4            | A, layer 6 ...
+
+Each group has a stream, a channel and a number of its own for every question. Slots and the map of a layer are for all.
+
+**Questions about a layer come in the order of the groups**, A, B, A, B: the kernel that asks waits on the GPU until the
+group before it has asked about the layer and has its answer in the map (`Turn` of kernels/ask.py). So it finds the map
+as the host knows it. Here they are served in that order too: B's question about a layer is not looked at before A's has
+been answered or was found to miss nothing. If a GPU ran both graphs one after the other, as they were launched, nothing
+would wait for ever: A's step t is ahead of B's, which is ahead of A's step t + 1, in every layer.
+
+**What a group may be reading does not leave.** Experts of A's latest pass over a layer may be read while B asks for
+others. So nobody leaves whom another group's latest pass over the layer asked for: the host knows it, since it has seen
+that question. What A's passes before that read is read no more, as A could not have asked again. That needs as many
+slots as all groups together can ask for. It does not depend on time: the same tokens end in the same slots.
+
+Numbers are those of steps one after the other: each pass computes with the experts that it asked for. Reads from the
+disk of one group do not keep the host from serving another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from amoeba.replays import CannotCapture, Member
+from amoeba.stream.gpu.device import Event
+from amoeba.stream.gpu.fast_path import NOT_THERE, SERVED
+from amoeba.stream.gpu.groups import NOBODY
+
+if TYPE_CHECKING:
+    from amoeba.stream.gpu.channel import Channel
+    from amoeba.stream.gpu.memory import Group
+    from amoeba.stream.gpu.replays import GpuReplays
+
+_LOOKS = 32  # at one group's word before the next group's: a microsecond
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where a group is. served: questions since the first step, of which `first` is the serial of the latest step's."""
+
+    member: Member
+    channel: Channel
+    launched: int = 0
+    served: int = 0
+    first: int = 0
+    is_ready: bool = False
+    ended: Event | None = None  # its latest step
+    load: tuple[int, int, Group, dict[int, int]] | None = None  # layer, serial, what is loaded, the answer
+    latest: dict[int, list[int]] = field(default_factory=dict)  # what its latest pass over each layer asked for
+
+
+def run_in_turns(replays: GpuReplays, members: Sequence[Member], steps: int) -> None:
+    """So many steps of each group. Behind it the stream that computes waits for all of them."""
+    memory = replays._memory
+    layers = members[0].passes.layers
+    if any(member.passes.layers != layers for member in members) or len({*layers}) < len(layers):
+        raise CannotCapture("groups in turns pass over the same layers, over each of them once")
+    numbers = [member.passes.group for member in members]
+    if numbers != [*range(len(members))]:
+        raise CannotCapture(f"the first, the second and so on of {len(members)} groups are expected, not {numbers}")
+    memory.check_open()
+    if memory.recorder is not None:
+        raise RuntimeError("captured steps cannot be recorded: begin to record before they are captured")
+    replays.check()
+    with replays._all_turns():
+        _Turns(replays, members, steps).run()
+
+
+class _Turns:
+    def __init__(self, replays: GpuReplays, members: Sequence[Member], steps: int) -> None:
+        self._replays, self._memory, self._steps = replays, replays._memory, steps
+        channels = (replays.groups.channel_of(number) for number in range(len(members)))
+        self._places = [_Place(*each) for each in zip(members, channels, strict=True)]
+        self._layers = members[0].passes.layers
+        self._fast = replays.serve_by(self._places[0].channel)
+
+    def run(self) -> None:
+        memory, device = self._memory, self._memory.device
+        device.launch(lambda: self._replays.groups.whose.fill_(0))
+        lasts = {id(event): event for event in memory._last if event is not None}.values()
+        for event in (*lasts, device.record(device.compute)):
+            for place in self._places:
+                device.wait(place.member.stream, event)
+        self._replays._most_ids = sum(place.member.passes.ids for place in self._places)
+        try:
+            self._run()
+            for place in self._places:
+                if place.ended is not None:
+                    device.wait(device.compute, place.ended)
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            for layer in {*self._layers}:
+                self._fast.hold(layer, ())
+        device.launch(lambda: self._replays.groups.whose.fill_(NOBODY))
+        memory._replayed = device.record(device.compute)
+        memory._last = [memory._replayed] * len(memory._last)
+
+    def _run(self) -> None:
+        for _ in range(1 if self._layers else self._steps):
+            for place in self._places:
+                if self._steps:
+                    self._launch(place)
+        every, idle = self._steps * len(self._layers), 0
+        while not all(place.served == every for place in self._places):
+            moved = [self._serve(number) for number, place in enumerate(self._places) if place.served < every]
+            if any(moved):
+                idle = 0
+            elif self._replays._later:
+                self._replays._count_one()
+            else:
+                idle += 1
+                self._rest(idle, every)
+        self._replays._count_all()
+
+    def _rest(self, idle: int, every: int) -> None:
+        time.sleep(0)  # other threads need Python too
+        if idle % 64:
+            return
+        if self._replays.groups.in_trouble:
+            raise RuntimeError("the GPU went on without experts: its tokens mean nothing. Try again.")
+        for number, place in enumerate(self._places):
+            waits = place.served < every and place.load is None and self._is_next(number)
+            if waits and place.ended is not None and place.ended.done() and not self._serve(number):
+                raise RuntimeError("a replay ended without asking: was it captured by another memory?")
+
+    def _launch(self, place: _Place) -> None:
+        memory, passes = self._memory, place.member.passes
+        place.first = place.channel.expect(len(self._layers))
+        place.launched += 1
+        place.member.launch()
+        place.ended = memory.device.record(place.member.stream)
+        with memory._counting:
+            memory.cache.count_tokens(passes.tokens)
+            for layer, ids in passes.complete.items():
+                memory.cache.count_hits(layer, ids)
+
+    def _is_next(self, number: int) -> bool:
+        """Whether the groups before it have passed over the layer that it will ask about."""
+        wanted = self._places[number].served
+        if number == 0:
+            return self._places[-1].served > wanted - len(self._layers)
+        return self._places[number - 1].served > wanted
+
+    def _serve(self, number: int) -> bool:
+        """Whether the group's next question came, or was answered."""
+        place, replays = self._places[number], self._replays
+        if place.load is not None:
+            return self._end_load(place)
+        if not self._is_next(number):
+            return False
+        at = place.served % len(self._layers)
+        layer, serial = self._layers[at], place.first + at
+        fast = replays.serve_by(place.channel)
+        if not place.is_ready:
+            self._make_ready(number, layer)
+            place.is_ready = True
+        found = fast.look(layer, serial, _LOOKS)
+        if found == NOT_THERE:
+            return False
+        with self._memory._counting:
+            missing, there = place.channel.read(serial)
+        place.latest[layer] = [*missing, *there]
+        if not missing:
+            replays.forget_who_leaves(layer)
+        elif found == SERVED:
+            fast.write_down(layer, serial, missing, there)
+        else:
+            group, answer = replays.begin_load(layer, missing, there)
+            place.load = layer, serial, group, answer
+            place.channel.answer(serial, list(answer), list(answer.values()))
+            return True
+        self._passed(place, layer, [] if missing else there)
+        return True
+
+    def _make_ready(self, number: int, layer: int) -> None:
+        """Of the layer's passes until now all is counted, and who would leave is known."""
+        replays = self._replays
+        for entry in [each for each in replays._later if each[0] == layer]:
+            replays._later.remove(entry)
+            if entry[1]:
+                self._memory.used(layer, entry[1])
+            self._fast.prepare(layer, replays._most_ids)
+        others = (other.latest.get(layer, ()) for other in self._places if other is not self._places[number])
+        self._fast.hold(layer, {expert for latest in others for expert in latest})
+
+    def _end_load(self, place: _Place) -> bool:
+        """Whether all that was read is there, and its copies are called."""
+        assert place.load is not None
+        layer, serial, group, answer = place.load
+        if not all(job.done() for job in group.jobs.values()):
+            return False
+        memory = self._memory
+        memory._wait_for_reads(layer, group)  # raises what a read raised
+        place.channel.go_on(serial)
+        self._replays.note_shown(layer, answer)
+        place.load = None
+        memory._let_go(layer, group)
+        self._passed(place, layer, [])
+        return True
+
+    def _passed(self, place: _Place, layer: int, found: list[int]) -> None:
+        self._replays._later.append((layer, found))
+        place.served += 1
+        place.is_ready = False
+        if place.served == place.launched * len(self._layers) and place.launched < self._steps:
+            self._launch(place)
+
+    def _give_up(self) -> None:
+        """All groups go on to the end of what was launched."""
+        memory, device, groups = self._memory, self._memory.device, self._replays.groups
+        groups.give_up()
+        for place in self._places:
+            if place.load is not None:
+                memory._let_go(place.load[0], place.load[2])
+                place.load = None
+        for place in self._places:
+            device.record(place.member.stream).wait()
+        self._replays._give_up()
