@@ -96,7 +96,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.precision.experts import quantise_experts
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
     from amoeba.problem import Problem
-    from amoeba.tasks.kernel import scheduled_backward
+    from amoeba.tasks.plain import scheduled_backward
     from amoeba.weights import ExpertWeights, LoraFactors
 
     E, K, H, I, R = 64, 8, 2048, 1024, 16

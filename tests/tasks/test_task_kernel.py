@@ -16,7 +16,7 @@ from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.sort import sort_rows
 from amoeba.tasks.device_trace import DeviceTrace
 from amoeba.tasks.graph import Kind
-from amoeba.tasks.kernel import scheduled_backward
+from amoeba.tasks.plain import scheduled_backward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -23,7 +23,7 @@ from amoeba.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from amoeba.tasks.arrivals import Arrival
-    from amoeba.tasks.kernel import Scheduled
+    from amoeba.tasks.plain import Scheduled
 
 
 class TasksBackend(TritonBackend):
@@ -52,7 +52,8 @@ class TasksBackend(TritonBackend):
             return super().backward(problem, saved, dy_TH, needs)
         found = self._backward(problem, saved, dy_TH, needs, arrival)
         arrival.close()
-        return found
+        assert found.x is not None  # nothing is sent early where nobody needs it
+        return found._replace(x=arrival.keep(found.x))
 
     def _backward(
         self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs, arrival: Arrival | None = None
@@ -88,7 +89,7 @@ def kernel_for(problem: Problem) -> Callable[..., Scheduled]:
 
         if why_not(problem.expert_TK.shape[1], problem.weights.activation) is None:
             return hopper_backward
-    from amoeba.tasks.kernel import scheduled_backward
+    from amoeba.tasks.plain import scheduled_backward
 
     return scheduled_backward
 
