@@ -40,6 +40,17 @@ def test_gradients_have_the_bits_of_collective_while_rows_come_late(ranks: int, 
         assert early == len(steps)
 
 
+@quick(lambda last: last)
+@pytest.mark.parametrize("last", [True, False])
+def test_gradients_are_those_without_checkpointing(last: bool) -> None:
+    """Forward, and with it an exchange by the same cells, is run again within a backward that has begun. last: behind
+    the experts nothing is saved, so that this is after dy is announced."""
+    with LocalRanks(2, preload=rank_jobs.PRELOAD) as processes:
+        for equal, early in processes.run(rank_jobs.checkpointed_early, [(rank, last) for rank in range(2)]):
+            assert len(equal) == 4 and all(equal)
+            assert early == 2
+
+
 def test_where_cells_have_other_sizes_all_is_waited_for_as_before(processes: LocalRanks) -> None:
     """most_tokens is no multiple of 16."""
     jobs = [(rank, 2, [(9, 5), (0, 9)], 9, 0) for rank in range(2)]

@@ -88,7 +88,7 @@ class Arrival:
         return self.dy_TH.new_empty((self.plan.tokens, self.dy_TH.shape[1]))
 
     def close(self) -> None:
-        """Behind the last task: the transport's own counters go on as if it had sent and taken dy, and sent the sums."""
+        """Behind the last task: the transport's counters go on as if it had sent and taken dy, and sent the sums."""
         post = self.post
         _close[(1,)](
             post.addresses, post.epochs, post.rank, PUSHERS=post.pushers, TAKERS=post.takers, RANKS=post.count,
@@ -162,8 +162,8 @@ def room_for_sums(
     row, own, addresses, epochs, trouble, record, sums_at, sums_size, most_tokens, rank, limit,
     H: tl.constexpr, RANKS: tl.constexpr, TAKERS: tl.constexpr, ALIGNED: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """Where the sums of a block of rows of one rank go, as if those of row 0 on lay there: into that rank's heap, as soon
-    as what was there is read; of own tokens into `own`."""
+    """Where the sums of a block of rows of one rank go, as if those of row 0 on lay there: into that rank's heap, as
+    soon as what was there is read; of own tokens into `own`."""
     source = row // most_tokens
     address = own.to(tl.int64)
     if source != rank:

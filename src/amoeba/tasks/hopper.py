@@ -267,6 +267,8 @@ def hopper_backward(
     da_NI, dx_NH = _rows_of_both(h_NJ, plan)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
     found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
+    if arrival is not None:
+        found = found._replace(x=arrival.room_for_dx())
     lines = (plan.LINES, plan.BLOCK)
     _bound(plan, x_TH.dtype)[(programs,)](
         descriptor(down_EHI.view(-1, intermediate), _RIGHT),

@@ -54,6 +54,7 @@ from amoeba.tasks.hopper_arrivals import (
     HALF,
     MOST_TOKENS,
     RANK,
+    ROWS,
     SENDS,
     number,
     numbers_at,
@@ -144,7 +145,7 @@ def _produce(
                 wait_for_received(letter, item, tokens, PLAN)
         elif kind == SEND:
             if PLAN.RANKS > 1:
-                wait_until_taken(letter, item, PLAN.RANKS, PLAN.TAKERS)
+                wait_until_taken(letter, item, ROWS, PLAN.RANKS, PLAN.TAKERS)
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             row = gl.load(offs_E + item - 1, mask=item > 0, other=0)
             end = gl.load(offs_E + item)
@@ -276,8 +277,8 @@ def _consume(
             untold = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
             count = combine(
-                item, ds, slot_row, d_x, d_weight, counters, untold, token_bufs, full, empty, count, tokens, rows,
-                WARPGROUP, PLAN,
+                item, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, count, tokens,
+                rows, WARPGROUP, PLAN,
             )  # fmt: skip
             untold = -1
         elif PLAN.RANKS > 1:  # noqa: SIM102 - known when it is compiled, unlike the next

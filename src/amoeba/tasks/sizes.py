@@ -56,5 +56,13 @@ class Tiling(NamedTuple):
     group: int = 8
 
 
+def extra_bytes(sizes: Sizes, rows: int, element: int) -> int:
+    """What the scheduled backward has beyond the most that the kernels apart have at once: these are through with dA'
+    and s·a when they come to dx of the rows, and with that when they come to the gradient of gate_up. Where dx is in
+    the place of s·a, rows · I less. element: bytes of a number."""
+    of_gate_up = sizes.experts * sizes.width * sizes.hidden
+    return element * (rows * sizes.intermediate + min(rows * sizes.hidden, of_gate_up))
+
+
 def blocks(count: int, block: int) -> int:
     return -(-count // block)
