@@ -248,7 +248,10 @@ class PeerExchange(Exchange):
         from amoeba.parallel.transports.early import start_sending
 
         post, plan = self.office.checked(), self.plan
+        mark("before the exchange")
         self._started_RH = start_sending(post, plan, rows_TH, self.goes_WT, self.comes_R, self._keep_own)
+        if self._started_RH is not None:
+            mark("rows: left to tasks")
         return self._started_RH
 
     def _keep_own(self, own_TH: Tensor) -> Tensor:
