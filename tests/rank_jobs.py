@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -143,6 +144,19 @@ def started_early(
 ) -> tuple[list[bool], int]:
     """As `peers_as_collective`, where the scheduled backward sends dy itself and begins before that of others is there;
     and how often it did. slow: this rank comes late to each backward."""
+    run = functools.partial(peers_as_collective, rank, count, steps, "tasks", most_tokens=most_tokens)
+    (equal, _), early = _counting_early_starts(run, 1.0 if rank == slow else 0.0)
+    return equal, early
+
+
+def checkpointed_early(rank: int, last: bool) -> tuple[list[bool], int]:
+    """`with_and_without_checkpointing` of two ranks whose scheduled backward sends dy itself, one of them late."""
+    options = {"transport": "peers", "local_backend": "tasks", "most_tokens": 32}
+    run = functools.partial(with_and_without_checkpointing, rank, 2, last, **options)
+    return _counting_early_starts(run, 0.5 * rank)
+
+
+def _counting_early_starts(run: Callable[[], Any], late_by: float) -> tuple[Any, int]:
     import amoeba.backends.tasks  # noqa: F401
     from amoeba.tasks import arrivals
 
@@ -150,17 +164,16 @@ def started_early(
     announced = arrivals.announced
 
     def late(dy_RH: torch.Tensor) -> Any:
-        sleep.wait(1.0 if rank == slow else 0.0)
+        sleep.wait(late_by)
         found = announced(dy_RH)
         taken.extend([] if found is None else [found])
         return found
 
     arrivals.announced = late
     try:
-        equal, _ = peers_as_collective(rank, count, steps, "tasks", most_tokens=most_tokens)
+        return run(), len(taken)
     finally:
         arrivals.announced = announced
-    return equal, len(taken)
 
 
 def rows_of_buffers(rank: int, gradients: bool, **options: int) -> tuple[int | None, int, int]:

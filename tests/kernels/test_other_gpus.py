@@ -96,7 +96,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.precision.experts import quantise_experts
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
     from amoeba.problem import Problem
-    from amoeba.tasks.kernel import scheduled_backward
+    from amoeba.tasks.plain import scheduled_backward
     from amoeba.weights import ExpertWeights, LoraFactors
 
     E, K, H, I, R = 64, 8, 2048, 1024, 16
@@ -247,7 +247,8 @@ def _arrival(dy_TH: torch.Tensor) -> Any:
     at, sizes, _ = heap_layout(2, len(dy_TH), 8, dy_TH[0].nbytes)
     post = Post(*numbers, at, sizes, tokens=len(dy_TH), rank=0, count=2, seconds=600.0)
     goes_WT = torch.empty((2, len(dy_TH)), dtype=torch.uint8, device="meta")
-    return OnGpu(post, Plan(numbers[0], numbers[0], len(dy_TH), 2 * len(dy_TH)), dy_TH, goes_WT)
+    plan = Plan(numbers[0], numbers[0], len(dy_TH), 2 * len(dy_TH))
+    return OnGpu(post, plan, dy_TH, goes_WT, goes_WT.view(-1), lambda own_TH: own_TH)
 
 
 def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:

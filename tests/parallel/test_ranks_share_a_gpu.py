@@ -67,6 +67,24 @@ def share(rank: int, count: int, dtype: torch.dtype, options: dict[str, Any]) ->
     return results(of, lambda local: ShardedExperts(local, owners, ranks, **options))
 
 
+def scheduled_share(rank: int, count: int, dtype: torch.dtype, steps: int) -> tuple[int, list[list[Tensor]]]:
+    """By the scheduled backward: how often it began before dy of the other ranks was there, and what each step gave."""
+    from amoeba.tasks import arrivals, hopper, plain
+
+    announced, taken = arrivals.announced, []
+
+    def noted(dy_RH: Tensor) -> Any:
+        taken.append(found := announced(dy_RH))
+        return found
+
+    arrivals.announced = noted
+    most = torch.cuda.get_device_properties(0).multi_processor_count // count
+    hopper.multiprocessors = plain.programs = lambda device: most  # so that those of all ranks find room at once
+    options = {"transport": "peers", "local_backend": "tasks", "most_tokens": 704, "most_rows": 8 * 704 * K}
+    found = [share(rank, count, dtype, options) for _ in range(steps)]
+    return sum(each is not None for each in taken), found
+
+
 def remote_share(rank: int, count: int, dtype: torch.dtype) -> tuple[str, list[Tensor]]:
     os.environ["AMOEBA_REMOTE_RANKS"] = "1"
     ranks = Ranks(first_processes(count), 60.0)
@@ -95,6 +113,19 @@ def test_every_way_has_the_gradients_of_one_process(count: int) -> None:
             for way, options in WAYS.items():
                 parts = processes.run(share, [(rank, count, dtype, options) for rank in range(count)])
                 wrong += differences(way, parts, expected, most)
+    assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_the_scheduled_backward_sends_and_returns_rows_by_its_tasks(count: int, dtype: torch.dtype) -> None:
+    steps, wrong = 3, list[str]()
+    with LocalRanks(count) as processes:
+        (expected,) = processes.run(alone, [(count, dtype)])
+        parts = processes.run(scheduled_share, [(rank, count, dtype, steps) for rank in range(count)])
+    assert [early for early, _ in parts] == [steps] * count
+    for step in range(steps):
+        wrong += differences(f"tasks, step {step}", [found[step] for _, found in parts], expected, MOST[dtype])
     assert not wrong
 
 

@@ -171,7 +171,7 @@ class TestOnHopper:
 
     def test_the_backend_takes_it_and_the_plain_kernel_where_it_does_not_serve(self):
         from amoeba.backends.tasks import kernel_for
-        from amoeba.tasks.kernel import scheduled_backward
+        from amoeba.tasks.plain import scheduled_backward
 
         problem = make_problem(*CASES["one row"])[0]
         assert kernel_for(problem) is hopper_backward

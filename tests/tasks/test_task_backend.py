@@ -13,6 +13,7 @@ from amoeba.backends.backend import Request
 from amoeba.commands.verify import check_backends
 from amoeba.proof.cases import Case
 from amoeba.proof.conformance import verify_case
+from amoeba.tasks.sizes import Sizes, extra_bytes
 from small_layer import Layer
 
 pytest.importorskip("triton")
@@ -76,6 +77,7 @@ def test_auto_takes_it_where_the_table_says_that_it_is_faster_and_nowhere_else(m
     layer = hidden, weights.intermediate, weights.num_experts, request.routing.expert_TK.shape[1]
     monkeypatch.setattr(measured, "_is_measured", lambda weights: True)  # as on a GPU in 16 bits
     monkeypatch.setattr(measured, "gpu_name", lambda device: "this one")
+    monkeypatch.setattr(measured, "gpu_bytes", lambda device: 1 << 30)
 
     def chosen(entry, gpu="this one", rival=usual, request=request):
         monkeypatch.setattr(measured, "FASTER", {(gpu, rival): (entry,)})
@@ -87,6 +89,38 @@ def test_auto_takes_it_where_the_table_says_that_it_is_faster_and_nowhere_else(m
     assert chosen(entry._replace(tokens=(tokens + 1, 2 * tokens))) == usual
     assert chosen(entry._replace(hidden=hidden + 64)) == chosen(entry._replace(top_k=layer[3] + 1)) == usual
     assert chosen(entry, request=request_of(Layer(bias=True))) == usual, "has no tasks for biases"
+    monkeypatch.setattr(measured, "gpu_bytes", lambda device: 1 << 16)
+    assert chosen(entry) == usual, "needs too much of such a memory"
+
+
+def test_it_needs_as_much_more_memory_than_triton_as_was_measured():
+    """Peaks of 3588 and 2436 MiB at qwen3_30b (H200, 2026-11-16)."""
+    assert extra_bytes(Sizes(2048, 768, 128, 8), 8 * 32768, 2) == (3588 - 2436) << 20
+    largest = max(measured.FASTER["NVIDIA H200", "triton"], key=lambda entry: entry.tokens[1] * entry.hidden)
+    sizes = Sizes(largest.hidden, largest.intermediate, largest.experts, largest.top_k)
+    assert extra_bytes(sizes, largest.tokens[1] * largest.top_k, 2) < 3 << 30
+
+
+def test_where_there_is_no_memory_for_it_the_kernels_of_triton_compute_and_do_so_from_then_on(monkeypatch):
+    import amoeba.backends.tasks as backend
+
+    asked, request = [], request_of(Layer(bias=False))
+
+    def full(problem):
+        asked.append(problem)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(backend, "kernel_for", full)
+    monkeypatch.setattr(backend, "_no_room", {})
+    wanted = [t.detach().requires_grad_() for t in (request.x_TH, *request.weights.tensors()[:2])]
+    x_TH, weights = wanted[0], ExpertWeights(*wanted[1:])
+    found, expected = (
+        torch.autograd.grad(experts(x_TH, request.routing, weights, backend=name).sum(), wanted)
+        for name in ("tasks", "triton")
+    )
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True)) and len(asked) == 1
+    experts(x_TH, request.routing, weights, backend="tasks").sum().backward()
+    assert len(asked) == 1
 
 
 def test_the_table_has_no_layer_where_it_is_slower():

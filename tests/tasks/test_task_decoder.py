@@ -41,6 +41,7 @@ def random_graph(seed: int) -> tuple[Graph, torch.Tensor]:
         kept=draw.randint(1, 4),
         behind=draw.choice((0, 1, 5, 99)),
         bundle=draw.randint(1, 3),
+        in_place=draw.random() < 0.3,
     )
     sizes = Sizes(draw.randint(1, 9), draw.randint(1, 7), experts, top_k)
     counts = [sum(each == [expert] for each in ids) for expert in range(experts)]
@@ -62,6 +63,7 @@ def layout_of(graph: Graph) -> Layout:
         tiling.mixed,
         tiling.kept,
         tiling.behind,
+        tiling.in_place,
     )
 
 

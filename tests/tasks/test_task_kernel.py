@@ -16,7 +16,7 @@ from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.sort import sort_rows
 from amoeba.tasks.device_trace import DeviceTrace
 from amoeba.tasks.graph import Kind
-from amoeba.tasks.kernel import scheduled_backward
+from amoeba.tasks.plain import scheduled_backward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -47,7 +47,7 @@ def make_problem(tokens, hidden, intermediate, experts, top_k, activation=None, 
     return Problem(normal(tokens, hidden), ids.to(DEVICE), weight, weights), normal(tokens, hidden)
 
 
-def both(problem, dy_TH):
+def both(problem, dy_TH, **options):
     _, saved = sorted_rows.forward(problem, "h", PlainRows)
     needs = Needs(x=True, weight=True, gate_up=True, down=True)
     expected = sorted_rows.backward(problem, saved, dy_TH, needs, PlainRows)
@@ -63,12 +63,13 @@ def both(problem, dy_TH):
             weights.down_EHI,
             weights.activation,
             saved.maps,
+            **options,
         )
     return expected, found
 
 
-def check(problem, dy_TH):
-    expected, found = both(problem, dy_TH)
+def check(problem, dy_TH, **options):
+    expected, found = both(problem, dy_TH, **options)
     for name, value in found._asdict().items():
         assert value.isfinite().all(), name
         assert value.equal(getattr(expected, name)), name
@@ -81,6 +82,11 @@ def check(problem, dy_TH):
 )
 def test_gradients_have_the_bits_of_the_triton_backend(sizes):
     check(*make_problem(*sizes))
+
+
+@pytest.mark.parametrize("sizes", [(9, 150, 20, 9, 1), (9, 20, 130, 9, 1)], ids=["dx is wider", "s·a is wider"])
+def test_the_same_bits_where_dx_takes_the_place_of_what_the_gradients_of_down_read(sizes):
+    check(*make_problem(*sizes), in_place=True)
 
 
 def test_all_tokens_on_one_expert():

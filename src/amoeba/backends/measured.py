@@ -4,7 +4,8 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 
     name = faster_than("triton", request)        # "tasks", or None: `auto` takes it then, see `registry.explain`
 
-Data, by the GPU's name: what is not here was not measured, or was not faster. Both have the same bits.
+Data, by the GPU's name: what is not here was not measured, or was not faster. Both have the same bits. What is faster
+needs more memory; where that is more than a share of the GPU's, the default is kept.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from amoeba.backends.backend import Request
+from amoeba.tasks.sizes import Sizes, extra_bytes
 from amoeba.weights import AnyExperts, ExpertWeights
 
 
@@ -46,6 +48,9 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
 }
 
 
+EXTRA_SHARE = 1 / 32  # of the GPU's memory, at most: 4.4 GiB of an H200's, where none of these layers needs 3
+
+
 def faster_than(name: str, request: Request) -> str | None:
     """Of weights in 16 bits. A traced graph keeps to the default: it is made once for many sizes."""
     weights = request.weights
@@ -54,10 +59,11 @@ def faster_than(name: str, request: Request) -> str | None:
     assert isinstance(weights, ExpertWeights)
     (tokens, hidden), top_k = request.x_TH.shape, request.routing.expert_TK.shape[1]
     layer = hidden, weights.intermediate, weights.num_experts, top_k
+    extra = extra_bytes(Sizes(*layer), tokens * top_k, weights.dtype.itemsize)
     for entry in FASTER.get((gpu_name(weights.device), name), ()):
         least, most = entry.tokens
         if entry[1:5] == layer and least <= tokens <= most:
-            return entry.backend
+            return entry.backend if extra <= EXTRA_SHARE * gpu_bytes(weights.device) else None
     return None
 
 
@@ -66,6 +72,11 @@ def _is_measured(weights: AnyExperts) -> bool:
     if not isinstance(weights, ExpertWeights) or weights.device.type != "cuda":
         return False
     return weights.dtype in (torch.bfloat16, torch.float16)
+
+
+@cache
+def gpu_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 @cache

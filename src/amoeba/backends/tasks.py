@@ -5,6 +5,9 @@
 `auto` takes it where it was measured to be faster (`amoeba.backends.measured`). Gradients have the bits of `triton`.
 Where Hopper's kernel in Gluon does not serve a layer that those of `triton` do, see `amoeba.tasks.hopper.why_not`, the
 plain kernel does and the two differ by rounding.
+
+It needs more memory than `triton` (`amoeba.tasks.sizes.extra_bytes`). Where there is none, the kernels of `triton` do
+this backward, and those of layers that would need as much.
 """
 
 from __future__ import annotations
@@ -16,14 +19,18 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.backend import Request
+from amoeba.backends.triton import BACKEND as APART
 from amoeba.backends.triton import TritonBackend
 from amoeba.problem import Gradients, Needs, Problem, Saved
+from amoeba.tasks.sizes import Sizes, extra_bytes
 from amoeba.torch_internals import graph_is_freed
 from amoeba.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from amoeba.tasks.arrivals import Arrival
-    from amoeba.tasks.kernel import Scheduled
+    from amoeba.tasks.plain import Scheduled
+
+_no_room: dict[torch.device, int] = {}  # of each, the extra bytes for which there was none last
 
 
 class TasksBackend(TritonBackend):
@@ -49,10 +56,24 @@ class TasksBackend(TritonBackend):
 
         arrival = announced(dy_TH)
         if arrival is None:
-            return super().backward(problem, saved, dy_TH, needs)
+            found = self._backward_with_room(problem, saved, dy_TH, needs)
+            return APART.backward(problem, saved, dy_TH, needs) if found is None else found
         found = self._backward(problem, saved, dy_TH, needs, arrival)
         arrival.close()
-        return found
+        assert found.x is not None  # nothing is sent early where nobody needs it
+        return found._replace(x=arrival.keep(found.x))
+
+    def _backward_with_room(
+        self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs
+    ) -> Gradients | None:
+        """None if there is no memory for it, of which nothing is launched then."""
+        if (least := _no_room.get(dy_TH.device)) is not None and extra_bytes_of(problem) >= least:
+            return None
+        try:
+            return super().backward(problem, saved, dy_TH, needs)
+        except torch.OutOfMemoryError:
+            _no_room[dy_TH.device] = extra_bytes_of(problem)
+        return None
 
     def _backward(
         self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs, arrival: Arrival | None = None
@@ -79,6 +100,13 @@ class TasksBackend(TritonBackend):
         return Gradients(**{name: value if getattr(needs, name) else None for name, value in found._asdict().items()})
 
 
+def extra_bytes_of(problem: Problem) -> int:
+    weights = problem.weights
+    sizes = Sizes(weights.hidden, weights.intermediate, weights.num_experts, problem.expert_TK.shape[1])
+    rows = problem.rows if problem.most_rows is None else min(problem.rows, problem.most_rows)
+    return extra_bytes(sizes, rows, problem.x_TH.element_size())
+
+
 def kernel_for(problem: Problem) -> Callable[..., Scheduled]:
     """The scheduled backward in Gluon where it serves, else the plain one."""
     from amoeba.backends.triton_rows import why_not_hopper
@@ -88,7 +116,7 @@ def kernel_for(problem: Problem) -> Callable[..., Scheduled]:
 
         if why_not(problem.expert_TK.shape[1], problem.weights.activation) is None:
             return hopper_backward
-    from amoeba.tasks.kernel import scheduled_backward
+    from amoeba.tasks.plain import scheduled_backward
 
     return scheduled_backward
 

@@ -68,8 +68,8 @@ def run(
     shape: Shape, problem: Problem, dy_TH: torch.Tensor, out: Path, picture: Path, output: Output
 ) -> dict[str, Any]:
     from amoeba.files import write_whole
-    from amoeba.tasks.kernel import programs
     from amoeba.tasks.picture import draw
+    from amoeba.tasks.plain import programs
     from amoeba.tasks.summary import summarise
     from amoeba.tasks.trace import trace_text
 

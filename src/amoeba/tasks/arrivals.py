@@ -1,4 +1,4 @@
-"""Rows of dy that are still on their way from other ranks while the scheduled backward computes.
+"""Rows of dy that come from other ranks while the scheduled backward computes, and sums of dx that go back to them.
 
 T tokens of this rank · W ranks · R = W·C rows, C of each rank, the most tokens that one may have · H hidden
 
@@ -9,11 +9,14 @@ T tokens of this rank · W ranks · R = W·C rows, C of each rank, the most toke
 
 dy_RH is this rank's part of the symmetric heap of `amoeba.kernels.peer_rows`: C rows for each rank. Behind its cells
 lie flags, one for each block of rows of each source, which hold the exchange that the block last came in; they only
-grow. A SEND task puts a block of dy into another rank's heap and raises its flag there. The graph is `tasks.share`.
+grow. A SEND task puts a block of dy into another rank's heap and raises its flag there; a COMBINE task writes what the
+experts here gave to another rank's tokens into that rank's cells for sums, and `close` says that all of it is there.
+The graph is `tasks.share`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +27,27 @@ from torch import Tensor
 from amoeba.kernels.ask import microseconds
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.peer_counters import ARRIVED, TAKEN, counter_of, look, tell, wait_for
-from amoeba.kernels.peer_post import FLAGS, ROWS, Plan, Post
+from amoeba.kernels.peer_post import FLAGS, ROWS, SUMS, Plan, Post
 
 # Rows of a block that travels, as in `Tiling`. The interpreter's layers are small.
 SENT, SENT_INTERPRETED = 128, 16
 _SEND_TILE = 8192  # numbers that a program copies at once
-_CHANNEL = tl.constexpr(ROWS)
+_CHANNEL, _SUMS = tl.constexpr(ROWS), tl.constexpr(SUMS)
 
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """dy_TH: what this rank sends. goes_WT: uint8, which token goes to which rank."""
+    """dy_TH: what this rank sends. goes_WT: uint8, which token goes to which rank. comes_R: uint8, which rows come.
+
+    keep: is given dx of own tokens, of this rank's experts alone; what it returns stands for dx of all rows.
+    """
 
     post: Post
     plan: Plan
     dy_TH: Tensor
     goes_WT: Tensor
+    comes_R: Tensor
+    keep: Callable[[Tensor], Tensor]
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -59,7 +67,8 @@ class Arrival:
         post = self.post
         return (
             self.dy_TH, self.goes_WT, *post.waiting, post.cell_at[ROWS], post.cell_size[ROWS], post.cell_at[FLAGS],
-            post.cell_size[FLAGS], self.dy_TH.shape[0], self.plan.tokens, post.rank, post.limit,
+            post.cell_size[FLAGS], self.comes_R, post.cell_at[SUMS], post.cell_size[SUMS], self.dy_TH.shape[0],
+            self.plan.tokens, post.rank, post.limit,
         )  # fmt: skip
 
     def constants(self) -> dict[str, Any]:
@@ -74,8 +83,12 @@ class Arrival:
             "ON_GPU": self.dy_TH.is_cuda,
         }
 
+    def room_for_dx(self) -> Tensor:
+        """Of own tokens."""
+        return self.dy_TH.new_empty((self.plan.tokens, self.dy_TH.shape[1]))
+
     def close(self) -> None:
-        """Behind the last reader: the transport's own counters go on as if it had sent and taken these rows itself."""
+        """Behind the last task: the transport's counters go on as if it had sent and taken dy, and sent the sums."""
         post = self.post
         _close[(1,)](
             post.addresses, post.epochs, post.rank, PUSHERS=post.pushers, TAKERS=post.takers, RANKS=post.count,
@@ -83,7 +96,7 @@ class Arrival:
         )  # fmt: skip
 
 
-NOTHING = (None,) * 14  # in place of `Arrival.arguments`
+NOTHING = (None,) * 17  # in place of `Arrival.arguments`
 NO_RANKS: dict[str, Any] = {
     "RANKS": 1, "SENT": 1, "SEND_T": 1, "SEND_H": 1, "ALIGNED": False, "TAKERS": 1, "ON_GPU": False
 }  # fmt: skip
@@ -107,6 +120,7 @@ def _close(addresses, epochs, rank, PUSHERS: tl.constexpr, TAKERS: tl.constexpr,
         peer = (rank + step) % RANKS
         tl.atomic_add(counter_of(addresses, peer, rank, ARRIVED, _CHANNEL, RANKS), PUSHERS, sem="release", scope="sys")
         tl.atomic_add(counter_of(addresses, peer, rank, TAKEN, _CHANNEL, RANKS), TAKERS, sem="release", scope="sys")
+        tl.atomic_add(counter_of(addresses, peer, rank, ARRIVED, _SUMS, RANKS), PUSHERS, sem="release", scope="sys")
 
 
 @triton.jit
@@ -141,6 +155,27 @@ def send_block(
             tl.store(rows + at, tl.load(dy_TH + at, mask=mask), mask=mask)
     tl.debug_barrier()  # what all threads of the program have written comes before
     tl.atomic_xchg(flag_of(addresses, dest, rank, block, flags_at, flags_size), epoch + 1, sem="release", scope="sys")
+
+
+@triton.jit
+def room_for_sums(
+    row, own, addresses, epochs, trouble, record, sums_at, sums_size, most_tokens, rank, limit,
+    H: tl.constexpr, RANKS: tl.constexpr, TAKERS: tl.constexpr, ALIGNED: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """Where the sums of a block of rows of one rank go, as if those of row 0 on lay there: into that rank's heap, as
+    soon as what was there is read; of own tokens into `own`."""
+    source = row // most_tokens
+    address = own.to(tl.int64)
+    if source != rank:
+        epoch = tl.load(epochs + _SUMS)
+        taken = counter_of(addresses, rank, source, TAKEN, _SUMS, RANKS)
+        wait_for(taken, epoch * TAKERS, epoch, source, trouble, record, limit, TAKEN, _SUMS, ON_GPU)
+        address = tl.load(addresses + source) + sums_at + rank.to(tl.int64) * sums_size
+    before = source.to(tl.int64) * most_tokens * (H * (own.dtype.element_ty.primitive_bitwidth // 8))
+    sums = (address - before).to(tl.pointer_type(own.dtype.element_ty))
+    if ALIGNED:
+        sums = tl.multiple_of(sums, 16)
+    return sums
 
 
 @triton.jit

@@ -51,6 +51,12 @@ class Layout(NamedTuple):
     mixed: bool = False
     kept: int = 1
     behind: int = 0
+    in_place: bool = False
+
+    @property
+    def among(self) -> int:
+        """Where a wave's gradients of down are: behind its dx, among it, or before it."""
+        return 2 if self.in_place else int(self.mixed)
 
     @property
     def late(self) -> int:
@@ -73,7 +79,7 @@ class Layout(NamedTuple):
             "WAVE": self.wave,
             "WAVES": waves,
             "LATE": self.late,
-            "MIXED": int(self.mixed),
+            "MIXED": self.among,
             "BEHIND": self.behind,
             "BLOCK_G": next_power_of_2(waves),
             "GROUP": self.group,
@@ -210,6 +216,9 @@ def decode_ticket(
         if MIXED == 0:
             is_product = index < beside + tiles * TNX
             product_index, weight_index = index - beside, index - beside - tiles * TNX
+        if MIXED == 2:
+            is_product = index >= beside + experts * DOWN_PARTS
+            product_index, weight_index = index - beside - experts * DOWN_PARTS, index - beside
         if is_product:
             tile, part = grouped_order(product_index, tiles, TNX, GROUP)
             kind, item = 0 * index + UP, tile_begin + tile

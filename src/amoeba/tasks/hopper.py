@@ -31,9 +31,9 @@ from amoeba.tasks.arrivals import Arrival
 from amoeba.tasks.decoder import Layout, make_table
 from amoeba.tasks.hopper_arrivals import write_letter
 from amoeba.tasks.hopper_kernel import backward_kernel
-from amoeba.tasks.kernel import GROUP, Scheduled
 from amoeba.tasks.orders import LEAST_WAVE, MEASURED, Order, bundle_of, chosen_order, tiling_of
 from amoeba.tasks.own_first import make_own_table
+from amoeba.tasks.plain import GROUP, Scheduled
 from amoeba.tasks.sizes import Sizes
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
@@ -68,10 +68,30 @@ class Plan:
     AHEAD: bool = False
     HALVES: bool = False
     BUNDLED: bool = False
+    IN_PLACE: bool = False
 
     @property
     def J(self) -> int:
         return 2 * self.I
+
+    @property
+    def DA_STRIDE(self) -> int:
+        """Of dA' and s·a; one behind the other with dx they have the rows of either."""
+        return max(self.H, self.I) if self.IN_PLACE else self.I
+
+    @property
+    def DX_STRIDE(self) -> int:
+        return max(self.H, self.I) if self.IN_PLACE else self.H
+
+    @property
+    def DX_AT(self) -> int:
+        """Of each row so many numbers come before dx of the first."""
+        return 0 if self.IN_PLACE else self.I
+
+    @property
+    def ROW_COUNTERS(self) -> int:
+        """Behind the ticket: the experts' counters; where dx is in place, those of their gradients of down."""
+        return 1 + self.EXPERTS * (2 if self.IN_PLACE else 1)
 
     @property
     def H_TILES(self) -> int:
@@ -192,6 +212,7 @@ class Plan:
             tiling.mixed,
             tiling.kept,
             tiling.behind,
+            tiling.in_place,
         )
 
 
@@ -234,7 +255,7 @@ def hopper_backward(
     bundle = bundle_of(rows, experts, order)
     plan = plan_of(hidden, intermediate, experts, top_k, activation, order, bundle > 1)
     most_tiles = slots(rows, experts, BLOCK_M)
-    counters = torch.empty(1 + experts + most_tiles, dtype=torch.int32, device=device)
+    counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
     table, letter, sends = make_table(offs_E, BLOCK_M, counters), None, 0
     if arrival is not None:
         plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers)
@@ -243,10 +264,11 @@ def hopper_backward(
     programs = multiprocessors(device)
     layout = plan.layout(tokens, rows, programs, order)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
-    both = h_NJ.new_empty(rows * (intermediate + hidden))  # dx behind dA', as the kernel looks for it
-    da_NI, dx_NH = both[: rows * intermediate].view(rows, -1), both[rows * intermediate :].view(rows, -1)
+    da_NI, dx_NH = _rows_of_both(h_NJ, plan)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
     found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
+    if arrival is not None:
+        found = found._replace(x=arrival.room_for_dx())
     lines = (plan.LINES, plan.BLOCK)
     _bound(plan, x_TH.dtype)[(programs,)](
         descriptor(down_EHI.view(-1, intermediate), _RIGHT),
@@ -280,11 +302,19 @@ def hopper_backward(
         intermediate,
         layout.wave,
         layout.late,
-        int(layout.mixed),
+        layout.among,
         layout.behind,
         bundle,
     )
     return found
+
+
+def _rows_of_both(h_NJ: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """dA' and dx, where the kernel looks for them: dx behind dA', or in its place."""
+    rows, before = h_NJ.shape[0], h_NJ.shape[0] * plan.DX_AT
+    both = h_NJ.new_empty(before + rows * plan.DX_STRIDE)
+    da_NI = both[: rows * plan.DA_STRIDE].view(rows, -1)[:, : plan.I]
+    return da_NI, both[before:].view(rows, -1)[:, : plan.H]
 
 
 @cache
@@ -292,7 +322,8 @@ def plan_of(
     hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, order: Order, bundled: bool
 ) -> Plan:
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    return replace(plan, TOKENS=order.tokens, AHEAD=order.ahead, HALVES=order.halves, BUNDLED=bundled)
+    told = {"TOKENS": order.tokens, "AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place}
+    return replace(plan, BUNDLED=bundled, **told)  # type: ignore[arg-type]
 
 
 @cache

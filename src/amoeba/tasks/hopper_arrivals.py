@@ -4,7 +4,8 @@
     backward_kernel(..., letter, PLAN=Plan(..., RANKS=2))
 
 A block of 128 rows is sent by two warpgroups, each its half, and each half has a flag of its own. The producer waits,
-as at all gates: until what was sent before is taken, and until the rows of a product have come.
+as at all gates: until what was sent before is taken, and until the rows of a product have come. Sums of dx of another
+rank's tokens are stored in that rank's memory.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from triton.experimental.gluon import language as gl
 
 from amoeba.kernels.launch import quick
 from amoeba.kernels.peer_counters import TAKEN, counter_of, wait_for
-from amoeba.kernels.peer_post import ROWS
+from amoeba.kernels.peer_post import ROWS as _ROWS
+from amoeba.kernels.peer_post import SUMS as _SUMS
 from amoeba.tasks.arrivals import Arrival, flag_of, wait_for_rows
 from amoeba.tasks.hopper_queue import BLOCK_M, ONE
 from amoeba.tasks.own_first import OwnTable
 
-_CHANNEL = tl.constexpr(ROWS)
+ROWS, SUMS = tl.constexpr(_ROWS), tl.constexpr(_SUMS)
 HALF = gl.constexpr(64)  # rows of a flag
 # What the kernel is told of the other ranks: numbers in memory, of which the producer has one address in its registers.
 GOES, ADDRESSES, EPOCHS, TROUBLE, RECORD, CELL_AT, CELL_SIZE, FLAGS_AT, FLAGS_SIZE, SENT_TOKENS = map(
     gl.constexpr, range(10)
 )
-MOST_TOKENS, RANK, LIMIT, SENDS, FIRST_OWN, OWN_DY = map(gl.constexpr, range(10, 16))
-_LETTER = 16
+COMES, SUMS_AT, SUMS_SIZE, MOST_TOKENS, RANK, LIMIT, SENDS, FIRST_OWN, OWN_DY = map(gl.constexpr, range(10, 19))
+_LETTER = 19
 
 
 def write_letter(arrival: Arrival, own: OwnTable) -> Tensor:
@@ -43,12 +45,13 @@ def write_letter(arrival: Arrival, own: OwnTable) -> Tensor:
 @quick
 @triton.jit(
     do_not_specialize=[
-        "cell_at", "cell_size", "flags_at", "flags_size", "sent_tokens", "most_tokens", "rank", "limit", "sends"
+        "cell_at", "cell_size", "flags_at", "flags_size", "sums_at", "sums_size", "sent_tokens", "most_tokens", "rank",
+        "limit", "sends",
     ]
 )  # fmt: skip
 def _write(
-    letter, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at, flags_size, sent_tokens,
-    most_tokens, rank, limit, sends, first_own, own_dy,
+    letter, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at, flags_size, comes_R, sums_at,
+    sums_size, sent_tokens, most_tokens, rank, limit, sends, first_own, own_dy,
 ):  # fmt: skip
     tl.store(letter, goes_WT.to(tl.int64))
     tl.store(letter + 1, addresses.to(tl.int64))
@@ -60,12 +63,15 @@ def _write(
     tl.store(letter + 7, flags_at)
     tl.store(letter + 8, flags_size)
     tl.store(letter + 9, sent_tokens)
-    tl.store(letter + 10, most_tokens)
-    tl.store(letter + 11, rank)
-    tl.store(letter + 12, limit)
-    tl.store(letter + 13, sends)
-    tl.store(letter + 14, first_own.to(tl.int64))
-    tl.store(letter + 15, own_dy.to(tl.int64))
+    tl.store(letter + 10, comes_R.to(tl.int64))
+    tl.store(letter + 11, sums_at)
+    tl.store(letter + 12, sums_size)
+    tl.store(letter + 13, most_tokens)
+    tl.store(letter + 14, rank)
+    tl.store(letter + 15, limit)
+    tl.store(letter + 16, sends)
+    tl.store(letter + 17, first_own.to(tl.int64))
+    tl.store(letter + 18, own_dy.to(tl.int64))
 
 
 @triton.jit
@@ -80,13 +86,14 @@ def numbers_at(letter, FIELD: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def wait_until_taken(letter, dest, RANKS: tl.constexpr, TAKERS: tl.constexpr):
-    epoch = tl.load(numbers_at(letter, EPOCHS, tl.int64) + _CHANNEL)
+def wait_until_taken(letter, dest, CHANNEL: tl.constexpr, RANKS: tl.constexpr, TAKERS: tl.constexpr):
+    """What was sent to a rank by this channel before."""
+    epoch = tl.load(numbers_at(letter, EPOCHS, tl.int64) + CHANNEL)
     addresses = numbers_at(letter, ADDRESSES, tl.int64)
-    taken = counter_of(addresses, number(letter, RANK), dest, TAKEN, _CHANNEL, RANKS)
+    taken = counter_of(addresses, number(letter, RANK), dest, TAKEN, CHANNEL, RANKS)
     wait_for(
         taken, epoch * TAKERS, epoch, dest, numbers_at(letter, TROUBLE, tl.int64),
-        numbers_at(letter, RECORD, tl.int64), tl.load(letter + LIMIT), TAKEN, _CHANNEL, True,
+        numbers_at(letter, RECORD, tl.int64), tl.load(letter + LIMIT), TAKEN, CHANNEL, True,
     )  # fmt: skip
 
 
@@ -113,6 +120,21 @@ def wait_for_received(letter, block, tokens, PLAN: gl.constexpr):
     """Until the rows of a block of tokens have come, also those that no expert here reads: their cell is used again."""
     token_M = block * PLAN.TOKENS + gl.arange(0, 128, ONE) % PLAN.TOKENS
     wait_for_dy(letter, token_M, token_M < tokens, HALF)
+    source = block * PLAN.TOKENS // number(letter, MOST_TOKENS)
+    if source != number(letter, RANK):  # where their sums go
+        wait_until_taken(letter, source, SUMS, PLAN.RANKS, PLAN.TAKERS)
+
+
+@triton.jit
+def room_for_sums(letter, block, own, TOKENS: tl.constexpr, H: tl.constexpr):
+    """Where the sums of a block of received rows go, as if those of row 0 on lay there: see `arrivals`."""
+    source = block * TOKENS // number(letter, MOST_TOKENS)
+    rank = tl.load(letter + RANK)
+    cell = tl.load(numbers_at(letter, ADDRESSES, tl.int64) + source) + tl.load(letter + SUMS_AT)
+    cell += rank * tl.load(letter + SUMS_SIZE)
+    address = tl.where(source == rank, own.to(tl.int64), cell)
+    address -= source.to(tl.int64) * tl.load(letter + MOST_TOKENS) * (H * 2)
+    return address
 
 
 @triton.jit
@@ -134,7 +156,7 @@ def _raise_flag(letter, dest, block):
         numbers_at(letter, ADDRESSES, tl.int64), dest, number(letter, RANK), block, tl.load(letter + FLAGS_AT),
         tl.load(letter + FLAGS_SIZE),
     )  # fmt: skip
-    epoch = tl.load(numbers_at(letter, EPOCHS, tl.int64) + _CHANNEL)
+    epoch = tl.load(numbers_at(letter, EPOCHS, tl.int64) + ROWS)
     tl.debug_barrier()  # what all threads of the warpgroup have written comes before
     tl.atomic_xchg(flag, epoch + 1, sem="release", scope="sys")
 

@@ -54,6 +54,7 @@ from amoeba.tasks.hopper_arrivals import (
     HALF,
     MOST_TOKENS,
     RANK,
+    ROWS,
     SENDS,
     number,
     numbers_at,
@@ -98,9 +99,9 @@ def _produce(
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
-    dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
+    dx = da + rows.to(gl.int64) * PLAN.DX_AT  # they lie one behind the other: fewer pointers in registers
     expert_counters = counters + 1
-    row_counters = expert_counters + PLAN.EXPERTS
+    row_counters = counters + PLAN.ROW_COUNTERS
     wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
     places = gl.arange(0, PLAN.BLOCK_E, PLAN.EXPERT_LAYOUT)
     token_blocks = gl.cdiv(tokens, PLAN.TOKENS)
@@ -144,7 +145,7 @@ def _produce(
                 wait_for_received(letter, item, tokens, PLAN)
         elif kind == SEND:
             if PLAN.RANKS > 1:
-                wait_until_taken(letter, item, PLAN.RANKS, PLAN.TAKERS)
+                wait_until_taken(letter, item, ROWS, PLAN.RANKS, PLAN.TAKERS)
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             row = gl.load(offs_E + item - 1, mask=item > 0, other=0)
             end = gl.load(offs_E + item)
@@ -154,7 +155,13 @@ def _produce(
             if kind == ACTIVATE:
                 wait(row_counters + item, PLAN.MULTIPLIED)
             elif kind == UP:
-                wait(row_counters + item, PLAN.ACTIVATED)
+                if PLAN.IN_PLACE:
+                    if part * BLOCK_N < PLAN.I:  # until nobody reads s·a any more
+                        wait(expert_counters + PLAN.EXPERTS + expert, 2 * down_parts)
+                    else:
+                        wait(row_counters + item, PLAN.ACTIVATED)
+                else:
+                    wait(row_counters + item, PLAN.ACTIVATED)
             elif PLAN.RANKS > 1:
                 wait_for_tile(letter, order, row, end, PLAN)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
@@ -172,12 +179,12 @@ def _produce(
         elif kind == DOWN_WEIGHTS:
             count = fill_gradients(
                 scaled_a_desc, dy, da, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
-                PLAN.I, PLAN.I_TILES, PLAN.DOWN_TILES, PLAN,
+                PLAN.I, PLAN.DA_STRIDE, PLAN.I_TILES, PLAN.DOWN_TILES, PLAN,
             )  # fmt: skip
         elif kind == UP_WEIGHTS:
             count = fill_gradients(
                 dh_desc, x, dh, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
-                PLAN.J, PLAN.J_TILES, PLAN.UP_TILES, PLAN,
+                PLAN.J, PLAN.J, PLAN.J_TILES, PLAN.UP_TILES, PLAN,
             )  # fmt: skip
         elif kind == ACTIVATE:
             count = fill_lines(
@@ -200,7 +207,7 @@ def _consume(
     """One warpgroup's half of each task."""
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
-    dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
+    dx = da + rows.to(gl.int64) * PLAN.DX_AT
     weight, order, slot_row = sources
     _, _, _, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, all_scales = staging
@@ -240,7 +247,7 @@ def _consume(
                     next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, untold, depth,
                     WARPGROUP, PLAN,
                 )  # fmt: skip
-            untold = item * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
+            untold = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             gradients = (d_down, d_gate_up, d_down_desc, d_gate_up_desc)
             if PLAN.BUNDLED:
@@ -259,16 +266,19 @@ def _consume(
                     WARPGROUP, PLAN,
                 )  # fmt: skip
             untold = -1
+            if PLAN.IN_PLACE:  # noqa: SIM102 - known when it is compiled, unlike the next
+                if kind == DOWN_WEIGHTS:
+                    untold = (1 + PLAN.EXPERTS + item) * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif kind == ACTIVATE:
             count = activate(
                 da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row, end,
                 intermediate, WARPGROUP, PLAN,
             )  # fmt: skip
-            untold = item * (PLAN.EXPERTS + 1) + expert
+            untold = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
             count = combine(
-                item, ds, slot_row, d_x, d_weight, counters, untold, token_bufs, full, empty, count, tokens, rows,
-                WARPGROUP, PLAN,
+                item, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, count, tokens,
+                rows, WARPGROUP, PLAN,
             )  # fmt: skip
             untold = -1
         elif PLAN.RANKS > 1:  # noqa: SIM102 - known when it is compiled, unlike the next

@@ -38,14 +38,15 @@ def wait(counter, at_least):
 
 @gluon.jit
 def tell(untold, counters, PLAN: gl.constexpr):
-    """That this half of a task is done: the row tile's counter, and after a row pass the expert's. -1: of none."""
+    """That this half of a task is done: a counter, mostly the row tile's, and after a row pass also the expert's; both
+    in one number. -1: of none."""
     if untold >= 0:
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
         _fence()
         barrier()
-        gl.atomic_add(counters + 1 + PLAN.EXPERTS + untold // (PLAN.EXPERTS + 1), 1, sem="release")
+        gl.atomic_add(counters + untold // (PLAN.EXPERTS + 1), 1, sem="release")
         expert = untold % (PLAN.EXPERTS + 1)
         if expert < PLAN.EXPERTS:
             gl.atomic_add(counters + 1 + expert, 1, sem="release")

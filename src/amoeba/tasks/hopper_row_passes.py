@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from amoeba.kernels.activation import gated_backward
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
+from amoeba.tasks.hopper_arrivals import COMES, numbers_at, room_for_sums
 from amoeba.tasks.hopper_queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, tell
 
 
@@ -98,7 +99,7 @@ def _activate_lines(
         gl.store(dh_at, dgate.to(dtype), mask=inside)
         gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)
         dot += d * a
-        gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
+        gl.store(da + n_64 * PLAN.DA_STRIDE + column, (scale * a).to(dtype), mask=inside)
     gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
     return count
 
@@ -116,7 +117,7 @@ def fill_tokens(block, dx, slot_row, token_bufs, full, empty, count, tokens, row
         k = at // PLAN.TOGETHER
         row = gl.load(slot_row + token * PLAN.TOP_K + k, mask=(token < tokens) & (k < PLAN.TOP_K), other=rows)
         owned = (row < rows)[:, None]
-        pointers = dx + row.to(gl.int64)[:, None] * PLAN.H + c[None, :]
+        pointers = dx + row.to(gl.int64)[:, None] * PLAN.DX_STRIDE + c[None, :]
         for column in range(0, PLAN.H, BLOCK_N):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -135,7 +136,7 @@ def fill_tokens(block, dx, slot_row, token_bufs, full, empty, count, tokens, row
 
 @gluon.jit
 def combine(
-    block, ds, slot_row, d_x, d_weight, counters, untold, token_bufs, full, empty, count, tokens, rows,
+    block, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, count, tokens, rows,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """d_x of a block of tokens, this warpgroup's half of each stage's columns; d_weight of its half of the tokens."""
@@ -150,10 +151,17 @@ def combine(
     COLUMNS: gl.constexpr = BLOCK_N // 2
     layout: gl.constexpr = PLAN.SUM_LAYOUT
     c = WARPGROUP * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    sums = d_x
+    if PLAN.RANKS > 1:  # straight to the rank whose tokens they are
+        address = room_for_sums(letter, block, d_x, PLAN.TOKENS, PLAN.H)
+        sums = gl.multiple_of(address.to(gl.pointer_type(d_x.dtype.element_ty)), 16)
+        comes = numbers_at(letter, COMES, gl.uint8)
     for group in range(0, PLAN.TOKENS, PLAN.TOGETHER):
         token = block.to(gl.int64) * PLAN.TOKENS + group + gl.arange(0, PLAN.TOGETHER, gl.SliceLayout(1, layout))
         mine = (token < tokens)[:, None]
-        out = d_x + token[:, None] * PLAN.H + c[None, :]
+        if PLAN.RANKS > 1:
+            mine = mine & (gl.load(comes + token, mask=token < tokens, other=0) != 0)[:, None]
+        out = sums + token[:, None] * PLAN.H + c[None, :]
         for column in range(0, PLAN.H, BLOCK_N):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)

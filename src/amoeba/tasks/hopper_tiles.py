@@ -24,7 +24,7 @@ TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 @gluon.jit
 def fill_gradients(
     right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, part, row, end, bundle,
-    WIDTH: gl.constexpr, WIDTH_TILES: gl.constexpr, TILES: gl.constexpr, PLAN: gl.constexpr,
+    WIDTH: gl.constexpr, STRIDE: gl.constexpr, WIDTH_TILES: gl.constexpr, TILES: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """The stages of a task's tiles of a weight's gradient."""
     if PLAN.BUNDLED:
@@ -32,13 +32,13 @@ def fill_gradients(
             h, w = grouped_order(tile, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
             count = fill_gradient(
                 right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, PLAN.H,
-                WIDTH, PLAN.H, WIDTH, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                WIDTH, PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
     else:
         h, w = grouped_order(part, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
         count = fill_gradient(
             right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, PLAN.H,
-            WIDTH, PLAN.H, WIDTH, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            WIDTH, PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
     return count
 
@@ -73,9 +73,9 @@ def multiply(
         column = part * 256 + quarter * 64
         buffer = buffers.index(WARPGROUP * 2 + quarter % 2)
         if kind == DOWN:
-            store_tile(quarters[quarter], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0, 1)
+            store_tile(quarters[quarter], da, da_desc, buffer, PLAN.DA_STRIDE, first_row, end, column, PLAN.I, 0, 1)
         else:
-            store_tile(quarters[quarter], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0, 1)
+            store_tile(quarters[quarter], dx, dx_desc, buffer, PLAN.DX_STRIDE, first_row, end, column, PLAN.H, 0, 1)
     return count, ahead, next_task
 
 

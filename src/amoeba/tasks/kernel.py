@@ -2,36 +2,21 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I
 
-    found = scheduled_backward(dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, activation, maps)
-
-Plain Triton, for one rank, or for its share of a layer over ranks (`arrival`), without router, biases and LoRA. The
-tasks are those of `Graph` and `ShareGraph`; here a tile of dA' takes its activation back in its epilogue, and ACTIVATE
-adds up what the tiles of a row left of ds, in their order. Tiles, block sizes and sums are those of the `triton`
-backend's own kernels, and so are the bits.
+See `amoeba.tasks.plain`, which launches it. The tasks are those of `Graph` and `ShareGraph`; here a tile of dA' takes
+its activation back in its epilogue, and ACTIVATE adds up what the tiles of a row left of ds, in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from amoeba.config import Activation
-from amoeba.kernels.activation import constants
-from amoeba.kernels.activation_backward_product import down_backward_tile, number_of_slices
-from amoeba.kernels.choice import configuration_on
-from amoeba.kernels.combine import combine_block, combine_tile, slot_gradient_tile
-from amoeba.kernels.configuration import Configuration
-from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.activation_backward_product import down_backward_tile
+from amoeba.kernels.combine import combine_tile, slot_gradient_tile
+from amoeba.kernels.launch import quick
 from amoeba.kernels.product_tiles import multiply_tile
-from amoeba.kernels.tiles import slots
 from amoeba.kernels.weight_gradient import weight_gradient_tile
-from amoeba.tasks.arrivals import NO_RANKS, NOTHING, Arrival, send_block, wait_for_rows
+from amoeba.tasks.arrivals import room_for_sums, send_block, wait_for_rows
 from amoeba.tasks.clock import note_task, now
 from amoeba.tasks.decoder import (
     ACTIVATE,
@@ -40,149 +25,12 @@ from amoeba.tasks.decoder import (
     DOWN_WEIGHTS,
     SEND,
     UP,
-    Layout,
     count_tickets,
     decode_send,
     decode_ticket,
-    make_table,
     rows_of_row_tile,
 )
-from amoeba.tasks.own_first import make_own_table, own_tiles_first
-
-# Experts that go through the steps together, row tiles that sweep the columns together, tokens that are combined by one
-# task. Not measured yet.
-WAVE, GROUP, TOKENS = 8, 8, 16
-
-
-class Scheduled(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-def scheduled_backward(
-    dy_TH: Tensor,
-    x_TH: Tensor,
-    h_NJ: Tensor,
-    expert_TK: Tensor,
-    weight_TK: Tensor,
-    gate_up_EJH: Tensor,
-    down_EHI: Tensor,
-    activation: Activation,
-    maps: tuple[Tensor, Tensor, Tensor],
-    *,
-    overwrite_h: bool = False,
-    trace: Callable[[int, int], Tensor] | None = None,
-    arrival: Arrival | None = None,
-) -> Scheduled:
-    """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous.
-
-    arrival: dy of other ranks' rows is still on its way, and this rank's is sent on from here.
-    trace: makes room for so many tickets, of row tiles of so many rows: see `amoeba.tasks.device_trace`.
-    """
-    order_N, slot_row_N, offs_E = maps
-    (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
-    rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
-    problem: dict[str, Any] = {"rows": rows, "experts": experts, "dtype": x_TH.dtype}
-    down = configuration_on(device, "down_backward", reduction=hidden, columns=intermediate, **problem)
-    up = configuration_on(device, "product", reduction=width, columns=hidden, **problem)
-    of_down = configuration_on(device, "weight_gradient", reduction=hidden, columns=intermediate, **problem)
-    of_up = configuration_on(device, "weight_gradient", reduction=width, columns=hidden, **problem)
-    up, down_weights, up_weights = (_narrowed(each, down.num_warps) for each in (up, of_down, of_up))
-    layout = Layout(
-        experts,
-        down.block_m,
-        cdiv(intermediate, down.block_n),
-        cdiv(hidden, up.block_n),
-        cdiv(hidden, down_weights.block_m) * cdiv(intermediate, down_weights.block_n),
-        cdiv(width, up_weights.block_m) * cdiv(hidden, up_weights.block_n),
-        cdiv(tokens, TOKENS),
-        WAVE,
-        GROUP,
-    )
-    most_tiles = slots(rows, experts, down.block_m)
-    counters = torch.empty(1 + experts + most_tiles, dtype=torch.int32, device=device)
-    table = make_table(offs_E, layout.row_block, counters)
-    own: tuple[Tensor | None, ...] = (None, None)
-    if arrival is not None:
-        own = make_own_table(order_N, offs_E, table, layout.row_block, top_k, *arrival.rows)
-    sends = 0 if arrival is None else arrival.sends
-    at_once, block = combine_block(hidden, top_k)
-    dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
-    scaled_a_NI, dx_NH = h_NJ.new_empty((rows, intermediate)), h_NJ.new_empty((rows, hidden))
-    part_CN = torch.empty((layout.down_parts, rows), dtype=torch.float32, device=device)
-    ds_N = torch.empty(rows, dtype=torch.float32, device=device)
-    found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
-    _backward[(programs(device),)](
-        dy_TH,
-        x_TH,
-        h_NJ,
-        expert_TK,
-        weight_TK,
-        gate_up_EJH,
-        down_EHI,
-        dh_NJ,
-        scaled_a_NI,
-        part_CN,
-        ds_N,
-        dx_NH,
-        *found,
-        order_N,
-        slot_row_N,
-        offs_E,
-        *table,
-        counters,
-        None if trace is None else trace(sends + layout.most_tickets(most_tiles), layout.row_block),
-        tokens,
-        rows,
-        *own,
-        *(NOTHING if arrival is None else arrival.arguments()),
-        sends,
-        H=hidden,
-        I=intermediate,
-        J=width,
-        TOP_K=top_k,
-        **layout.constants(),
-        BLOCK_E=next_power_of_2(experts),
-        INTERLEAVED=activation.interleaved,
-        SLICES=number_of_slices(down, activation),
-        **constants(activation),
-        BLOCK_M=down.block_m,
-        DOWN_N=down.block_n,
-        DOWN_K=down.block_k,
-        UP_N=up.block_n,
-        UP_K=up.block_k,
-        DOWN_WEIGHTS_M=down_weights.block_m,
-        DOWN_WEIGHTS_N=down_weights.block_n,
-        DOWN_WEIGHTS_K=down_weights.block_k,
-        UP_WEIGHTS_M=up_weights.block_m,
-        UP_WEIGHTS_N=up_weights.block_n,
-        UP_WEIGHTS_K=up_weights.block_k,
-        TOKENS=TOKENS,
-        SLOTS=next_power_of_2(TOKENS * top_k),
-        AT_ONCE=at_once,
-        COMBINE_BLOCK=block,
-        INTERPRETED=_backward.interpreted,
-        **(NO_RANKS if arrival is None else arrival.constants()),
-        num_warps=down.num_warps,
-        num_stages=max(2, down.num_stages // 2),  # shared memory of two kinds of tasks is held at once
-        enable_fp_fusion=False,  # as in `down_backward`
-    )
-    return found
-
-
-def _narrowed(chosen: Configuration, warps: int) -> Configuration:
-    """For fewer warps than it was chosen for, with as many elements each: how wide a tile is does not change its bits.
-
-    How many warps add up ds does: their number is that of `down_backward`.
-    """
-    return chosen if chosen.num_warps <= warps else replace(chosen, block_n=chosen.block_n * warps // chosen.num_warps)
-
-
-def programs(device: torch.device) -> int:
-    """The interpreter runs programs one after another: there one does all."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+from amoeba.tasks.own_first import own_tiles_first
 
 
 @triton.jit
@@ -207,7 +55,7 @@ def _signal(counter):
 
 @quick
 @triton.jit(do_not_specialize=["tokens", "rows", "sent_tokens", "most_tokens", "rank", "limit", "sends"])
-def _backward(
+def backward_kernel(
     dy_TH,
     x_TH,
     h_NJ,
@@ -246,6 +94,9 @@ def _backward(
     cell_size,
     flags_at,
     flags_size,
+    comes_R,
+    sums_at,
+    sums_size,
     sent_tokens,
     most_tokens,
     rank,
@@ -255,6 +106,9 @@ def _backward(
     I: tl.constexpr,
     J: tl.constexpr,
     TOP_K: tl.constexpr,
+    A_STRIDE: tl.constexpr,
+    DX_STRIDE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     EXPERTS: tl.constexpr,
     TN: tl.constexpr,
     TNX: tl.constexpr,
@@ -302,7 +156,8 @@ def _backward(
     ON_GPU: tl.constexpr,
 ):
     expert_counters = counters + 1
-    row_counters = expert_counters + EXPERTS
+    down_counters = expert_counters + EXPERTS  # where dx is in place
+    row_counters = expert_counters + (2 * EXPERTS if IN_PLACE else EXPERTS)
     total = sends + count_tickets(first_tile, EXPERTS, TN, TNX, DOWN_PARTS, UP_PARTS, TOKEN_BLOCKS)
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
@@ -359,11 +214,24 @@ def _backward(
             slot_gradient_tile(slot, inside, ds_N, slot_row_N, None, d_weight, rows, False)
             COLUMN_BLOCKS: tl.constexpr = (H + COMBINE_BLOCK - 1) // COMBINE_BLOCK
             first_token = item.to(tl.int64) * TOKENS
-            for index in range(0, tl.minimum(tokens - item * TOKENS, TOKENS) * COLUMN_BLOCKS):
-                combine_tile(
-                    first_token + index // COLUMN_BLOCKS, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, d_x,
-                    rows, TOP_K, H, H, H, False, AT_ONCE, COMBINE_BLOCK,
+            if RANKS > 1:  # straight to the rank whose tokens they are, where they came from
+                sums = room_for_sums(
+                    item * TOKENS, d_x, addresses, epochs, trouble, record, sums_at, sums_size, most_tokens, rank,
+                    limit, H, RANKS, TAKERS, ALIGNED, ON_GPU,
                 )  # fmt: skip
+            for index in range(0, tl.minimum(tokens - item * TOKENS, TOKENS) * COLUMN_BLOCKS):
+                token = first_token + index // COLUMN_BLOCKS
+                if RANKS > 1:
+                    if tl.load(comes_R + token) != 0:
+                        combine_tile(
+                            token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, rows, TOP_K, H, DX_STRIDE, H,
+                            False, AT_ONCE, COMBINE_BLOCK,
+                        )  # fmt: skip
+                else:
+                    combine_tile(
+                        token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, d_x, rows, TOP_K, H, DX_STRIDE, H,
+                        False, AT_ONCE, COMBINE_BLOCK,
+                    )  # fmt: skip
         elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
             places = tl.arange(0, BLOCK_E)
             expert, row, row_end = rows_of_row_tile(item, places, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_M)
@@ -380,7 +248,7 @@ def _backward(
                         started = now(trace, INTERPRETED)
                 down_backward_tile(
                     expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN,
-                    order_N, rows, H, 1, H * I, I, 1, J, J, I, H, I, TOP_K, INTERLEAVED, SLICES, KIND, GATED,
+                    order_N, rows, H, 1, H * I, I, 1, J, J, A_STRIDE, H, I, TOP_K, INTERLEAVED, SLICES, KIND, GATED,
                     ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_M, DOWN_N, DOWN_K,
                 )  # fmt: skip
             elif kind == ACTIVATE:
@@ -394,12 +262,18 @@ def _backward(
                     ds_M += tl.load(part_CN + column * rows.to(tl.int64) + row_M, mask=valid_M, other=0.0)
                 tl.store(ds_N + row_M, ds_M, mask=valid_M)
             else:
-                _wait(row_counters + item, TN + 1)
+                if IN_PLACE:
+                    if part * UP_N < I:  # until nobody reads s·a any more
+                        _wait(down_counters + expert, DOWN_PARTS)
+                    else:
+                        _wait(row_counters + item, TN + 1)
+                else:
+                    _wait(row_counters + item, TN + 1)
                 if trace is not None:
                     started = now(trace, INTERPRETED)
                 multiply_tile(
                     expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, J, 1,
-                    J * H, H, 1, H, 0, 0, 0, 0, 0, J, H, 0, False, TOP_K, BLOCK_M, UP_N, UP_K,
+                    J * H, H, 1, DX_STRIDE, 0, 0, 0, 0, 0, J, H, 0, False, TOP_K, BLOCK_M, UP_N, UP_K,
                 )  # fmt: skip
             _signal(row_counters + item)
             if kind == ACTIVATE:
@@ -420,9 +294,11 @@ def _backward(
                 DOWN_WIDTH: tl.constexpr = (I + DOWN_WEIGHTS_N - 1) // DOWN_WEIGHTS_N
                 weight_gradient_tile(
                     item, part // DOWN_WIDTH, part % DOWN_WIDTH, dy_TH, scaled_a_NI, offs_E, d_down, None, order_N,
-                    None, H, 1, I, 1, H * I, I, 1, 0, 0, 0, H, H, I, TOP_K, DOWN_WEIGHTS_M, DOWN_WEIGHTS_N,
+                    None, H, 1, A_STRIDE, 1, H * I, I, 1, 0, 0, 0, H, H, I, TOP_K, DOWN_WEIGHTS_M, DOWN_WEIGHTS_N,
                     DOWN_WEIGHTS_K,
                 )  # fmt: skip
+                if IN_PLACE:
+                    _signal(down_counters + item)
             else:
                 UP_WIDTH: tl.constexpr = (H + UP_WEIGHTS_N - 1) // UP_WEIGHTS_N
                 weight_gradient_tile(

@@ -29,7 +29,7 @@ class Order(NamedTuple):
     halves: where a row tile has 64 rows or fewer, the warpgroup of the other 64 multiplies nothing.
     stages: so many tiles of a weight's gradient are one task as make so many stages; a tile at least.
     behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
-    mixed:  as in `Tiling`.
+    mixed, in_place: as in `Tiling`.
     tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
     """
 
@@ -39,6 +39,7 @@ class Order(NamedTuple):
     behind: int = 0
     mixed: bool = False
     tokens: int = 32
+    in_place: bool = False
 
 
 # N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
@@ -52,10 +53,12 @@ ORDERS = {
     "halves": Order(halves=True),
     "bundles": Order(stages=4),
     "behind": Order(behind=30),
+    "lean": Order(in_place=True),
     "small": _SMALL,
     "small mixed": _SMALL._replace(mixed=True),
     "small tokens": _SMALL._replace(tokens=8),
     "small bundles": _SMALL._replace(stages=8),
+    "small lean": _SMALL._replace(in_place=True),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 
@@ -84,7 +87,8 @@ def tiling_of(sizes: Sizes, tokens: int, rows: int, programs: int, order: Order)
     A wave is at least ROUNDS turns of all programs in DOWN: so that by the time a row pass or dx is handed out, what it
     waits for is done. It is no larger, so that its rows stay in the second-level cache.
     """
-    plain = Tiling(tokens=order.tokens, mixed=order.mixed, bundle=bundle_of(rows, sizes.experts, order))
+    bundle = bundle_of(rows, sizes.experts, order)
+    plain = Tiling(tokens=order.tokens, mixed=order.mixed, in_place=order.in_place, bundle=bundle)
     tiles = max(1, blocks(rows, sizes.experts * plain.rows)) * blocks(sizes.intermediate, plain.down_columns)
     wave = max(LEAST_WAVE, 1 << (blocks(ROUNDS * programs, tiles) - 1).bit_length())
     waves = blocks(sizes.experts, wave)

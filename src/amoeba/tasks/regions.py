@@ -1,7 +1,7 @@
-"""What each task reads and writes.
+"""What each task reads and writes, and what is gone then.
 
 regions = Regions(graph, epoch)
-regions.reads(task), regions.writes(task)
+regions.reads(task), regions.writes(task), regions.replaces(task)
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ class Regions:
             name = "d_down" if kind == Kind.DOWN_WEIGHTS else "d_gate_up"
             return [self._here(name, item, tile) for tile in self.graph.bundled(task)]
         return [self._here("da" if kind == Kind.DOWN else "d_gate", item, part)]
+
+    def replaces(self, task: Task) -> list[Region]:
+        """What lay where it writes."""
+        if task.kind != Kind.UP or not self.graph.takes_place(task):
+            return []
+        columns = (self._here("da", task.item, column) for column in range(self.graph.tN))
+        return [self._here("scaled_a", task.item), *columns]
 
     def _here(self, name: str, *at: int) -> Region:
         return Region(self.rank, name, at)

@@ -48,6 +48,7 @@ class Step(NamedTuple):
     signals: list[Signal]
     reads: list[Region]
     writes: list[Region]
+    replaces: list[Region]
 
 
 class Script:
@@ -75,6 +76,7 @@ class Script:
                 list(graph.signals(task, epoch)),
                 regions.reads(task),
                 regions.writes(task),
+                regions.replaces(task),
             )
             for task in tasks
         ]
@@ -191,6 +193,7 @@ class _Rank:
         self.memory.append({})
         self.counters: Multiset[Counter] = Multiset()
         self.ran: set[Task] = set()
+        self.replaced: set[Region] = set()
         self.next_ticket = 0
 
 
@@ -294,6 +297,7 @@ class _Simulation:
         rank.ran.add(step.task)
         values = [self.read(rank, region, step.task) for region in step.reads]
         results = rank.script.compute(step.task, values)
+        self.replace(rank, step)
         self.reading.update(step.reads)
         duration = self.pace.task(rank.script.graph, step.task)
         record = Record(
@@ -313,9 +317,18 @@ class _Simulation:
         else:
             written, value = rank.epoch, rank.memory[-1].get(region)
         if value is None or written != rank.epoch:
-            rule = "overwritten too early" if written > rank.epoch else "read too early"
+            gone = written > rank.epoch or region in rank.replaced
+            rule = "overwritten too early" if gone else "read too early"
             raise ScheduleFault(rule, f"{task} of rank {rank.rank} in pass {rank.epoch} reads {region}")
         return value
+
+    def replace(self, rank: _Rank, step: Step) -> None:
+        """From a task's start on, what lay where it writes is gone."""
+        for region in step.replaces:
+            if self.reading[region] > 0 or region not in rank.memory[-1].keys() | rank.replaced:
+                raise ScheduleFault("overwritten too early", f"{step.task} of rank {rank.rank} writes over {region}")
+            rank.memory[-1].pop(region, None)
+            rank.replaced.add(region)
 
     def end(self, worker: _Worker, step: Step, record: Record, results: Sequence[Tensor]) -> None:
         rank = worker.rank

@@ -29,6 +29,7 @@ class Tiling(NamedTuple):
     sent:         rows of a block that travels.
     wave:         experts that go through the steps together.
     mixed:        a wave's gradients of down are handed out among its tiles of dx, else behind them.
+    in_place:     dx of a row is written over its s·a, before which come a wave's gradients of down; `mixed` or not.
     kept:         so many of the last waves have their gradients of gate_up handed out at the end, beside the sums over
                   tokens; at least one.
     behind:       so many tickets of those kept for the end come behind the sums instead of among them: who takes the
@@ -48,10 +49,19 @@ class Tiling(NamedTuple):
     sent: int = 128
     wave: int = 8
     mixed: bool = False
+    in_place: bool = False
     kept: int = 1
     behind: int = 0
     bundle: int = 1
     group: int = 8
+
+
+def extra_bytes(sizes: Sizes, rows: int, element: int) -> int:
+    """What the scheduled backward has beyond the most that the kernels apart have at once: these are through with dA'
+    and s·a when they come to dx of the rows, and with that when they come to the gradient of gate_up. Where dx is in
+    the place of s·a, rows · I less. element: bytes of a number."""
+    of_gate_up = sizes.experts * sizes.width * sizes.hidden
+    return element * (rows * sizes.intermediate + min(rows * sizes.hidden, of_gate_up))
 
 
 def blocks(count: int, block: int) -> int:

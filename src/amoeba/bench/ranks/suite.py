@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from amoeba.bench.ranks import worker
-from amoeba.bench.ranks.worker import ALONE, BARE, EXCHANGES, RECEIVED, RankJob
+from amoeba.bench.ranks.worker import ALONE, BARE, EXCHANGES, HIDING, RECEIVED, RankJob
 from amoeba.parallel.processes import LocalRanks, RankFailed
 
 _ROUNDS = 3
@@ -221,7 +221,10 @@ class _Run:
             if found.peak_bytes and alone.peak_bytes:
                 found.memory_over_alone = found.peak_bytes / alone.peak_bytes
             # what moves the same rows by programs, one after the other with the products: what there is to hide
-            exchange = report.exchange_ms.get(found.setting.removesuffix(", overlapped"))
+            plain = found.setting
+            for suffix in HIDING:
+                plain = plain.removesuffix(suffix)
+            exchange = report.exchange_ms.get(plain)
             if exchange and found.ms is not None and received.ms is not None:
                 found.hidden = 1 - (found.ms - received.ms) / exchange
 

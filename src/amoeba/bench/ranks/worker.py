@@ -45,7 +45,15 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "peers, overlapped": {"transport": "peers", "overlap": True},
     "peers, fixed room": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15},
     "peers, fixed room, overlapped": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15, "overlap": True},
+    "peers, fixed room, tasks": {
+        "transport": "peers",
+        "most_tokens": 1.0,
+        "most_rows": 1.15,
+        "local_backend": "tasks",
+    },  # the scheduled backward, whose tasks send rows and sums
 }
+# What of a name says that something is computed while rows travel.
+HIDING = (", overlapped", ", tasks")
 # Rows there and back and their gradients, with nothing computed; behind the name that of the exchange.
 BARE = "exchange alone: "
 # Until a rank gives up: compiling kernels takes some seconds.

@@ -257,8 +257,17 @@ class PeerExchange(Exchange):
     def start_sending(self, rows_TH: Tensor) -> Tensor | None:
         from amoeba.parallel.transports.early import start_sending
 
-        self._started_RH = start_sending(self.office.checked(), self.plan, rows_TH, self.goes_WT)
+        post, plan = self.office.checked(), self.plan
+        mark("before the exchange")
+        self._started_RH = start_sending(post, plan, rows_TH, self.goes_WT, self.comes_R, self._keep_own)
+        if self._started_RH is not None:
+            mark("rows: left to tasks")
         return self._started_RH
+
+    def _keep_own(self, own_TH: Tensor) -> Tensor:
+        """Sums of own tokens: the others' have left."""
+        self._own_TH = own_TH
+        return self._stand_in(own_TH)
 
     def _check_that_they_were_sent(self) -> None:
         """By the backward behind `start_sending`, which knows the rows by their memory."""
