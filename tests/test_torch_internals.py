@@ -68,6 +68,26 @@ def test_backward_knows_that_it_is_one_and_whether_the_graph_goes() -> None:
     assert answers(lambda dy: torch_internals.graph_is_freed(), retain_graph=True) == [False]
 
 
+@pytest.mark.parametrize("asked", ["both", "one"])
+def test_backward_knows_where_it_goes_on(asked: str) -> None:
+    found = []
+
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+        @staticmethod
+        def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+            found.extend(torch_internals.backward_goes_on_to(node) for node, _ in ctx.next_functions)
+            assert ctx.needs_input_grad == (True, True)
+            return dy, dy
+
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    torch.autograd.grad(Two.apply(x * 2, y * 2).sum(), [x] if asked == "one" else [x, y])
+    assert found == [True, asked == "both"]
+
+
 def test_a_batch_of_gradients_is_seen() -> None:
     assert answers(torch_internals.is_batch_of_gradients) == [False]
     assert answers(torch_internals.is_batch_of_gradients, is_grads_batched=True) == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from optimizers import SHAPES, by_kernels, everything, gradients, groups, parameters, same, set_gradients, train
@@ -89,6 +90,17 @@ def test_kernels_compute_the_same_bits_as_torch(dtype, states, gradient_dtype):
             optimizer.step()
         optimizers.append(optimizer)
     assert same(*optimizers)
+
+
+@pytest.mark.parametrize("by_mkl", [None, True])
+def test_roots_are_the_nearest_numbers(by_mkl, monkeypatch):
+    """The first two are those that MKL rounds the wrong way."""
+    if by_mkl is not None:
+        monkeypatch.setattr(torch_step, "_ROOTS_BY_MKL", by_mkl)
+    sizes = 10.0 ** torch.randint(-30, 30, (1 << 16,), generator=torch.Generator().manual_seed(0))
+    drawn = torch.rand(1 << 16, generator=torch.Generator().manual_seed(1)) * sizes
+    numbers = torch.cat([torch.tensor([0.5158079862594604, 0.5028960704803467, 0.0, 1e-45, torch.inf]), drawn])
+    assert torch.equal(torch_step.nearest_root(numbers), torch.from_numpy(np.sqrt(numbers.numpy())))
 
 
 @needs_kernels

@@ -143,7 +143,8 @@ def test_ranks_that_are_said_to_be_remote_go_by_shmem_and_have_the_gradients_of_
 
 
 def many_steps(rank: int, steps: int, ways: list[str]) -> list[Tensor]:
-    """Weights after so many steps of gradient descent, with numbers of tokens that change. ways: in turn."""
+    """Weights after so many steps of gradient descent, with numbers of tokens that change, and with which gradients are
+    asked for. ways: in turn."""
     of, owners, ranks = layer_and_tokens(2, torch.bfloat16), Owners.even(E, 2), Ranks(first_processes(2), 60.0)
     weights = [owners.take(of[name], rank).clone().requires_grad_() for name in ("gate_up", "down")]
     for step in range(steps):
@@ -151,12 +152,13 @@ def many_steps(rank: int, steps: int, ways: list[str]) -> list[Tensor]:
         tokens = (0, 16, 96, 33, 200, 7, 128, 0)[(step * (rank + 1) + rank) % 8]
         x_TH = torch.randn(tokens, H, generator=generator, device="cuda").bfloat16().requires_grad_()
         expert_TK = torch.rand(tokens, E, generator=generator, device="cuda").topk(K, 1).indices
-        weight_TK = torch.rand(tokens, K, generator=generator, device="cuda")
+        weight_TK = torch.rand(tokens, K, generator=generator, device="cuda").requires_grad_(step % 4 > 1)
         layer = ShardedExperts(ExpertWeights(*weights), owners, ranks, **WAYS[ways[step % len(ways)]])
         y_TH = experts(x_TH, Routing(expert_TK, weight_TK), layer)
-        gradients = torch.autograd.grad(y_TH, weights, 0.01 * y_TH.detach())
+        others = ([], [x_TH], [weight_TK], [x_TH, weight_TK])[step % 4]
+        gradients = torch.autograd.grad(y_TH, [*weights, *others], 0.01 * y_TH.detach())
         with torch.no_grad():
-            for weight, gradient in zip(weights, gradients, strict=True):
+            for weight, gradient in zip(weights, gradients, strict=False):
                 weight -= 0.01 * gradient
     return [weight.detach().cpu() for weight in weights]
 

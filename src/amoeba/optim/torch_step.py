@@ -1,7 +1,7 @@
 """A step in torch's operations, for parameters that are not on a GPU: bit for bit what kernels/adamw.py computes there.
 
-So no operation that may or may not round in between, such as lerp and addcdiv, is used. Large tensors are walked in
-chunks, so that what is computed on the way needs little memory.
+So no operation that may or may not round in between, such as lerp and addcdiv, is used, and no square root that is not
+the nearest number. Large tensors are walked in chunks, so that what is computed on the way needs little memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from amoeba.optim.split_master import join, split
 # 4 MB of fp32. Smaller chunks cost more in calls than they save: with 1 << 17 a step of 8M parameters took about twice
 # as long on a Neoverse-N1 (2026-11-15).
 CHUNK = 1 << 20
+# On x86 torch leaves square roots to MKL, whose fp32 ones may be off by one in the last bit (issue 31250 of PyTorch).
+_ROOTS_BY_MKL = torch.backends.mkl.is_available()
 
 
 def update(batch: Batch, scale: Tensor | None) -> None:
@@ -34,6 +36,13 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """In fp32, whatever they are stored in."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return torch.stack(norms).square().sum()
+
+
+def nearest_root(numbers: Tensor) -> Tensor:
+    """Of fp32, rounded once: by way of fp64, whose last bits do not matter. No root of an fp32 number is so near to the
+    middle between two others."""
+    by_mkl = _ROOTS_BY_MKL and numbers.device.type == "cpu"
+    return numbers.double().sqrt_().float() if by_mkl else numbers.sqrt()
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
@@ -57,7 +66,7 @@ def _update_chunk(
     average, square = exp_avg.float(), exp_avg_sq.float()  # themselves where they are fp32
     average += (gradient - average).mul_(by.first_rate)
     square.mul_(by.second_decay).add_((gradient * gradient).mul_(by.second_rate))
-    change = square.sqrt().mul_(by.correction).add_(by.epsilon)
+    change = nearest_root(square).mul_(by.correction).add_(by.epsilon)
     torch.div(average, change, out=change).mul_(by.step_size)
     if remainder is None:
         parameter.mul_(by.decay).sub_(change)
