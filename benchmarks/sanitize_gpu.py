@@ -4,10 +4,19 @@
     PYTHONPATH=src python benchmarks/sanitize_gpu.py --watch "scheduled backward" fp8        # these alone
 
 Needs a CUDA device, torch, triton and compute-sanitizer. Each layer runs by itself first, so that compilation is not
-watched. One kind of report of racecheck is counted apart and not as a fault: in Gluon kernels with specialised warps,
-the bytes by which Triton tells a warp what to do. They are written before a `barrier.sync 1` of all threads and read
-after it; racecheck loses that order as soon as a partition has a barrier of its own. The control, a kernel in which
-partitions share nothing at all, shows it: no report without such a barrier, the same report with one.
+watched; layers and tools side by side. A control is a few lines of Gluon of which it is known what a tool should say.
+
+Two kinds of reports of racecheck are counted apart and not as faults.
+
+- Dispatch: in kernels with specialised warps, the bytes by which Triton tells a warp what to do. They are written
+  before a `barrier.sync 1` of all threads and read after it; racecheck loses that order as soon as a partition has a
+  barrier of its own. A control in which partitions share nothing at all shows it: no report without such a barrier, the
+  same report with one.
+- Handed over: a number that one partition stores, and another loads behind an mbarrier. In PTX that is the store, a
+  `bar.sync` of the storing partition, one thread's `mbarrier.arrive`, which releases, the others' `mbarrier.try_wait`,
+  which acquires, and the load; that is an order. The control "handed over" does this once and nothing else, and so each
+  run finds out whether racecheck follows it: only where it reports the control, such reports in our kernels are counted
+  apart. "handed over, not waited for" leaves the wait out, and has to be reported for any of this to mean something.
 
 racecheck watches shared memory alone, and of that what threads do: it does not see the copy engine's writes, so it can
 neither miss a wait for them nor prove that none is missing. What it can find in these kernels are tasks, scales and
@@ -18,22 +27,27 @@ threads to memory that was not allocated, in shared and in global memory; not th
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+import amoeba
 from amoeba import Activation, ExpertWeights, Routing, experts
+from amoeba.kernels.hopper.descriptor import barrier
 
 CLAMPED = Activation("silu", True, 1.702, 7.0, 1.0, True)
+SIDE_BY_SIDE = min(12, os.cpu_count() or 1)  # processes: the tools keep a core busy each
 TIMEOUT_SECONDS = int(os.environ.get("SANITIZE_SECONDS", "200"))  # of one layer under one tool
 HAZARD = re.compile(r"Potential (\w+) hazard detected at __shared__ 0x([0-9a-f]+) .*:\n((?:=========     .*\n)+)")
 ACCESS = re.compile(r"(?:Read|Write) Thread .* at (\w+)\+0x[0-9a-f]+ in (\S+):(\d+)")
@@ -119,6 +133,47 @@ def run_control(convert: bool) -> None:
     assert out[1025] == 2
 
 
+@gluon.jit
+def give(number, there):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    number.store(gl.full([1], 7, gl.int32, one))  # handed over
+    barrier()
+    mbarrier.arrive(there, count=1)
+
+
+@gluon.jit
+def get(number, there, out, PART: gl.constexpr, WAIT: gl.constexpr):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if WAIT:
+        mbarrier.wait(there, 0)
+    found = gl.max(number.load(one), 0)  # handed over
+    gl.store(out + gl.program_id(0) * 2 + PART, found)
+
+
+@gluon.jit
+def handing_kernel(out, WAIT: gl.constexpr):
+    number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(there, count=1)
+    gl.warp_specialize(
+        [
+            (get, (number, there, out, gl.constexpr(0), WAIT)),
+            (get, (number, there, out, gl.constexpr(1), WAIT)),
+            (give, (number, there)),
+        ],
+        [4, 4],
+        [64, 64],
+    )
+
+
+def run_handing_over(wait: bool) -> None:
+    """Two partitions get a number from a third, as those of the scheduled backward get their tasks."""
+    out = torch.zeros(2 * 132, dtype=torch.int32, device="cuda")
+    handing_kernel[(132,)](out, wait, num_warps=4)
+    torch.cuda.synchronize()
+    assert not wait or bool((out == 7).all())
+
+
 LAYERS: dict[str, Callable[[], None]] = {
     "gated with biases": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), True),
     "gated": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), False),
@@ -131,71 +186,120 @@ LAYERS: dict[str, Callable[[], None]] = {
     "eight tokens": lambda: run_layer(torch.bfloat16, 8, 63, 199, Activation(), True),
     "control": lambda: run_control(False),
     "control with barriers": lambda: run_control(True),
+    "handed over": lambda: run_handing_over(True),
+    "handed over, not waited for": lambda: run_handing_over(False),
+}
+RIGHT, WRONG = "handed over", "handed over, not waited for"
+# What of our kernels is handed over so: by file the store and the load, as they are written there.
+HANDED_OVER = {
+    "hopper_queue.py": ("tasks.index(slot * FIELDS + at).store(", "tasks.index(slot * FIELDS + FIELD).load("),
+    Path(__file__).name: ("    number.store(", "= gl.max(number.load("),
 }
 
 
+def source(file: str) -> list[str]:
+    """Lines of a file of ours with Gluon in it, by its name; none of others."""
+    paths = [Path(__file__), *Path(amoeba.__file__).parent.rglob(file)]
+    texts = (path.read_text() for path in paths if path.name == file)
+    return next((text.splitlines() for text in texts if "gluon.jit" in text), [])
+
+
 def dispatch_lines(file: str) -> set[int]:
-    """Lines of a source file to which the compiler assigns the dispatch of specialised warps: the kernel's own and that
-    of `warp_specialize`."""
-    known = {Path(path).name: Path(path) for path in (__file__, *_kernel_files())}
-    if file not in known:
-        return set()
-    lines = known[file].read_text().splitlines()
+    """Lines to which the compiler assigns the dispatch of specialised warps: the kernel's own and that of
+    `warp_specialize`."""
+    lines = source(file)
     kernels = [n for n, line in enumerate(lines, 1) if re.match(r"\s*@gluon\.jit", line) and "_kernel(" in lines[n]]
     specialised = [n for n, line in enumerate(lines, 1) if "warp_specialize(" in line]
     return {*specialised, *kernels, *(n + 1 for n in kernels)}
 
 
-def _kernel_files() -> list[str]:
-    from amoeba.kernels.hopper import activation_kernel, product_kernel, scaled_product
-    from amoeba.kernels.hopper import gradient as hopper_gradient
-    from amoeba.tasks import hopper_kernel
+def handing_lines(file: str) -> set[int]:
+    """Lines of a store and a load that an mbarrier is between."""
+    marks = HANDED_OVER.get(file, ())
+    return {
+        n for n, line in enumerate(source(file), 1) if any(mark in line and f'"{mark}' not in line for mark in marks)
+    }
 
-    modules = (hopper_gradient, product_kernel, scaled_product, activation_kernel, hopper_kernel)
-    return [inspect.getfile(module) for module in modules]
+
+class Found(NamedTuple):
+    faults: list[str]  # in lines to print
+    dispatch: int = 0  # reports
+    handed_over: int = 0
 
 
-def watch(tool: str, layer: str) -> tuple[list[str], int]:
-    """What the tool found, in lines to print, and how many reports were about Triton's dispatch."""
+def watch(tool: str, layer: str) -> Found:
     options = ["--racecheck-report", "all", "--num-cuda-barriers", "64"] if tool == "racecheck" else []
     command = ["compute-sanitizer", "--tool", tool, *options, "--print-limit", "100000", "--show-backtrace", "no"]
     try:
         ran = subprocess.run([*command, sys.executable, __file__, layer], capture_output=True, text=True, check=False,
                              timeout=TIMEOUT_SECONDS)  # fmt: skip
     except subprocess.TimeoutExpired:
-        return [f"not through in {TIMEOUT_SECONDS} s"], 0
-    text = ran.stdout + ran.stderr
+        return Found([f"not through in {TIMEOUT_SECONDS} s"])
+    return read_report(tool, ran.stdout + ran.stderr)
+
+
+def read_report(tool: str, text: str) -> Found:
     if tool == "memcheck" or "hazards displayed (0 errors" in text:
         clean = "ERROR SUMMARY: 0 errors" in text or "(0 errors, 0 warnings)" in text
-        return ([] if clean else text.splitlines()[-12:]), 0
+        return Found([] if clean else text.splitlines()[-12:])
     faults: Counter[str] = Counter()
-    of_dispatch = 0
+    dispatch = handed_over = 0
     for kind, _, body in HAZARD.findall(text):
-        accesses = ACCESS.findall(body)
-        if kind == "RAW" and accesses and all(int(line) in dispatch_lines(file) for _, file, line in accesses):
-            of_dispatch += 1
+        accesses = [(kernel, file, int(line)) for kernel, file, line in ACCESS.findall(body)]
+        if kind == "RAW" and accesses and all(line in dispatch_lines(file) for _, file, line in accesses):
+            dispatch += 1
+        elif kind == "RAW" and accesses and all(line in handing_lines(file) for _, file, line in accesses):
+            handed_over += 1
         else:
-            faults[f"{kind}: {'; '.join(' '.join(access) for access in accesses)}"] += 1
-    if not of_dispatch and not faults:
-        return text.splitlines()[-12:], 0  # it stopped for another reason
-    return [f"{count} x {fault}" for fault, count in faults.most_common()], of_dispatch
+            faults[f"{kind}: {'; '.join(f'{kernel} {file} {line}' for kernel, file, line in accesses)}"] += 1
+    if not dispatch and not handed_over and not faults:
+        return Found(text.splitlines()[-12:])  # it stopped for another reason
+    return Found([f"{count} x {fault}" for fault, count in faults.most_common()], dispatch, handed_over)
+
+
+def is_clean(layer: str, tool: str, found: Found, follows: bool) -> bool:
+    """follows: whether racecheck sees the order of what is handed over."""
+    if (layer, tool) == (WRONG, "racecheck"):
+        return bool(found.handed_over) or any(" x " in fault for fault in found.faults)  # a hazard, of whatever kind
+    return not found.faults and not (follows and found.handed_over)
 
 
 def main() -> None:
     watched = sys.argv[2:] if sys.argv[1:2] == ["--watch"] else list(LAYERS)
-    if len(sys.argv) > 1 and not sys.argv[2:]:
+    if len(sys.argv) > 1 and sys.argv[1:2] != ["--watch"]:
         LAYERS[sys.argv[1]]()
         return
-    clean = True
-    for layer in watched:
-        subprocess.run([sys.executable, __file__, layer], check=True)
-        for tool in ("memcheck", "racecheck"):
-            faults, of_dispatch = watch(tool, layer)
-            clean = clean and not faults
-            apart = f", {of_dispatch} reports about Triton's dispatch" if of_dispatch else ""
-            print(f"{layer:24} {tool:10} {'clean' if not faults else 'FAULTS'}{apart}", flush=True)
-            for fault in faults:
-                print(f"    {fault}")
+    watched = list(dict.fromkeys([RIGHT, WRONG, *watched]))
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
+        alone = [threads.submit(subprocess.run, [sys.executable, __file__, layer]) for layer in watched]
+        runs = {layer: done.result().returncode == 0 for layer, done in zip(watched, alone, strict=True)}
+        pairs = [(layer, tool) for layer in watched for tool in ("racecheck", "memcheck")]
+        watching = {
+            (layer, tool): threads.submit(watch, tool, layer)
+            if runs[layer]
+            else threads.submit(Found, ["it fails by itself"])
+            for layer, tool in pairs
+        }
+        follows = not watching[RIGHT, "racecheck"].result().handed_over
+        clean = True
+        for (layer, tool), done in watching.items():
+            found = done.result()
+            good = is_clean(layer, tool, found, follows)
+            word = "clean" if good else "FAULTS"
+            if (layer, tool) == (WRONG, "racecheck"):
+                word = "found, as it has to be" if good else "NOT FOUND"
+            clean = clean and good
+            told = ", ".join(
+                f"{count} reports about {what}"
+                for what, count in (("Triton's dispatch", found.dispatch), ("what is handed over", found.handed_over))
+                if count
+            )
+            print(f"{layer:28} {tool:10} {word}{told and f' ({told})'}", flush=True)
+            for fault in found.faults:
+                print(f"    {fault}", flush=True)
+        order = "sees" if follows else "does not see"
+        print(f"racecheck {order} the order of a number that an mbarrier hands over: such reports", end=" ")
+        print("are faults" if follows else "mean nothing")
     sys.exit(0 if clean else 1)
 
 

@@ -189,7 +189,7 @@ def end_failed_capture(pool: tuple[int, int]) -> None:
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        torch.zeros((), device=torch.device("cuda", device))
+        torch.zeros((), dtype=torch.float32, device=torch.device("cuda", device))
 
 
 def grouped_product_in_fp8(

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,7 +16,7 @@ from amoeba import rotary_attention
 from amoeba.integrations import fused_attention
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers, final_norm
 from amoeba.integrations.randomness import draws_random_numbers
-from amoeba.jobs import fast_paths, fast_trainer, finetune
+from amoeba.jobs import fast_paths, finetune
 from amoeba.jobs.captured_step import CapturedStep
 from amoeba.jobs.fast_trainer import FastTrainer
 from selection import quick
@@ -244,65 +240,6 @@ class TestCheckpointing:
             assert "random numbers" in reason and not trainer.captures
 
 
-class TestCapture:
-    """With a capture that is none, since there is no GPU: when it is tried, and what is said."""
-
-    @pytest.fixture
-    def order(self, monkeypatch) -> list[str]:
-        """Fills with what happens; captures fail while there is one of `failures` left."""
-        happened: list[str] = []
-
-        @contextmanager
-        def on_stream(stream: Any) -> Iterator[None]:
-            happened.append("beside")
-            yield
-
-        def capture(step: Any, run: Any, inputs: Any, predicted: Any, parameters: Any, stream: str) -> None:
-            assert stream == "stream" and all(parameter.grad is None for parameter in parameters)
-            happened.append("capture")
-            if self.failures:
-                self.failures.pop()
-                raise RuntimeError("CUDA error: not permitted\nand advice\nin many lines")
-            step.run = run
-
-        def replay(step: Any, inputs: Any, predicted: Any) -> Any:
-            happened.append("replay")
-            return step.run(inputs, predicted)
-
-        def always(trainer: Any, *given: Any) -> Any:
-            trainer.captures = trainer._tries < fast_trainer.CAPTURES
-            return step(trainer, *given)
-
-        step = FastTrainer.training_step
-        monkeypatch.setattr(FastTrainer, "training_step", always)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
-        monkeypatch.setattr(fast_trainer, "on_stream", on_stream)
-        monkeypatch.setattr(CapturedStep, "__init__", capture)
-        monkeypatch.setattr(CapturedStep, "__call__", replay)
-        monkeypatch.setattr(CapturedStep, "fits", lambda step, inputs: True)
-        return happened
-
-    @pytest.mark.parametrize(
-        ("failing", "expected"),
-        [
-            (0, ["beside", "capture", "replay", "replay"]),
-            (1, ["beside", "capture", "beside", "capture", "replay"]),
-            (2, ["beside", "capture", "beside", "capture"]),
-        ],
-    )
-    def test_a_pass_beside_comes_first_and_a_failure_gets_a_second_try(
-        self, failing, expected, order, tmp_path, inputs, caplog
-    ):
-        self.failures = [0] * failing
-        found, _ = run(tmp_path / "run", inputs, **SHORT)
-        assert order == expected
-        assert len(found) == 3
-        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        warned = [line for line in warned if "CUDA graph" in line]
-        assert len(warned) == (failing == 2)
-        assert all("\n" not in line and "CUDA error" not in line and "-v" in line for line in warned)
-
-
 def _noted(function: Any, inside: list[bool]) -> Any:
     """Notes of each call whether it came from torch's checkpoint."""
 
@@ -379,38 +316,3 @@ class TestOnAGpu:
         monkeypatch.setattr(CapturedStep, "__init__", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no")))
         launched, _ = run(tmp_path / "launched", inputs, "finetune", **told)
         assert launched == first
-
-    def test_the_first_run_of_a_process_is_captured(self, inputs, tmp_path):
-        """It has yet to compile, load and make ready what later ones find."""
-        words = [
-            "finetune",
-            str(inputs / "base"),
-            "--data",
-            str(inputs / "finetune.jsonl"),
-            "--out",
-            str(tmp_path / "run"),
-        ]
-        words += ["--steps=8", "--batch-size=2", "--sequence-length=8", "--held-out=0.1", "--train-router"]
-        done = subprocess.run(
-            [sys.executable, "-c", COUNTS_REPLAYS, *words, "--targets=experts,q_proj", "--experts=resident"],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "replayed 7 times" in done.stdout, done.stderr
-        assert "one kernel after another" not in done.stderr and "AccumulateGrad" not in done.stderr
-
-
-COUNTS_REPLAYS = """
-import atexit
-from amoeba.cli import main
-from amoeba.jobs.captured_step import CapturedStep
-
-calls, replay = [], CapturedStep.__call__
-CapturedStep.__call__ = lambda *given: (calls.append(1), replay(*given))[1]
-atexit.register(lambda: print("replayed", len(calls), "times"))
-main()
-"""
