@@ -69,6 +69,7 @@ class Plan:
     HALVES: bool = False
     BUNDLED: bool = False
     IN_PLACE: bool = False
+    STAGGER: bool = False
 
     @property
     def J(self) -> int:
@@ -322,8 +323,8 @@ def plan_of(
     hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, order: Order, bundled: bool
 ) -> Plan:
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    told = {"TOKENS": order.tokens, "AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place}
-    return replace(plan, BUNDLED=bundled, **told)  # type: ignore[arg-type]
+    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "STAGGER": order.stagger}
+    return replace(plan, TOKENS=order.tokens, BUNDLED=bundled, **flags)  # type: ignore[arg-type]
 
 
 @cache

@@ -14,7 +14,7 @@ from amoeba.kernels.hopper.product_kernel import multiply_stage
 from amoeba.kernels.hopper.product_store import column_parts, store_tile
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.decoder import DOWN, DOWN_WEIGHTS
-from amoeba.tasks.hopper_queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, is_there, take, tell
+from amoeba.tasks.hopper_queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, is_there, keep_behind, lead, take, tell
 
 # A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
 # microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two multiplies.
@@ -50,14 +50,16 @@ def multiply(
 ):  # fmt: skip
     """A tile of dA' or of dx, this warpgroup's rows. Returns also whether the next task was taken, and that."""
     kind, _, part, _, row, end, _ = task
-    row_bufs, matrix_bufs, _, _, _, _, full, empty = ring
+    row_bufs, matrix_bufs, _, _, _, _, full, empty, led = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)
     tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
+    keep_behind(led, count, depth // BLOCK_K, WARPGROUP, PLAN)
     for k in range(0, depth, BLOCK_K):
         acc = multiply_stage(
             acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
         )
+        lead(led, count, WARPGROUP, PLAN)
         count += 1
         if k == tell_at:
             tell(untold, counters, PLAN)
@@ -98,12 +100,14 @@ def sum_tile(
     """A tile of a weight's gradient, this warpgroup's half. last: of its task. Returns as `multiply`."""
     kind, _, _, expert, row, end, _ = task
     d_down, d_gate_up, d_down_desc, d_gate_up_desc = gradients
-    _, matrix_bufs, left_bufs, _, _, _, full, empty = ring
+    _, matrix_bufs, left_bufs, _, _, _, full, empty, led = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
     tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
+    keep_behind(led, count, gl.cdiv(end - row, BLOCK_K), WARPGROUP, PLAN)
     for first in range(row, end, BLOCK_K):
         acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
+        lead(led, count, WARPGROUP, PLAN)
         count += 1
         if (first <= tell_at) & (tell_at < first + BLOCK_K):
             tell(untold, counters, PLAN)

@@ -19,7 +19,7 @@ from amoeba.tasks.sizes import Sizes, Tiling, blocks
 # Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less than one turn of all programs (sonic_a,
 # qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up takes about twice as long as the sums
 # over tokens, which are bound by memory, so that they can run beside it.
-LEAST_WAVE, ROUNDS, BESIDE_TOKENS = 8, 2, 360
+LEAST_WAVE, BESIDE_TOKENS = 8, 360
 STAGE_ROWS = 64  # of a weight's gradient
 
 
@@ -30,6 +30,9 @@ class Order(NamedTuple):
     stages: so many tiles of a weight's gradient are one task as make so many stages; a tile at least.
     behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
     mixed, in_place: as in `Tiling`.
+    rounds: turns of all programs in DOWN that a wave has at least, see `tiling_of`.
+    stagger: the second warpgroup begins a tile two stages behind the first: not both are at its end at once, where
+            nothing multiplies.
     tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
     """
 
@@ -40,6 +43,8 @@ class Order(NamedTuple):
     mixed: bool = False
     tokens: int = 32
     in_place: bool = False
+    rounds: int = 2
+    stagger: bool = False
 
 
 # N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
@@ -59,6 +64,10 @@ ORDERS = {
     "small tokens": _SMALL._replace(tokens=8),
     "small bundles": _SMALL._replace(stages=8),
     "small lean": _SMALL._replace(in_place=True),
+    "small waves": _SMALL._replace(rounds=1),
+    "small lean waves": _SMALL._replace(in_place=True, rounds=1),
+    "small stagger": _SMALL._replace(stagger=True),
+    "stagger": Order(stagger=True),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 
@@ -84,13 +93,13 @@ def bundle_of(rows: int, experts: int, order: Order) -> int:
 def tiling_of(sizes: Sizes, tokens: int, rows: int, programs: int, order: Order) -> Tiling:
     """rows: of the experts that are here. tokens: whose sums are made here.
 
-    A wave is at least ROUNDS turns of all programs in DOWN: so that by the time a row pass or dx is handed out, what it
-    waits for is done. It is no larger, so that its rows stay in the second-level cache.
+    A wave is at least `order.rounds` turns of all programs in DOWN: so that by the time a row pass or dx is handed out,
+    what it waits for is done. It is no larger, so that its rows stay in the second-level cache.
     """
     bundle = bundle_of(rows, sizes.experts, order)
     plain = Tiling(tokens=order.tokens, mixed=order.mixed, in_place=order.in_place, bundle=bundle)
     tiles = max(1, blocks(rows, sizes.experts * plain.rows)) * blocks(sizes.intermediate, plain.down_columns)
-    wave = max(LEAST_WAVE, 1 << (blocks(ROUNDS * programs, tiles) - 1).bit_length())
+    wave = max(LEAST_WAVE, 1 << (blocks(order.rounds * programs, tiles) - 1).bit_length())
     waves = blocks(sizes.experts, wave)
     kept = max(1, min(waves, blocks(waves * BESIDE_TOKENS, sizes.width)))
     matrix = blocks(sizes.width, plain.weight_columns) * blocks(sizes.hidden, plain.weight_rows)

@@ -6,9 +6,10 @@ T tokens · K experts per token · W ranks
     graph = ShareGraph(rank, rows, sizes, tiling)
     Script(ShareComputation(graph, layer, tokens_W, epoch))
 
-What goes out is a task, and a product waits for the cells that its rows come in, as in `Graph`. What comes back is left
-to the transport (docs/parallel.md): COMBINE sums up here what the experts of this rank gave to each received row. There
-is one cell, not two, so what is sent waits until its reader has finished the pass before, with all that came in it.
+What goes out is a task, and a product waits for the cells that its rows come in, as in `Graph`. COMBINE sums up what
+the experts of this rank gave to each received row; the kernel writes that into the memory of the row's rank, and adding
+up there is the transport's (docs/parallel.md). There is one cell, not two, so what is sent waits until its reader has
+finished the pass before, with all that came in it.
 """
 
 from __future__ import annotations
