@@ -66,6 +66,10 @@ WAYS = {
 _way = WAYS["plain"]
 
 
+def current_way() -> Ways:
+    return _way
+
+
 @contextmanager
 def way(name: str) -> Iterator[None]:
     """Of the products that are launched inside, in all threads."""
