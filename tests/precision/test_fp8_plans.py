@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_fp8_kernels import _product, _up, by_recipe, stood_in, without_gpu  # noqa: F401
 from torch import Tensor
 
 from amoeba import Routing, experts, with_precision
@@ -19,7 +20,6 @@ from amoeba.kernels.hopper import scaled_product
 from amoeba.precision import QuantisedMatrix, UnchangedWeights
 from selection import quick
 from small_layer import Layer
-from test_fp8_kernels import _product, _up, by_recipe, stood_in, without_gpu  # noqa: F401
 
 pytestmark = without_gpu
 
