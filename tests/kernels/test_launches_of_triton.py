@@ -45,7 +45,8 @@ def test_the_driver_is_handed_the_same_bytes(tmp_path: Path) -> None:
     told = subprocess.run([sys.executable, __file__, library], env=environment, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout.splitlines()[-1])
-    assert {name for name, _ in found} >= {"product_kernel", "gradient_kernel", "_combine", "_activate_backward"}
+    names = {"product_kernel", "gradient_kernel", "_combine", "_activate_backward"}
+    assert {name for name, _ in found} >= names | {"scaled_product_kernel", "_quantise_rows", "_quantise_weights"}
     assert all(same for _, same in found), found
 
 
@@ -57,15 +58,16 @@ def compare(library: str) -> list[tuple[str, bool]]:
     torch.cuda.current_device = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda device: 0
 
-    from amoeba.backends import triton_rows
+    from amoeba import with_precision
+    from amoeba.backends import fp8_triton, triton_rows
     from amoeba.backends.triton import BACKEND
-    from amoeba.kernels import choice, launch
-    from amoeba.kernels.hopper import gradient, product
+    from amoeba.kernels import choice, launch, launch_plan
+    from amoeba.kernels.hopper import gradient, product, scaled_product
     from amoeba.problem import Needs, Problem
     from amoeba.weights import ExpertWeights
 
     choice.capability_of = lambda device: (9, 0)
-    product.programs = gradient.programs = lambda device: 132
+    product.programs = gradient.programs = scaled_product.programs = lambda device: 132
     triton_rows.why_not_hopper = lambda problem: None
     found: list[tuple[str, bool]] = []
     again, made = launch._again, launch.driver_launch
@@ -108,9 +110,12 @@ def compare(library: str) -> list[tuple[str, bool]]:
 
     weights = ExpertWeights(zeros(E, 2 * I, H), zeros(E, H, I))
     problem = Problem(zeros(T, H), torch.zeros(T, K, dtype=torch.int64), torch.zeros(T, K), weights)
-    for _ in range(2):  # the second one is recorded
-        _, saved = BACKEND.forward(problem, "h")
-        BACKEND.backward(problem, saved, zeros(T, H), Needs(x=True, weight=True, gate_up=True, down=True))
+    in_fp8 = problem._replace(weights=with_precision(weights, "fp8"))
+    for backend, given in ((BACKEND, problem), (fp8_triton.BACKEND, in_fp8)):
+        for _ in range(2):  # the second one is recorded
+            _, saved = backend.forward(given, "h")
+            backend.backward(given, saved, zeros(T, H), Needs(x=True, weight=True, gate_up=True, down=True))
+    assert not any(plan is None for plan in launch_plan._plans.values()), "all are plans"
     return found
 
 

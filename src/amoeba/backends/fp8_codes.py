@@ -38,24 +38,42 @@ class WeightCodes:
 
     def write(self, weight_EOI: Tensor, *, both: bool) -> None:
         """both: the other orientation, too, for a backward pass to come."""
+        if self.prepare(weight_EOI, both=both):
+            quantise_weights(weight_EOI, self.matrix, self._turned if both else None)
+            self.wrote(weight_EOI, both=both)
+
+    def prepare(self, weight_EOI: Tensor, *, both: bool) -> bool:
+        """Whether `write` would write now; there is room for it then."""
         promised, state = promise(), _state(weight_EOI)
         has_all = self._turned_of == state or not both
         if promised is not None and self._written_under == (promised, state) and has_all and not _captures():
-            return
+            return False
         if both and self._turned is None:
             experts, height, width = weight_EOI.shape
             self._turned = empty_weights(experts, width, height, weight_EOI.device)
-        quantise_weights(weight_EOI, self.matrix, self._turned if both else None)
+        return True
+
+    def wrote(self, weight_EOI: Tensor, *, both: bool) -> None:
+        """For who has launched the same kernel: it is as if `write` had."""
+        state = _state(weight_EOI)
         self._turned_of = state if both else None
-        if promised is not None:  # later writes without a promise change nothing of what this one says
+        if (promised := promise()) is not None:  # later writes without one change nothing of what this one says
             self._written_under = promised, state
+
+    def has_turned(self, weight_EOI: Tensor) -> bool:
+        return self._turned is not None and self._turned_of == _state(weight_EOI)
 
     def turned(self, weight_EOI: Tensor) -> QuantisedMatrix:
         """The same with rows for columns: (E, I, O), as the last forward pass wrote it."""
-        if self._turned is None or self._turned_of != _state(weight_EOI):
+        if not self.has_turned(weight_EOI):
             self.write(weight_EOI, both=True)
         assert self._turned is not None
         return self._turned
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that there is room in."""
+        made = (self.matrix,) if self._turned is None else (self.matrix, self._turned)
+        return tuple(tensor for matrix in made for tensor in (matrix.data, matrix.scales))
 
 
 def codes_of(weight_EOI: Tensor) -> WeightCodes:

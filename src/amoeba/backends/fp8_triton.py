@@ -5,7 +5,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,14 @@ from torch import Tensor
 from amoeba.backends import fp8, fp8_saved, sorted_rows, triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
+from amoeba.cpu.pointers import place_of
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.torch_internals import graph_is_freed
+
+if TYPE_CHECKING:
+    from amoeba.backends.fp8_codes import WeightCodes  # these import Triton
+    from amoeba.backends.fp8_kernel_rows import StraightThroughKernelRows
 
 # What H and I have to be multiples of: half of the numbers that share a scale.
 WIDTH = 64
@@ -41,17 +47,60 @@ class Fp8TritonBackend(PassesBackend):
             return reason
         return why_not_shaped(weights)
 
-    def rows(self, weights: Fp8Experts) -> type[sorted_rows.SortedRows]:
+    def rows(self, weights: Fp8Experts) -> type[StraightThroughKernelRows]:
         """By which `amoeba.proof.stages` proves one product after the other."""
         from amoeba.backends.fp8_kernel_rows import ROWS
 
         return ROWS[weights.recipe]
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        return sorted_rows.forward(problem, save, self.rows(problem.weights))
+        rows = self.rows(problem.weights)
+        if not _stays(problem):
+            return sorted_rows.forward(problem, save, rows)
+        from amoeba.kernels.launch_plan import planned
+
+        both, codes = save == "h" and rows.goes_back, _codes(problem)
+        due = [each.prepare(weight, both=both) for weight, each in codes]
+        what = ("forward", *due, both, save, *_constants(problem))
+        tensors = (*triton.pass_tensors(problem), *(tensor for _, each in codes for tensor in each.tensors()))
+        found = planned(what, tensors, lambda: sorted_rows.forward(problem, save, rows))
+        for is_due, (weight, each) in zip(due, codes, strict=True):
+            if is_due:
+                each.wrote(weight, both=both)
+        return found
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        return sorted_rows.backward(problem, saved, dy_TH, needs, self.rows(problem.weights))
+        rows = self.rows(problem.weights)
+        codes = _codes(problem) if rows.goes_back else []
+        if saved is None or not _stays(problem) or not all(each.has_turned(weight) for weight, each in codes):
+            return sorted_rows.backward(problem, saved, dy_TH, needs, rows)  # may write codes
+        from amoeba.kernels.launch_plan import planned
+
+        what = ("backward", needs, graph_is_freed(), *_constants(problem))
+        of_codes = (tensor for _, each in codes for tensor in each.tensors())
+        tensors = (*triton.pass_tensors(problem), dy_TH, *saved, *of_codes)
+        return planned(what, tensors, lambda: sorted_rows.backward(problem, saved, dy_TH, needs, rows))
+
+
+def _stays(problem: Problem) -> bool:
+    """Whether the weights are read, and their codes kept, where they are: a pass can be repeated as a list of launches.
+    (Those that begin at no multiple of 16 bytes are copied by each pass.)"""
+    weights = problem.weights
+    at = (place_of(weights.gate_up_EJH), place_of(weights.down_EHI))
+    return problem.rows > 0 and problem.travel is None and not any(place % 16 for place in at)
+
+
+def _codes(problem: Problem) -> list[tuple[Tensor, WeightCodes]]:
+    from amoeba.backends.fp8_codes import codes_of
+
+    return [(weight, codes_of(weight)) for weight in (problem.weights.gate_up_EJH, problem.weights.down_EHI)]
+
+
+def _constants(problem: Problem) -> tuple:
+    """What a pass depends on besides its tensors."""
+    from amoeba.kernels.hopper.scaled_product import current_way
+
+    return "fp8", problem.weights.recipe, current_way(), *triton.pass_constants(problem)
 
 
 def why_not_shaped(weights: Any) -> str | None:

@@ -76,16 +76,16 @@ class TritonBackend(PassesBackend):
         """However few rows there are."""
         from amoeba.kernels.launch_plan import planned
 
-        what = ("forward", self.name, save, *_constants(problem))
-        return planned(what, _tensors(problem), lambda: self._forward(problem, save))
+        what = ("forward", self.name, save, *pass_constants(problem))
+        return planned(what, pass_tensors(problem), lambda: self._forward(problem, save))
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         if problem.travel is not None:  # what it launches is not its own alone, and cannot be repeated as such
             return self._backward(problem, saved, dy_TH, needs)
         from amoeba.kernels.launch_plan import planned
 
-        what = ("backward", self.name, needs, saved is None, graph_is_freed(), *_constants(problem))
-        tensors = (*_tensors(problem), dy_TH, *(saved or ()))
+        what = ("backward", self.name, needs, saved is None, graph_is_freed(), *pass_constants(problem))
+        tensors = (*pass_tensors(problem), dy_TH, *(saved or ()))
         return planned(what, tensors, lambda: self._backward(problem, saved, dy_TH, needs))
 
     def _forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
@@ -105,12 +105,12 @@ def _rows_of(problem: Problem) -> type[TritonRows]:
     return TritonRows
 
 
-def _tensors(problem: Problem) -> tuple[Tensor | None, ...]:
+def pass_tensors(problem: Problem) -> tuple[Tensor | None, ...]:
     """All that a pass reads."""
     return *problem.tensors(), problem.onto_TH
 
 
-def _constants(problem: Problem) -> tuple:
+def pass_constants(problem: Problem) -> tuple:
     """What it depends on besides."""
     lora = problem.lora
     of_lora = None if lora is None else (lora.scaling, lora.shares_a)

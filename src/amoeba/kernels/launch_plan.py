@@ -142,7 +142,7 @@ class _Recorder(TorchDispatchMode):
         self.slots = len(tensors)
         self.reason: str | None = None
         self._launching = False
-        self._shapes: dict[int, tuple[Any, Any]] = {}
+        self._shapes: dict[int, tuple[Any, Any, torch.dtype]] = {}
         self._places: list[_Place] = []
         for slot, tensor in enumerate(tensors):
             if tensor is not None and tensor.numel():
@@ -194,7 +194,7 @@ class _Recorder(TorchDispatchMode):
 
     def _know(self, tensor: Tensor, slot: int, start: int, end: int) -> None:
         self._places.append(_Place(start, end, slot, tensor.data_ptr()))
-        self._shapes[slot] = tensor.shape, tensor.stride()
+        self._shapes[slot] = tensor.shape, tensor.stride(), tensor.dtype
 
     def _new(self, tensor: Tensor) -> int:
         slot, self.slots = self.slots, self.slots + 1
@@ -215,9 +215,11 @@ class _Recorder(TorchDispatchMode):
         size = tensor.element_size()
         if offset % size:
             raise _CannotBeRepeatedError("memory seen in another dtype")
-        if offset == 0 and self._shapes[slot] == (tensor.shape, tensor.stride()):
+        *shape, dtype = self._shapes[slot]
+        if offset == 0 and (*shape, dtype) == (tensor.shape, tensor.stride(), tensor.dtype):
             return View(slot)
-        return View(slot, tensor.shape, tensor.stride(), offset // size)
+        other = None if tensor.dtype == dtype else tensor.dtype
+        return View(slot, tensor.shape, tensor.stride(), offset // size, other)
 
     def _note_call(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
         if not isinstance(found, Tensor) or any(isinstance(value, Tensor) for value in kwargs.values()):

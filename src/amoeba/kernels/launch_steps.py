@@ -20,17 +20,23 @@ from amoeba.kernels.launch import Launched
 
 
 class View(NamedTuple):
-    """A tensor in the memory of a slot; offset: in elements from that one's first. size None: that one itself."""
+    """A tensor in the memory of a slot; offset: in elements from that one's first. size None: that one itself. dtype
+    None: of that one's dtype."""
 
     slot: int
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
+    dtype: torch.dtype | None = None
 
     def of(self, tensors: list[Any]) -> Tensor:
         base: Tensor = tensors[self.slot]
         if self.size is None:
             return base
+        if self.dtype is not None:
+            start = base.storage_offset() * base.element_size() // self.dtype.itemsize + self.offset
+            view = torch.empty(0, dtype=self.dtype, device=base.device)
+            return view.set_(base.untyped_storage(), start, self.size, self.stride)
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 

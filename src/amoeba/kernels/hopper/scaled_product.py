@@ -33,26 +33,26 @@ from amoeba.kernels.activation import constants
 from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
 from amoeba.kernels.hopper.product_kernel import Constants
-from amoeba.kernels.hopper.scaled_product_kernel import (
+from amoeba.kernels.hopper.scaled_product_kernel import scaled_product_kernel
+from amoeba.kernels.hopper.scaled_product_plan import (
     BLOCK,
     BLOCK_M,
     BLOCK_N,
     E4M3,
     GROUP_M,
     HALF,
+    PLAIN,
     QUARTER,
     ROWS,
     Plan,
     Ways,
-    scaled_product_kernel,
 )
 from amoeba.kernels.programs import programs
 from amoeba.precision.quantised import QuantisedMatrix
 
 # Ways to compute the same bits, by name; all but the first wait for their first run on a GPU.
 WAYS = {
-    "plain": Ways(),
-    "late": Ways(late=True),
+    "plain": PLAIN,
     "ahead": Ways(ahead=True),
     "behind": Ways(behind=1),
     "behind two": Ways(behind=2),
@@ -63,7 +63,11 @@ WAYS = {
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, flush=True),
     "all two": Ways(ahead=True, behind=2, skips=True, alternate=True, flush=True),
 }
-_way = WAYS["plain"]
+_way = PLAIN
+
+
+def current_way() -> Ways:
+    return _way
 
 
 @contextmanager
@@ -170,7 +174,8 @@ def multiply(
     rows[order[n] // top_k]."""
     wide = out_NO.dtype == torch.float32
     gathers, biased = order_N is not None, bias_EO is not None
-    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=gathers and _cut(rows_NW.columns), WAYS=_way)
+    cut = gathers and _cut(rows_NW.columns)
+    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=cut, WAYS=_way)
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 

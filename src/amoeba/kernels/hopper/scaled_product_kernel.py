@@ -10,10 +10,6 @@ blocks, half in each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,126 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from amoeba.kernels.activation import gated, plain
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
 from amoeba.kernels.hopper.product_kernel import place_of_tile
-from amoeba.kernels.hopper.product_store import add_bias, column_parts, store_tile
+from amoeba.kernels.hopper.product_store import add_bias, store_tile
+from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_halves, store_quarters
 from amoeba.kernels.launch import quick
-from amoeba.kernels.quantise import encode, finite_size, power_of_two
-
-E4M3 = torch.float8_e4m3fn
-# A stage holds so much of the depth, and so many columns share a scale.
-BLOCK = 128
-# A tile.
-BLOCK_M, BLOCK_N = 128, 256
-# Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
-GROUP_M = 8
-ROWS, HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
-QUARTER = (BLOCK_M // 2, BLOCK // 2)
-
-
-class Ways(NamedTuple):
-    """How the same bits are computed; `scaled_product.WAYS` has names for some.
-
-    late:      a step's first product is begun before the next scales are asked for: a fence waits for loads.
-    ahead:     a tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored.
-    behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
-    skips:     a warpgroup that has no rows of a tile multiplies nothing.
-    alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
-    flush:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
-    """
-
-    late: bool = False
-    ahead: bool = False
-    behind: int = 0
-    skips: bool = False
-    alternate: bool = False
-    flush: bool = False
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is known when the kernel is compiled."""
-
-    ACTIVATE: bool  # write act(product) in e4m3 instead of the product
-    GATHER: bool  # rows are those of tokens, found by order // top_k, instead of sorted ones
-    BIAS: bool
-    KEEP: bool  # write the product in bf16 as well as what its activation gives
-    WIDE: bool = False  # write the product in fp32
-    CODED: bool = False  # what KEEP writes is in e4m3
-    CUT: bool = False  # the last block of a width is half full
-    KIND: str = "relu"
-    GATED: bool = False
-    ALPHA: float = 1.0
-    CLAMP: bool = False
-    LIMIT: float = 0.0
-    UP_SHIFT: float = 0.0
-    WAYS: Ways = Ways()
-
-    @property
-    def LATE(self) -> bool:
-        return self.WAYS.late
-
-    @property
-    def AHEAD(self) -> bool:
-        return self.WAYS.ahead
-
-    @property
-    def BEHIND(self) -> int:
-        """Of the stages that the producer has begun, the last ones that it has not made visible; 0: consumers do."""
-        return self.WAYS.behind if self.GATHER else 0
-
-    @property
-    def SKIPS(self) -> bool:
-        return self.WAYS.skips
-
-    @property
-    def ALTERNATE(self) -> bool:
-        return self.WAYS.alternate and (self.WIDE or (self.KEEP and not self.CODED))
-
-    @property
-    def FLUSH(self) -> bool:
-        return self.WAYS.flush and self.KIND == "silu"
-
-    @property
-    def FORM(self) -> str:
-        """The activation, as `amoeba.kernels.activation` names it."""
-        return "flushed_silu" if self.FLUSH else self.KIND
-
-    @property
-    def PAIRED(self) -> bool:
-        """A tile holds columns of the gate and the same columns of up."""
-        return self.ACTIVATE and self.GATED
-
-    @property
-    def SHIFTED(self) -> bool:
-        """A tile's columns of up may lie in two blocks."""
-        return self.PAIRED and self.CUT
-
-    @property
-    def COLUMNS(self) -> int:
-        """Columns of the result that a tile holds."""
-        return BLOCK if self.PAIRED else BLOCK_N
-
-    @property
-    def COPIED(self) -> tuple[int, int]:
-        """As much of a matrix as is copied at a time: gate and up come one after the other."""
-        return self.COLUMNS, BLOCK
-
-    @property
-    def BUFFERS(self) -> int:
-        """Of the epilogue, for each warpgroup: with two, one is filled while the copy engine reads the other. It is
-        worth a stage where nothing but bf16 is written: 3 % of down and dx, while up loses 8 % (H200, 2026-11-16)."""
-        return 1 if (self.ACTIVATE or self.WIDE) and not self.ALTERNATE else 2
-
-    @property
-    def STAGES(self) -> int:
-        """They take up to 224 KB of the 227, together with the buffers."""
-        return 4 if self.ACTIVATE or self.WIDE else 3
-
-    @property
-    def STAGED(self) -> tuple[int, int]:
-        """As much of the result as leaves at a time."""
-        if not self.WIDE:
-            return HALF
-        return (QUARTER[0], QUARTER[1] // 2) if self.ALTERNATE else QUARTER
 
 
 @gluon.jit
@@ -212,10 +91,11 @@ def _produce(
 @gluon.jit
 def _multiply_tile(
     row_bufs, matrix_bufs, full, empty, count, steps, there, row_scales, left_scales, right_scales, far_scales,
-    next_row, next_left, next_right, next_far, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    next_row, next_left, next_right, next_far, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The two halves of a tile, in fp32, of the first `there` of its steps. Scales are along the depth; far ones are of the right half's last 64 columns,
-    where these have others. next_row and so on: the first of each."""
+    """The two halves of a tile, in fp32, of the first `there` of its steps. Scales are along the depth; far ones are of
+    the right half's last 64 columns, where these have others. next_row and so on: the first of each."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     left = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     right = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
@@ -227,17 +107,12 @@ def _multiply_tile(
         of_right = next_row * next_right
         of_far = next_row * next_far
         ahead = gl.minimum(step + 1, steps - 1)
-        if not PLAN.LATE:
-            next_row, next_left, next_right, next_far = _load_scales(
-                row_scales + ahead, left_scales + ahead, right_scales + ahead, far_scales + ahead, PLAN
-            )
+        next_row, next_left, next_right, next_far = _load_scales(
+            row_scales + ahead, left_scales + ahead, right_scales + ahead, far_scales + ahead, PLAN
+        )
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
         if PLAN.GATHER and PLAN.BEHIND == 0:
             fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
-        if PLAN.LATE:
-            next_row, next_left, next_right, next_far = _load_scales(
-                row_scales + ahead, left_scales + ahead, right_scales + ahead, far_scales + ahead, PLAN
-            )
         rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
         matrix = matrix_bufs.index(stage)
         found = warpgroup_mma(rows, matrix.slice(0, BLOCK, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -367,11 +242,11 @@ def _consume(
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             left, right = left.to(gl.bfloat16), right.to(gl.bfloat16)
             if PLAN.KEEP:
-                _keep(
+                keep(
                     left, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP,
                     False, PLAN,
                 )  # fmt: skip
-                _keep(
+                keep(
                     right, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks,
                     WARPGROUP, True, PLAN,
                 )  # fmt: skip
@@ -381,7 +256,7 @@ def _consume(
                 of_row, of_left, of_right, of_far = _first_scales(
                     row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN, BLOCK
                 )
-            _store_codes(
+            store_codes(
                 a, out, out_desc, out_scale, buffer, out_stride, row, end,
                 column, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.ALTERNATE else 0, PLAN,
             )  # fmt: skip
@@ -398,84 +273,25 @@ def _consume(
                 if PLAN.ACTIVATE:
                     value = value.to(gl.bfloat16)
                     if PLAN.KEEP:
-                        _keep(
+                        keep(
                             value, h, h_desc, h_scale, kept, h_stride, row, end, column, width, 0, blocks,
                             WARPGROUP, False, PLAN,
                         )  # fmt: skip
                     a = plain(value.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-                    _store_codes(
+                    store_codes(
                         a, out, out_desc, out_scale, buffer, out_stride, row,
                         end, column, width, 0, blocks, 1 if PLAN.ALTERNATE else 0, PLAN,
                     )  # fmt: skip
                 elif PLAN.WIDE and PLAN.ALTERNATE:
-                    _store_quarters(value, out, out_desc, staging, out_stride, row, end, column, width, first_buffer)
+                    store_quarters(value, out, out_desc, staging, out_stride, row, end, column, width, first_buffer)
                 elif PLAN.WIDE:
-                    _store_halves(value, out, out_desc, buffer, buffer, out_stride, row, end, column, width, 0, 0, 0)
+                    store_halves(value, out, out_desc, buffer, buffer, out_stride, row, end, column, width, 0, 0, 0)
                 else:
                     half_buffer = staging.index(first_buffer + half)
                     store_tile(value, out, out_desc, half_buffer, out_stride, row, end, column, width, 0, 1)
         if PLAN.AHEAD:
             expert, row, end, n = next_expert, next_row, next_end, next_n
     tma.store_wait(0)
-
-
-@gluon.jit
-def _keep(
-    value, h, desc, scale, kept, stride, row, end, column, width, shift, blocks, WARPGROUP: gl.constexpr,
-    AGAIN: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """A tile of h, rounded to bf16, to memory. AGAIN: right behind another."""
-    one = kept.index(WARPGROUP * PLAN.BUFFERS)
-    if PLAN.CODED:
-        _store_codes(value.to(gl.float32), h, desc, scale, one, stride, row, end, column, width, shift, blocks, 0, PLAN)
-    elif PLAN.ALTERNATE:
-        other = kept.index(WARPGROUP * PLAN.BUFFERS + 1)
-        _store_halves(value, h, desc, one, other, stride, row, end, column, width, shift, 1 if AGAIN else 0, 1)
-    else:
-        _store_halves(value, h, desc, one, one, stride, row, end, column, width, shift, 0, 0)
-
-
-@gluon.jit
-def _store_halves(
-    value, out, desc, one, other, stride, row, end, column, width, shift, BEFORE: gl.constexpr, BETWEEN: gl.constexpr
-):  # fmt: skip
-    """A tile to memory through buffers that have half as many columns. BEFORE, BETWEEN: copies that each half need not
-    wait for, see `store_tile`."""
-    COLUMNS: gl.constexpr = one.shape[1]
-    left, right = column_parts(value, 2)
-    store_tile(left, out, desc, one, stride, row, end, column, width, shift, BEFORE)
-    store_tile(right, out, desc, other, stride, row, end, column + COLUMNS, width, shift, BETWEEN)
-
-
-@gluon.jit
-def _store_quarters(value, out, desc, staging, stride, row, end, column, width, FIRST: gl.constexpr):
-    """A tile to memory through two buffers that have a quarter of its columns, in turns."""
-    COLUMNS: gl.constexpr = staging.shape[2]
-    first, second, third, fourth = column_parts(value, 4)
-    one, other = staging.index(FIRST), staging.index(FIRST + 1)
-    store_tile(first, out, desc, one, stride, row, end, column, width, 0, 1)
-    store_tile(second, out, desc, other, stride, row, end, column + COLUMNS, width, 0, 1)
-    store_tile(third, out, desc, one, stride, row, end, column + 2 * COLUMNS, width, 0, 1)
-    store_tile(fourth, out, desc, other, stride, row, end, column + 3 * COLUMNS, width, 0, 1)
-
-
-@gluon.jit
-def _store_codes(
-    value, out, desc, out_scale, buffer, stride, row, end, column, width, shift, blocks, PENDING: gl.constexpr,
-    PLAN: gl.constexpr,
-):  # fmt: skip
-    """128 columns of a tile to memory, in e4m3, and a scale for each of its rows, of which a whole row has `blocks`."""
-    HEIGHT: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
-    if PLAN.CUT:
-        n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
-        value = gl.where((n < width)[None, :], value, 0.0)
-    scale, inverse = power_of_two(gl.max(finite_size(value), 1))
-    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
-    at = out_scale + m * blocks + (column + shift) // COLUMNS
-    gl.store(at, scale, mask=(m < end) & (column < width))
-    codes = encode(value * inverse[:, None]).to(gl.float8e4nv, bitcast=True)
-    store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift, PENDING)
 
 
 @quick

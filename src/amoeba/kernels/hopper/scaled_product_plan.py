@@ -1,0 +1,122 @@
+"""What is known of Hopper's products in e4m3 when they are compiled: tiles, what is written, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+# A stage holds so much of the depth, and so many columns share a scale.
+BLOCK = 128
+# A tile.
+BLOCK_M, BLOCK_N = 128, 256
+# Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
+GROUP_M = 8
+ROWS, HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
+QUARTER = (BLOCK_M // 2, BLOCK // 2)
+
+
+class Ways(NamedTuple):
+    """How the same bits are computed; `scaled_product.WAYS` has names for some.
+
+    ahead:     a tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored.
+    behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
+    skips:     a warpgroup that has no rows of a tile multiplies nothing.
+    alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
+    flush:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
+    """
+
+    ahead: bool = False
+    behind: int = 0
+    skips: bool = False
+    alternate: bool = False
+    flush: bool = False
+
+
+PLAIN = Ways()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known when the kernel is compiled."""
+
+    ACTIVATE: bool  # write act(product) in e4m3 instead of the product
+    GATHER: bool  # rows are those of tokens, found by order // top_k, instead of sorted ones
+    BIAS: bool
+    KEEP: bool  # write the product in bf16 as well as what its activation gives
+    WIDE: bool = False  # write the product in fp32
+    CODED: bool = False  # what KEEP writes is in e4m3
+    CUT: bool = False  # the last block of a width is half full
+    KIND: str = "relu"
+    GATED: bool = False
+    ALPHA: float = 1.0
+    CLAMP: bool = False
+    LIMIT: float = 0.0
+    UP_SHIFT: float = 0.0
+    WAYS: Ways = PLAIN
+
+    @property
+    def AHEAD(self) -> bool:
+        return self.WAYS.ahead
+
+    @property
+    def BEHIND(self) -> int:
+        """Of the stages that the producer has begun, the last ones that it has not made visible; 0: consumers do."""
+        return self.WAYS.behind if self.GATHER else 0
+
+    @property
+    def SKIPS(self) -> bool:
+        return self.WAYS.skips
+
+    @property
+    def ALTERNATE(self) -> bool:
+        return self.WAYS.alternate and (self.WIDE or (self.KEEP and not self.CODED))
+
+    @property
+    def FLUSH(self) -> bool:
+        return self.WAYS.flush and self.KIND == "silu"
+
+    @property
+    def FORM(self) -> str:
+        """The activation, as `amoeba.kernels.activation` names it."""
+        return "flushed_silu" if self.FLUSH else self.KIND
+
+    @property
+    def PAIRED(self) -> bool:
+        """A tile holds columns of the gate and the same columns of up."""
+        return self.ACTIVATE and self.GATED
+
+    @property
+    def SHIFTED(self) -> bool:
+        """A tile's columns of up may lie in two blocks."""
+        return self.PAIRED and self.CUT
+
+    @property
+    def COLUMNS(self) -> int:
+        """Columns of the result that a tile holds."""
+        return BLOCK if self.PAIRED else BLOCK_N
+
+    @property
+    def COPIED(self) -> tuple[int, int]:
+        """As much of a matrix as is copied at a time: gate and up come one after the other."""
+        return self.COLUMNS, BLOCK
+
+    @property
+    def BUFFERS(self) -> int:
+        """Of the epilogue, for each warpgroup: with two, one is filled while the copy engine reads the other. It is
+        worth a stage where nothing but bf16 is written: 3 % of down and dx, while up loses 8 % (H200, 2026-11-16)."""
+        return 1 if (self.ACTIVATE or self.WIDE) and not self.ALTERNATE else 2
+
+    @property
+    def STAGES(self) -> int:
+        """They take up to 224 KB of the 227, together with the buffers."""
+        return 4 if self.ACTIVATE or self.WIDE else 3
+
+    @property
+    def STAGED(self) -> tuple[int, int]:
+        """As much of the result as leaves at a time."""
+        if not self.WIDE:
+            return HALF
+        return (QUARTER[0], QUARTER[1] // 2) if self.ALTERNATE else QUARTER

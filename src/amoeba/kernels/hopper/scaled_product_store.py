@@ -1,0 +1,71 @@
+"""How tiles of Hopper's products in e4m3 leave: in fp32, as h in bf16 or quantised, through buffers in shared memory.
+
+The parts of `amoeba.kernels.hopper.scaled_product_kernel` that follow a tile's products.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from amoeba.kernels.hopper.product_store import column_parts, store_tile
+from amoeba.kernels.quantise import encode, finite_size, power_of_two
+
+
+@gluon.jit
+def keep(
+    value, h, desc, scale, kept, stride, row, end, column, width, shift, blocks, WARPGROUP: gl.constexpr,
+    AGAIN: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """A tile of h, rounded to bf16, to memory. AGAIN: right behind another."""
+    one = kept.index(WARPGROUP * PLAN.BUFFERS)
+    if PLAN.CODED:
+        store_codes(value.to(gl.float32), h, desc, scale, one, stride, row, end, column, width, shift, blocks, 0, PLAN)
+    elif PLAN.ALTERNATE:
+        other = kept.index(WARPGROUP * PLAN.BUFFERS + 1)
+        store_halves(value, h, desc, one, other, stride, row, end, column, width, shift, 1 if AGAIN else 0, 1)
+    else:
+        store_halves(value, h, desc, one, one, stride, row, end, column, width, shift, 0, 0)
+
+
+@gluon.jit
+def store_halves(
+    value, out, desc, one, other, stride, row, end, column, width, shift, BEFORE: gl.constexpr, BETWEEN: gl.constexpr
+):  # fmt: skip
+    """A tile to memory through buffers that have half as many columns. BEFORE, BETWEEN: copies that each half need not
+    wait for, see `store_tile`."""
+    COLUMNS: gl.constexpr = one.shape[1]
+    left, right = column_parts(value, 2)
+    store_tile(left, out, desc, one, stride, row, end, column, width, shift, BEFORE)
+    store_tile(right, out, desc, other, stride, row, end, column + COLUMNS, width, shift, BETWEEN)
+
+
+@gluon.jit
+def store_quarters(value, out, desc, staging, stride, row, end, column, width, FIRST: gl.constexpr):
+    """A tile to memory through two buffers that have a quarter of its columns, in turns."""
+    COLUMNS: gl.constexpr = staging.shape[2]
+    first, second, third, fourth = column_parts(value, 4)
+    one, other = staging.index(FIRST), staging.index(FIRST + 1)
+    store_tile(first, out, desc, one, stride, row, end, column, width, 0, 1)
+    store_tile(second, out, desc, other, stride, row, end, column + COLUMNS, width, 0, 1)
+    store_tile(third, out, desc, one, stride, row, end, column + 2 * COLUMNS, width, 0, 1)
+    store_tile(fourth, out, desc, other, stride, row, end, column + 3 * COLUMNS, width, 0, 1)
+
+
+@gluon.jit
+def store_codes(
+    value, out, desc, out_scale, buffer, stride, row, end, column, width, shift, blocks, PENDING: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """128 columns of a tile to memory, in e4m3, and a scale for each of its rows, of which a whole row has `blocks`."""
+    HEIGHT: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    if PLAN.CUT:
+        n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
+        value = gl.where((n < width)[None, :], value, 0.0)
+    scale, inverse = power_of_two(gl.max(finite_size(value), 1))
+    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
+    at = out_scale + m * blocks + (column + shift) // COLUMNS
+    gl.store(at, scale, mask=(m < end) & (column < width))
+    codes = encode(value * inverse[:, None]).to(gl.float8e4nv, bitcast=True)
+    store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift, PENDING)

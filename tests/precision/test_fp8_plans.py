@@ -1,0 +1,135 @@
+"""A pass in fp8 that comes again is repeated from its list of launches: the same bits, with the codes of the day.
+
+The products, which need a GPU, are stood in for by torch, as launches of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_fp8_kernels import _product, _up, by_recipe, stood_in, without_gpu  # noqa: F401
+from torch import Tensor
+
+from amoeba import Routing, experts, with_precision
+from amoeba.backends import fp8_codes, sorted_rows
+from amoeba.kernels import launch, launch_plan
+from amoeba.kernels.hopper import scaled_product
+from amoeba.precision import QuantisedMatrix, UnchangedWeights
+from selection import quick
+from small_layer import Layer
+
+pytestmark = without_gpu
+
+
+def as_launch(compute: Callable[..., None]) -> Callable[..., None]:
+    """The same, noted down as a kernel would be: tensors one by one, all else known."""
+
+    def launched(*given: Any, **named: Any) -> None:
+        names, values = list(named), [*given, *named.values()]
+        codes = [value if isinstance(value, QuantisedMatrix) else None for value in values]
+        flat = [part for value in values for part in _parts(value)]
+
+        def start(stream: Any, arguments: Any) -> None:
+            left = iter(arguments)
+            whole = [
+                next(left) if code is None else QuantisedMatrix(next(left), next(left), code.format, code.columns)
+                for code in codes
+            ]
+            compute(*whole[: len(given)], **dict(zip(names, whole[len(given) :], strict=True)))
+
+        def first() -> launch.Launched:
+            start(None, flat)
+            return launch.Launched(start, tuple(flat), interpreted=True)
+
+        if launch.listening.recorder is None:
+            start(None, flat)
+        else:
+            launch.listening.recorder.launch(first)
+
+    return launched
+
+
+def _parts(value: Any) -> tuple:
+    return (value.data, value.scales) if isinstance(value, QuantisedMatrix) else (value,)
+
+
+@pytest.fixture
+def layer(stood_in: None, monkeypatch: pytest.MonkeyPatch) -> Layer:  # noqa: F811
+    monkeypatch.setattr(scaled_product, "multiply", as_launch(_product))
+    monkeypatch.setattr(scaled_product, "up", as_launch(_up))
+    launch_plan.forget_plans()
+    return Layer(tokens=5, hidden=64, inner=64, bias=False)
+
+
+def step(layer: Layer, recipe: str, change: float = 0.0) -> dict[str, Tensor]:
+    """change: added to x, and to a weight that tells nobody."""
+    named = layer.tensors | {"x": layer.tensors["x"] + change}
+    weights = with_precision(layer.weights(named), recipe)
+    weights.gate_up_EJH.data.add_(change)
+    y_TH = experts(named["x"], Routing(layer.expert_TK, named["weight"]), weights, backend="triton")
+    found = torch.autograd.grad(y_TH, list(named.values()), layer.dy_TH)
+    weights.gate_up_EJH.data.sub_(change)
+    return {"y": y_TH.detach()} | dict(zip(named, found, strict=True))
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on nothing is computed as it is written."""
+    monkeypatch.setattr(sorted_rows, "forward", None)
+    monkeypatch.setattr(sorted_rows, "backward", None)
+
+
+@quick(lambda recipe: recipe == "fp8")
+@by_recipe
+def test_a_repeated_step_has_the_bits_of_one_that_is_computed(recipe, layer, monkeypatch):
+    expected = step(layer, recipe, 0.25)
+    launch_plan.forget_plans()
+    for change in (0.0, 0.125):
+        step(layer, recipe, change)
+    forbid(monkeypatch)
+    found = step(layer, recipe, 0.25)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_under_a_promise_the_codes_are_written_once_by_repeated_passes_too(layer, monkeypatch):
+    launches, write = [], fp8_codes.quantise_weights
+    monkeypatch.setattr(fp8_codes, "quantise_weights", lambda *given: (launches.append("codes"), write(*given))[1])
+    for _ in range(3):
+        step(layer, "fp8")
+    assert len(launches) == 4, "of two weights, by the pass that is computed and by the one that is recorded"
+    with UnchangedWeights():
+        expected = step(layer, "fp8")  # repeated, and writes them
+        weight = layer.tensors["gate_up"]
+        assert not fp8_codes.codes_of(weight).prepare(weight, both=True)
+        for _ in range(2):
+            step(layer, "fp8")  # another kind, which does not
+        assert len(launches) == 4
+        forbid(monkeypatch)
+        found = step(layer, "fp8")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.thorough
+def test_a_backward_whose_codes_were_written_over_writes_them_again(layer):
+    """By a pass without gradients, which writes one orientation only."""
+    named, found = layer.tensors, []
+    weights, routing = with_precision(layer.weights(named), "fp8"), Routing(layer.expert_TK, named["weight"])
+    for between in (False, True, True, True):
+        y_TH = experts(named["x"], routing, weights, backend="triton")
+        if between:
+            with torch.no_grad():
+                experts(named["x"], routing, weights, backend="triton")
+        found.append(torch.autograd.grad(y_TH, [named["x"]], layer.dy_TH)[0])
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_another_way_to_the_same_bits_is_another_kind(layer, monkeypatch):
+    for _ in range(2):
+        step(layer, "fp8")
+    forbid(monkeypatch)
+    with pytest.raises(TypeError), scaled_product.way("ahead"):
+        step(layer, "fp8")
