@@ -181,6 +181,18 @@ def test_under_a_promise_codes_are_written_once_and_what_moved_a_version_shows_a
     assert torch.equal(codes.matrix.scales, quantise(weight, FP8_TRAINING).scales)
 
 
+def test_a_promise_goes_on_after_a_pass_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(2, 128, 128, device=kernel_device())
+    codes, promise, writes = fp8_codes.codes_of(weight), UnchangedWeights(), []
+    quantise_weights = fp8_codes.quantise_weights
+    monkeypatch.setattr(fp8_codes, "quantise_weights", lambda *args: writes.append(1) or quantise_weights(*args))
+    for _ in range(3):  # as rows of a benchmark in turns: the first of them must not undo what the second was promised
+        codes.write(weight, both=True)
+        with promise:
+            codes.write(weight, both=True)
+    assert len(writes) == 3 + 1
+
+
 def test_what_a_graph_captures_under_a_promise_is_written_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(2, 128, 128, device=kernel_device())
     codes = fp8_codes.codes_of(weight)

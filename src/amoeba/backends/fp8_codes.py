@@ -34,7 +34,7 @@ class WeightCodes:
         self.matrix = empty_weights(experts, height, width, weight_EOI.device)
         self._turned: QuantisedMatrix | None = None
         self._turned_of: tuple | None = None  # the state of the weight that it is of; None: of an earlier pass
-        self._written_under: tuple[UnchangedWeights | None, tuple] | None = None
+        self._written_under: tuple[UnchangedWeights, tuple] | None = None
 
     def write(self, weight_EOI: Tensor, *, both: bool) -> None:
         """both: the other orientation, too, for a backward pass to come."""
@@ -47,7 +47,8 @@ class WeightCodes:
             self._turned = empty_weights(experts, width, height, weight_EOI.device)
         quantise_weights(weight_EOI, self.matrix, self._turned if both else None)
         self._turned_of = state if both else None
-        self._written_under = promised, state
+        if promised is not None:  # later writes without a promise change nothing of what this one says
+            self._written_under = promised, state
 
     def turned(self, weight_EOI: Tensor) -> QuantisedMatrix:
         """The same with rows for columns: (E, I, O), as the last forward pass wrote it."""

@@ -164,6 +164,7 @@ def _in_fp8(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
     that belong to one step of an optimizer; and with h computed again in backward instead of kept."""
     found: list[Implementation] = []
     left_out: dict[str, str] = {}
+    promise = UnchangedWeights()  # one for all recipes, which share the codes
     for recipe in SUMMARIES:
         weights = with_precision(ExpertWeights(workload.gate_up_EJH, workload.down_EHI), recipe)
         request = Request(workload.x_TH, _routing(workload), weights)
@@ -173,9 +174,8 @@ def _in_fp8(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
             left_out |= {f"amoeba {recipe}{way}": reason for way in ("", _WARM, _RECOMPUTED)}
             continue
         every_time = functools.partial(_placed, workload, weights)
-        promise = UnchangedWeights()
 
-        def once(run: Callable[[], Tensor] = every_time, promise: UnchangedWeights = promise) -> Tensor:
+        def once(run: Callable[[], Tensor] = every_time) -> Tensor:
             with promise:
                 return run()
 
