@@ -109,7 +109,8 @@ def streamed(inputs, tmp_path_factory) -> Run:
 
 @without_a_gpu_thorough
 def test_losses_and_adapter_are_those_of_resident_experts(streamed, inputs, tmp_path) -> None:
-    resident = finetune(settings(inputs, tmp_path / "run", "base", experts="resident"), Quiet())
+    console = Quiet()
+    resident = finetune(settings(inputs, tmp_path / "run", "base", experts="resident"), console)
     report = streamed.report
     assert report.experts == "streamed-gpu"
     assert any(f"4 of {EXPERTS} experts per layer" in line for line in streamed.said)
@@ -119,12 +120,18 @@ def test_losses_and_adapter_are_those_of_resident_experts(streamed, inputs, tmp_
     held_out = torch.tensor([[each.start_loss, each.final_loss] for each in (report, resident)])
     found, expected = adapter(Path(report.adapter)), adapter(Path(resident.adapter))
     assert found.keys() == expected.keys() and len(found) > 5
-    pairs = [(losses(streamed.folder), losses(tmp_path / "run")), tuple(held_out)]
-    pairs += [(found[name], tensor) for name, tensor in expected.items()]
-    for ours, theirs in pairs:
-        if ON_GPU:
-            assert torch.equal(ours, theirs)
-        else:  # the CPU's own backend computed the resident ones; Adam's first steps enlarge a difference
+    pairs = {"losses": (losses(streamed.folder), losses(tmp_path / "run")), "held out": tuple(held_out)}
+    pairs |= {name: (found[name], tensor) for name, tensor in expected.items()}
+    if ON_GPU:
+        # the learning rate of the first step is 0: both losses are of the model as it was
+        different = {
+            name: (ours - theirs).abs().flatten().tolist()[:6]
+            for name, (ours, theirs) in pairs.items()
+            if not torch.equal(ours, theirs)
+        }
+        assert not different, (different, streamed.said, console.said)
+    else:  # the CPU's own backend computed the resident ones; Adam's first steps enlarge a difference
+        for ours, theirs in pairs.values():
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
