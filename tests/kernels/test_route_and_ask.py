@@ -115,6 +115,7 @@ def test_passes_that_do_not_fit_say_why() -> None:
     assert "so many" in why_not(1, RouterConfig(1024, 8))
 
 
+@pytest.mark.thorough
 def test_it_compiles_for_hopper_with_rows_laid_out_as_in_the_router(tmp_path) -> None:
     """The same layout of a row gives sums in the same order, so the same bits."""
     found = compiled_by(__file__, tmp_path)
