@@ -124,7 +124,7 @@ WAITING = """
 """
 
 
-@quick(lambda words, given: given or words in ("train", "-v bench", "doctor"))
+@quick(lambda words, given: given or words in ("train", "-v bench"))
 @pytest.mark.parametrize(
     ("words", "given", "expected"),
     [

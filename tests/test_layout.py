@@ -14,7 +14,7 @@ from amoeba.layout import Layout, build_layout, build_layout_from_rows, split_ro
 from amoeba.proof.reference.experts import experts_backward, experts_forward
 from amoeba.weights import ExpertWeights
 
-properties = settings(max_examples=150)
+properties = settings(max_examples=60)
 
 
 @dataclass

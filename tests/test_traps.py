@@ -15,7 +15,7 @@ from torch.nn import functional
 from amoeba import Activation, Routing, experts
 from amoeba.backends.composed import experts_composed
 from amoeba.proof.reference.experts import act_slope, activate
-from selection import quick
+from selection import each_value_once, quick
 from small_layer import H, K, Layer, T
 
 
@@ -202,6 +202,7 @@ def _every_other_column(tensor):
 _ROW_INPUTS = ("x", "weight", "gate_up_bias", "down_bias")
 
 
+@each_value_once("backend")
 @quick(lambda backend, name: backend != "triton" or name == "all")  # a pass takes half a second in the interpreter
 @pytest.mark.parametrize("scatter", [_transposed, _every_other_column])
 @pytest.mark.parametrize("name", [*_ROW_INPUTS, "dy", "expert", "all"])
@@ -275,6 +276,7 @@ def test_unused_output_gives_no_gradient(backend):
     assert torch.equal(layer.tensors["x"].grad, torch.ones(T, H))
 
 
+@each_value_once("backend")
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("decoded", [True, False])

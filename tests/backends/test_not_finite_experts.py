@@ -20,6 +20,7 @@ from amoeba.cpu.packed_experts import pack_experts
 from amoeba.cpu.packed_weights import load_packed
 from amoeba.proof.reference.experts import experts_backward, experts_forward
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
+from selection import each_value_once
 from small_layer import SCALING, E, K, Layer
 
 NAN, INF = math.nan, math.inf
@@ -79,6 +80,7 @@ def assert_same_where_finite(found, expected, tolerance=1e-4):
         assert error < tolerance, f"{name}: off by {error:.1e}"
 
 
+@each_value_once("backend")
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -96,6 +98,7 @@ def test_the_same_of_the_kernels(name, activation):
     assert_same_where_finite(run(layer, served("triton", layer)), expected_of(layer))
 
 
+@each_value_once("backend")
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
@@ -130,6 +133,7 @@ def test_the_same_of_somebody_else_s_activation(value, name):
     assert_same_where_finite({"output": y_TH.detach(), **dict(zip(named, gradients, strict=True))}, expected_of(layer))
 
 
+@each_value_once("kind")
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 @pytest.mark.parametrize("name", ["x", "weight", "down_lora_a", "up_lora_b"])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

@@ -20,9 +20,11 @@ from laid_layer import (
     expanded,
     first_dimension_last,
 )
+from selection import each_value_once
 from small_layer import kernel_device
 
 
+@each_value_once("way")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("way", WAYS)

@@ -18,7 +18,7 @@ from amoeba.fused_router import fused_route
 from amoeba.proof.reference.experts import activate
 from amoeba.routing import load_balance_loss
 from amoeba.weights import ExpertWeights
-from selection import quick
+from selection import each_value_once
 from small_layer import Layer, kernel_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -124,6 +124,7 @@ REFUSED = {
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("transform", REFUSED)
 def test_what_has_no_rule_raises_our_own_sentence(transform, name):
@@ -190,7 +191,7 @@ def test_a_tangent_that_never_meets_the_experts_is_not_refused():
     assert torch.func.vmap(lambda z: z * function(x).sum())(torch.arange(3.0)).shape == (3,)
 
 
-@quick(lambda name: name == "vmap")
+@pytest.mark.thorough  # not compiled: test_what_has_no_rule_raises_our_own_sentence
 @pytest.mark.parametrize("name", ["jvp", "forward_ad", "vmap"])
 def test_the_same_sentences_come_out_of_compiled_code(name):
     function, x = through_experts("eager")

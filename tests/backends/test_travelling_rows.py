@@ -22,6 +22,7 @@ from amoeba.problem import Needs, Problem, Saved, Travel
 from amoeba.proof.cases import SILU
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.weights import ExpertWeights
+from selection import quick
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for kernels that a GPU has")
 T, K, E, H, I = 440, 2, 2, 16, 8
@@ -137,6 +138,7 @@ class Whole(HopperRows):
         return cls(with_plain_rows(problem), *(saved[1:] if saved else sort_rows(problem.expert_TK, E)))
 
 
+@quick(lambda kind: kind is not Watched)  # Straight is Watched, and sums itself
 @pytest.mark.parametrize("kind", [Watched, Elsewhere, Straight])
 def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
     without_gpu: None, kind: type[Watched]

@@ -108,6 +108,7 @@ def test_the_worker_measures_and_ends_with_whoever_started_it():
     assert json.dumps(found.said) == "[]"
 
 
+@pytest.mark.thorough
 def test_a_worker_whose_parent_is_gone_ends_by_itself(tmp_path, monkeypatch):
     text = "import os, sys, threading, time\nfrom amoeba.bench.models.worker import _end_with\n"
     text += "threading.Thread(target=_end_with, args=[0], daemon=True).start()\ntime.sleep(60)\n"

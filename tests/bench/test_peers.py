@@ -16,6 +16,7 @@ from amoeba.commands.bench import choose_ours, choose_peers, command_line
 from amoeba.commands.output import Output
 from amoeba.proof.reference import experts as reference
 from amoeba.weights import ExpertWeights, LoraFactors
+from selection import quick
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 12, 64, 32, 4, 2, rank=4)
@@ -66,6 +67,7 @@ def kt_kernel(monkeypatch):
     return PlainLayer
 
 
+@quick(lambda measured: measured == "training")
 @pytest.mark.parametrize("measured", ["training", "forward"])
 def test_kt_kernel_is_checked_and_timed_beside_ours(kt_kernel, measured):
     (report,) = run_suite([TINY], CPU, [torch.bfloat16], [measured], repeats=1, peers=["kt_kernel"], ours=["eager"])
@@ -129,6 +131,7 @@ def test_a_name_of_ours_that_nobody_has_is_said(kt_kernel):
         choose_ours(["cpu-bf17"])
 
 
+@quick(lambda verbose: verbose)
 @pytest.mark.parametrize("verbose", [False, True])
 def test_the_parts_of_a_check_are_told_with_their_seconds_to_who_asks_for_more(capsys, verbose):
     output = Output()

@@ -379,6 +379,7 @@ def test_an_unknown_option_exits_with_2():
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.thorough
 def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
     start = """
         import atexit, logging, runpy

@@ -13,6 +13,7 @@ from amoeba.cpu.node import NodeFactors
 from amoeba.cpu.packed_weights import load_packed
 from amoeba.cpu.pool import WorkerPool
 from amoeba.weights import LORA_NAMES, LoraFactors
+from selection import each_value_once
 
 try:
     load_packed()
@@ -38,6 +39,7 @@ def assert_fresh(layer, packed):
     assert torch.equal(layer.run(packed), layer.run(layer.pack(nodes=packed.nodes)))
 
 
+@each_value_once()
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 def test_an_optimizer_step_between_forwards(optimizer, options):
@@ -65,6 +67,7 @@ WAYS = {
 }
 
 
+@each_value_once("way")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LORA_NAMES)
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -441,6 +441,7 @@ def test_nobody_waits_longer_than_the_timeout(cache: Path) -> None:
         pass
 
 
+@pytest.mark.thorough
 def test_a_user_of_the_library_sees_why_torch_computes(cache: Path) -> None:
     """Without a compiler and with a cache that cannot be used, nothing said about logging."""
     program = """

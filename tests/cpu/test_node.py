@@ -24,6 +24,7 @@ from amoeba.cpu.pool import WorkerPool
 from amoeba.problem import Needs
 from amoeba.proof.reference.experts import experts_backward, experts_forward
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -122,6 +123,7 @@ def test_the_check_can_fail() -> None:
             check({n: (t * (wrong if n == name else 1)).float() for n, t in expected.items()}, expected, "bf16")
 
 
+@each_value_once("path")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "layer",
@@ -148,6 +150,7 @@ def test_output_and_every_gradient_agree_with_fp64(path: str, kind: str, layer: 
     check(layer.run(workers), layer.expected(), kind)
 
 
+@each_value_once("path")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("intermediate", [72, 31])
 @pytest.mark.parametrize(
@@ -171,6 +174,7 @@ def test_every_activation(path: str, kind: str, activation: Activation, intermed
     check(layer.run(workers), layer.expected(), kind, looser=8 if jumps else 1)
 
 
+@each_value_once("path")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("intermediate", [64, 72])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -334,6 +338,7 @@ def test_the_workspace_is_predicted(workers: WorkerPool) -> None:
     assert without["cache"] < sizes["cache"] and without["backward"] >= sizes["backward"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_pass_takes_as_much_memory_as_was_predicted() -> None:
     """In a process of its own, whose memory nothing else has grown before."""

@@ -21,6 +21,7 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.cpu.packed_weights import PackedWeights, load_packed
 from amoeba.weights import LORA_NAMES, LoraFactors
+from selection import each_value_once
 
 try:
     load_packed()
@@ -32,6 +33,7 @@ TOLERANCES = {"bf16": {}, "int8": {"output": 3e-2, "gradients": 5e-2}}
 
 
 class TestNodes:
+    @each_value_once("kind")
     @pytest.mark.parametrize("kind", ["bf16", "int8"])
     @pytest.mark.parametrize("nodes", [1, 2, 3])
     @pytest.mark.parametrize("activation", [GATED, INTERLEAVED, PLAIN], ids=["gated", "interleaved", "plain"])

@@ -16,6 +16,7 @@ from torch import Tensor
 from amoeba.cpu import build
 from amoeba.cpu import packed_weights as packed
 from amoeba.cpu.packed_weights import PackedWeights, Path, _Packing
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -122,6 +123,7 @@ def test_the_source_is_packaged() -> None:
     assert (FilePath(packed.__file__).parent / "csrc" / "packed.cpp").exists()
 
 
+@each_value_once("dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [(0, 0, 0), (2, 62, 198), (1, 31, 15), (1, 31, 192)], ids=str)

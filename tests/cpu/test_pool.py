@@ -140,6 +140,7 @@ class TestBorrowed:
         finally:
             torch.set_num_threads(before)
 
+    @pytest.mark.thorough
     @linux
     def test_asks_for_as_many_threads_as_torch_has_now(self, pool: WorkerPool) -> None:
         """In a process of its own, in which no operator of torch has made threads yet."""

@@ -21,6 +21,7 @@ from amoeba.cpu.node import NodeExperts, backward, forward
 from amoeba.cpu.packed_weights import PackedWeights, Path
 from amoeba.cpu.pool import WorkerPool
 from amoeba.problem import Needs
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -119,6 +120,7 @@ def test_int8_is_exact_on_integers_in_every_row_and_column(
     assert torch.equal(case.run("int8", workers)["h"], expected)
 
 
+@each_value_once("path", "kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
 def test_gated_experts_agree_with_fp64(

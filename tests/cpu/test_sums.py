@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from selection import quick
+
 SOURCE = Path(__file__).parent / "sums_check.cpp"
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -52,6 +54,7 @@ def check(*command: str) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 instruction sets")
+@quick(lambda architecture: architecture == "native")
 @pytest.mark.parametrize("architecture", X86, ids=lambda name: f"{name}: {X86[name]}")
 def test_every_instruction_set_of_x86_has_the_same_sums(architecture: str, tmp_path: Path) -> None:
     build(COMPILER, tmp_path / "check", f"-march={architecture}")

@@ -24,6 +24,7 @@ from amoeba.cpu.stored import StoredWeights
 from amoeba.problem import Needs
 from amoeba.proof.reference.experts import experts_backward, experts_forward
 from amoeba.weights import LORA_NAMES, LoraFactors
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -137,6 +138,7 @@ def test_the_check_can_fail() -> None:
             check(wrong, expected)
 
 
+@each_value_once("path")
 @pytest.mark.parametrize("store", [plain, turned])
 @pytest.mark.parametrize(
     "layer",

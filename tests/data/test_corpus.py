@@ -168,7 +168,10 @@ def test_one_document_alone_is_cut_at_a_paragraph_or_a_line(tmp_path, text, head
 
 
 @settings(max_examples=30)
-@given(st.text(min_size=2).filter(lambda text: len(text.strip()) >= 2), st.floats(0.001, 0.999))
+@given(
+    st.text("ab \n\t\x1c\u00a0\u2029\u00e9\u6f22", min_size=2).filter(lambda text: len(text.strip()) >= 2),
+    st.floats(0.001, 0.999),
+)
 @example("one text", 1e-17)
 @example("one text", 1 - 1e-16)
 def test_both_halves_of_one_document_have_text(text, held_out):

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from amoeba import lora
 from amoeba.decoding import Decoder, Sampling, regions
 from amoeba.decoding import decoder as decoder_module
+from selection import each_value_once, quick
 from tiny_models import VOCABULARY, build
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]
@@ -56,6 +57,7 @@ def decoded(model, rows: list[list[int]], tokens: int = TOKENS, decoder: Decoder
     return [list(row) for row in zip(*steps, strict=True)]
 
 
+@each_value_once()
 @pytest.mark.parametrize("lengths", [(1,), (19, 3, 7)], ids=["one_token", "a_batch"])
 def test_the_tokens_are_those_of_plain_generate(model, lengths):
     rows = prompts(*lengths)
@@ -129,6 +131,7 @@ def test_an_adapter_takes_part(model):
         lora.detach(model)
 
 
+@quick(lambda adapted: adapted)
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "with_an_adapter"])
 def test_a_compiled_layer_is_one_graph_for_all_layers(monkeypatch, tmp_path, adapted):
     """Without Inductor, which takes a minute: that Dynamo traces it whole, and once."""

@@ -210,6 +210,7 @@ def test_layers_are_recognised_in_bf16_with_their_window(anywhere):
         assert found.layers == 2 and again.layers == 0 and again.reasons == ("it is fused already",)
 
 
+@pytest.mark.thorough
 def test_layers_are_compiled_without_a_break_into_one_code(served):
     model = small()
     model.set_experts_implementation("amoeba")

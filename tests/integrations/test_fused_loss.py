@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from amoeba.integrations.fused_loss import fused_loss
+from selection import each_value_once
 from tiny_models import build, token_ids
 
 
@@ -19,6 +20,7 @@ def loss_and_gradients(model, **arguments):
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@each_value_once()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
 @pytest.mark.parametrize("arguments", [{}, {"num_items_in_batch": torch.tensor(7)}])

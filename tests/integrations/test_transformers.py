@@ -27,7 +27,7 @@ import amoeba.integrations.transformers as integration
 from amoeba import Activation
 from amoeba.integrations import experts_module
 from amoeba.integrations.experts_module import ATTRIBUTE
-from selection import quick
+from selection import each_value_once, quick
 from tiny_models import (
     EXPERTS,
     HIDDEN,
@@ -138,6 +138,7 @@ def test_the_saved_config_does_not_demand_amoeba(tmp_path: Path) -> None:
     assert "amoeba" not in (tmp_path / "config.json").read_text()
 
 
+@each_value_once()
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "muse_spark"])
 def test_gradient_checkpointing(model_type: str, reentrant: bool) -> None:
@@ -268,6 +269,7 @@ LAYOUTS: dict[str, dict[str, bool]] = {
 }
 
 
+@each_value_once()
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (1, 1), (63, 3)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, tokens: int, top_k: int) -> None:
@@ -389,6 +391,7 @@ ACTIVATIONS: dict[str, Activation | None] = {
 }
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_act_fn_is_recognised_by_its_values(name: str, has_gate: bool) -> None:
@@ -631,7 +634,7 @@ def assert_compiled_equals_eager(module: Any, recorder: Recorder, *sizes: int) -
         assert_close(run_experts(module, "amoeba", inputs, call=compiled), expected, TOLERANCE)
 
 
-@quick(lambda model_type, eager_call_first: model_type == ("gpt_oss" if eager_call_first else "muse_spark"))
+@quick(lambda model_type, eager_call_first: model_type == "muse_spark" and not eager_call_first)
 @pytest.mark.parametrize("eager_call_first", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v4", "nemotron_h", "muse_spark"])
 def test_compiled_experts(model_type: str, eager_call_first: bool, recorder: Recorder) -> None:
@@ -643,13 +646,13 @@ def test_compiled_experts(model_type: str, eager_call_first: bool, recorder: Rec
     assert recorder.own_functions_called == (MODELS[model_type] is None)
 
 
-@quick(lambda layout: layout in ("plain", "bias", "ungated"))
+@quick(lambda layout: layout == "bias")
 @pytest.mark.parametrize("layout", ["plain", "transposed", "bias", "ungated", "norm"])
 def test_compiled_layouts_without_an_eager_call(layout: str, recorder: Recorder) -> None:
     assert_compiled_equals_eager(make_experts(**LAYOUTS[layout]), recorder, 19)
 
 
-@quick(lambda gate: gate in (_up_first, _scaled_by_a_parameter))
+@quick(lambda gate: gate is _scaled_by_a_parameter)
 @pytest.mark.parametrize("gate", [_up_first, _in_bf16, _hidden_clamp, _scaled_by_a_parameter])
 def test_compiled_unknown_gate_without_an_eager_call(gate: Any, recorder: Recorder) -> None:
     module = make_experts(gate)
@@ -661,7 +664,7 @@ def test_compiled_unknown_gate_without_an_eager_call(gate: Any, recorder: Record
 SILU_BY_NAME = type("SiLUActivation", (nn.Tanh,), {})()  # a familiar name is not enough
 
 
-@quick(lambda act_fn, has_gate: has_gate and (type(act_fn) is nn.Tanh or act_fn is F.silu))
+@quick(lambda act_fn, has_gate: has_gate and type(act_fn) is nn.Tanh)
 @pytest.mark.parametrize("act_fn", [nn.GELU(approximate="tanh"), nn.Tanh(), nn.Softplus(beta=2), F.silu, SILU_BY_NAME])
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_compiled_act_fn_that_its_class_does_not_tell(act_fn: Any, has_gate: bool, recorder: Recorder) -> None:
@@ -680,6 +683,7 @@ def test_an_eager_call_after_compiling_tries_out_what_the_class_did_not_tell(rec
     assert recognised(module) == Activation("gelu_tanh")
 
 
+@pytest.mark.thorough
 def test_compiled_module_follows_a_change_of_limit(recorder: Recorder) -> None:
     module = make_experts(_clamped)
     for limit in (7.0, 0.1):
@@ -816,6 +820,7 @@ WITHOUT = """
 """
 
 
+@pytest.mark.thorough
 def test_amoeba_without_transformers_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(WITHOUT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

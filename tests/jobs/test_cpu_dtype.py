@@ -16,6 +16,7 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.core import load_core
 from amoeba.jobs import cpu_dtype
 from amoeba.jobs.training_loop import WatchedTrainer
+from selection import quick
 from tiny_models import build
 from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
 
@@ -69,6 +70,7 @@ def run(folder: Path, inputs: Path, resume: bool = False, **changes: Any) -> lis
     return [line for line in console.said if "on this CPU" in line]
 
 
+@quick(lambda chosen: chosen == "bfloat16")
 @pytest.mark.parametrize(("bf16", "chosen"), [(0.125, "bfloat16"), (0.25, "float32")])
 def test_the_faster_one_is_taken_and_said_with_both_figures(bf16, chosen, machine, inputs, tmp_path):
     machine.seconds[torch.bfloat16] = bf16
@@ -99,13 +101,14 @@ def _remove(folder: Path, name: str) -> None:
 
 
 def test_another_run_of_the_model_takes_the_figures_that_were_kept(machine, inputs, tmp_path):
-    first = run(tmp_path / "first", inputs)
-    assert run(tmp_path / "second", inputs) == first
+    first = run(tmp_path / "first", inputs, steps=1)
+    assert run(tmp_path / "second", inputs, steps=1) == first
     assert machine.timed == [torch.float32, torch.bfloat16]
-    run(tmp_path / "third", inputs, sequence_length=16)
+    run(tmp_path / "third", inputs, steps=1, sequence_length=16)
     assert len(machine.timed) == 4
 
 
+@quick(lambda reason: reason != "a short run")
 @pytest.mark.parametrize("reason", ["no instructions for bf16", "a short run", "asked for"])
 def test_nothing_is_timed_where_it_cannot_pay(reason, machine, inputs, tmp_path, monkeypatch):
     if reason == "no instructions for bf16":

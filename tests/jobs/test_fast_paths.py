@@ -111,6 +111,7 @@ def test_short_runs_and_cpus_do_not_compile_by_themselves(tmp_path, inputs, monk
     run(tmp_path / "run", inputs, **SHORT)
 
 
+@quick(lambda compiled: compiled == "off")
 @pytest.mark.parametrize(("compiled", "by_documents"), [("off", True), ("on", False)])
 def test_a_cpu_attends_by_documents_where_no_layer_is_compiled(
     compiled, by_documents, tmp_path, inputs, compiled_layers, monkeypatch

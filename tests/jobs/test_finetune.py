@@ -188,7 +188,7 @@ def test_base_weights_are_bit_identical_in_the_trained_model(
 
     real = job.load_model
     monkeypatch.setattr(job, "load_model", lambda *given, **named: kept.append(real(*given, **named)) or kept[0])
-    finetune(settings(tmp_path / "run", base, data, targets=("all-linear",)), Quiet())
+    finetune(settings(tmp_path / "run", base, data, targets=("all-linear",), steps=2, accumulation=1), Quiet())
     lora.detach(kept[0])
     expected = base_model(base).state_dict()
     assert kept[0].state_dict().keys() == expected.keys()
@@ -252,7 +252,7 @@ def test_a_trained_router_is_in_the_adapter(finished: tuple[Path, Any, Quiet], b
     assert all(not torch.equal(t, before[n.removeprefix("base_model.model.")]) for n, t in routers.items())
 
 
-@quick(lambda changes: "dtype" not in changes)  # bf16 takes long where a CPU emulates it
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"dtype": "bfloat16", "train_router": True}])
 def test_other_ways_to_run_learn_too(changes: dict[str, Any], base: Path, data: str, tmp_path: Path) -> None:
     report = finetune(settings(tmp_path / "run", base, data, accumulation=1, **changes), Quiet())
@@ -272,8 +272,8 @@ def test_held_out_questions_may_be_a_file_and_epochs_count_the_rows(base: Path, 
     other = tmp_path / "held.jsonl"
     other.write_text(json.dumps({"prompt": "1 plus 1? ", "completion": "2"}) + "\n")
     console = Quiet()
-    # 30 passes over the data, 8 a step: the last step of an epoch has fewer
-    changes = {"held_out": str(other), "steps": None, "epochs": 1.5, "accumulation": 8}
+    # 15 passes over the data, 4 a step: the last step of an epoch has fewer
+    changes = {"held_out": str(other), "steps": None, "epochs": 1.5, "batch_size": 8, "accumulation": 4}
     report = finetune(settings(tmp_path / "run", base, data, **changes), console)
     assert report.steps == 6
     assert len(step_losses(tmp_path / "run")) == 6

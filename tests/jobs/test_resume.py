@@ -28,7 +28,7 @@ from amoeba.jobs.resume import Earlier, began_with, check_data, settings_of
 from amoeba.jobs.run_folder import checkpoints, remove_unfinished, run_folder
 from amoeba.jobs.settings import AT_RESUME
 from amoeba.jobs.training_loop import WatchedTrainer
-from selection import quick
+from selection import each_value_once, quick
 from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -112,6 +112,7 @@ def test_a_signal_writes_a_checkpoint_and_says_how_to_go_on(terminated: tuple[Pa
     assert not (folder / KEPT[command]).exists()
 
 
+@once
 def test_a_second_signal_stops_at_once(inputs: Path, tmp_path: Path, command: str) -> None:
     class Twice(Quiet):
         def step(self, line: dict[str, Any], total: int) -> None:
@@ -162,6 +163,7 @@ def test_a_finished_run_says_so_and_is_left_alone(whole: tuple[Path, Any], comma
     assert contents(folder) == before
 
 
+@each_value_once()
 @pytest.mark.parametrize("lost", ["result", "both"])
 def test_a_run_killed_after_its_last_step_is_ended_without_another(
     lost: str, whole: tuple[Path, Any], command: str, tmp_path: Path
@@ -237,6 +239,7 @@ OTHER: dict[str, Any] = {
 }  # fmt: skip
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", sorted({field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}))
 def test_each_setting_is_refused_where_it_cannot_change(
     name: str, terminated: tuple[Path, Any, Quiet], command: str
@@ -261,6 +264,7 @@ def test_each_setting_is_refused_where_it_cannot_change(
     assert str(list(earlier) if isinstance(earlier, tuple) else earlier) in said
 
 
+@once
 def test_what_may_change_is_applied_and_recorded(run: Path, inputs: Path, command: str, tmp_path: Path) -> None:
     known = {field.name for field in dataclasses.fields(KINDS[command])}
     changeable = {name: OTHER[name] for name, kind in AT_RESUME.items() if kind == "changeable" and name in known}
@@ -313,6 +317,7 @@ def flip(content: bytes) -> bytes:
 DAMAGES = {"missing": None, "empty": lambda content: b"", "truncated": lambda content: content[:-7], "flipped": flip}
 
 
+@each_value_once()
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_each_damaged_file_of_a_checkpoint_is_named_and_the_one_before_offered(
     damage: str, run: Path, command: str
@@ -400,6 +405,7 @@ def finite_checkpoints(folder: Path) -> bool:
     return all(bool(tensor.isfinite().all()) for path in files for tensor in load_file(path).values())
 
 
+@once
 def test_a_diverging_run_stops_and_keeps_what_was_good(inputs: Path, tmp_path: Path, command: str) -> None:
     folder = tmp_path / "run"
     told = tiny_settings(command, folder, inputs, learning_rate=1e30, steps=60, log_every=60, save_every=2)
@@ -421,7 +427,7 @@ POISON = {
 }
 
 
-@quick(lambda what, command: command == "train" or what == "evaluation")
+@once
 @pytest.mark.parametrize("what", POISON)
 def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(
     what: str, inputs: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
@@ -454,7 +460,7 @@ def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(
 # --- full disks, and replacements that are cut short
 
 
-@quick(lambda when, command: command == "train" or when == "_save")
+@once
 @pytest.mark.parametrize("when", ["_save", "seal", "replace_folder"])
 def test_a_disk_that_fills_up_anywhere_in_a_checkpoint_leaves_the_last_one(
     when: str, run: Path, command: str, monkeypatch: pytest.MonkeyPatch

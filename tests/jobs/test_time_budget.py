@@ -66,6 +66,7 @@ def test_as_many_steps_as_fit_and_a_rate_that_falls_towards_the_last(
     assert all(rates[step] >= expected[step] for step in range(6, 11))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_second_between_looks")
 def test_where_all_steps_fit_nothing_changes(inputs: Path, tmp_path: Path) -> None:
     console = Quiet()

@@ -20,7 +20,6 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 from amoeba.jobs.presets import find_preset
 from amoeba.jobs.settings import TrainSettings, load_settings
 from amoeba.jobs.train import train
-from selection import quick
 from tiny_runs import Quiet
 
 ROOT = Path(__file__).parents[2]
@@ -111,12 +110,14 @@ def test_plain_transformers_loads_the_model_with_equal_logits(finished: tuple[Pa
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough  # with a run that goes on: tests/jobs/test_resume.py
 def test_the_same_seed_gives_the_same_losses(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
     for name, seed in (("one", 3), ("again", 3), ("other", 4)):
         train(settings(tmp_path / name, corpus_file, model=one_layer, steps=3, seed=seed), Quiet())
     assert step_losses(tmp_path / "one") == step_losses(tmp_path / "again") != step_losses(tmp_path / "other")
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
     finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +212,7 @@ def test_the_z_loss_keeps_router_logits_smaller(tmp_path: Path, corpus_file: str
     assert norms[1] < 0.9 * norms[0]
 
 
-@quick(lambda model: model == "gpt_oss")
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["mixtral", "olmoe", "gpt_oss"])
 def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str) -> None:
     report = train(settings(tmp_path / model, corpus_file, model=model, steps=4), Quiet())

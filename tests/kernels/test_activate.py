@@ -14,6 +14,7 @@ from amoeba.kernels import activate as kernels
 from amoeba.kernels.activate import activate, activate_backward
 from amoeba.layout import build_layout
 from amoeba.proof.reference import experts as truth
+from selection import each_value_once
 
 GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
 ACTIVATIONS = {
@@ -100,6 +101,7 @@ def test_forward_and_backward_equal_the_reference(device, name, dtype):
     assert rows.untouched(dh, scaled_a)
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", ["silu", "plain gelu", "gpt-oss"])
 @pytest.mark.parametrize("intermediate", [1, 199, 760, 1100])
 def test_every_width(device, name, intermediate):
@@ -144,6 +146,7 @@ def test_the_bias_of_its_expert_is_added_and_kept(device, name, dtype):
     assert torch.equal(out[: rows.owned], again[: rows.owned]), "what is activated is the h that is kept"
 
 
+@each_value_once("dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["silu", "plain gelu", "gpt-oss"])
 @pytest.mark.parametrize("intermediate", [63, 72])

@@ -15,7 +15,7 @@ from amoeba.kernels.block_scaled_product import multiply_rows
 from amoeba.kernels.configuration import Configuration
 from amoeba.layout import build_layout
 from amoeba.precision import E2M1, FP8_128, MXFP4, MXFP8, NVFP4, Format, quantise
-from selection import quick
+from selection import each_value_once, quick
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 TINY = Configuration(block_m=16, block_n=32, block_k=32, group_m=2, num_warps=4, num_stages=2)
@@ -35,6 +35,7 @@ def problem(size: str, experts: int, device: torch.device, transposed: bool):
     return matrix.to(device), build_layout(expert_TK.to(device), experts), generator, parts
 
 
+@each_value_once("format")
 @quick(lambda size, dtype, transposed, format: dtype == torch.float32 and (size != "even" or transposed))
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("transposed", [False, True], ids=["W", "Wt"])

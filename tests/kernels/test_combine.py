@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amoeba.kernels.combine import combine, slot_gradient
 from amoeba.layout import build_layout
+from selection import each_value_once
 
 EXPERTS = 6
 
@@ -70,6 +71,7 @@ def test_combine_adds_weighted_rows_and_never_reads_those_of_nobody(device, dtyp
     assert error(out, summed(sorted_rows, slot_row_TK, weight_TK)) < TOLERANCE[dtype]
 
 
+@each_value_once()
 @pytest.mark.parametrize("top_k", [1, 2, 6, 8, 13, 33])
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_combine_for_every_number_of_experts_per_token(device, tokens, top_k):

@@ -8,11 +8,13 @@ import torch
 pytest.importorskip("triton")
 
 from amoeba.kernels import cross_entropy as kernels
+from selection import each_value_once
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 
+@each_value_once("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 63, 64, 199])
 @pytest.mark.parametrize("in_registers", [True, False])

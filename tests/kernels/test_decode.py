@@ -19,7 +19,7 @@ from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, example,
 from amoeba.proof.conformance import TOLERANCE, poisoned_memory
 from amoeba.proof.reference.experts import experts_forward
 from amoeba.weights import ExpertWeights, LoraFactors
-from selection import quick
+from selection import each_value_once, quick
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language")
@@ -219,6 +219,7 @@ def test_fp32_factors_beside_half_precision_are_rounded_as_they_are_read(way, de
     assert torch.equal(run(problem._replace(lora=lora), way), rounded)
 
 
+@each_value_once("way")
 @WAYS
 @pytest.mark.parametrize(("kind", "gated"), list(itertools.product(get_args(ActivationKind), (True, False))))
 def test_every_activation(kind, gated, way, device):

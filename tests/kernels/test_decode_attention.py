@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from amoeba.proof.conformance import TOLERANCE, poisoned_memory
+from selection import each_value_once
 
 kernel = pytest.importorskip("amoeba.kernels.decode.attention", reason="the kernels need Triton")
 
@@ -50,6 +51,7 @@ def assert_close(found, truth):
     assert error < TOLERANCE[found.dtype], f"relative error {error:.1e}"
 
 
+@each_value_once()
 @pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_attention_over_the_live_slots(shape, with_sink, device):

@@ -13,6 +13,7 @@ from torch import Tensor
 from amoeba.kernels import expert_sums
 from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
 from amoeba.layout import Layout, build_layout
+from selection import each_value_once
 
 EXPERTS = 6
 
@@ -34,6 +35,7 @@ def chunks(request, monkeypatch):
     monkeypatch.setattr(expert_sums, "CHUNK", request.param)
 
 
+@each_value_once("dtype")
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
     [(tokens, torch.float32) for tokens in (0, 1, 63)] + [(20, torch.float16), (20, torch.bfloat16)],
@@ -76,6 +78,7 @@ def test_scaled_rows_and_rows_of_tokens(device, weight_dtype, by_token):
         assert error(out, expected) < 2e-6
 
 
+@each_value_once()
 @pytest.mark.parametrize("expert", [-1, 0, EXPERTS - 1], ids=["nobody", "first", "last"])
 @pytest.mark.usefixtures("chunks")
 def test_all_rows_on_one_expert_or_on_none(device, expert):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amoeba.kernels.index_export import MOST_IDS, export_indices, row_length, to_slots
+from selection import each_value_once
 
 POISON = -77
 
@@ -39,6 +40,7 @@ def row_for(length: int, device: torch.device) -> Tensor:
     return torch.full((length,), POISON, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
+@each_value_once("dtype")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("present", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("ids", "experts"), [(1, 1), (8, 5), (8, 128), (63, 60), (512, 200), (199, 3)])

@@ -16,6 +16,7 @@ from amoeba.kernels.join_factors import join_factors
 from amoeba.kernels.thin_pair import thin_pair
 from amoeba.proof.reference import experts as truth
 from amoeba.weights import LoraFactors
+from selection import each_value_once
 
 E, H, I = 3, 37, 71
 GATED, INTERLEAVED, PLAIN = Activation("silu"), Activation("gelu", interleaved=True), Activation("relu2", gated=False)
@@ -51,6 +52,7 @@ def test_an_a_that_gate_and_up_share_is_there_once(device, activation):
     assert not b_EJP[:, :, 5:].any()
 
 
+@each_value_once("dtype")
 @ACTIVATIONS
 @pytest.mark.parametrize("ranks", [(5, 5, 5), (3, 70, 64), (0, 4, 0), (0, 0, 7)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -90,6 +92,7 @@ def test_ranks_are_padded_to_one_short_step_or_to_whole_ones():
     ]  # fmt: skip
 
 
+@each_value_once("gathered")
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize(("width", "rank"), [(71, 5), (64, 16), (19, 70)])
 @pytest.mark.parametrize("rows", [(70, 0, 9), (1, 2, 0), (0, 0, 0), (300, 400, 10)], ids=str)

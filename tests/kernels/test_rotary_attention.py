@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amoeba import rotary_attention as module
 from amoeba.rotary_attention import rotary_attention
+from selection import each_value_once
 
 EPS = 1e-6
 # the interpreter multiplies no bf16; in fp16 numbers are rounded twice more than in attention alone
@@ -67,6 +68,7 @@ def check(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float)
     assert max(errors.values()) < tolerance, errors
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_dense_attention(device, name, dtype):

@@ -21,6 +21,7 @@ from amoeba.kernels.ask import COMPUTED, COMPUTES, LATER, MOVED, PROMOTED, Hande
 from amoeba.kernels.index_export import row_length
 from amoeba.kernels.route_and_ask import empty_routed, route_and_ask, why_not
 from amoeba.kernels.router import router_forward
+from selection import each_value_once
 
 E, S, RING, H = 16, 5, 4, 6
 
@@ -52,6 +53,7 @@ def handed_of(device: torch.device, tokens: int, ids: int) -> Handed:
     return Handed(numbers[0], mapped(ids, torch.int64), mapped(ids, torch.float32), words[0], numbers[1], words[1])
 
 
+@each_value_once()
 @pytest.mark.parametrize("hands", [False, True], ids=["moved", "handed over"])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("name", CONFIGS)
@@ -113,6 +115,7 @@ def test_passes_that_do_not_fit_say_why() -> None:
     assert "so many" in why_not(1, RouterConfig(1024, 8))
 
 
+@pytest.mark.thorough
 def test_it_compiles_for_hopper_with_rows_laid_out_as_in_the_router(tmp_path) -> None:
     """The same layout of a row gives sums in the same order, so the same bits."""
     found = compiled_by(__file__, tmp_path)

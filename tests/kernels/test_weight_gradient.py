@@ -13,6 +13,7 @@ from torch import Tensor
 
 from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.weight_gradient import heaviest_first, weight_gradient
+from selection import each_value_once
 
 TINY = Configuration(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4, num_stages=2)
 # tl.dot on bf16 is wrong in Triton's interpreter
@@ -54,6 +55,7 @@ def poisoned(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
     return torch.full(shape, math.nan, dtype=dtype, device=device)
 
 
+@each_value_once("dtype")
 @pytest.mark.parametrize("chosen", [TINY, None])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)

@@ -15,7 +15,7 @@ from amoeba.problem import Needs
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
 from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
-from selection import quick
+from selection import each_value_once, quick
 from small_layer import SCALING, E, H, I, Layer, normal
 
 BASE = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -153,6 +153,7 @@ class TestFewTokensOnTheCpu:
         monkeypatch.setattr(cpu.sorted_rows, "forward", refuse)
         monkeypatch.setattr(cpu.cpu_fused, "forward", refuse)
 
+    @each_value_once("dtype")
     @pytest.mark.parametrize("tokens", [1, 4, 6])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("without", [(), ("gate",), ("down",), ("gate", "up")], ids=lambda names: "-".join(names))

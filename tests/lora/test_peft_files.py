@@ -21,7 +21,7 @@ from amoeba.integrations.experts_module import ExpertsLayout, layouts_of
 from amoeba.lora.adapter_config import alpha_for
 from amoeba.lora.factors import LoraFactors, from_peft, to_peft
 from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
-from selection import quick
+from selection import each_value_once, quick
 from tiny_models import EXPERTS, HIDDEN, TOLERANCE, build, relative, token_ids
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
@@ -257,6 +257,7 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
 # Factors of ours that PEFT has no form for
 
 
+@each_value_once()
 @quick(lambda model_type, ranks: model_type == "gpt_oss" or ranks in ({"gate": 2}, {"gate": 1, "up": 4, "down": 2}))
 @pytest.mark.parametrize(
     "ranks",
@@ -331,6 +332,7 @@ def swap(tensors: dict[str, Tensor], experts: int = EXPERTS) -> dict[str, Tensor
     return swapped
 
 
+@each_value_once()
 @quick(lambda version, targets, with_model: with_model == (version is None) or targets == next(iter(TARGETS)))
 @pytest.mark.parametrize("with_model", [True, False])
 @pytest.mark.parametrize("targets", TARGETS)
@@ -497,6 +499,7 @@ TENSOR_ERRORS = {
 }
 
 
+@each_value_once()
 @pytest.mark.parametrize("with_model", [True, False])
 @pytest.mark.parametrize("case", TENSOR_ERRORS)
 def test_tensors_that_are_refused(tmp_path: Path, case: str, with_model: bool) -> None:

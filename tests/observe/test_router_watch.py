@@ -103,6 +103,7 @@ def test_every_layer_is_counted_and_left_as_it_was(family):
     assert not any("amoeba_key" in vars(module) for module in model.modules())
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_one_compiled_layer_serves_all_and_counts_the_same():
     import torch._dynamo.utils

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from amoeba.optim import AdamW, torch_step
 from amoeba.optim.batch import coefficients
 from amoeba.optim.split_master import split
-from selection import quick
+from selection import each_value_once, quick
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 STATES = pytest.mark.parametrize("states", ["float32", "bfloat16"])
@@ -26,6 +26,7 @@ def way(name: str, optimizer: AdamW) -> AdamW:
     return by_kernels(optimizer) if name == "kernels" else optimizer
 
 
+@each_value_once()
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("precise", [torch.float32, torch.float64], ids=str)
 def test_many_steps_of_several_groups_are_those_of_torch(precise, max_norm):
@@ -37,6 +38,7 @@ def test_many_steps_of_several_groups_are_those_of_torch(precise, max_norm):
         assert torch.allclose(parameter.to(precise), expected, rtol=2e-6, atol=2e-6)
 
 
+@each_value_once()
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @STATES
 def test_training_in_bf16_is_training_in_fp32_rounded_bit_for_bit(states, max_norm):

@@ -75,6 +75,7 @@ def test_the_kernels_agree_with_dequantised_experts_in_every_gradient(format: Fo
             assert (found[name] - tensor).norm() <= 2e-6 * tensor.norm(), name
 
 
+@quick(lambda backend: backend == "eager")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_two_runs_have_the_same_bits(backend: str) -> None:
     layer = Layer(rank=3, hidden=20, inner=12, tokens=9).to(kernel_device() if backend == "triton" else CPU)
@@ -97,7 +98,7 @@ def test_one_expert_at_a_time_is_dequantised(monkeypatch: pytest.MonkeyPatch) ->
     assert asked and all(len(shape) == 2 for shape in asked) and len(asked) == 4  # up, down, and back
 
 
-@quick(lambda format: format is NVFP4)
+@pytest.mark.thorough  # of a recipe: test_fp8_recipes.py
 @by_format
 def test_compile_and_checkpointing(format: Format) -> None:
     torch.compiler.reset()

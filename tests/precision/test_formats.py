@@ -167,7 +167,7 @@ def awkward_matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 31), (7, 64), (130, 33), (6, 145)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 31), (7, 64), (130, 5), (6, 145)])
 def test_a_quantised_matrix_has_the_bits_of_its_definition(format: Format, rows: int, columns: int) -> None:
     matrix = awkward_matrix(rows, columns)
     found = quantise(matrix, format)

@@ -96,6 +96,7 @@ TABLE = {
 }
 
 
+@quick(lambda recipe: recipe == "fp8-saved")
 @by_recipe
 def test_the_errors_of_a_recipe_are_those_that_were_simulated(recipe: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -137,6 +138,7 @@ def test_two_runs_and_a_recomputing_one_have_the_same_bits(recipe: str) -> None:
         assert torch.equal(first[name], second[name]) and torch.equal(first[name], again[name]), name
 
 
+@quick(lambda recipe: recipe == "fp8-saved")
 @by_recipe
 def test_compile_and_checkpointing(recipe: str) -> None:
     torch.compiler.reset()

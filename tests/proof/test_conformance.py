@@ -136,8 +136,8 @@ EAGER = "eager"  # as composed, torch's own operations for any dtype
 
 
 def in_every_run(lot, backend, dtype):
-    """All lots of what has code of its own for them. Placements and torch's operations meet each property's values."""
-    all_of_them = backend == "cpu" or (backend == "grouped" and dtype == torch.float32)
+    """All lots of the backend that has code of its own for most. The others meet each property's values."""
+    all_of_them = backend == "cpu" and dtype == torch.float32
     return backend not in ROUNDED and (all_of_them or not SHORT.isdisjoint(lot))
 
 
@@ -182,12 +182,13 @@ def test_backend_agrees_in_the_rarer_dtypes_at_length(lot, backend, dtype):
     assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])
 
 
-@quick(lambda backend: backend == "cpu")
+@quick(lambda backend, whole: backend == "cpu" and not whole)
+@pytest.mark.parametrize("whole", [False, True], ids=["", "all"])
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("backend", ["cpu", "eager", COMPOSED])
-def test_bf16_agrees_with_and_without_instructions_for_it(backend, native, monkeypatch):
-    """All cases as the other kind of CPU computes them, and a few as this one does, which has had them all above."""
-    lot = one_of_each(ON_THE_CPU) if native == cpu_features.has_bf16_instructions() else ON_THE_CPU
+def test_bf16_agrees_with_and_without_instructions_for_it(backend, native, whole, monkeypatch):
+    """As the other kind of CPU computes them, and as this one does."""
+    lot = ON_THE_CPU if whole else one_of_each(ON_THE_CPU)
     lot = in_emulated_bf16(lot) if native else lot
     monkeypatch.setattr(cpu_features, "has_bf16_instructions", lambda: native)
     assert_proven(lot, backend, CPU, torch.bfloat16, REFUSALS[backend])

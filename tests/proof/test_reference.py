@@ -25,6 +25,7 @@ from amoeba.proof.reference.experts import (
     split_gate_up,
 )
 from amoeba.weights import ExpertWeights
+from selection import each_value_once
 
 KINDS = get_args(ActivationKind)
 GPT_OSS = Activation("silu", alpha=1.702, limit=0.7, up_shift=1.0, interleaved=True)
@@ -82,6 +83,7 @@ BIAS = pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 LORA = pytest.mark.parametrize("lora", [False, True], ids=["", "lora"])
 
 
+@each_value_once("lora")
 @EXPERTS
 @pytest.mark.parametrize(("bias", "lora"), [(False, False), (True, True)], ids=["bare", "bias-lora"])
 def test_gradients_of_the_forward_agree_with_finite_differences(activation, bias, lora):
@@ -94,6 +96,7 @@ def test_gradients_agree_with_finite_differences_element_by_element():
     assert torch.autograd.gradcheck(forward, tuple(inputs.values()))
 
 
+@each_value_once("lora")
 @EXPERTS
 @BIAS
 @LORA

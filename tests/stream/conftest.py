@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +16,14 @@ def threads_that_take_turns_quickly() -> Iterator[None]:
     sys.setswitchinterval(2e-5)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes as long for a program that computes two rows of y as for one that computes sixteen."""
+    if not torch.cuda.is_available():
+        from amoeba.kernels import decode
+        from amoeba.kernels.decode import configuration
+
+        monkeypatch.setattr(configuration, "DOWN_ROWS", 16)
+        monkeypatch.setattr(decode, "_plans", {})

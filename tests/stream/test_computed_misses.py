@@ -30,6 +30,7 @@ from amoeba.stream.gpu.fast_path import SERVED, serving_library
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS
 from amoeba.stream.placement import MemoryStore
+from selection import quick
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.
 pytestmark = [
@@ -102,6 +103,7 @@ class Computed(Captured):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@quick(lambda tokens: tokens == 2)
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_on_the_cpu_nothing_is_moved_and_the_numbers_are_right(tokens: int, dtype: torch.dtype) -> None:
     with torch.no_grad(), closing(Computed("cpu", tokens, dtype)) as computed:
@@ -138,6 +140,7 @@ def test_where_the_link_is_slow_misses_are_computed_and_promoted_for_the_next_pa
         computed.shown_as_it_is()
 
 
+@pytest.mark.thorough
 def test_where_the_link_is_quick_misses_are_moved() -> None:
     with torch.no_grad(), closing(Computed("auto")) as computed:
         computed.takes(link=1.0)
@@ -152,6 +155,7 @@ def test_where_the_link_is_quick_misses_are_moved() -> None:
         computed.shown_as_it_is()
 
 
+@quick(lambda where: where == "outside")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_the_next_pass_waits_for_what_was_promoted(where: str) -> None:
     """Of graphs. In between its copy is held back."""

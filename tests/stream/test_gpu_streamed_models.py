@@ -232,6 +232,7 @@ class RepeatedSteps:
             step._run()
 
 
+@quick(lambda miss, prefetch: ON_GPU or prefetch)  # on the CPU: test_computed_misses.py
 @pytest.mark.parametrize(("miss", "prefetch"), [("move", False), ("cpu", False), ("move", True)])
 def test_captured_steps_give_the_resident_tokens(miss: str, prefetch: bool, stores, monkeypatch) -> None:
     folder, packed = stores[torch.float32]
@@ -348,6 +349,7 @@ def test_experts_that_are_all_on_the_gpu_take_no_pinned_memory(stores) -> None:
         assert streamed.memory.host_slots == (EXPERTS,) * LAYERS
 
 
+@without_a_gpu_thorough
 def test_a_read_error_in_mid_generation_is_named_and_the_next_try_is_right(stores, monkeypatch) -> None:
     folder, packed = stores[torch.float32]
     expected = outcome(resident(folder), ((1, 3),))

@@ -25,7 +25,6 @@ from amoeba.cli import app
 from amoeba.stream.store import StoreError, aligned_buffer, folder, is_store, open_store, packing
 from amoeba.stream.store.packing import pack
 from hostile_folders import save_model
-from selection import quick
 
 LAYERS = 2
 STEP = 5  # of the moments at which packing is killed, every so many-th in one test
@@ -86,7 +85,7 @@ def killed_at(event: int, model: Path, store: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@quick(lambda first: first == 0)
+@pytest.mark.thorough  # by a full disk: below
 @pytest.mark.parametrize("first", range(STEP))
 def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(first, model, undisturbed, tmp_path):
     event, opened = first, []

@@ -111,6 +111,7 @@ def test_what_is_only_on_the_disk_is_not_copied_early() -> None:
         check_slots(captured)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a simulated device fails when it is told to")
 def test_after_an_early_copy_that_failed_the_next_try_is_right(monkeypatch) -> None:
     same = router(0)

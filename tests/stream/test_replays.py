@@ -26,7 +26,7 @@ from amoeba.stream.policies import POLICIES, make_policy
 from amoeba.stream.simulate import replay
 from amoeba.stream.synthetic import Locality, synthetic_trace
 from amoeba.stream.trace import LayerShape
-from selection import quick
+from selection import each_value_once, quick
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
 
@@ -395,6 +395,7 @@ def tables(served: Served) -> list[tuple]:
     return [*layers, cache.counters, [dict(shown) for shown in served.memory._shown]]
 
 
+@each_value_once()
 @quick(lambda slots, host_slots: (slots, host_slots) in ((4, E), (4, 5)))
 @pytest.mark.parametrize(("slots", "host_slots", "tokens"), [(3, E, 1), (4, E, 2), (4, 5, 1), (3, 2, 1)])
 @pytest.mark.usefixtures("language")
@@ -491,6 +492,7 @@ def fill(served: Served) -> None:
                 pass
 
 
+@each_value_once()
 @quick(lambda fails_at: fails_at != 2)
 @pytest.mark.parametrize("fails_at", [1, 2, 4])
 @pytest.mark.usefixtures("language")

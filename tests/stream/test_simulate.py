@@ -9,6 +9,7 @@ from amoeba.stream.policies import LFRU, LFU
 from amoeba.stream.simulate import replay, slots_of_share
 from amoeba.stream.synthetic import Locality, synthetic_trace
 from amoeba.stream.trace import LayerShape, Trace, TraceWriter, read_trace
+from selection import each_value_once
 
 LAYERS = [LayerShape(32, 4, 10), LayerShape(16, 2, 3)]
 
@@ -68,6 +69,7 @@ class Replay:
         self.put(self.host, back, self.host_room, leaving)
 
 
+@each_value_once()
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lfru"])
 @pytest.mark.parametrize(("top", "host"), [((8, 4), None), ((8, 4), (8, 8)), ((12, 3), (2, 16)), ((5, 16), (0, 0))])
 def test_the_simulator_counts_what_a_replay_by_hand_counts(policy, top, host):

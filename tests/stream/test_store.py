@@ -26,7 +26,7 @@ from amoeba.stream.store import StoreError, aligned_buffer, is_store, mapping, o
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import pack
 from hostile_folders import bring_code, change_json, cut_short
-from selection import quick
+from selection import each_value_once, quick
 from tiny_models import EXPERTS, experts_classes
 
 # gates and none, transposed, interleaved, biased, stacked, with shared experts, with conversions of all kinds
@@ -63,6 +63,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
+@each_value_once()
 @quick(lambda model_type: model_type in FAMILIES)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("model_type", experts_classes())

@@ -89,7 +89,7 @@ def few_tokens(monkeypatch) -> None:
     monkeypatch.setattr(suite, "WARM", 3)
 
 
-@pytest.mark.parametrize("has_link", [False, True])
+@pytest.mark.parametrize("has_link", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_every_setting_is_right_and_timed(has_link: bool, tmp_path: Path) -> None:
     seen: list[int] = []
     report = suite.run_stream(

@@ -177,6 +177,7 @@ def test_gpt_oss_in_bf16_is_as_near_to_fp64_as_transformers_own(tmp_path) -> Non
         assert distance(streamed.model) < 1.25 * distance(loaded(torch.bfloat16))
 
 
+@quick(lambda model_type: model_type == "gpt_oss")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_a_folder_is_streamed_from_without_packing_it(model_type: str, stored, expected) -> None:
     ram = stored[model_type].ram(2, stored[model_type].folder)
@@ -216,6 +217,7 @@ def test_lora_beside_streamed_experts_has_the_gradients_of_resident_ones(stored)
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+@quick(lambda which: which == "packed")
 @pytest.mark.parametrize("which", ["folder", "packed"])
 def test_memory_for_experts_stays_within_the_budget(which: str, stored, monkeypatch) -> None:
     """All of it comes from one function; torch's own allocations are watched for anything of an expert's shape."""

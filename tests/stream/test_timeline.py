@@ -162,6 +162,7 @@ def test_captured_steps_show_each_question(packed, tmp_path, monkeypatch) -> Non
         assert [event["args"]["layer"] for event in waits] == missed
 
 
+@pytest.mark.thorough
 def test_experts_that_are_copied_ahead_of_the_tables_are_shown_as_loads(packed, tmp_path, monkeypatch) -> None:
     if not ON_GPU:
         RepeatedSteps(monkeypatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 from test_task_mutants import EARLY, STUCK, how_it_dies, named, raised, with_gates, with_signals
 from test_task_schedules import NAMED, SMALL, check
 
@@ -12,6 +13,7 @@ from amoeba.proof.share_schedules import ShareCase, share_case
 from amoeba.tasks.graph import Kind
 from amoeba.tasks.share import ShareGraph
 from amoeba.tasks.sizes import Sizes
+from selection import quick
 
 OVER_RANKS = [name for name, case in NAMED.items() if case.ranks > 1]
 
@@ -23,10 +25,12 @@ def cases() -> list[ShareCase]:
     return [share_case(case) for case in [several, *found] if case.ranks > 1]
 
 
-def test_random_schedules_of_random_layers():
+@quick(lambda schedules: schedules < 10)
+@pytest.mark.parametrize("schedules", [3, 10])
+def test_random_schedules_of_random_layers(schedules):
     for number, case in enumerate(cases()):
         job = case.job()
-        for schedule in range(10):
+        for schedule in range(schedules):
             check(case, job, 100 * number + schedule)
 
 

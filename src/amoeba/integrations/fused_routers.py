@@ -12,6 +12,7 @@ routers, or it stays as it is. Experts with equal logits are chosen by their num
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from amoeba import fused_router
 from amoeba.config import RouterConfig
 from amoeba.integrations.experts_module import is_experts, routers_beside
 from amoeba.routing import route
+
+logger = logging.getLogger("amoeba")
 
 _KINDS: tuple[dict[str, Any], ...] = (
     {"score": "softmax", "renormalize": True},
@@ -75,7 +78,10 @@ def _recognised(router: Any) -> _Found | None:
     hidden_TH = _random(weight)
     try:
         output = router(hidden_TH)
-    except Exception:  # it wants other arguments
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # it wants other arguments
+        logger.info("a router stays as it is: %s: %s", type(error).__name__, error)
         return None
     if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(each, Tensor) for each in output)):
         return None
