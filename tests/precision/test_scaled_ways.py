@@ -1,4 +1,4 @@
-"""Every way of the e4m3 products has the bits of the plain one, in whole layers, and so has a pass from a launch plan."""
+"""Every way of the e4m3 products has the bits of the plain one, in whole layers; so has a pass from a launch plan."""
 
 from __future__ import annotations
 
