@@ -11,6 +11,7 @@ import torch
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends import block_scaled_rows, block_scaled_triton
 from amoeba.kernels.decode import block_scaled, block_scaled_by_slot
+from amoeba.kernels.decode.configuration import Tile
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.experts import dequantise_experts, quantise_experts
 from amoeba.problem import Problem
@@ -75,6 +76,23 @@ def test_y_is_that_of_what_the_codes_stand_for(
     truth = reference.experts_forward(named["x"].double(), expert_TK.to(device), weight, exact)
     assert (found.double() - truth).norm() <= TOLERANCE[dtype] * truth.norm()
     assert found[2].count_nonzero() == 0
+
+
+@quick(lambda format: format is MXFP4)
+@by_format
+def test_several_tiles_in_one_program_have_the_bits_of_one_in_each(format: Format, device: torch.device) -> None:
+    """Of down three in each, which leaves two of them behind the last column."""
+    expert_TK = torch.tensor([[0, 3], [E, 3], [3, 0]])
+    layer = Layer(SILU, tokens=3, hidden=112, inner=48, expert_TK=expert_TK)
+    named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
+    weights = quantise_experts(layer.weights(named), format)
+    problem = Problem(named["x"], expert_TK.to(device), named["weight"], weights)
+    up, down = Tile(16, 64, warps=1), Tile(16, 64, warps=1)
+    once = block_scaled.by_expert(problem)._replace(up=up, down=down, rows=16)
+    several = once._replace(up=up._replace(repeats=2), down=down._replace(repeats=3))
+    with poisoned_memory():
+        found = [block_scaled.decode(problem, configuration=chosen) for chosen in (once, several)]
+    assert torch.isfinite(found[0]).all() and torch.equal(*found)
 
 
 def test_few_tokens_without_gradients_and_factors_are_decoded_and_no_others(

@@ -46,10 +46,13 @@ SCALED = (
     "scaled_up_coded",
     "scaled_up_of_half_blocks",
 )
+# The same in another way, see `scaled_product.WAYS`.
+IN_WAYS = ("scaled_up, all", "scaled_down_backward, all", "scaled_down, most")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
     (*HOT[1:], *OTHERS),
     SCALED[1:],
+    IN_WAYS,
 ]
 
 
@@ -62,7 +65,7 @@ def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[
         assert found["wgmma"] > 0, name
         assert SHARED_BYTES // 2 < found["shared"] <= SHARED_BYTES, name
         assert found["local_accesses_between_products"] <= 2, f"{name} does not keep its sums in registers"
-        if name != "plain_up_with_bias" and name not in SCALED:
+        if name != "plain_up_with_bias" and not name.startswith("scaled"):
             assert found["local_accesses"] == found["stack_bytes"] == 0, f"{name} does not keep all in registers"
 
 
@@ -220,7 +223,9 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
         kernel = gradient if name.endswith("_gradient") and name != "rows_gradient" else product
         kernel = activation if name.startswith("activation_backward") else kernel
         kernel = scaled if name.startswith("scaled") else kernel
-        launches()[name]()
+        launch, _, way = name.partition(", ")
+        with hopper_scaled.way(way or "plain"):
+            launches()[launch]()
         found[name] = figures(kernel.last.compiled)
     return found
 

@@ -136,11 +136,11 @@ def _multiply_tile(
 
 @gluon.jit
 def _load_scales(row_scales, left_scales, right_scales, far_scales, PLAN: gl.constexpr):
-    right = gl.load(right_scales)
-    far = right
+    of_row, of_left, of_right = gl.load(row_scales), gl.load(left_scales), gl.load(right_scales)
+    of_far = of_right
     if PLAN.SHIFTED:
-        far = gl.load(far_scales)
-    return gl.load(row_scales), gl.load(left_scales), right, far
+        of_far = gl.load(far_scales)
+    return of_row, of_left, of_right, of_far
 
 
 @gluon.jit

@@ -1,0 +1,39 @@
+"""Every way of the e4m3 products has the bits of the plain one, in whole layers; so has a pass from a launch plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from test_fp8_kernels import gradients, on_gpu, on_hopper
+
+from amoeba.kernels import launch_plan
+from amoeba.kernels.hopper import scaled_product
+
+pytestmark = [pytest.mark.gpu, on_hopper]
+# (tokens, H, I): many tiles with halves that have no rows; half blocks; fewer rows than a tile
+SIZES = [(1500, 256, 384), (300, 192, 320), (5, 128, 128)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("way", [name for name in scaled_product.WAYS if name != "plain"])
+def test_every_way_has_the_bits_of_the_plain_one(way: str, sizes: tuple[int, int, int]) -> None:
+    layer = on_gpu(*sizes)
+    expected = gradients(layer, "fp8", "triton")
+    with scaled_product.way(way):
+        found = gradients(layer, "fp8", "triton")
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-ste", "fp8-saved"])
+def test_steps_from_launch_plans_have_the_bits_of_one_that_is_computed(recipe: str) -> None:
+    layer = on_gpu()
+    launch_plan.forget_plans()
+    expected = gradients(layer, recipe, "triton")
+    for _ in range(3):
+        found = gradients(layer, recipe, "triton")
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+    assert len([plan for plan in launch_plan._plans.values() if plan not in (None, launch_plan._SEEN)]) == 2
