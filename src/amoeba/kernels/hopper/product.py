@@ -14,6 +14,7 @@ the bulk copy engine, an expert's last one under a mask. Nothing is padded and t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -37,7 +38,7 @@ from amoeba.kernels.hopper.product_kernel import (
     product_kernel,
 )
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.kernels.programs import programs
+from amoeba.kernels.programs import halvings, programs, programs_in_halves
 
 _ROWS, _STAGED = (BLOCK_M, BLOCK_K), (BLOCK_M // 2, BLOCK_N // 2)
 
@@ -107,6 +108,9 @@ def _launch(
     addend: Addend | None,
 ) -> None:
     _, width, depth = matrix_EOW.shape
+    count = programs
+    if halvings():
+        plan, count = replace(plan, HALVINGS=halvings()), programs_in_halves
     matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
     layout = shared_layout(plan.MATRIX, out.dtype)
     # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
@@ -117,7 +121,7 @@ def _launch(
         low_desc = descriptor(addend.low_NR, _ROWS)
         factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, layout)
     h = out if h is None else h
-    _bound(plan, out.dtype)[(programs(out.device),)](
+    _bound(plan, out.dtype)[(count(out.device),)](
         row_desc,
         descriptor(matrix, plan.COPIED, layout),
         low_desc,

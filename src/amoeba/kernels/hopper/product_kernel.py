@@ -48,6 +48,7 @@ class Plan:
     CLAMP: bool = False
     LIMIT: float = 0.0
     UP_SHIFT: float = 0.0
+    HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
 
     @property
     def PAIRED(self) -> bool:
@@ -85,6 +86,19 @@ class Constants:
         if not name.isupper():
             raise AttributeError(name)
         return tl.constexpr(getattr(self.plan, name))
+
+
+@gluon.jit
+def share_of_tiles(program, programs, tiles, HALVINGS: gl.constexpr):
+    """The first tile of a program, behind its last one, and the step between them."""
+    if HALVINGS == 0:
+        return program, tiles, programs
+    else:
+        at_once = programs // (HALVINGS + 1)
+        turn = program // at_once
+        left = tiles >> turn  # for the programs from this turn on
+        after = (left >> 1) * (1 - turn // HALVINGS)  # none after the last one
+        return tiles - left + program % at_once, tiles - after, at_once
 
 
 @gluon.jit
@@ -155,7 +169,8 @@ def _produce(
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     count = 0
-    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
+    mine, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
+    for tile in range(mine, behind, step):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         if PLAN.GATHER:
             pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
@@ -230,7 +245,8 @@ def _consume(
     acc = gl.zeros((HEIGHT, BLOCK_N), gl.float32, mma)
     buffer = staging.index(WARPGROUP)
     count = 0
-    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
+    mine, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
+    for tile in range(mine, behind, step):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         acc, count = _multiply_tile(
             acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
