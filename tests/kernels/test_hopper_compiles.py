@@ -29,6 +29,7 @@ SHARED_BYTES = 232448
 # compile alike: `down`, `down_backward`, `down_gradient`.) Each of the two kernels is among the first.
 HOT = ("up", "up_gradient", "rows_gradient")
 OTHERS = (
+    "up_in_halving_shares",
     "plain_up_with_bias",
     "up_with_factors",
     "rows_gradient_with_factors",
@@ -95,6 +96,7 @@ def launches() -> dict[str, Callable[[], None]]:
     from amoeba.kernels.hopper.activation import Down, Up, activate_backward
     from amoeba.kernels.hopper.gradient import weight_gradient
     from amoeba.kernels.hopper.product import multiply, up
+    from amoeba.kernels.programs import share_the_gpu
     from amoeba.kernels.quantise import empty_rows, empty_weights
 
     N, K, E, H, I = 1024, 2, 4, 512, 256
@@ -124,11 +126,17 @@ def launches() -> dict[str, Callable[[], None]]:
         factors = Up(empty(E, 2 * I, rank), empty(N, rank), *ranks, 2.0), Down(empty(N, down_rank), down_rank)
         activate_backward(a, h, weight, order, Activation(), h, offs, table, up=factors[0], down=factors[1])
 
+    def up_in_halving_shares() -> None:
+        share_the_gpu(halvings=4)
+        up(x, order, K, gate_up, table, Activation(), a, h_NJ=h)
+        share_the_gpu(False)
+
     return {
         "activation_backward": lambda: activation_backward(16, 16, 16, 16),
         "activation_backward_of_a_shared_factor": lambda: activation_backward(16, 0, 16, 16),
         "activation_backward_of_wide_factors": lambda: activation_backward(32, 32, 32, 64),
         "up": lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h),
+        "up_in_halving_shares": up_in_halving_shares,
         "plain_up_with_bias": lambda: up(
             x, order, K, gate_up[:, :I].contiguous(), table, Activation("gelu", gated=False), a, h_NJ=y, bias_EJ=bias
         ),
@@ -214,6 +222,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
 
     for module in (hopper_product, hopper_gradient, hopper_activation, hopper_scaled):
         module.programs = lambda device: 132
+    hopper_product.programs_in_halves = lambda device: 660
     product = hopper_product.product_kernel = CompileOnly(hopper_product.product_kernel.kernel)
     gradient = hopper_gradient.gradient_kernel = CompileOnly(hopper_gradient.gradient_kernel.kernel)
     activation = hopper_activation.activation_kernel = CompileOnly(hopper_activation.activation_kernel.kernel)

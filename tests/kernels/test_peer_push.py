@@ -48,11 +48,14 @@ def test_however_rows_are_pushed_each_that_is_wanted_arrives_and_no_other(how: P
 def test_slots_are_counted_as_they_are_taken() -> None:
     posts, plans = posts_and_plans(16)
     generator = torch.Generator().manual_seed(0)
-    owner, weights = [torch.randint(0, 3, (tokens, K), generator=generator) for tokens in TOKENS], []
+    # of experts 0 and 1 each rank has one, under the name of 5; of others nobody
+    tables = torch.tensor([0, 1, 2]), torch.tensor([5, 5, -1])
+    owner, weights = [torch.randint(-1, 4, (tokens, K), generator=generator) for tokens in TOKENS], []
     for rank, tokens in enumerate(TOKENS):
         weights.append(torch.rand(tokens, K, generator=generator))
         goes_WT = torch.empty(2, tokens, dtype=torch.uint8)
-        push_slots(posts[rank], plans[rank], owner[rank], owner[rank] * 0 + 5, weights[rank], goes_WT)
+        push_slots(posts[rank], plans[rank], owner[rank], tables, weights[rank], goes_WT)
+        assert torch.equal(goes_WT.bool(), torch.stack([(owner[rank] == each).any(1) for each in range(2)]))
     for rank in range(2):
         slots, comes_R = int(sum((each == rank).sum() for each in owner)), torch.empty(sum(TOKENS), dtype=torch.uint8)
         expert_RK, weight_RK, owned = take_slots(posts[rank], plans[rank], weights[rank], comes_R, most_rows=slots)
@@ -66,7 +69,8 @@ def test_more_slots_than_there_is_room_for_are_told_with_their_number_and_none_i
     posts, plans = posts_and_plans(16)
     for rank, tokens in enumerate(TOKENS):
         owner = torch.zeros(tokens, K, dtype=torch.int64)
-        push_slots(posts[rank], plans[rank], owner, owner, owner.float(), torch.empty(2, tokens, dtype=torch.uint8))
+        tables, goes_WT = (torch.tensor([0, 2]), torch.tensor([0, -1])), torch.empty(2, tokens, dtype=torch.uint8)
+        push_slots(posts[rank], plans[rank], owner, tables, owner.float(), goes_WT)
     comes_R = torch.empty(sum(TOKENS), dtype=torch.uint8)
     expert_RK, _, _ = take_slots(posts[0], plans[0], torch.zeros(TOKENS[0], K), comes_R, most_rows=173)
     assert (expert_RK == -1).all()

@@ -73,10 +73,11 @@ def main() -> dict[str, str]:
     pointers = dict.fromkeys(("addresses", "epochs", "trouble", "record", "places"), "*i64")
     pointers |= dict.fromkeys(("rows", "rows_TH", "rows_RH", "out_RH", "out_TH"), "*bf16")
     pointers |= {"expert_RK": "*i32", "weight_RK": "*fp32", "owned_P": "*i32"}
-    pointers |= {"rank_TK": "*i64", "local_TK": "*i64", "weight_TK": "*fp32"}
+    pointers |= {"expert_TK": "*i64", "rank_E1": "*i64", "local_E1": "*i64", "weight_TK": "*fp32"}
     pointers |= dict.fromkeys(("wanted", "comes_R", "goes_WT"), "*u8") | {"slot_row": "*i32", "weight": "*fp32"}
     numbers = dict.fromkeys(
-        ("cell_at", "cell_size", "rank", "limit", "tokens", "num_rows", "parts", "count", "most_tokens"), "i32"
+        ("cell_at", "cell_size", "rank", "limit", "tokens", "num_rows", "parts", "count", "most_tokens", "experts"),
+        "i32",
     )
     constants = {"H": 2048, "BLOCK_T": 8, "BLOCK_H": 2048, "ALIGNED": True, "RANKS": 2, "ON_GPU": True, "CHANNEL": 1}
     constants |= {"TAKERS": 64, "PUSHERS": 16, "PARTS": 16, "WHICH": 0, "OWN": False, "WIDE": False, "TELLS": True}

@@ -26,7 +26,7 @@ from amoeba.kernels.choice import as_many
 from amoeba.kernels.driver_launch import can_launch
 from amoeba.kernels.launch import Launched, current_stream, is_hooked, listening
 from amoeba.kernels.launch_steps import Allocation, Call, Interpretation, Launch, LaunchByDriver, Pointer, Release, View
-from amoeba.kernels.programs import turns
+from amoeba.kernels.programs import sharing
 from amoeba.torch_internals import TorchDispatchMode, is_view, writes_to_arguments
 
 Result = TypeVar("Result")
@@ -49,7 +49,7 @@ def planned(what: tuple, tensors: Sequence[Tensor | None], compute: Callable[[],
         return compute()
     first = tensors[0]
     assert first is not None
-    key: list[Any] = [what, as_many(0), turns(), first.device, torch.cuda.current_device() if first.is_cuda else None]
+    key: list[Any] = [what, as_many(0), sharing(), first.device, torch.cuda.current_device() if first.is_cuda else None]
     addresses: list[int] = []
     together = 0
     for tensor in tensors:

@@ -2,7 +2,7 @@
 
 T tokens of this rank · R rows here, those of all ranks by (rank, token) · K experts per token · H columns · W ranks
 
-    push_slots(post, plan, rank_TK, local_TK, weight_TK, goes_WT)    # for each rank which of its experts a token wants
+    push_slots(post, plan, expert_TK, tables, weight_TK, goes_WT)    # for each rank which of its experts a token wants
     expert_RK, weight_RK, owned = take_slots(post, plan, weight_TK, comes_R)
     push_rows(post, plan.there, ROWS, x_TH, goes_WT)                 # a token once to each rank that it goes to
     own_rows(post, plan, x_TH, x_RH, comes_R)                        # while the others' are under way
@@ -54,6 +54,7 @@ from amoeba.kernels.peer_post import NAMES, ROWS, SLOTS, Plan, Post
 from amoeba.phases import mark
 
 _BYTES_OF_TILE = 131072  # of fp32, by 16 warps: 128 bytes of bf16 of each thread are under way at once
+_MOST_LINES = 512  # of a tile, so that all programs have some of narrow rows
 _WARPS = 16
 
 
@@ -69,13 +70,16 @@ class Push(NamedTuple):
 PUSH = Push()
 
 
-def push_slots(post: Post, plan: Plan, rank_TK: Tensor, local_TK: Tensor, weight_TK: Tensor, goes_WT: Tensor) -> None:
-    """rank_TK, local_TK: int64, the owner of each slot and the expert's id there. Writes goes_WT, uint8."""
+def push_slots(
+    post: Post, plan: Plan, expert_TK: Tensor, tables: tuple[Tensor, Tensor], weight_TK: Tensor, goes_WT: Tensor
+) -> None:
+    """tables: int64 (E + 1,), the owner of each expert and the id that it has there, and behind them those of no expert
+    (see `Owners.tables`). Writes goes_WT, uint8."""
     tokens, top_k = weight_TK.shape
     _push_slots[(post.pushers,)](
-        rank_TK, local_TK, weight_TK, goes_WT, *post.waiting, post.cell_at[SLOTS], post.cell_size[SLOTS], post.tokens,
-        tokens, plan.tokens, post.rank, post.limit, K=top_k, TAKERS=post.takers, **_slot_tile(top_k),
-        **post.constants(SLOTS), num_warps=8,
+        expert_TK, *tables, weight_TK, goes_WT, *post.waiting, post.cell_at[SLOTS], post.cell_size[SLOTS], post.tokens,
+        tokens, plan.tokens, tables[0].shape[0] - 1, post.rank, post.limit, K=top_k, TAKERS=post.takers,
+        **_slot_tile(top_k), **post.constants(SLOTS), num_warps=8,
     )  # fmt: skip
 
 
@@ -178,7 +182,7 @@ def _slot_tile(top_k: int) -> dict[str, int]:
 
 def _tile(rows: Tensor, width: int, size: int = _BYTES_OF_TILE) -> dict[str, Any]:
     columns = min(next_power_of_2(width), 2048)
-    lines = max(size // 4 // columns, 1)
+    lines = max(min(size // 4 // columns, _MOST_LINES), 1)
     return {"H": width, "BLOCK_T": lines, "BLOCK_H": columns, "ALIGNED": is_aligned(rows, width)}
 
 
@@ -203,10 +207,10 @@ def _refuse_too_many(
 
 
 @quick
-@triton.jit(do_not_specialize=["tokens", "count", "rank", "limit"])
+@triton.jit(do_not_specialize=["tokens", "count", "experts", "rank", "limit"])
 def _push_slots(
-    rank_TK, local_TK, weight_TK, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, most_tokens,
-    tokens, count, rank, limit,
+    expert_TK, rank_E1, local_E1, weight_TK, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size,
+    most_tokens, tokens, count, experts, rank, limit,
     K: tl.constexpr, TAKERS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
@@ -226,8 +230,10 @@ def _push_slots(
             t = first + tl.arange(0, BLOCK_T)
             at = t.to(tl.int64)[:, None] * K + k
             inside = (t < tokens)[:, None] & (k < K)
-            mine = inside & (tl.load(rank_TK + at, mask=inside, other=-1) == dest)
-            expert = tl.where(mine, tl.load(local_TK + at, mask=inside, other=0), -1).to(tl.int32)
+            asked = tl.load(expert_TK + at, mask=inside, other=-1)
+            place = tl.where((asked >= 0) & (asked < experts), asked, experts)
+            mine = inside & (tl.load(rank_E1 + place) == dest)
+            expert = tl.where(mine, tl.load(local_E1 + place), -1).to(tl.int32)
             weight = tl.load(weight_TK + at, mask=inside, other=0)
             expected = (t < count)[:, None] & (k < K)
             tl.store(ids + at, expert, mask=expected)

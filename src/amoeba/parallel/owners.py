@@ -64,10 +64,14 @@ class Owners:
         )
         return joined[back]
 
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """int64 (E + 1,): rank and local id of each expert, and behind them those of a sentinel, W and -1."""
+        return _tables(self, device)
+
     def find(self, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
         """For each slot the owner's rank and the id that the expert has there; W and -1 for a sentinel's."""
         experts = self.num_experts
-        rank_E1, local_E1 = _tables(self, expert_TK.device)
+        rank_E1, local_E1 = self.tables(expert_TK.device)
         inside_TK = (expert_TK >= 0) & (expert_TK < experts)
         place_TK = torch.where(inside_TK, expert_TK, experts).long()
         return rank_E1[place_TK], local_E1[place_TK]
@@ -75,7 +79,6 @@ class Owners:
 
 @functools.lru_cache(maxsize=64)
 def _tables(owners: Owners, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rank and local id of each expert, and behind them those of a sentinel."""
     met = [0] * owners.ranks
     local = []
     for rank in owners.rank_of_E:

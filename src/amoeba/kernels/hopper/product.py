@@ -14,6 +14,7 @@ the bulk copy engine, an expert's last one under a mask. Nothing is padded and t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -38,7 +39,7 @@ from amoeba.kernels.hopper.product_kernel import (
 )
 from amoeba.kernels.hopper.ways import chosen_constants
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.kernels.programs import programs
+from amoeba.kernels.programs import halvings, programs, programs_in_halves
 
 _ROWS = (BLOCK_M, BLOCK_K)
 
@@ -108,6 +109,9 @@ def _launch(
     addend: Addend | None,
 ) -> None:
     _, width, depth = matrix_EOW.shape
+    count = programs
+    if halvings():
+        plan, count = replace(plan, HALVINGS=halvings()), programs_in_halves
     matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
     layout = shared_layout(plan.MATRIX, out.dtype)
     # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
@@ -118,7 +122,7 @@ def _launch(
         low_desc = descriptor(addend.low_NR, _ROWS)
         factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, layout)
     h = out if h is None else h
-    _bound(plan, out.dtype)[(programs(out.device),)](
+    _bound(plan, out.dtype)[(count(out.device),)](
         row_desc,
         descriptor(matrix, plan.COPIED, layout),
         low_desc,

@@ -54,6 +54,7 @@ class Plan:
     LAG: bool = False
     QUARTERS: bool = False
     BRISK: bool = False
+    HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
 
     @property
     def PAIRED(self) -> bool:
@@ -103,6 +104,19 @@ class Constants:
 
 
 @gluon.jit
+def share_of_tiles(program, programs, tiles, HALVINGS: gl.constexpr):
+    """The first tile of a program, behind its last one, and the step between them."""
+    if HALVINGS == 0:
+        return program, tiles, programs
+    else:
+        at_once = programs // (HALVINGS + 1)
+        turn = program // at_once
+        left = tiles >> turn  # for the programs from this turn on
+        after = (left >> 1) * (1 - turn // HALVINGS)  # none after the last one
+        return tiles - left + program % at_once, tiles - after, at_once
+
+
+@gluon.jit
 def place_of_tile(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
     """Expert, first row, end of the expert's rows, and column tile of a tile."""
     group_size = GROUP_M * column_tiles
@@ -124,7 +138,8 @@ def _produce(
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     count = 0
-    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
+    first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
+    for tile in range(first, behind, step):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         if PLAN.GATHER:
             pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
@@ -302,7 +317,8 @@ def _consume(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros((HEIGHT, BLOCK_N), gl.float32, mma)
     count = 0
-    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
+    first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
+    for tile in range(first, behind, step):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         row += WARPGROUP * HEIGHT
         mine = row < end

@@ -135,7 +135,7 @@ class Office:
         if self._told is None or self._told.shape != numbers.shape:
             self._told = torch.empty_like(numbers, device=_HOST, pin_memory=True)
         told, known = self._told.copy_(numbers, non_blocking=True), torch.cuda.Event()
-        known.record()
+        known.record(torch.cuda.current_stream(self.device))
 
         def wait() -> list[int]:
             known.synchronize()

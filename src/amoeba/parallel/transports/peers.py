@@ -115,7 +115,7 @@ class PeerExchange(Exchange):
         self._started_RH: Tensor | None = None  # rows of dy that a backward is to send itself
         self._own_TH: Tensor | None = None  # sums of own tokens, to which those that come are to be added
         self._sums_TH: Tensor | None = None  # to which they were added
-        self.rank_TK, self.local_TK = owners.find(expert_TK)
+        self.owners, self.expert_TK = owners, expert_TK.contiguous()
         device, tokens = expert_TK.device, expert_TK.shape[0]
         self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
         self.comes_R = torch.empty(plan.rows, dtype=torch.uint8, device=device)
@@ -152,7 +152,8 @@ class PeerExchange(Exchange):
     def _send_slots(self, weight_TK: Tensor) -> None:
         from amoeba.kernels.peer_rows import push_slots
 
-        push_slots(self.office.checked(), self.plan, self.rank_TK, self.local_TK, weight_TK, self.goes_WT)
+        tables = self.owners.tables(self.expert_TK.device)
+        push_slots(self.office.checked(), self.plan, self.expert_TK, tables, weight_TK, self.goes_WT)
 
     def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from amoeba.kernels.peer_rows import take_slots

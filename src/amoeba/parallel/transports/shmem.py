@@ -135,7 +135,8 @@ class ShmemExchange(PeerExchange):
     def _lay_slots(self, post: Post, weight_TK: Tensor, dest: int, cell: Tensor) -> int:
         """Weights, then ids, as `peer_rows` lays them; the bytes that it took."""
         tokens, top_k = weight_TK.shape
-        expert_TK = torch.where(self.rank_TK == dest, self.local_TK, -1).to(torch.int32)
+        rank_TK, local_TK = self.owners.find(self.expert_TK)
+        expert_TK = torch.where(rank_TK == dest, local_TK, -1).to(torch.int32)
         torch.any(expert_TK >= 0, 1, out=self.goes_WT[dest].view(torch.bool))
         first = post.tokens * top_k * 8
         size = self.plan.tokens * top_k * 4  # of ids that are expected: behind the tokens there is no expert
