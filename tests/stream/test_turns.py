@@ -132,8 +132,9 @@ class InTurns:
 
             def launch(number=number, expert_TK=expert_TK, graph=graph, stream=stream) -> None:
                 ids = self.ids[number].pop(0)
+                given = [torch.tensor([row]) for row in ids]
                 with self.device.inside(stream):
-                    self.device.launch(lambda: [each.copy_(torch.tensor([row])) for each, row in zip(expert_TK, ids)])
+                    self.device.launch(lambda: [each.copy_(row) for each, row in zip(expert_TK, given, strict=True)])
                     graph.replay()
 
             self.members.append(Member(passes, launch, stream))

@@ -212,9 +212,9 @@ class GpuReplays:
         if not self.is_capturing:  # nobody is missing by this map, so that nothing waits
             self.channel.expect(1)
             shown = torch.zeros_like(shown)
-        of_question = (memory.computing, x_TH) if computes else ()
+        computing, own = (memory.computing, x_TH) if computes else (None, None)
         expert_TK, weight_TK, slot_TK = self.channel.route_and_ask(
-            layer, shown, logits_TE, config, bias_E, *of_question, turn=self.groups.turn(layer)
+            layer, shown, logits_TE, config, bias_E, computing, own, self.groups.turn(layer)
         )
         if self.is_capturing:
             self._count_pass(layer, expert_TK, computes)

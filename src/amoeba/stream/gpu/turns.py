@@ -89,7 +89,7 @@ class _Turns:
 
     def run(self) -> None:
         memory, device = self._memory, self._memory.device
-        device.launch(lambda: self._replays.groups.whose.fill_(0))
+        self._replays.groups.set_turns(0)
         lasts = {id(event): event for event in memory._last if event is not None}.values()
         for event in (*lasts, device.record(device.compute)):
             for place in self._places:
@@ -106,7 +106,7 @@ class _Turns:
         finally:
             for layer in {*self._layers}:
                 self._fast.hold(layer, ())
-        device.launch(lambda: self._replays.groups.whose.fill_(NOBODY))
+        self._replays.groups.set_turns(NOBODY)
         memory._replayed = device.record(device.compute)
         memory._last = [memory._replayed] * len(memory._last)
 
