@@ -16,6 +16,7 @@ of this replay has been read. All that reads slots of that layer and was enqueue
 among it, comes ahead of that question in the stream, and a kernel begins when those ahead of it have ended; what comes
 behind it in this replay reads the slots of experts that this question asks for, and these are held until the answer is
 given: none of them is chosen to leave. Passes outside of graphs have events, which are waited for when a replay begins.
+Replays of several groups in turns have a rule more (turns.py).
 
 **While a replay waits, nothing may synchronise the device** or wait for what is behind the replay: no allocation of
 device or pinned memory, no kernel that was never launched (its module would be loaded), no event that was recorded
