@@ -46,11 +46,12 @@ from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
 from amoeba.stream.gpu.groups import Groups
+from amoeba.stream.gpu.long_way import begin_load, note_shown
 from amoeba.stream.gpu.predictions import Predictions
 from amoeba.stream.gpu.routed import Given, Routed
 
 if TYPE_CHECKING:
-    from amoeba.stream.gpu.memory import DeviceMemory, Group
+    from amoeba.stream.gpu.memory import DeviceMemory
 
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
 _LOOKS = 512
@@ -376,40 +377,17 @@ class GpuReplays:
 
     def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
         memory, channel = self._memory, self._channel
-        assert channel is not None
-        group, answer = self.begin_load(layer, missing, there)
+        assert channel is not None and self._fast is not None
+        group, answer = begin_load(memory, layer, missing, there, self._fast.held(layer))
         try:
             channel.answer(serial, list(answer), list(answer.values()))
             if group.jobs:
                 self._count_all()  # there is time
             memory._wait_for_reads(layer, group)  # their copies are called when this returns
             channel.go_on(serial)
-            self.note_shown(layer, answer)
+            note_shown(memory, layer, answer)
         finally:
             memory._let_go(layer, group)
-
-    def begin_load(self, layer: int, missing: list[int], there: list[int]) -> tuple[Group, dict[int, int]]:
-        """What is loaded, to be let go of when that is done; and which slots change, as an answer has it."""
-        memory = self._memory
-        self.forget(layer)
-        assert self._fast is not None
-        group = memory._begin(layer, [*there, *missing], self._fast.held(layer))
-        shown, now = memory._shown[layer], memory.cache.top(layer)
-        answer = {expert: -1 for expert in shown if expert not in now}
-        answer |= {expert: group.slot_of[expert] for expert in missing}
-        if len(answer) > 2 * len(missing):  # for more the kernel does not look
-            memory._let_go(layer, group)
-            raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
-        return group, answer
-
-    def note_shown(self, layer: int, answer: dict[int, int]) -> None:
-        """The kernel that got this answer puts it into the map."""
-        shown = self._memory._shown[layer]
-        for expert, slot in answer.items():
-            if slot < 0:
-                del shown[expert]
-            else:
-                shown[expert] = slot
 
     def _count_one(self) -> None:
         """That a pass found experts; or who would leave next, so that it is known when a pass misses something. One of
