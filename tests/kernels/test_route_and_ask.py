@@ -35,13 +35,13 @@ CONFIGS = {
 }
 
 
-def talk_of(device: torch.device, ids: int) -> Talk:
+def talk_of(device: torch.device, ids: int, experts: int = E) -> Talk:
     def mapped(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     state = torch.full((3,), 5, dtype=torch.int32, device=device)
-    words = 3 + 2 * answer_length(E, ids)
-    return Talk(state, mapped(RING, row_length(E, ids)), mapped(RING, words), mapped(1), mapped(RING, 2))
+    words = 3 + 2 * answer_length(experts, ids)
+    return Talk(state, mapped(RING, row_length(experts, ids)), mapped(RING, words), mapped(1), mapped(RING, 2))
 
 
 def handed_of(device: torch.device, tokens: int, ids: int) -> Handed:
@@ -106,6 +106,33 @@ def test_it_is_the_router_and_then_the_question(name: str, tokens: int, hands: b
         else:
             assert torch.equal(one, two)
     assert missing and not apart[7].any() and apart[5].tolist()[0] == 6
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+def test_of_128_experts_every_bit_is_that_of_the_two_launches(tokens: int, device) -> None:
+    """Their rows are laid out as in the router. All of them are there, and the host is told which were asked for."""
+    experts, slots, seed = 128, 128, torch.Generator().manual_seed(tokens)
+    config = RouterConfig(experts, 8)
+    logits_TE = torch.randn(tokens, experts, generator=seed).to(device)
+    chosen_TK, weight_TK, _ = router_forward(logits_TE, config, None, scores=False)
+    slot_E = torch.randperm(slots, generator=seed)
+    shown = torch.cat([slot_E, torch.argsort(slot_E)]).to(device, torch.int32)
+
+    def outcome(fused: bool) -> list[Tensor]:
+        talk = talk_of(device, tokens * 8, experts)
+        due = talk.state[1:2].clone()
+        found = empty_routed(tokens, config, device)
+        if fused:
+            route_and_ask(logits_TE, config, None, *found, shown, talk, due, 1e-2)
+        else:
+            found = chosen_TK, weight_TK, torch.empty_like(chosen_TK)
+            ask(chosen_TK, found[2], shown, experts, talk, due, 1e-2)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return [each.cpu().clone() for each in (*found, shown, due, talk.state, talk.questions, talk.trouble)]
+
+    fused, apart = outcome(fused=True), outcome(fused=False)
+    assert all(map(torch.equal, fused, apart)) and torch.equal(fused[2], slot_E[fused[0]])
 
 
 def test_passes_that_do_not_fit_say_why() -> None:

@@ -309,6 +309,14 @@ def test_prefetching_without_misses_that_are_moved_to_a_gpu_is_refused(given: di
     assert found.exit_code == 2 and "prefetch" in found.output
 
 
+@pytest.mark.parametrize(
+    "given", [["--ram", "1MiB"], ["--vram", "1MiB", "--miss", "cpu"], ["--vram", "1MiB", "--prefetch"]]
+)
+def test_turns_without_experts_that_are_copied_to_a_gpu_are_refused(given: list[str], stores) -> None:
+    found = CliRunner().invoke(app, ["generate", str(stores[torch.float32][1]), "a", "--turns", *given])
+    assert found.exit_code == 2 and "turns: expected vram beside it" in found.output
+
+
 @pytest.mark.parametrize(("given", "said"), [({"miss": "guess"}, "one of move, cpu, auto"), ({"miss": "cpu"}, "vram")])
 def test_ways_to_serve_misses_that_are_not_there_are_refused(given: dict, said: str, stores) -> None:
     _, packed = stores[torch.float32]

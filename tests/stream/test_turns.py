@@ -132,8 +132,9 @@ class InTurns:
 
             def launch(number=number, expert_TK=expert_TK, graph=graph, stream=stream) -> None:
                 ids = self.ids[number].pop(0)
+                given = [torch.tensor([row]) for row in ids]
                 with self.device.inside(stream):
-                    self.device.launch(lambda: [each.copy_(torch.tensor([row])) for each, row in zip(expert_TK, ids)])
+                    self.device.launch(lambda: [each.copy_(row) for each, row in zip(expert_TK, given, strict=True)])
                     graph.replay()
 
             self.members.append(Member(passes, launch, stream))
@@ -194,7 +195,11 @@ def fill(given: InTurns) -> None:
 
 @pytest.mark.parametrize(("slots", "host_slots", "groups"), [(4, E, 2), (5, 2, 2), (4, 0, 2), (6, E, 3)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_pass_of_every_group_finds_its_experts(slots: int, host_slots: int, groups: int, seed: int) -> None:
+def test_every_pass_of_every_group_finds_its_experts(
+    slots: int, host_slots: int, groups: int, seed: int, monkeypatch
+) -> None:
+    monkeypatch.setattr(LiveDevice, "copies_at_once", seed == 1)
+    monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)
     with closing(InTurns(seed, slots, host_slots, groups=groups)) as given:
         given.store.slow = seed == 1
         if host_slots == E:

@@ -23,9 +23,9 @@ here and `add_computed` adds it; LATER + slot: the same, and from the next pass 
 
 `shown` is the map: slot of each of E experts (-1: in none), then the expert in each of S slots.
 
-Where several graphs pass over the layers in turns (`turn`), each in its own stream with its own words, the map is for all
-of them. `turn` is a word of the layer that says whose turn it is: ahead of 2 the program waits for its own, and when all
-is done the next group's turn comes. So a layer's questions come one after the other in the order of the groups, and who
+Where several graphs pass over the layers in turns, each in its own stream with its own words, the map is for all of
+them. `turn` is then a word of the layer that says whose turn it is: ahead of 2 the program waits for its own, and when
+all is done it is the next group's. So a layer's questions come one after the other in the order of the groups, and who
 asks finds the map as the one before left it. Below 0 nobody waits.
 
 After `limit` seconds of waiting, or where the answer is not to this question, or an id is still without a slot, the

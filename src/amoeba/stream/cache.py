@@ -141,9 +141,7 @@ class ExpertCache:
     def top(self, layer: int) -> SlotTable:
         return self._layers[layer].top
 
-    def request(
-        self, layer: int, ids: Iterable[int], beside: Sequence[int] = (), stay: Collection[int] = ()
-    ) -> Fetch:
+    def request(self, layer: int, ids: Iterable[int], beside: Sequence[int] = (), stay: Collection[int] = ()) -> Fetch:
         """What `SlotTable.request` refuses, this does, with nothing changed. beside: missing, and computed where they
         are: nothing is fetched for them. stay: none of these leaves for it."""
         here, counters = self._layers[layer], self.counters

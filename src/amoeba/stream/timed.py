@@ -82,6 +82,7 @@ class _OnGpu:
         around.call(memory, "_begin", _of_loads)
         around.call(memory.reads, "read_and_copy", _of_load)
         around.call(replays, "replay", lambda _, passes, *__: ("pass", "a captured step", {"tokens": passes.tokens}))
+        around.call(replays, "in_turns", _of_turns)
         around.call(replays, "_wait_for", lambda _, *asked: self._of_looking(asked[-1]))
         for owner, name, timed in (
             (memory, "turn", self.turn),
@@ -127,7 +128,7 @@ class _OnGpu:
 
     def read(self, serial: int) -> Any:
         asked = missing, there = self._read(serial)
-        if serial > self._seen:  # it may be read twice
+        if self._seen < serial < self._first + len(self._layers):  # it may be read twice, and be of steps in turns
             self._seen, layer = serial, self._layers[serial - self._first]
             name = f"layer {layer} asks: {len(missing)} of {len(missing) + len(there)} missing"
             self._timeline.note("question", name, _of(layer) | {"missing": list(missing), "there": list(there)})
@@ -153,6 +154,10 @@ def _of(layer: int) -> dict[str, Any]:
     return {"layer": layer}
 
 
+def _of_turns(_: Any, members: Any, steps: int) -> Described:
+    return "pass", f"{steps} captured steps of {len(members)} groups in turns", {"steps": steps}
+
+
 def _of_read(_: Any, layer: int, expert: int, *__: Any) -> Described:
     return "load", f"layer {layer}, expert {expert} from disk", _of(layer) | {"expert": expert}
 
@@ -162,7 +167,7 @@ def _of_load(_: Any, layer: int, expert: int, host_slot: int | None, slot: int, 
     return "load", f"layer {layer}, expert {expert} {where}", _of(layer) | {"expert": expert, "slot": slot}
 
 
-def _of_loads(group: Any, layer: int, part: list[int]) -> Described:
+def _of_loads(group: Any, layer: int, part: list[int], *_: Any) -> Described:
     """What is copied from host memory has been called now; what is on the disk is for those who load."""
     if group is None or not (group.copied or group.jobs):
         return None

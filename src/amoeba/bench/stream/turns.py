@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +64,17 @@ class _Sequences:
         ]
         self._in_turns = place.in_turns([tokens.run_once for tokens in self.parted], memory)
 
+    def run(self, name: str, routes: Sequence[Sequence[Tensor]]) -> float:
+        """routes: of each sequence, of which one alone takes the first. Seconds, of all of it."""
+        if name == "turns":
+            return self.turns(routes)
+        if name == "one_after_the_other":
+            return self.one_after_the_other(routes)
+        pairs = [torch.cat(each, dim=1) for each in zip(*routes, strict=True)]
+        tokens, own = (self.alone[0], routes[0]) if name == "alone" else (self.batch, pairs)
+        return tokens.run(own) * len(own)
+
     def turns(self, routes: Sequence[Sequence[Tensor]]) -> float:
-        """routes: of each sequence. Seconds, of all of it."""
         feeds = [self._feed(tokens, ids) for tokens, ids in zip(self.parted, routes, strict=True)]
         return self._timed(lambda: self._in_turns(feeds, len(routes[0])))
 
@@ -103,7 +113,6 @@ def measure(
     layers, found = len(store.layers), []
     warm = decode.WARM
     routes = [problem.routes(problem.trace(layers, warm + tokens, seed)) for seed in range(SEQUENCES)]
-    pairs = [torch.cat(each, dim=1) for each in zip(*routes, strict=True)]
     with closing(place.memory(store, slots, problem.size.experts)) as memory:
         fill(memory)
         place.wait()
@@ -121,30 +130,19 @@ def measure(
             if not worst <= TOLERANCE[problem.dtype]:
                 found.append(TurnsMeasurement(*begun, reason=f"out of tolerance: {worst:.1e} from the resident layers"))
                 continue
-            ways: dict[str, tuple[Callable[[slice], float], int]] = {
-                "alone": (lambda part, both=both: _seconds(both.alone[0], routes[0][part]), 1),
-                "one_after_the_other": (
-                    lambda part, both=both: both.one_after_the_other([each[part] for each in routes]),
-                    SEQUENCES,
-                ),
-                "batch": (lambda part, both=both: _seconds(both.batch, pairs[part]), SEQUENCES),
-                "turns": (lambda part, both=both: both.turns([each[part] for each in routes]), SEQUENCES),
-            }
-            times: dict[str, float] = {}
-            for name, (run, sequences) in ways.items():
-                run(slice(0, warm))
+            times: dict[str, Any] = {}
+            for name in ("alone", "one_after_the_other", "batch", "turns"):
+                both.run(name, [each[:warm] for each in routes])
                 memory.cache.restart_counters()
-                seconds = run(slice(warm, None))
+                seconds = both.run(name, [each[warm:] for each in routes])
                 place.check(memory)
                 counters = memory.cache.restart_counters()
+                sequences = 1 if name == "alone" else SEQUENCES
                 times[f"{name}_us"] = seconds / tokens / sequences / layers * 1e6
                 times[f"{name}_hit_rate"] = counters.top_hit_rate
             up = counters.per_token(counters.host_bytes + counters.disk_bytes)
-            share = None if link is None else up / link / (times["turns_us"] * layers * 1e-6)
-            more = {"turns_bytes_up_per_token": up, "turns_share_of_link": share}
-            found.append(TurnsMeasurement(*begun, **times, **more))
+            times["turns_bytes_up_per_token"] = up
+            if link is not None:
+                times["turns_share_of_link"] = up / link / (times["turns_us"] * layers * 1e-6)
+            found.append(TurnsMeasurement(*begun, **times))
     return found
-
-
-def _seconds(tokens: Tokens, routes: Sequence[Tensor]) -> float:
-    return tokens.run(routes) * len(routes)

@@ -74,8 +74,9 @@ class Channel:
 
         expert_TK, slot_TK = expert_TK.contiguous(), torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
         due, handed = self._due[layer, :1], None if computing is None else computing.handed
-        of_question = shown, experts, self._talk, due, self.limit, handed, *given
-        call = partial(ask, expert_TK, slot_TK, *of_question, turn=turn)
+        x_TH, weight_TK = given or (None, None)
+        of_host = handed, x_TH, weight_TK, turn
+        call = partial(ask, expert_TK, slot_TK, shown, experts, self._talk, due, self.limit, *of_host)
         self._device.launch(call)
         return slot_TK
 

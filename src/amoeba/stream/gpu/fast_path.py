@@ -120,9 +120,7 @@ class _Prepared:
         arrays: tuple[ctypes.Array, ...] = (self.leave, self.slot_of, self.blob_of, *self._of_parts)
         leave, slot_of, blob_of, *of_parts = (ctypes.addressof(array) for array in arrays)
         early_of, *who_stays = (ctypes.addressof(array) for array in (self.early_of, self.kept, self.held))
-        self.layer = _Layer(
-            leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(-1), *who_stays
-        )
+        self.layer = _Layer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(-1), *who_stays)
         self.address = ctypes.addressof(self.layer)
 
     def rank_by(self, policy: Policy) -> None:

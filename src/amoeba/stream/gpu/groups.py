@@ -62,6 +62,14 @@ class Groups:
         number, groups = self.mine
         return Turn(self.whose[layer, :1], number, groups) if groups > 1 else None
 
+    def set_turns(self, whose: int) -> None:
+        """Of all layers, in the order of the stream that computes."""
+
+        def fill() -> None:
+            self.whose.fill_(whose)
+
+        self._memory.device.launch(fill)
+
     @property
     def in_trouble(self) -> bool:
         return any(channel.in_trouble for channel in self.channels)

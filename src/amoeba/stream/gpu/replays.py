@@ -16,6 +16,7 @@ of this replay has been read. All that reads slots of that layer and was enqueue
 among it, comes ahead of that question in the stream, and a kernel begins when those ahead of it have ended; what comes
 behind it in this replay reads the slots of experts that this question asks for, and these are held until the answer is
 given: none of them is chosen to leave. Passes outside of graphs have events, which are waited for when a replay begins.
+Replays of several groups in turns have a rule more (turns.py).
 
 **While a replay waits, nothing may synchronise the device** or wait for what is behind the replay: no allocation of
 device or pinned memory, no kernel that was never launched (its module would be loaded), no event that was recorded
@@ -45,11 +46,12 @@ from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
 from amoeba.stream.gpu.groups import Groups
+from amoeba.stream.gpu.long_way import begin_load, note_shown
 from amoeba.stream.gpu.predictions import Predictions
 from amoeba.stream.gpu.routed import Given, Routed
 
 if TYPE_CHECKING:
-    from amoeba.stream.gpu.memory import DeviceMemory, Group
+    from amoeba.stream.gpu.memory import DeviceMemory
 
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
 _LOOKS = 512
@@ -212,9 +214,9 @@ class GpuReplays:
         if not self.is_capturing:  # nobody is missing by this map, so that nothing waits
             self.channel.expect(1)
             shown = torch.zeros_like(shown)
-        of_question = (memory.computing, x_TH) if computes else ()
+        computing, own = (memory.computing, x_TH) if computes else (None, None)
         expert_TK, weight_TK, slot_TK = self.channel.route_and_ask(
-            layer, shown, logits_TE, config, bias_E, *of_question, turn=self.groups.turn(layer)
+            layer, shown, logits_TE, config, bias_E, computing, own, self.groups.turn(layer)
         )
         if self.is_capturing:
             self._count_pass(layer, expert_TK, computes)
@@ -375,40 +377,17 @@ class GpuReplays:
 
     def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
         memory, channel = self._memory, self._channel
-        assert channel is not None
-        group, answer = self.begin_load(layer, missing, there)
+        assert channel is not None and self._fast is not None
+        group, answer = begin_load(memory, layer, missing, there, self._fast.held(layer))
         try:
             channel.answer(serial, list(answer), list(answer.values()))
             if group.jobs:
                 self._count_all()  # there is time
             memory._wait_for_reads(layer, group)  # their copies are called when this returns
             channel.go_on(serial)
-            self.note_shown(layer, answer)
+            note_shown(memory, layer, answer)
         finally:
             memory._let_go(layer, group)
-
-    def begin_load(self, layer: int, missing: list[int], there: list[int]) -> tuple[Group, dict[int, int]]:
-        """What is loaded, to be let go of when that is done; and which slots change, as an answer has it."""
-        memory = self._memory
-        self.forget(layer)
-        assert self._fast is not None
-        group = memory._begin(layer, [*there, *missing], self._fast.held(layer))
-        shown, now = memory._shown[layer], memory.cache.top(layer)
-        answer = {expert: -1 for expert in shown if expert not in now}
-        answer |= {expert: group.slot_of[expert] for expert in missing}
-        if len(answer) > 2 * len(missing):  # for more the kernel does not look
-            memory._let_go(layer, group)
-            raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
-        return group, answer
-
-    def note_shown(self, layer: int, answer: dict[int, int]) -> None:
-        """The kernel that got this answer puts it into the map."""
-        shown = self._memory._shown[layer]
-        for expert, slot in answer.items():
-            if slot < 0:
-                del shown[expert]
-            else:
-                shown[expert] = slot
 
     def _count_one(self) -> None:
         """That a pass found experts; or who would leave next, so that it is known when a pass misses something. One of

@@ -38,6 +38,7 @@ from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu.device import Event
 from amoeba.stream.gpu.fast_path import NOT_THERE, SERVED
 from amoeba.stream.gpu.groups import NOBODY
+from amoeba.stream.gpu.long_way import begin_load, note_shown
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.channel import Channel
@@ -89,7 +90,7 @@ class _Turns:
 
     def run(self) -> None:
         memory, device = self._memory, self._memory.device
-        device.launch(lambda: self._replays.groups.whose.fill_(0))
+        self._replays.groups.set_turns(0)
         lasts = {id(event): event for event in memory._last if event is not None}.values()
         for event in (*lasts, device.record(device.compute)):
             for place in self._places:
@@ -106,7 +107,7 @@ class _Turns:
         finally:
             for layer in {*self._layers}:
                 self._fast.hold(layer, ())
-        device.launch(lambda: self._replays.groups.whose.fill_(NOBODY))
+        self._replays.groups.set_turns(NOBODY)
         memory._replayed = device.record(device.compute)
         memory._last = [memory._replayed] * len(memory._last)
 
@@ -180,7 +181,7 @@ class _Turns:
         elif found == SERVED:
             fast.write_down(layer, serial, missing, there)
         else:
-            group, answer = replays.begin_load(layer, missing, there)
+            group, answer = begin_load(self._memory, layer, missing, there, fast.held(layer))
             place.load = layer, serial, group, answer
             place.channel.answer(serial, list(answer), list(answer.values()))
             return True
@@ -207,7 +208,7 @@ class _Turns:
         memory = self._memory
         memory._wait_for_reads(layer, group)  # raises what a read raised
         place.channel.go_on(serial)
-        self._replays.note_shown(layer, answer)
+        note_shown(memory, layer, answer)
         place.load = None
         memory._let_go(layer, group)
         self._passed(place, layer, [])
