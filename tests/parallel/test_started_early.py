@@ -40,6 +40,7 @@ def test_gradients_have_the_bits_of_collective_while_rows_come_late(ranks: int, 
         assert early == len(steps)
 
 
+@pytest.mark.thorough
 def test_where_cells_have_other_sizes_all_is_waited_for_as_before(processes: LocalRanks) -> None:
     """most_tokens is no multiple of 16."""
     jobs = [(rank, 2, [(9, 5), (0, 9)], 9, 0) for rank in range(2)]
