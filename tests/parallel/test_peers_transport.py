@@ -113,10 +113,11 @@ def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backen
     return rank_jobs.peers_as_collective(rank, count, steps, local_backend, overlap=True)
 
 
+@pytest.mark.thorough
 @interpreted
 @pytest.mark.parametrize(
     "options",
-    [{"overlap": True, "straight": False}, pytest.param({"straight": True}, marks=pytest.mark.thorough)],
+    [{"overlap": True, "straight": False}, {"straight": True}],
     ids=["overlapped", "straight"],
 )
 def test_what_leaves_within_a_pass_that_is_run_again_is_not_taken_for_gradients(

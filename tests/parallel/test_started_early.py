@@ -56,6 +56,7 @@ def test_gradients_are_those_without_checkpointing(fresh: LocalRanks, last: bool
         assert early == 2
 
 
+@pytest.mark.thorough
 def test_where_cells_have_other_sizes_all_is_waited_for_as_before(processes: LocalRanks) -> None:
     """most_tokens is no multiple of 16."""
     jobs = [(rank, 2, [(9, 5), (0, 9)], 9, 0) for rank in range(2)]
