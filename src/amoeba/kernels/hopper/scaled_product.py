@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -50,7 +51,7 @@ from amoeba.kernels.hopper.scaled_product_plan import (
 from amoeba.kernels.programs import programs
 from amoeba.precision.quantised import QuantisedMatrix
 
-# Ways to compute the same bits, by name; all but the first wait for their first run on a GPU.
+# Ways to compute the same bits, by name. `_measured` has those that are taken.
 WAYS = {
     "plain": PLAIN,
     "ahead": Ways(ahead=True),
@@ -63,10 +64,11 @@ WAYS = {
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, flush=True),
     "all two": Ways(ahead=True, behind=2, skips=True, alternate=True, flush=True),
 }
-_way = PLAIN
+_way: Ways | None = None
 
 
-def current_way() -> Ways:
+def current_way() -> Ways | None:
+    """What `way` has named; None: each product's own."""
     return _way
 
 
@@ -79,6 +81,19 @@ def way(name: str) -> Iterator[None]:
         yield
     finally:
         _way = before
+
+
+def _measured(plan: Plan) -> Ways:
+    """TFLOP/s at qwen3_30b and dsv3 on an H200 (docs/log.md, 2026-11-16), plain -> this: dA' 977 -> 1017 and 1094 -> 1167; up
+    with h in bf16 966 -> 985 and 1138 -> 1149, without h 996 -> 1022 and 1095 -> 1166. For h in e4m3, down and dx none of
+    them is faster than the plain way."""
+    if plan.ACTIVATE and plan.KEEP:
+        return PLAIN if plan.CODED else WAYS["flush"]
+    return WAYS["all"] if plan.ACTIVATE or (plan.GATHER and plan.WIDE) else PLAIN
+
+
+def _with_ways(plan: Plan) -> Plan:
+    return replace(plan, WAYS=_measured(plan) if _way is None else _way)
 
 
 # What all widths are multiples of: half a block, so that rows begin where the copy engine can read them.
@@ -175,8 +190,8 @@ def multiply(
     wide = out_NO.dtype == torch.float32
     gathers, biased = order_N is not None, bias_EO is not None
     cut = gathers and _cut(rows_NW.columns)
-    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=cut, WAYS=_way)
-    _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
+    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=cut)
+    _launch(_with_ways(plan), rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 
 def up(
@@ -203,9 +218,8 @@ def up(
         KEEP=h_NJ is not None,
         CODED=isinstance(h_NJ, QuantisedMatrix),
         CUT=_cut(x_TH.columns, a_NI.columns),
-        WAYS=_way,
         **constants(activation),  # type: ignore[arg-type]
     )
     h, h_scales = (h_NJ.data.view(E4M3), h_NJ.scales) if isinstance(h_NJ, QuantisedMatrix) else (h_NJ, None)
     codes = a_NI.data.view(E4M3)
-    _launch(plan, x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h, h_scales)
+    _launch(_with_ways(plan), x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h, h_scales)
