@@ -14,13 +14,12 @@ from amoeba.kernels.hopper.descriptor import bulk_load, gather
 
 @gluon.jit
 def _fill_stage(
-    row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, stage, expert, row, k, n, depth, width, columns,
+    row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, bar, stage, expert, row, k, n, depth, width, columns,
     GATHER: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """Threads that gather say themselves that they have."""
     MATRIX_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
     BYTES: gl.constexpr = MATRIX_BYTES if GATHER else MATRIX_BYTES + BLOCK_M * BLOCK_K * 2
-    bar = full.index(stage)
     matrix_buf = matrix_bufs.index(stage)
     mbarrier.expect(bar, BYTES)
     if PLAN.PAIRED:
@@ -49,14 +48,15 @@ def fill_product(
     for k in range(0, depth, BLOCK_K):
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
         _fill_stage(
-            row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, stage, expert, row, k, n, depth, width,
+            row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, bar, stage, expert, row, k, n, depth, width,
             columns, GATHER, PLAN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if GATHER:
             pointers += BLOCK_K
         if PLAN.GATHER:
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
         count += 1
     return count
 
@@ -73,12 +73,13 @@ def fill_rounds(
             rows = pointers
             if PLAN.GATHER:
                 rows = pointers + stage * BLOCK_K
+            bar = full.index(stage)
             _fill_stage(
-                row_desc, matrix_desc, rows, row_bufs, matrix_bufs, full, stage, expert, row, first + stage * BLOCK_K,
+                row_desc, matrix_desc, rows, row_bufs, matrix_bufs, bar, stage, expert, row, first + stage * BLOCK_K,
                 n, depth, width, columns, PLAN.GATHER, PLAN, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             if PLAN.GATHER:
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
         if PLAN.GATHER:
             pointers += STAGES * BLOCK_K
         count += 1

@@ -163,10 +163,18 @@ def _produce(
 
 
 @gluon.jit
-def _start_stage(
-    acc, row_bufs, matrix_bufs, stage, more, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
-    HEIGHT: gl.constexpr,
+def multiply_stage(
+    acc, row_bufs, matrix_bufs, full, empty, count, more, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr, STAGE: gl.constexpr = None,
 ):  # fmt: skip
+    """acc (+)= rows · matrix over the first DEPTH of a stage, begun; the stage before it is given back. more: not the
+    first of a tile. STAGE: where it is known; count is then of turns of the ring."""
+    if STAGE is None:
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    else:
+        stage = STAGE
+        mbarrier.wait(full.index(stage), count & 1)
     if PLAN.GATHER:
         fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
     rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0).slice(0, DEPTH, 1)
@@ -175,19 +183,7 @@ def _start_stage(
     else:
         matrix = matrix_bufs.index(stage).slice(0, DEPTH, 0)
     acc = warpgroup_mma(rows, matrix, acc, use_acc=more, is_async=True)
-    return warpgroup_mma_wait(1, deps=(acc,))
-
-
-@gluon.jit
-def multiply_stage(
-    acc, row_bufs, matrix_bufs, full, empty, count, more, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """acc (+)= rows · matrix over the first DEPTH of a stage, begun; the stage before it is given back. more: not the
-    first of a tile."""
-    stage = count % STAGES
-    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-    acc = _start_stage(acc, row_bufs, matrix_bufs, stage, more, DEPTH, WARPGROUP, PLAN, HEIGHT)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
     mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
     return acc
 
@@ -203,10 +199,10 @@ def _multiply_rounds(
         for stage in gl.static_range(STAGES):
             if PLAN.LAG * WARPGROUP == 1:
                 mbarrier.wait(begun.index(stage), count & 1)
-            mbarrier.wait(full.index(stage), count & 1)
             more = True if stage > 0 else first > 0
-            acc = _start_stage(acc, row_bufs, matrix_bufs, stage, more, BLOCK_K, WARPGROUP, PLAN, HEIGHT)
-            mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+            acc = multiply_stage(
+                acc, row_bufs, matrix_bufs, full, empty, count, more, BLOCK_K, WARPGROUP, PLAN, HEIGHT, STAGES, stage
+            )
             if PLAN.LAG * (1 - WARPGROUP) == 1:
                 mbarrier.arrive(begun.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
         count += 1
