@@ -1,4 +1,4 @@
-"""Ways of Hopper's product that are there by name: the same bits on a GPU; elsewhere their names and their registers.
+"""Ways of Hopper's product: the same bits on a GPU; elsewhere their names and their registers.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 """
@@ -14,7 +14,7 @@ from test_hopper_compiles import compiled
 from torch import Tensor
 
 from amoeba.config import Activation
-from amoeba.kernels.hopper.ways import VARIABLE, Ways, chosen_constants, ways_named
+from amoeba.kernels.hopper.ways import TAKEN, VARIABLE, Ways, chosen_constants, ways_named
 from amoeba.layout import build_layout
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -24,23 +24,22 @@ K = 2
 
 
 def test_names_are_parted_by_commas() -> None:
-    assert ways_named("halves,brisk") == Ways(halves=True, brisk=True)
+    assert ways_named("quarters,brisk") == Ways(quarters=True, brisk=True)
     assert ways_named("") == Ways()
-    with pytest.raises(ValueError, match=r"halves, rounds.*'halves,quick'"):
-        ways_named("halves,quick")
+    with pytest.raises(ValueError, match=r"rounds, quarters.*'rounds,quick'"):
+        ways_named("rounds,quick")
 
 
 def test_rounds_are_taken_only_where_a_tile_is_whole_turns_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "rounds,lag,halves")
-    names = {"HALVES": True, "ROUNDS": True, "LAG": True, "QUARTERS": False, "BRISK": False}
-    assert chosen_constants(True) == names
-    assert chosen_constants(False) == names | {"ROUNDS": False, "LAG": False}
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert chosen_constants(True) == {"ROUNDS": True, "QUARTERS": False, "BRISK": True}
+    assert chosen_constants(False) == {"ROUNDS": False, "QUARTERS": False, "BRISK": True}
+    monkeypatch.setenv(VARIABLE, "")
     assert not any(chosen_constants(True).values())
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ways", ["halves,rounds,quarters,brisk", ALL])
+@pytest.mark.parametrize("ways", [TAKEN, ALL])
 def test_all_stays_in_registers(ways: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, ways)
     for name, found in compiled(("up", "down"), tmp_path).items():
@@ -50,19 +49,19 @@ def test_all_stays_in_registers(ways: str, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
-@pytest.mark.parametrize("ways", [*Ways._fields, "rounds,lag", "halves,rounds,quarters,brisk", ALL])
+@pytest.mark.parametrize("ways", [*Ways._fields, TAKEN, ALL])
 @pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (320, 192)])
-def test_each_way_has_the_bits_of_the_usual_one(
+def test_each_way_has_the_bits_of_the_plain_one(
     ways: str, hidden: int, inner: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "")
-    usual = products(hidden, inner, device)
+    plain = products(hidden, inner, device)
     monkeypatch.setenv(VARIABLE, ways)
     for programs in (None, 3):
         if programs is not None:
             monkeypatch.setattr("amoeba.kernels.hopper.product.programs", lambda device: 3)
         found = products(hidden, inner, device)
-        for name, one in usual.items():
+        for name, one in plain.items():
             assert torch.equal(one.view(torch.int16), found[name].view(torch.int16)), name
 
 

@@ -40,7 +40,7 @@ def _at_least(z, bound):
 
 
 @triton.jit
-def brisk_sigmoid(z):
+def _flushed_sigmoid(z):
     """1 / (1 + exp(-z)) in five instructions for eleven, on NVIDIA's GPUs. The bits are the same, except that what is
     below 2^-126 (z < -87.3) is zero."""
     exponential = _flushing("ex2.approx.ftz.f32 $0, $1;", z * -1.4426950408889634)
@@ -53,14 +53,14 @@ def _flushing(INSTRUCTION: tl.constexpr, z):
 
 
 @triton.jit
-def value_and_slope(z, KIND: tl.constexpr, ALPHA: tl.constexpr, BRISK: tl.constexpr = False):
-    """act(z) and act'(z); what nobody uses is not computed. BRISK: as `brisk_sigmoid`."""
+def value_and_slope(z, KIND: tl.constexpr, ALPHA: tl.constexpr):
+    """act(z) and act'(z); what nobody uses is not computed."""
     if KIND == "silu":
-        sigmoid = brisk_sigmoid(ALPHA * z) if BRISK else 1.0 / (1.0 + tl.exp(-ALPHA * z))
+        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * z))
         value = z * sigmoid
         slope = sigmoid + ALPHA * value * (1.0 - sigmoid)
     elif KIND == "flushed_silu":
-        sigmoid = brisk_sigmoid(ALPHA * z)
+        sigmoid = _flushed_sigmoid(ALPHA * z)
         value = z * sigmoid
         slope = sigmoid + ALPHA * value * (1.0 - sigmoid)
     elif KIND == "gelu":
@@ -92,13 +92,12 @@ def gated(
     CLAMP: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_SHIFT: tl.constexpr,
-    BRISK: tl.constexpr = False,
 ):
     """a = act(gate) · (up + shift)."""
     if CLAMP:
         gate = _at_most(gate, LIMIT)
         up = _at_most(_at_least(up, -LIMIT), LIMIT)
-    value, _ = value_and_slope(gate, KIND, ALPHA, BRISK)
+    value, _ = value_and_slope(gate, KIND, ALPHA)
     return value * (up + UP_SHIFT)
 
 

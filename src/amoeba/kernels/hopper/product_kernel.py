@@ -48,13 +48,16 @@ class Plan:
     CLAMP: bool = False
     LIMIT: float = 0.0
     UP_SHIFT: float = 0.0
-    # By name alone, see `amoeba.kernels.hopper.ways`.
-    HALVES: bool = False
+    # See `amoeba.kernels.hopper.ways`.
     ROUNDS: bool = False
-    LAG: bool = False
     QUARTERS: bool = False
     BRISK: bool = False
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
+
+    @property
+    def FORM(self) -> str:
+        """The activation, as `amoeba.kernels.activation` names it."""
+        return "flushed_silu" if self.BRISK and self.KIND == "silu" else self.KIND
 
     @property
     def PAIRED(self) -> bool:
@@ -190,47 +193,20 @@ def multiply_stage(
 
 @gluon.jit
 def _multiply_rounds(
-    acc, row_bufs, matrix_bufs, full, empty, begun, count, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+    acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     HEIGHT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`_multiply_tile` where a tile is whole turns of the ring. count: of these turns. With LAG the second warpgroup
-    begins a stage when the first one has begun the next."""
+    """`_multiply_tile` where a tile is whole turns of the ring. count: of these turns."""
     for first in range(0, depth, STAGES * BLOCK_K):
         for stage in gl.static_range(STAGES):
-            if PLAN.LAG * WARPGROUP == 1:
-                mbarrier.wait(begun.index(stage), count & 1)
             more = True if stage > 0 else first > 0
             acc = multiply_stage(
                 acc, row_bufs, matrix_bufs, full, empty, count, more, BLOCK_K, WARPGROUP, PLAN, HEIGHT, STAGES, stage
             )
-            if PLAN.LAG * (1 - WARPGROUP) == 1:
-                mbarrier.arrive(begun.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
         count += 1
-    if PLAN.LAG * (1 - WARPGROUP) == 1:
-        mbarrier.arrive(begun.index(STAGES - 1), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(STAGES - 1), count=1)
     return acc, count
-
-
-@gluon.jit
-def _pass_over(
-    full, empty, count, depth, PLAN: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Stages of a tile in which this warpgroup has no rows: given back as they come."""
-    if PLAN.ROUNDS:
-        for _ in range(0, depth, STAGES * BLOCK_K):
-            for stage in gl.static_range(STAGES):
-                mbarrier.wait(full.index(stage), count & 1)
-                mbarrier.arrive(empty.index(stage), count=1)
-            count += 1
-    else:
-        for _ in range(0, depth + PLAN.SHORT * BLOCK_K, BLOCK_K):
-            stage = count % STAGES
-            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            mbarrier.arrive(empty.index(stage), count=1)
-            count += 1
-    return count
 
 
 @gluon.jit
@@ -281,7 +257,7 @@ def _finish(
             if PLAN.KEEP:
                 store_tile(gate, h, h_desc, first, h_stride, row, end, at, columns, 0, PENDING)
                 store_tile(up, h, h_desc, second, h_stride, row, end, at, columns, columns, PENDING)
-            a = gated(gate, up, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT, PLAN.BRISK)
+            a = gated(gate, up, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
             store_tile(a, out, out_desc, first, out_stride, row, end, at, columns, 0, PENDING)
     else:
         for i in gl.static_range(PLAN.PARTS):
@@ -293,7 +269,7 @@ def _finish(
                 buffer = buffers.index(OWN)
                 if PLAN.KEEP:
                     store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
-                value = plain(value, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+                value = plain(value, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
                 store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
             else:
                 buffer = buffers.index(OWN + i % BUFFERS)
@@ -302,7 +278,7 @@ def _finish(
 
 @gluon.jit
 def _consume(
-    table, row_bufs, matrix_bufs, full, empty, begun, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
+    table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
     h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
@@ -317,25 +293,18 @@ def _consume(
     for tile in range(first, behind, step):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         row += WARPGROUP * HEIGHT
-        mine = row < end
-        if PLAN.HALVES * WARPGROUP != 1:
-            mine = True
-        if mine:
-            if PLAN.ROUNDS:
-                acc, count = _multiply_rounds(
-                    acc, row_bufs, matrix_bufs, full, empty, begun, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K,
-                    STAGES,
-                )  # fmt: skip
-            else:
-                acc, count = _multiply_tile(
-                    acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
-                )
-            _finish(
-                acc, staging, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride,
-                out_stride, WARPGROUP, PLAN, BLOCK_N,
-            )  # fmt: skip
+        if PLAN.ROUNDS:
+            acc, count = _multiply_rounds(
+                acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+            )
         else:
-            count = _pass_over(full, empty, count, depth, PLAN, BLOCK_K, STAGES)
+            acc, count = _multiply_tile(
+                acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+            )
+        _finish(
+            acc, staging, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride, out_stride,
+            WARPGROUP, PLAN, BLOCK_N,
+        )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -359,20 +328,15 @@ def product_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129 if PLAN.GATHER else 1)  # the copy engine, and 128 gathering threads
         mbarrier.init(empty.index(i), count=2)  # the two warpgroups
-    begun = full
-    if PLAN.LAG:
-        begun = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(begun.index(i), count=1)
     deep = depth if PLAN.SHORT else depth + rank
     gl.warp_specialize(
         [
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, begun, staging, h_desc, out_desc, bias, h, out, deep, width,
+                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
                 columns, h_stride, out_stride, gl.constexpr(0), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, begun, staging, h_desc, out_desc, bias, h, out, deep, width,
+                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
                 columns, h_stride, out_stride, gl.constexpr(1), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_produce, (
