@@ -24,7 +24,6 @@ from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper import activation as hopper_activation
 from amoeba.kernels.hopper import gradient as hopper_gradient
 from amoeba.kernels.hopper import product as hopper_product
-from amoeba.kernels.programs import share_the_gpu
 from amoeba.kernels.weight_gradient import heaviest_first
 from amoeba.layout import build_layout
 from amoeba.proof.reference.experts import activate
@@ -192,23 +191,6 @@ def test_up_projection_with_its_activation(
         assert_rows("h", h_memory, expected, rows.owned)
     else:
         assert h_memory.isnan().all()
-
-
-@pytest.mark.parametrize("halvings", [1, 5])
-def test_shares_that_halve_give_the_same_bits(halvings: int, device: torch.device) -> None:
-    rows = routed("everywhere", device)
-    x_TH = rows.of_tokens(448, torch.bfloat16, seed=0)
-    weights = normal(E, 384, 448, dtype=torch.bfloat16, seed=1, device=device)
-    table, found = hopper_product.tile_table(rows.offs_E, rows.tokens * K), []
-    for number in (0, halvings):
-        a_NI, memory = poisoned(rows.tokens * K, 192, dtype=torch.bfloat16, device=device)
-        share_the_gpu(number > 0, number)
-        try:
-            hopper_product.up(x_TH, rows.order_N, K, weights, table, Activation(), a_NI)
-        finally:
-            share_the_gpu(False)
-        found.append(memory)
-    assert torch.equal(*(memory.view(torch.int16) for memory in found))
 
 
 PRODUCTS = [

@@ -18,8 +18,8 @@ SLOTS, ROWS, SUMS, GRADIENTS = range(4)
 NAMES = ("ids", "rows", "sums", "gradients of weights")
 FLAGS = 4  # no channel: where the flags of `amoeba.tasks.arrivals` lie, of each source one for 16 rows at most
 # Parts of which what a rank sends is counted, and what it takes: the same on every rank. As many programs do it, unless
-# a send is told otherwise. With 16 rows left at 421 GB/s on an H200, where 24 copy at 1000 (2026-11-16); 48 are to keep
-# less waiting, and were not timed. The interpreter runs one after another.
+# a send is told otherwise. By 16 programs rows left at 347 to 387 GB/s on an H200, by 48 at 498 to 525, their launch by
+# the host included (2026-11-16, docs/log.md). The interpreter runs one after another.
 PUSHERS, TAKERS = 48, 64
 PUSHERS_INTERPRETED = TAKERS_INTERPRETED = 2
 # Without a GPU there is no clock in a kernel, and so many looks take about a second.
