@@ -145,23 +145,21 @@ def started_early(
     """As `peers_as_collective`, where the scheduled backward sends dy itself and begins before that of others is there;
     and how often it did. slow: this rank comes late to each backward."""
     run = functools.partial(peers_as_collective, rank, count, steps, "tasks", most_tokens=most_tokens)
-    (equal, _), early = _counting_early_starts(run, 1.0 if rank == slow else 0.0)
-    return equal, early
+    found, early = _counting_early_starts(run, 1.0 if rank == slow else 0.0)
+    return found[0], early
 
 
 def checkpointed_early(rank: int, last: bool) -> tuple[list[bool], int]:
     """`with_and_without_checkpointing` of two ranks whose scheduled backward sends dy itself, one of them late."""
     options = {"transport": "peers", "local_backend": "tasks", "most_tokens": 32}
-    run = functools.partial(with_and_without_checkpointing, rank, 2, last, **options)
-    return _counting_early_starts(run, 0.5 * rank)
+    return _counting_early_starts(lambda: with_and_without_checkpointing(rank, 2, last, **options), 0.5 * rank)
 
 
 def _counting_early_starts(run: Callable[[], Any], late_by: float) -> tuple[Any, int]:
     import amoeba.backends.tasks  # noqa: F401
     from amoeba.tasks import arrivals
 
-    taken, sleep = [], threading.Event()
-    announced = arrivals.announced
+    taken, sleep, announced = [], threading.Event(), arrivals.announced
 
     def late(dy_RH: torch.Tensor) -> Any:
         sleep.wait(late_by)

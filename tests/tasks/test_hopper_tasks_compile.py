@@ -67,7 +67,7 @@ def test_the_next_ticket_is_not_waited_for_where_it_is_drawn(found):
 def test_over_ranks_rows_go_16_bytes_at_a_time_and_flags_are_raised_behind_them_for_the_whole_system(found):
     over_ranks = found["over ranks"]
     assert over_ranks["stack_bytes"] <= MOST_STACK + 32 and over_ranks["shared"] <= SHARED_BYTES
-    assert over_ranks["local_in_loops"] == found["qwen3_30b"]["local_in_loops"]
+    assert over_ranks["local_in_loops"] <= found["qwen3_30b"]["local_in_loops"]
     assert re.search(r"load16 (load16 )*store16 (store16 )*(barrier )+raise", over_ranks["sends"]), over_ranks["sends"]
     assert over_ranks["sends"].count("raise") == 2  # of two warpgroups
     assert over_ranks["sends"].count("look") >= 4  # what was taken, rows of a product, rows of a block of tokens
