@@ -62,9 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported is never garbage: each run of a Trainer would look through a million of its objects."""
-    gc.enable()
-    gc.collect()
     gc.freeze()
+    gc.enable()
     atexit.register(gc.unfreeze)  # extension modules complain of what is left when they go
 
 

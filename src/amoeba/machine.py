@@ -7,6 +7,7 @@ versions()["torch"]            # "2.13.0+cpu"
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -62,13 +63,17 @@ def machine_kind() -> str:
 def versions() -> dict[str, str | None]:
     """Version of each package that matters here; None for one that is not installed."""
     found: dict[str, str | None] = {"amoeba": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+    found |= {name: _installed(name) for name in PACKAGES}
     found["torch"] = str(torch.__version__)  # with its build, as in +cu130, which some wheels' metadata leave out
     return found
+
+
+@functools.cache
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def cpu_model() -> str:

@@ -214,74 +214,26 @@ def _allow_best_groups(
 @quick
 @triton.jit
 def _forward(
-    logits_TE,
-    bias_E,
-    expert_TK,
-    weight_TK,
-    scores_TE,
-    num_tokens,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    RANK_LOGITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TOPK_GROUP: tl.constexpr,
-    TOP2_SUM: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr,
-    SIZE_COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    LOG_FLOOR: tl.constexpr,
+    logits_TE, bias_E, expert_TK, weight_TK, scores_TE, num_tokens,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, RANK_LOGITS: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP2_SUM: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, SIZE_COLUMNS: tl.constexpr, SLOTS: tl.constexpr, LOG_FLOOR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     choose_experts(
-        logits_TE,
-        bias_E,
-        expert_TK,
-        weight_TK,
-        scores_TE,
-        num_tokens,
-        SIGMOID,
-        RENORMALIZE,
-        RANK_LOGITS,
-        SCALE,
-        K,
-        GROUPS,
-        GROUP_SIZE,
-        TOPK_GROUP,
-        TOP2_SUM,
-        GROUP_COLUMNS,
-        SIZE_COLUMNS,
-        SLOTS,
-        LOG_FLOOR,
-        TILE_ROWS,
-    )
+        logits_TE, bias_E, expert_TK, weight_TK, scores_TE, num_tokens, SIGMOID, RENORMALIZE, RANK_LOGITS, SCALE, K,
+        GROUPS, GROUP_SIZE, TOPK_GROUP, TOP2_SUM, GROUP_COLUMNS, SIZE_COLUMNS, SLOTS, LOG_FLOOR, TILE_ROWS,
+    )  # fmt: skip
 
 
 @triton.jit
 def choose_experts(
-    logits_TE,
-    bias_E,
-    expert_TK,
-    weight_TK,
-    scores_TE,
-    num_tokens,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    RANK_LOGITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TOPK_GROUP: tl.constexpr,
-    TOP2_SUM: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr,
-    SIZE_COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    LOG_FLOOR: tl.constexpr,
+    logits_TE, bias_E, expert_TK, weight_TK, scores_TE, num_tokens,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, RANK_LOGITS: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP2_SUM: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, SIZE_COLUMNS: tl.constexpr, SLOTS: tl.constexpr, LOG_FLOOR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Of the program's rows: experts, weights and scores, which are stored."""
     NOTHING: tl.constexpr = -0x80000000
     COLUMNS: tl.constexpr = GROUP_COLUMNS * SIZE_COLUMNS
