@@ -84,9 +84,9 @@ def way(name: str) -> Iterator[None]:
 
 
 def _measured(plan: Plan) -> Ways:
-    """TFLOP/s at qwen3_30b and dsv3 on an H200 (docs/log.md, 2026-11-16), plain -> this: dA' 977 -> 1017 and 1094 -> 1167; up
-    with h in bf16 966 -> 985 and 1138 -> 1149, without h 996 -> 1022 and 1095 -> 1166. For h in e4m3, down and dx none of
-    them is faster than the plain way."""
+    """TFLOP/s at qwen3_30b and dsv3 on an H200 (docs/log.md, 2026-11-16), plain -> this: dA' 977 -> 1017, 1094 -> 1167;
+    up with h in bf16 966 -> 985, 1138 -> 1149; up without h 996 -> 1022, 1095 -> 1166. For h in e4m3, down and dx none
+    of them is faster than the plain way."""
     if plan.ACTIVATE and plan.KEEP:
         return PLAIN if plan.CODED else WAYS["flush"]
     return WAYS["all"] if plan.ACTIVATE or (plan.GATHER and plan.WIDE) else PLAIN

@@ -2,10 +2,10 @@
 
     AMOEBA_PRODUCT_WAYS=rounds amoeba bench --shape qwen3_30b --ours triton --sustained 4      # others, for one process
 
-Where power limits a GPU, a product's time is its joules, and these spare instructions. On an H200, back to back, `rounds,brisk`
-takes 5 % less time and 5 to 8 % fewer joules for the up projection of qwen3_30b, olmoe and sonic_b, and nothing to 7 % less
-time for the down projection (docs/log.md, 2026-11-16). The bits are the same in each (`brisk`: what is below 2^-126 is
-zero, see `amoeba.kernels.activation`).
+Where power limits a GPU, a product's time is its joules, and these spare instructions. On an H200, back to back,
+`rounds,brisk` takes 5 % less time and 5 to 8 % fewer joules for the up projection of qwen3_30b, olmoe and sonic_b, and
+nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16). The bits are the same in each (`brisk`: what
+is below 2^-126 is zero, see `amoeba.kernels.activation`).
 """
 
 from __future__ import annotations
