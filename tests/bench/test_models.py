@@ -24,7 +24,7 @@ from amoeba.bench.models.suite import ModelReport, run_models
 from amoeba.commands import bench_models
 from amoeba.commands.output import Output
 from amoeba.integrations import attention
-from amoeba.jobs import fast_paths
+from amoeba.jobs import fast_paths, fast_trainer
 from amoeba.jobs.model_cost import training_flops_per_token
 
 CPU = torch.device("cpu")
@@ -84,6 +84,8 @@ def documents_seen(monkeypatch):
     monkeypatch.setattr(fast_paths, "_is_on_a_gpu", lambda trainer: True)
     monkeypatch.setattr(attention, "why_not", lambda *heads: None)
     monkeypatch.setattr(attention, "document_attention", by_documents)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)  # so nothing is captured
+    monkeypatch.setattr(fast_trainer, "on_stream", lambda stream: contextlib.nullcontext())
     return seen
 
 
