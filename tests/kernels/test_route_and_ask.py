@@ -109,8 +109,9 @@ def test_it_is_the_router_and_then_the_question(name: str, tokens: int, hands: b
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16])
-def test_of_128_experts_every_bit_is_that_of_the_two_launches(tokens: int, device) -> None:
-    """Their rows are laid out as in the router. All of them are there, and the host is told which were asked for."""
+def test_of_128_experts_all_is_that_of_the_two_launches(tokens: int, device) -> None:
+    """All of them are there, and the host is told which were asked for. Every bit is the same where rows are laid out as
+    in the router, as with one or two tokens; with more, weights are sums in another order."""
     experts, slots, seed = 128, 128, torch.Generator().manual_seed(tokens)
     config = RouterConfig(experts, 8)
     logits_TE = torch.randn(tokens, experts, generator=seed).to(device)
@@ -132,7 +133,11 @@ def test_of_128_experts_every_bit_is_that_of_the_two_launches(tokens: int, devic
         return [each.cpu().clone() for each in (*found, shown, due, talk.state, talk.questions, talk.trouble)]
 
     fused, apart = outcome(fused=True), outcome(fused=False)
-    assert all(map(torch.equal, fused, apart)) and torch.equal(fused[2], slot_E[fused[0]])
+    names = ("experts", "weights", "slots", "shown", "due", "state", "questions", "trouble")
+    different = [name for name, one, two in zip(names, fused, apart, strict=True) if not torch.equal(one, two)]
+    assert set(different) <= ({"weights"} if tokens > 2 else set())
+    torch.testing.assert_close(fused[1], apart[1], rtol=1e-6, atol=0)
+    assert torch.equal(fused[2], slot_E[fused[0]])
 
 
 def test_passes_that_do_not_fit_say_why() -> None:

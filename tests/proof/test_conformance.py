@@ -183,7 +183,7 @@ def test_backend_agrees_in_the_rarer_dtypes_at_length(lot, backend, dtype):
 
 
 @quick(lambda backend, whole: backend == "cpu" and not whole)
-@pytest.mark.parametrize("whole", [False, True], ids=["", "all"])
+@pytest.mark.parametrize("whole", [False, True], ids=["few", "all"])
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("backend", ["cpu", "eager", COMPOSED])
 def test_bf16_agrees_with_and_without_instructions_for_it(backend, native, whole, monkeypatch):

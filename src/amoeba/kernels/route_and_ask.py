@@ -9,7 +9,8 @@ T tokens · K experts per token · E experts
 One program of one warp: it holds the rows of all tokens in its registers, as kernels/router.py does, stores ids and
 weights, and then is the kernel that asks (kernels/ask.py), which reads them. So ids, slots and what the host is told
 are those of the two launches, and the rows are no longer needed while it waits. Weights are the same to the last bit
-where rows are laid out alike, as those of 128 experts are (tests/kernels/test_route_and_ask.py). Not timed yet.
+where rows are laid out alike, as those of one or two tokens and 128 experts are (tests/kernels/test_route_and_ask.py).
+Not timed yet.
 """
 
 from __future__ import annotations
