@@ -16,20 +16,9 @@ import torch
 from test_hopper_compiles import compiled_by
 from torch import Tensor
 
-from amoeba.kernels.ask import (
-    COMPUTED,
-    COMPUTES,
-    LATER,
-    MOVED,
-    PROMOTED,
-    Handed,
-    Talk,
-    Turn,
-    add_computed,
-    answer_length,
-    ask,
-)
+from amoeba.kernels.ask import add_computed, ask
 from amoeba.kernels.index_export import row_length
+from amoeba.kernels.talk import COMPUTED, COMPUTES, LATER, MOVED, PROMOTED, Handed, Talk, Turn, answer_length
 
 E, S, RING, IDS, H = 8, 3, 4, 6, 5
 ROW, MOST = row_length(E, IDS), answer_length(E, IDS)

@@ -17,10 +17,11 @@ from test_hopper_compiles import compiled_by, figures
 from torch import Tensor
 
 from amoeba.config import RouterConfig
-from amoeba.kernels.ask import COMPUTED, COMPUTES, LATER, MOVED, PROMOTED, Handed, Talk, answer_length, ask
+from amoeba.kernels.ask import ask
 from amoeba.kernels.index_export import row_length
 from amoeba.kernels.route_and_ask import empty_routed, route_and_ask, why_not
 from amoeba.kernels.router import router_forward
+from amoeba.kernels.talk import COMPUTED, COMPUTES, LATER, MOVED, PROMOTED, Handed, Talk, answer_length
 from selection import each_value_once
 
 E, S, RING, H = 16, 5, 4, 6

@@ -35,78 +35,32 @@ may write there too. From then on nothing waits any more, until the host has cle
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.arguments import check_arguments
+from amoeba.kernels.fences import fenced, fenced_here, microseconds
 from amoeba.kernels.index_export import MOST_IDS, row_length, sizes, write_row
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.talk import (
+    ANSWER_HEADER,
+    COMPUTED,
+    COMPUTES,
+    LATER,
+    MOVED,
+    PROMOTED,
+    Handed,
+    Talk,
+    Turn,
+    answer_length,
+)
 
-ANSWER_HEADER = 3  # serial, count, the sum of what it is about:
-MOVED, PROMOTED, COMPUTES = 1, 2, 4  # wait for copies now; those for later passes are called; the host computes
-COMPUTED, LATER = -2, 1 << 24
 LOOKS = tl.constexpr(64)  # at `arrived`, for one at `trouble`
 HANDED_TILE = tl.constexpr(2048)  # numbers of x that one warp has under way
 SUM_TILE = 1024
 _MOVED, _PROMOTED, _COMPUTES = tl.constexpr(MOVED), tl.constexpr(PROMOTED), tl.constexpr(COMPUTES)
 _COMPUTED, _LATER = tl.constexpr(COMPUTED), tl.constexpr(LATER)
-
-
-@dataclass(frozen=True, eq=False)
-class Talk:
-    """What host and device tell each other, int32. RING is a power of two, so that serials may wrap.
-
-    state:     on the device: serial of the latest question; of the latest that copies have arrived for; whether the
-               host computes some of the latest question's experts.
-    questions: mapped, (RING, HEADER + ids): rows as `index_export` has them.
-    answers:   mapped, (RING, 3 + 2 MOST): serial, count, what it is about, experts, slots.
-    trouble:   mapped, (1,): not 0 where a question got no answer.
-    times:     mapped, (RING, 2): 32 bits of the GPU's clock in microseconds, when it asked, and where it waited when it
-               went on; whole when the next question is. To be drawn; the interpreter has no such clock.
-    """
-
-    state: Tensor
-    questions: Tensor
-    answers: Tensor
-    trouble: Tensor
-    times: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Handed:
-    """What the host gets to compute experts, and where it puts their sum. Mapped; of one question at a time, since the
-    GPU asks no other one before it has the sum.
-
-    x, y:    float32, tokens times H.
-    expert, weight: int64 and float32, tokens times K.
-    arrived: (1,) int32, the latest question whose copies have arrived.
-    word:    (1,) int32, serial of y.
-    """
-
-    x: Tensor
-    expert: Tensor
-    weight: Tensor
-    arrived: Tensor
-    y: Tensor
-    word: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """Of one layer and one of several groups that pass over it. word: (1,) int32 on the device, the group whose turn it
-    is, or below 0."""
-
-    word: Tensor
-    mine: int
-    groups: int
-
-
-def answer_length(experts: int, ids: int) -> int:
-    """Each id may bring one expert and drive out another."""
-    return min(experts, 2 * ids)
 
 
 def ask(
@@ -197,34 +151,6 @@ def add_computed(y_TH: Tensor, talk: Talk, handed: Handed, limit: float) -> None
         TILE=SUM_TILE,
         num_warps=1,  # as above
     )
-
-
-@triton.jit
-def fenced(value, ON_GPU: tl.constexpr):
-    """The value, once all reads and writes ahead of it are done for the host too; those behind it come after."""
-    if ON_GPU:
-        fence: tl.constexpr = "fence.acq_rel.sys; mov.b32 $0, $1;"
-        value = tl.inline_asm_elementwise(fence, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
-    return value
-
-
-@triton.jit
-def fenced_here(value, ON_GPU: tl.constexpr):
-    """The same for other kernels of this GPU, which does not wait for what was written to the host."""
-    if ON_GPU:
-        fence: tl.constexpr = "fence.acq_rel.gpu; mov.b32 $0, $1;"
-        value = tl.inline_asm_elementwise(fence, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
-    return value
-
-
-@triton.jit
-def microseconds(before, ON_GPU: tl.constexpr):
-    """A clock. Without a GPU each look at it takes a microsecond."""
-    if ON_GPU:
-        clock: tl.constexpr = "mov.u64 $0, %globaltimer;"
-        return tl.inline_asm_elementwise(clock, "=l", [], dtype=tl.int64, is_pure=False, pack=1) // 1000
-    else:
-        return before + 1
 
 
 @quick

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from amoeba.kernels.ask import fenced, microseconds
+from amoeba.kernels.fences import fenced, microseconds
 from amoeba.kernels.launch import quick
 
 CHANNELS = tl.constexpr(4)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from amoeba.config import RouterConfig
 from amoeba.kernels.arguments import check_arguments
-from amoeba.kernels.ask import Handed, Talk, Turn, question, question_of
+from amoeba.kernels.ask import question, question_of
 from amoeba.kernels.launch import next_power_of_2, quick
 from amoeba.kernels.router import MAX_COLUMNS, MAX_TOP_K, choose_experts, columns, forward_constants
+from amoeba.kernels.talk import Handed, Talk, Turn
 
 MOST_ELEMENTS = 2048  # of the rows of all tokens: 64 registers of each thread
 

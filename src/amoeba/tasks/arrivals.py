@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.ask import microseconds
+from amoeba.kernels.fences import microseconds
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.peer_counters import ARRIVED, TAKEN, counter_of, look, tell, wait_for
 from amoeba.kernels.peer_post import FLAGS, ROWS, SUMS, Plan, Post

@@ -25,7 +25,7 @@ from amoeba.config import RouterConfig
 from amoeba.stream.gpu.device import Device
 
 if TYPE_CHECKING:
-    from amoeba.kernels.ask import Turn
+    from amoeba.kernels.talk import Turn
     from amoeba.stream.gpu.computing import Computing
 
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
@@ -36,8 +36,8 @@ class Channel:
     """experts: the most of a layer. ids: the most of one question. layers: questions of one replay, at most."""
 
     def __init__(self, device: Device, experts: int, ids: int, layers: int, limit: float = LONGEST_WAIT) -> None:
-        from amoeba.kernels.ask import ANSWER_HEADER, MOVED, Talk, answer_length
         from amoeba.kernels.index_export import HEADER, row_length
+        from amoeba.kernels.talk import ANSWER_HEADER, MOVED, Talk, answer_length
 
         self._device, self.limit = device, limit
         self.ring = 1 << (2 * layers - 1).bit_length()

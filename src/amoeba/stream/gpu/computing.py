@@ -92,7 +92,7 @@ class Computing:
     """blobs: of each layer, for serve.cpp."""
 
     def __init__(self, memory: DeviceMemory, miss: str) -> None:
-        from amoeba.kernels.ask import Handed
+        from amoeba.kernels.talk import Handed
 
         self.miss = miss
         device, layers = memory.device, memory.store.layers

@@ -252,7 +252,7 @@ class FastPath:
 
     def write_down(self, layer: int, serial: int, missing: list[int], there: list[int]) -> list[int]:
         """Who of them is computed by the CPU."""
-        from amoeba.kernels.ask import COMPUTED, LATER
+        from amoeba.kernels.talk import COMPUTED, LATER
 
         memory, shown, here = self._memory, self._memory._shown[layer], self._layers[layer]
         self.forget_who_leaves(layer)

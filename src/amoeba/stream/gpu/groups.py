@@ -19,7 +19,7 @@ import torch
 from amoeba.stream.gpu.channel import Channel
 
 if TYPE_CHECKING:
-    from amoeba.kernels.ask import Turn
+    from amoeba.kernels.talk import Turn
     from amoeba.stream.gpu.memory import DeviceMemory
 
 NOBODY = -1  # waits for a turn
@@ -57,7 +57,7 @@ class Groups:
         return self.channels[number]
 
     def turn(self, layer: int) -> Turn | None:
-        from amoeba.kernels.ask import Turn
+        from amoeba.kernels.talk import Turn
 
         number, groups = self.mine
         return Turn(self.whose[layer, :1], number, groups) if groups > 1 else None

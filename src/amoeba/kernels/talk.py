@@ -1,0 +1,65 @@
+"""The words in which `amoeba.kernels.ask` and the host talk about missing experts, and what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+ANSWER_HEADER = 3  # serial, count, the sum of what it is about:
+MOVED, PROMOTED, COMPUTES = 1, 2, 4  # wait for copies now; those for later passes are called; the host computes
+COMPUTED, LATER = -2, 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class Talk:
+    """What host and device tell each other, int32. RING is a power of two, so that serials may wrap.
+
+    state:     on the device: serial of the latest question; of the latest that copies have arrived for; whether the
+               host computes some of the latest question's experts.
+    questions: mapped, (RING, HEADER + ids): rows as `index_export` has them.
+    answers:   mapped, (RING, 3 + 2 MOST): serial, count, what it is about, experts, slots.
+    trouble:   mapped, (1,): not 0 where a question got no answer.
+    times:     mapped, (RING, 2): 32 bits of the GPU's clock in microseconds, when it asked, and where it waited when it
+               went on; whole when the next question is. To be drawn; the interpreter has no such clock.
+    """
+
+    state: Tensor
+    questions: Tensor
+    answers: Tensor
+    trouble: Tensor
+    times: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """What the host gets to compute experts, and where it puts their sum. Mapped; of one question at a time, since the
+    GPU asks no other one before it has the sum.
+
+    x, y:    float32, tokens times H.
+    expert, weight: int64 and float32, tokens times K.
+    arrived: (1,) int32, the latest question whose copies have arrived.
+    word:    (1,) int32, serial of y.
+    """
+
+    x: Tensor
+    expert: Tensor
+    weight: Tensor
+    arrived: Tensor
+    y: Tensor
+    word: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Of one layer and one of several groups that pass over it. word: (1,) int32 on the device, the group whose turn it
+    is, or below 0."""
+
+    word: Tensor
+    mine: int
+    groups: int
+
+
+def answer_length(experts: int, ids: int) -> int:
+    """Each id may bring one expert and drive out another."""
+    return min(experts, 2 * ids)
