@@ -134,8 +134,8 @@ def by_expert(problem: Problem) -> Configuration:
     bits = weights.format.element.bits
     depth = DEPTH_BYTES[bits] * 8 // bits
     depth = depth * SMALLEST_CHUNK // max(rows, SMALLEST_CHUNK)  # both operands take registers
-    # Two tiles of down in a program: 136 us at 64 tokens instead of 138. Tiles twice as high by four warps took 133, but
-    # a newer Triton multiplies those by the instruction whose operand is in shared memory: numbers in another order.
+    # Two tiles of down in a program: 136 us at 64 tokens instead of 138. Tiles twice as high by four warps took 133,
+    # but a newer Triton multiplies those by the instruction that reads shared memory: numbers in another order.
     repeats = 2 if weights.format is MXFP4 and problem.rows >= weights.num_experts else 1
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
         rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
