@@ -66,10 +66,11 @@ class GenerationOptions:
             raise bad_value("miss", "move, or vram beside it", repr(self.miss), "leave it out, or stream with --vram")
         if self.prefetch and self.vram is None:
             raise bad_value("prefetch", "vram beside it", "no vram", "leave it out, or stream with --vram")
-        if self.turns and (self.vram is None or self.miss != "move" or self.prefetch):
-            raise bad_value(
-                "turns", "vram beside it, and experts that are copied when they are asked for", "others", "leave it out"
-            )
+        if self.turns and self.vram is None:
+            raise bad_value("turns", "vram beside it", "no vram", "leave it out, or stream with --vram")
+        if self.turns and (self.miss != "move" or self.prefetch):
+            beside = "prefetch" if self.prefetch else f"miss {self.miss!r}"
+            raise bad_value("turns", "experts that are copied when they are asked for", beside, "leave one of both out")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out to have one drawn")
 
