@@ -250,17 +250,3 @@ def test_on_a_gpu(folder, prompts, alone, batching):
     words = ("--prompts", prompts, "--batching", batching, "--max-new-tokens", TOKENS, "--temperature", 0)
     result = CliRunner().invoke(app, [str(word) for word in (folder, *words, "--device", "cuda")])
     assert {record["prompt"]: record["text"] for record in records(result.stdout).values()} == alone
-
-
-@pytest.mark.parametrize(
-    ("others", "told"),
-    [
-        ({}, "no vram"),
-        ({"vram": "1GiB", "miss": "cpu"}, "miss 'cpu'"),
-        ({"vram": "1GiB", "prefetch": True}, "prefetch"),
-    ],
-    ids=str,
-)
-def test_turns_are_for_streamed_experts_that_are_copied_when_asked_for(others, told) -> None:
-    with pytest.raises(ValueError, match=f"turns: .*got {told}"):
-        GenerationOptions(turns=True, **others)

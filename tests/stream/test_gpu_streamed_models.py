@@ -310,11 +310,18 @@ def test_prefetching_without_misses_that_are_moved_to_a_gpu_is_refused(given: di
 
 
 @pytest.mark.parametrize(
-    "given", [["--ram", "1MiB"], ["--vram", "1MiB", "--miss", "cpu"], ["--vram", "1MiB", "--prefetch"]]
+    ("given", "told"),
+    [
+        (["--ram", "1MiB"], "no vram"),
+        (["--vram", "1MiB", "--miss", "cpu"], "miss 'cpu'"),
+        (["--vram", "1MiB", "--prefetch"], "prefetch"),
+    ],
+    ids=str,
 )
-def test_turns_without_experts_that_are_copied_to_a_gpu_are_refused(given: list[str], stores) -> None:
+def test_turns_without_experts_that_are_copied_to_a_gpu_are_refused(given: list[str], told: str, stores) -> None:
     found = CliRunner().invoke(app, ["generate", str(stores[torch.float32][1]), "a", "--turns", *given])
-    assert found.exit_code == 2 and "turns: expected vram beside it" in found.output
+    words = " ".join(found.output.split())
+    assert found.exit_code == 2 and "turns: expected" in words and f"got {told}." in words
 
 
 @pytest.mark.parametrize(("given", "said"), [({"miss": "guess"}, "one of move, cpu, auto"), ({"miss": "cpu"}, "vram")])
