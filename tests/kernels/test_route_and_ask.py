@@ -112,7 +112,7 @@ def test_it_is_the_router_and_then_the_question(name: str, tokens: int, hands: b
 @pytest.mark.parametrize("tokens", [1, 2, 16])
 def test_of_128_experts_all_is_that_of_the_two_launches(tokens: int, device) -> None:
     """All of them are there, and the host is told which were asked for. Every bit is the same where rows are laid out
-    as in the router, as with one or two tokens; with more, weights are sums in another order."""
+    as in the router, as with one or two tokens; with more, weights may be sums in another order."""
     experts, slots, seed = 128, 128, torch.Generator().manual_seed(tokens)
     config = RouterConfig(experts, 8)
     logits_TE = torch.randn(tokens, experts, generator=seed).to(device)
