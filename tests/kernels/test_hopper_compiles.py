@@ -48,7 +48,7 @@ SCALED = (
     "scaled_up_of_half_blocks",
 )
 # The same in another way, see `scaled_product.WAYS`.
-IN_WAYS = ("scaled_up, all", "scaled_down_backward, all", "scaled_down, most")
+IN_WAYS = ("scaled_up, brisk", "scaled_up, all", "scaled_down_backward, all")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
     (*HOT[1:], *OTHERS),

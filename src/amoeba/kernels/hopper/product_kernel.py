@@ -39,9 +39,7 @@ class Plan:
     B_K_MAJOR: bool  # the matrix is stored (O, W), rows along the summed dimension
     BIAS: bool
     KEEP: bool  # write the product as well as what its activation gives
-    LOW: (
-        int  # more of the depth comes from other tensors (`amoeba.kernels.addend`), in steps of so much; 0: it does not
-    )
+    LOW: int  # steps in which more of the depth comes from other tensors (`amoeba.kernels.addend`); 0: none does
     KIND: str = "relu"
     GATED: bool = False
     ALPHA: float = 1.0
@@ -57,7 +55,7 @@ class Plan:
     @property
     def FORM(self) -> str:
         """The activation, as `amoeba.kernels.activation` names it."""
-        return "flushed_silu" if self.BRISK and self.KIND == "silu" else self.KIND
+        return "brisk_silu" if self.BRISK and self.KIND == "silu" else self.KIND
 
     @property
     def PAIRED(self) -> bool:

@@ -56,13 +56,10 @@ WAYS = {
     "plain": PLAIN,
     "ahead": Ways(ahead=True),
     "behind": Ways(behind=1),
-    "behind two": Ways(behind=2),
     "skips": Ways(skips=True),
     "alternate": Ways(alternate=True),
-    "flush": Ways(flush=True),
-    "most": Ways(ahead=True, skips=True, alternate=True, flush=True),
-    "all": Ways(ahead=True, behind=1, skips=True, alternate=True, flush=True),
-    "all two": Ways(ahead=True, behind=2, skips=True, alternate=True, flush=True),
+    "brisk": Ways(brisk=True),
+    "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
 }
 _way: Ways | None = None
 
@@ -88,7 +85,7 @@ def _measured(plan: Plan) -> Ways:
     up with h in bf16 966 -> 985, 1138 -> 1149; up without h 996 -> 1022, 1095 -> 1166. For h in e4m3, down and dx none
     of them is faster than the plain way."""
     if plan.ACTIVATE and plan.KEEP:
-        return PLAIN if plan.CODED else WAYS["flush"]
+        return PLAIN if plan.CODED else WAYS["brisk"]
     return WAYS["all"] if plan.ACTIVATE or (plan.GATHER and plan.WIDE) else PLAIN
 
 

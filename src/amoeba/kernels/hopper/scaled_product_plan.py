@@ -25,14 +25,14 @@ class Ways(NamedTuple):
     behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
     skips:     a warpgroup that has no rows of a tile multiplies nothing.
     alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
-    flush:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
+    brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 
     ahead: bool = False
     behind: int = 0
     skips: bool = False
     alternate: bool = False
-    flush: bool = False
+    brisk: bool = False
 
 
 PLAIN = Ways()
@@ -75,13 +75,13 @@ class Plan:
         return self.WAYS.alternate and (self.WIDE or (self.KEEP and not self.CODED))
 
     @property
-    def FLUSH(self) -> bool:
-        return self.WAYS.flush and self.KIND == "silu"
+    def BRISK(self) -> bool:
+        return self.WAYS.brisk and self.KIND == "silu"
 
     @property
     def FORM(self) -> str:
         """The activation, as `amoeba.kernels.activation` names it."""
-        return "flushed_silu" if self.FLUSH else self.KIND
+        return "brisk_silu" if self.BRISK else self.KIND
 
     @property
     def PAIRED(self) -> bool:
