@@ -67,9 +67,10 @@ def test_rows_that_travel_while_own_ones_are_computed_change_no_bit(
     [
         (2, {}, [(3, 5)]),
         pytest.param(2, {"overlap": True}, [(3, 5), (0, 4)], marks=pytest.mark.thorough),
+        pytest.param(2, {"overlap": "beside"}, [(3, 5), (0, 4)], marks=pytest.mark.thorough),
         pytest.param(3, {"most_tokens": 6, "most_rows": 40}, [(2, 0, 6)], marks=pytest.mark.thorough),
     ],
-    ids=["as they come", "overlapped", "three ranks, fixed room"],
+    ids=["as they come", "overlapped", "beside", "three ranks, fixed room"],
 )
 def test_sums_that_go_straight_to_their_rank_have_the_same_bits(
     processes: LocalRanks, count: int, options: dict, steps: list[tuple[int, ...]]
