@@ -178,8 +178,9 @@ def add_rows(
         out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
     _add_rows[(programs,)](
         rows_RH, goes_WT, out_TH, plan.back, post.addresses, post.trouble, post.cell_at[channel],
-        post.cell_size[channel], tokens, post.rank, post.takers // programs, OWN_ALONE=own_alone, WIDE=rows_RH.dtype == torch.float64,
-        TELLS=post.reaches, **_tile(rows_RH, width), **post.constants(channel), num_warps=_WARPS,
+        post.cell_size[channel], tokens, post.rank, post.takers // programs, OWN_ALONE=own_alone,
+        WIDE=rows_RH.dtype == torch.float64, TELLS=post.reaches, **_tile(rows_RH, width), **post.constants(channel),
+        num_warps=_WARPS,
     )  # fmt: skip
     return out_TH
 
