@@ -274,7 +274,7 @@ class PeerExchange(Exchange):
         from amoeba.kernels.peer_rows import ADDERS_BESIDE, add_rows
 
         post, out_TH = self.office.checked(), torch.empty_like(own_TH)
-        programs = min(ADDERS_BESIDE, post.takers)
+        programs = ADDERS_BESIDE if own_TH.is_cuda else 1  # the interpreter runs one after another
         with self.office.beside():
             add_rows(post, self.plan, SUMS, own_TH, self.goes_WT, out_TH, own_alone=True, programs=programs)
         self._kept.append(own_TH)
