@@ -52,6 +52,8 @@ class Calls(NamedTuple):
     write_word: Any  # (stream, place, value, flags)
     to_device_at_once: Any  # many, by arrays of these (see serve.cpp); None: there is no such call
     stream: Any
+    enter: Any = None  # (context): by a thread that has not called any of these yet; None: needs none
+    context: int = 0
 
 
 class Device(ABC):
@@ -214,7 +216,7 @@ class CudaDevice(Device):
         copy, write, at_once = self._driver.quick_calls()
         if self._said_pageable:  # such copies wait for the host, together or alone
             at_once = None
-        return Calls(copy, write, at_once, ctypes.c_uint64(self.copies.cuda_stream))
+        return Calls(copy, write, at_once, ctypes.c_uint64(self.copies.cuda_stream), *self._driver.entrance())
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()

@@ -288,7 +288,7 @@ class FastPath:
     def _serve(self, here: _Prepared, serial: int) -> int:
         """What serve.cpp does, in Python."""
         assert self._calls is not None
-        copy, write, _, stream = self._calls
+        copy, write, _, stream, *_ = self._calls
         with self._memory._counting:
             missing, there = self._channel.read(serial)
         count, blobs = len(missing), [here.blob_of[expert] for expert in missing]
