@@ -9,8 +9,8 @@ import torch
 from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
 from amoeba.machine import available_memory, total_memory
-from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.gpu.expert_reads import PASSING
+from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.memory import READS
 from amoeba.stream.quotas import least_budget, share_budget
 from amoeba.stream.sizes import parse_size, show_size

@@ -105,7 +105,9 @@ class DirectLoad:
         """place, value: of the word; 0: the caller writes it, after `end`. Copies until now come ahead of both."""
         tiers = self._memory._tiers[self._layer]
         targets = [
-            (number, *target) for number, each in enumerate(self._experts) for target in tiers.targets(self.slot_of[each])
+            (number, *target)
+            for number, each in enumerate(self._experts)
+            for target in tiers.targets(self.slot_of[each])
         ]
         self._loads.open(targets, place, value % 2**32)
 
@@ -121,4 +123,3 @@ class DirectLoad:
         """Where it was not opened nothing goes on; else what went on is behind the streams' other copies."""
         if not self._has_ended:
             self.end()
-

@@ -19,8 +19,8 @@ from amoeba.stream.gpu.device import Device, Event
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store.store import Store
 
-# Blobs that are neither a slot's nor a host slot's. A token's question seldom has more on the disk: of 128 experts with
-# a quarter in slots and a quarter in host memory, 8 asked for, more than 3 in none of 1200 (synthetic trace, 2026-11-17).
+# Blobs that are neither a slot's nor a host slot's. A token's question seldom has more on the disk: of 1200 for 8 of 128
+# experts, a quarter of them in slots and a quarter in host memory, none had more than 3 (synthetic trace).
 PASSING = 4
 
 
@@ -33,7 +33,7 @@ class ExpertReads:
             self._passing.put((device.host_memory(largest), None))
 
     def take_passing(self) -> Tensor | None:
-        """Memory for an expert of any layer, to be given back; None where others have all of it, or it is still copied."""
+        """Memory for an expert of any layer, to be given back; None where others have it all, or it is still copied."""
         try:
             memory, before = self._passing.get_nowait()
         except Empty:

@@ -1,6 +1,6 @@
 """A question whose experts are not all in host memory, or for which nothing was prepared: tables first, then copies.
 
-    load(memory, channel, layer, serial, missing, there, meanwhile)      # all of it, and `meanwhile` while experts are read
+    load(memory, channel, layer, serial, missing, there, stay, meanwhile)      # all of it; `meanwhile`, while reads run
 
     group, answer = begin_load(memory, layer, missing, there, stay)      # reads and copies have begun
     ...                                                                  # the answer is given, the reads waited for

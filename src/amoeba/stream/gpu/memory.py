@@ -340,14 +340,14 @@ class DeviceMemory:
         if group.jobs:
             wait(group.jobs.values())
         failed = {e for e, job in group.jobs.items() if job.cancelled() or job.exception() is not None}
+        cancelled = [e for e in failed if group.jobs[e].cancelled()]
         if group.direct is not None:
             group.direct.drop()
+            cancelled += group.direct
             failed.update(group.direct)
         with self._counting:
-            for expert in group.direct or ():
-                self.cache.failed(layer, expert)
             # a job that failed has said so itself; one that was cancelled never ran
-            for expert in (*never_begun, *(e for e in failed if group.jobs[e].cancelled())):
+            for expert in (*never_begun, *cancelled):
                 self.cache.failed(layer, expert)
             held = [e for e in group.slot_of if e not in failed and e not in never_begun]
             self.cache.release(layer, held)

@@ -34,8 +34,8 @@ logger = logging.getLogger("amoeba")
 PART = 2**20  # bytes of a read; part of the format too, since checksums are of parts
 # More than an expert has parts, mostly: one of 9 MiB by eight threads takes two turns, the second with a single read.
 THREADS = 16
-# Compiled threads for each: pieces are smaller, and threads cost less. Two experts of 9 MiB are 72 pieces at once; by
-# 32 threads one alone took two rounds, and was read at 2.8 GB/s where 128 threads reached 3.3 (H200's disk, 2026-11-16).
+# Compiled threads for each: pieces are smaller, and threads cost less. Two experts of 9 MiB are 72 pieces at once. With
+# 32 threads one alone took two rounds: 2.8 GB/s where 128 threads reached 3.3 (an H200 machine's disk, 2026-11-16).
 COMPILED_PER_THREAD = 5
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _AGAIN = "copy or download it again"

@@ -58,8 +58,8 @@ class Store(ABC):
     def _read(self, layer: int, expert: int, memory: Memory) -> None: ...
 
     def place(self, layer: int, expert: int) -> tuple[int, int] | None:
-        """A descriptor and an offset at which an expert's blob is as it will be in memory, for reads past the page cache
-        that are not told of anything; None where it takes `read`, which finds out why."""
+        """A descriptor and an offset at which an expert's blob is as it will be in memory, to be read past the page
+        cache with nothing to check; None where it takes `read`."""
         return None
 
     def loads(self, onward: Onward) -> CompiledLoads | None:
