@@ -6,6 +6,7 @@ As in test_replays.py, threads stand for the GPU; the files and the threads that
 from __future__ import annotations
 
 import ctypes
+import json
 import random
 import threading
 from contextlib import closing
@@ -27,6 +28,8 @@ from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.layers import layer_entry
 from amoeba.stream.store.reading import Range, Reader
 from amoeba.stream.store.store import Store
+from amoeba.stream.timed import DIRECT_ROW, time_calls
+from amoeba.stream.timeline import Timeline
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
 
@@ -194,6 +197,23 @@ def test_phases_of_waits_are_written_down_and_the_calls_are_as_before(store: Fil
         assert (on_disk.kind, on_disk.questions, on_disk.from_disk) == (DISK, 6, 5 / 3)
         assert list(on_disk.phases) == ["begun", "first", "read", "called"] and list(on_host.phases) == ["called"]
         assert all(0 <= each.mean_us < 1e6 and each.p90_us >= 0 for each in on_disk.phases.values())
+
+
+def test_a_timeline_has_a_row_for_them(store: Files, tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "run.json")
+    with closing(Served(0, 2, 0, store=store)) as served:
+        time_calls(served.memory, timeline)
+        served.capture()
+        for ids in ([0, 1], [0, 2]):
+            served.replay([ids, ids])
+        served.ended()
+    timeline.close()
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    row = next(each["tid"] for each in events if each["args"].get("name") == DIRECT_ROW)
+    loads = [each for each in events if each["tid"] == row and each["ph"] == "X"]
+    assert [each["args"]["experts"] for each in loads] == [[0, 1], [0, 1], [2], [2]]
+    assert all(each["dur"] > 0 and len(each["args"]["slots"]) == len(each["args"]["experts"]) for each in loads)
+    assert sum("waits for the disk" in each["name"] for each in events) == 4
 
 
 def test_a_device_without_calls_by_address_has_them_read_by_python(store: Files) -> None:

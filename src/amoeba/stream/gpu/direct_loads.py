@@ -65,14 +65,19 @@ class DirectLoads:
 
 
 class DirectLoad:
-    """Of one question. slot_of: of every expert of it, before it is opened."""
+    """Of one question.
+
+    slot_of:  of every expert of it, before it is opened.
+    has_told: the word was called for.
+    is_there: all of it, in whichever way; for whoever waited for it to say.
+    """
 
     def __init__(self, memory: DeviceMemory, layer: int, loads: CompiledLoads) -> None:
         self._memory, self._layer, self._loads = memory, layer, loads
         self._experts: list[int] = []
         self._blobs: list[Tensor] = []
         self.slot_of: dict[int, int] = {}
-        self._has_ended = False
+        self._has_word = self._has_ended = self.has_told = self.is_there = False
 
     def __len__(self) -> int:
         return len(self._experts)
@@ -109,12 +114,16 @@ class DirectLoad:
             for number, each in enumerate(self._experts)
             for target in tiers.targets(self.slot_of[each])
         ]
+        self._has_word = place != 0
         self._loads.open(targets, place, value % 2**32)
 
     def end(self) -> bool:
+        """Whether all of it went on; the GPU may not have it yet. RuntimeError: a call failed."""
         self._has_ended = True
         try:
-            return self._loads.end()
+            is_whole = self._loads.end()
+            self.has_told = is_whole and self._has_word
+            return is_whole
         finally:
             while self._blobs:
                 self._memory.reads.give_back(self._blobs.pop())

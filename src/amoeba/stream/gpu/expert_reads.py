@@ -19,8 +19,8 @@ from amoeba.stream.gpu.device import Device, Event
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store.store import Store
 
-# Blobs that are neither a slot's nor a host slot's. A token's question seldom has more on the disk: of 1200 for 8 of 128
-# experts, a quarter of them in slots and a quarter in host memory, none had more than 3 (synthetic trace).
+# Blobs that are neither a slot's nor a host slot's. A question of one token seldom has more on the disk: of 1200 for 8
+# of 128 experts, a quarter of them in slots and a quarter in host memory, none had more than 3 (synthetic trace).
 PASSING = 4
 
 

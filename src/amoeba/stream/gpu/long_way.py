@@ -44,7 +44,7 @@ def load(
         if group.jobs or direct is not None:
             meanwhile()
         memory._wait_for_reads(layer, group)  # their copies are called when this returns
-        if group.jobs or not group.is_told:
+        if direct is None or not direct.has_told:
             channel.go_on(serial)
         note_shown(memory, layer, answer)
     finally:

@@ -51,8 +51,7 @@ class Group:
     slot_of: dict[int, int]
     copied: dict[int, Event] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
-    direct: DirectLoad | None = None  # until it has ended well
-    is_told: bool = False  # the GPU, if there was a word to tell
+    direct: DirectLoad | None = None
 
 
 class DeviceMemory:
@@ -304,7 +303,7 @@ class DeviceMemory:
             began = time.perf_counter()
             try:
                 if group.direct is not None:  # first: it has memory that the others may want to pass through
-                    self._end_direct(layer, group)
+                    self._end_direct(layer, group.direct)
                 for job in group.jobs.values():
                     job.result()
             finally:
@@ -313,11 +312,8 @@ class DeviceMemory:
         with self._counting:
             return [event for e in group.slot_of if (event := self._arrived.pop((layer, e), None)) is not None]
 
-    def _end_direct(self, layer: int, group: Group) -> None:
-        direct = group.direct
-        assert direct is not None
-        group.is_told = direct.end()
-        if not group.is_told:  # once more, by those who say what is wrong
+    def _end_direct(self, layer: int, direct: DirectLoad) -> None:
+        if not direct.end():  # once more, by those who say what is wrong
             now = threading.Event()
             now.set()
             for expert, slot in direct.slot_of.items():
@@ -325,7 +321,7 @@ class DeviceMemory:
         with self._counting:
             for expert in direct:
                 self.cache.loaded(layer, expert)
-        group.direct = None
+        direct.is_there = True
 
     def _end(self, layer: int, group: Group) -> None:
         """Nothing of it is read or loaded after this, but by what is in the streams already."""
@@ -341,7 +337,7 @@ class DeviceMemory:
             wait(group.jobs.values())
         failed = {e for e, job in group.jobs.items() if job.cancelled() or job.exception() is not None}
         cancelled = [e for e in failed if group.jobs[e].cancelled()]
-        if group.direct is not None:
+        if group.direct is not None and not group.direct.is_there:
             group.direct.drop()
             cancelled += group.direct
             failed.update(group.direct)
