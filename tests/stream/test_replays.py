@@ -484,6 +484,24 @@ def test_a_device_that_refuses_copies_at_once_is_asked_once_and_gets_them_one_by
         assert served.device.calls_at_once == 1 and served.device.quick
 
 
+def test_words_by_copy_tell_the_device_as_words_do(monkeypatch) -> None:
+    if fast_path.serving_library() is None:
+        pytest.skip("no compiler")
+    monkeypatch.setattr(LiveDevice, "words_by_copy", True)
+    with closing(Served(0, 3, E)) as served:
+        fill(served)
+        served.capture()
+        drawn = random.Random(0)
+        for _ in range(6):
+            served.replay(drawn_ids(drawn, 2, 2))
+        before = served.device.words
+        for _ in range(4):
+            served.replay(drawn_ids(drawn, 2, 2))
+        served.ended()
+        served.shown_as_it_is()
+        assert served.device.quick and served.device.words == before
+
+
 def fill(served: Served) -> None:
     """Every expert comes by, so that all are in host memory, and no slot is free."""
     for layer in range(len(served.expert_TK)):
