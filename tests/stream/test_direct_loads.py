@@ -6,6 +6,7 @@ As in test_replays.py, threads stand for the GPU; the files and the threads that
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import random
 import threading
@@ -233,6 +234,7 @@ def test_a_device_without_calls_by_address_has_them_read_by_python(store: Files)
 COPY = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
 WRITE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 ENTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
+CONTEXTS = itertools.count(5)  # a thread enters each once
 
 
 class Noted:
@@ -243,12 +245,14 @@ class Noted:
         self.entered: set[int] = set()
         self.lock = threading.Lock()
         self._kept = ENTER(self._enter), COPY(self._copy), WRITE(self._write)
-        self.onward = Onward(*(ctypes.cast(call, ctypes.c_void_p).value for call in self._kept), 5, 7)
+        self._context = next(CONTEXTS)
+        pointers = (ctypes.cast(call, ctypes.c_void_p).value for call in self._kept)
+        self.onward = Onward(*pointers, self._context, 7)
 
     def _enter(self, context: int) -> int:
         with self.lock:
             self.entered.add(threading.get_native_id())
-        return 0 if context == 5 else 1
+        return 0 if context == self._context else 1
 
     def _copy(self, target: int, source: int, size: int, stream: int) -> int:
         ctypes.memmove(target, source, size)
