@@ -103,7 +103,7 @@ _SCALED_LANES_E2M1 = tl.constexpr("""
     fma.rn.bf16x2 $3, $3, $5, none;
 }
 """)
-# Four exponents to the same powers of two times 2^63, in both halves of a word each: what is too large is infinite. Four
+# Four exponents to their powers of two times 2^63, each in both halves of a word: what is too large is infinite. Four
 # integer instructions, where a minimum and a multiplication of each byte took sixteen.
 _RAISED_E8M0 = tl.constexpr("""
 {

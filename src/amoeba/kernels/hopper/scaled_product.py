@@ -191,7 +191,8 @@ def multiply(
     gathers, biased = order_N is not None, bias_EO is not None
     cut = gathers and _cut(rows_NW.columns)
     plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=cut)
-    _launch(_with_ways(plan, rows_NW.columns), rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
+    plan = _with_ways(plan, rows_NW.columns)
+    _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 
 def up(
@@ -222,4 +223,5 @@ def up(
     )
     h, h_scales = (h_NJ.data.view(E4M3), h_NJ.scales) if isinstance(h_NJ, QuantisedMatrix) else (h_NJ, None)
     codes = a_NI.data.view(E4M3)
-    _launch(_with_ways(plan, x_TH.columns), x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h, h_scales)
+    plan = _with_ways(plan, x_TH.columns)
+    _launch(plan, x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h, h_scales)

@@ -25,8 +25,8 @@ class Ways(NamedTuple):
     behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
     skips:     a warpgroup that has no rows of a tile multiplies nothing.
     alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
-    under:     the halves of a tile leave under the products that come next, see `scaled_product_under`; not with
-               `ahead` and `skips`.
+    under:     halves of a tile leave under the products that come next, see `scaled_product_under`: 1, or 2 for DEEP
+               plans. `ahead` and `skips` are nothing to it.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 

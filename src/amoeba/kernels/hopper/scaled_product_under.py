@@ -1,13 +1,14 @@
-"""Hopper's products in e4m3 with the ends of tiles under products: while one half of a tile leaves, the matrix unit works.
+"""Hopper's products in e4m3 with the ends of tiles under products: the matrix unit works while a half of a tile leaves.
 
 The consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are UNDER. A warpgroup has one
 transient result of the matrix unit, and its sums are final one half after the other:
 
-    ... | last product of the right half    | first product of the next tile's left half | ...
-        | the left half is rounded, leaves  | the right half leaves, a is computed        |
+    ... | last product of the right half | first product of the next tile's left half | of its right half | ...
+        | the left half leaves           | the right half leaves, a is computed                           |
 
-The next tile's place is asked for when a tile begins, its rows' tokens before its last step and its first scales while
-its left half leaves: nothing of it is waited for. The sums are added up in the same order as elsewhere.
+DEEP plans begin the third of these products before a is computed, others behind it. The next tile's place is asked for
+before the last step, its rows' tokens under the first of these products and its first scales under the second: nobody
+waits for them. Sums are added up in the same order as elsewhere. A tile has two steps or more.
 """
 
 from __future__ import annotations
