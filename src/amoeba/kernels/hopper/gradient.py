@@ -29,7 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
+from amoeba.kernels.hopper.gradient_rounds import copy_last_rows, fill_rounds, sum_rounds
 from amoeba.kernels.hopper.product_store import column_parts, wait_for_buffer
+from amoeba.kernels.hopper.ways import GradientWays, gradient_ways
 from amoeba.kernels.launch import quick
 from amoeba.kernels.programs import programs
 
@@ -64,7 +66,7 @@ def _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexp
 def _produce(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, tokens, TOP_K: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
@@ -73,10 +75,16 @@ def _produce(
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
         _, _, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        count = fill_gradient(
-            right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, start, end, hidden, width,
-            left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
-        )  # fmt: skip
+        if TOP_K > 0:
+            count = fill_rounds(
+                right_desc, left, right, order, tokens, left_bufs, right_bufs, full, empty, count, h, w, start, end,
+                width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
+            )  # fmt: skip
+        else:
+            count = fill_gradient(
+                right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, start, end, hidden,
+                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -105,7 +113,7 @@ def fill_gradient(
             bulk_load(right_desc, [row, w * BLOCK_W], bar, right_buf)
         else:
             mbarrier.arrive(bar, count=1)
-            _copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
+            copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
         gather(left_bufs.index(stage * 2), pointers, mask=owned & (column < hidden)[None, :])
         gather(left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned & (column + HALF < hidden)[None, :])
         async_copy.mbarrier_arrive(bar, increment_count=False)
@@ -114,22 +122,10 @@ def fill_gradient(
 
 
 @gluon.jit
-def _copy_last_rows(source, stride, column, width, row, end, buffer):
-    """Sorted rows up to the expert's end, and zeros behind them."""
-    COUNT: gl.constexpr = buffer.shape[0]
-    WIDTH: gl.constexpr = buffer.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    n = row + gl.arange(0, COUNT, gl.SliceLayout(1, layout))
-    c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    pointers = source + n.to(gl.int64)[:, None] * stride + c[None, :]
-    gather(buffer, pointers, mask=(n < end)[:, None] & (c < width)[None, :])
-
-
-@gluon.jit
 def _consume(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile along H."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
@@ -141,15 +137,21 @@ def _consume(
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
         tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
         acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
-        for row in range(start, end, BLOCK_N):
-            acc = sum_stage(acc, left_bufs, right_bufs, full, empty, count, row > start, WARPGROUP, STAGES)
-            count += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
+        if ROUNDS:
+            acc, count = sum_rounds(
+                acc, left_bufs, right_bufs, full, empty, count, start, end, WARPGROUP, BLOCK_N, STAGES
+            )
+        else:
+            for row in range(start, end, BLOCK_N):
+                acc = sum_stage(acc, left_bufs, right_bufs, full, empty, count, row > start, WARPGROUP, STAGES)
+                count += 1
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
         if tile < tiles:
             store_gradient(
-                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
-            )
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W,
+                BUFFERS,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -216,15 +218,21 @@ def gradient_kernel(
     right_desc, out_desc, left, right, order, offs_E, heaviest_E, out, experts, hidden, width, left_stride,
     right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
+    """TOP_K: where tiles go by whole turns of the ring, else 0."""
     dtype: gl.constexpr = out.dtype.element_ty
     left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, BLOCK_H // 2], LEFT_LAYOUT)
     right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_W], RIGHT_LAYOUT)
+    PART: gl.constexpr = BLOCK_W // (2 * BUFFERS)
     if TRANSPOSED:
-        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_W // 2, BLOCK_H // 2], OUT_LAYOUT)
+        staging = gl.allocate_shared_memory(dtype, [2 * BUFFERS, PART, BLOCK_H // 2], OUT_LAYOUT)
     else:
-        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_H // 2, BLOCK_W // 2], OUT_LAYOUT)
+        staging = gl.allocate_shared_memory(dtype, [2 * BUFFERS, BLOCK_H // 2, PART], OUT_LAYOUT)
+    if TOP_K > 0:
+        tokens = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        tokens = left_bufs
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -234,15 +242,16 @@ def gradient_kernel(
         [
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, BUFFERS,
             )),
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, BUFFERS,
             )),
             (_produce, (
                 right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
-                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, tokens,
+                TOP_K,
             )),
         ],
         [4, 4],
@@ -250,22 +259,25 @@ def gradient_kernel(
     )  # fmt: skip
 
 
-def _staged(transposed: bool) -> tuple[int, int]:
-    return (BLOCK_W // 2, BLOCK_H // 2) if transposed else (BLOCK_H // 2, BLOCK_W // 2)
+def _staged(transposed: bool, ways: GradientWays) -> tuple[int, int]:
+    part = BLOCK_W // (2 * ways.buffers)
+    return (part, BLOCK_H // 2) if transposed else (BLOCK_H // 2, part)
 
 
 @cache
-def _bound(transposed: bool, dtype: torch.dtype) -> Any:
+def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int) -> Any:
     return gradient_kernel.bound(
         TRANSPOSED=transposed,
         LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H // 2), dtype),
         RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
-        OUT_LAYOUT=shared_layout(_staged(transposed), dtype),
+        OUT_LAYOUT=shared_layout(_staged(transposed, ways), dtype),
         BLOCK_H=BLOCK_H,
         BLOCK_W=BLOCK_W,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
         GROUP=GROUP,
+        TOP_K=top_k,
+        BUFFERS=ways.buffers,
         num_warps=4,
     )
 
@@ -286,9 +298,10 @@ def weight_gradient(
     experts, hidden, width = out_EHW.shape
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
-    _bound(transposed, out_EHW.dtype)[(programs(out_EHW.device),)](
+    ways = gradient_ways(whole_tiles=hidden % BLOCK_H == 0)
+    _bound(transposed, out_EHW.dtype, ways, top_k if ways.rounds else 0)[(programs(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
-        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
+        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed, ways)),
         left_TH,
         right_NW,
         order_N,

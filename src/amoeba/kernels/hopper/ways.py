@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from amoeba.errors import bad_value
 
 VARIABLE = "AMOEBA_PRODUCT_WAYS"
 TAKEN = "rounds,brisk"
+# Of the weights' gradients.
+GRADIENT_VARIABLE = "AMOEBA_GRADIENT_WAYS"
+GRADIENT_TAKEN = ""
 
 
 class Ways(NamedTuple):
@@ -33,12 +36,30 @@ class Ways(NamedTuple):
     brisk: bool = False
 
 
-def ways_named(names: str, what: str = VARIABLE) -> Ways:
+class GradientWays(NamedTuple):
+    """
+    rounds:   where H is a multiple of 128, tiles go by whole turns of the ring (`amoeba.kernels.hopper.gradient_rounds`).
+    quarters: as above.
+    """
+
+    rounds: bool = False
+    quarters: bool = False
+
+    @property
+    def buffers(self) -> int:
+        """Of a warpgroup's sums on their way to memory."""
+        return 2 if self.quarters else 1
+
+
+Either = TypeVar("Either", Ways, GradientWays)
+
+
+def ways_named(names: str, what: str = VARIABLE, kind: type[Either] = Ways, usual: str = TAKEN) -> Either:
     """names: parted by commas; none for the plain way."""
     wanted = [name for name in names.split(",") if name]
-    if any(name not in Ways._fields for name in wanted):
-        raise bad_value(what, f"some of {', '.join(Ways._fields)}", repr(names), f"leave it out for {TAKEN}")
-    return Ways(**dict.fromkeys(wanted, True))
+    if any(name not in kind._fields for name in wanted):
+        raise bad_value(what, f"some of {', '.join(kind._fields)}", repr(names), f"leave it out for {usual or 'none'}")
+    return kind(**dict.fromkeys(wanted, True))
 
 
 def chosen_constants(whole_turns: bool) -> dict[str, bool]:
@@ -51,3 +72,14 @@ def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
     taken = ways._replace(rounds=ways.rounds and whole_turns)
     return {name.upper(): value for name, value in taken._asdict().items()}
+
+
+def gradient_ways(whole_tiles: bool) -> GradientWays:
+    """whole_tiles: H is a multiple of a tile's."""
+    return _gradient_ways(os.environ.get(GRADIENT_VARIABLE, GRADIENT_TAKEN), whole_tiles)
+
+
+@cache
+def _gradient_ways(names: str, whole_tiles: bool) -> GradientWays:
+    ways = ways_named(names, GRADIENT_VARIABLE, GradientWays, GRADIENT_TAKEN)
+    return ways._replace(rounds=ways.rounds and whole_tiles)

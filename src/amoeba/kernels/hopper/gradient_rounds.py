@@ -1,0 +1,127 @@
+"""A weight gradient's tile by whole turns of the ring of stages: which stage it is need not be computed.
+
+    phases = fill_rounds(..., phases, h, w, start, end, ...)              # the gathering warpgroup
+    acc, phases = sum_rounds(acc, ..., phases, start, end, ...)           # a multiplying one; the same bits
+
+For `amoeba.kernels.hopper.gradient`. A tile begins at the first stage, whatever the one before it has left: the stages
+behind its last rows are passed over, and `phases` has the parity of each stage as a bit. Rows of whole turns come
+without masks. Row numbers come a turn at once, each thread fetches two, and go through shared memory as tokens.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from amoeba.kernels.hopper.descriptor import bulk_load, gather, reinterpret
+
+
+@gluon.jit
+def fill_rounds(
+    right_desc, left, right, order, tokens, left_bufs, right_bufs, full, empty, phases, h, w, start, end, width,
+    left_stride, right_stride, TOP_K: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The stages of one tile, as they come free; all of the tile's columns of the left side are there."""
+    HALF: gl.constexpr = BLOCK_H // 2
+    TURN: gl.constexpr = STAGES * BLOCK_N
+    token_bufs = reinterpret(tokens, gl.int32, [STAGES, BLOCK_N], tokens.type.layout)
+    # A thread's rows of a stage are neighbours: it reads their tokens in one go.
+    layout: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0])
+    of_stage: gl.constexpr = gl.SliceLayout(1, layout)
+    n = gl.arange(0, BLOCK_N, of_stage)
+    turn_n = gl.arange(0, TURN, gl.BlockedLayout([1], [32], [4], [0]))
+    columns = left + (h * BLOCK_H + gl.arange(0, HALF, gl.SliceLayout(0, layout)))[None, :]
+    behind = start + (end - start) // TURN * TURN
+    slot = gl.load(order + (start + turn_n), mask=start + turn_n < end, other=0)
+    for row in range(start, behind, TURN):
+        tokens.store(slot // TOP_K)
+        ahead = row + TURN + turn_n
+        slot = gl.load(order + ahead, mask=ahead < end, other=0)
+        for stage in gl.static_range(STAGES):
+            token = token_bufs.index(stage).load(of_stage)
+            pointers = columns + (token.to(gl.int64) * left_stride)[:, None]
+            mbarrier.wait(empty.index(stage), ((phases >> stage) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
+            bulk_load(right_desc, [row + stage * BLOCK_N, w * BLOCK_W], bar, right_bufs.index(stage))
+            gather(left_bufs.index(stage * 2), pointers)
+            gather(left_bufs.index(stage * 2 + 1), pointers + HALF)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+        phases ^= (1 << STAGES) - 1
+    tokens.store(slot // TOP_K)
+    stage = 0
+    for row in range(behind, end, BLOCK_N):
+        token = token_bufs.index(stage).load(of_stage)
+        pointers = columns + (token.to(gl.int64) * left_stride)[:, None]
+        owned = (row + n < end)[:, None]
+        mbarrier.wait(empty.index(stage), ((phases >> stage) & 1) ^ 1)
+        bar = full.index(stage)
+        right_buf = right_bufs.index(stage)
+        if row + BLOCK_N <= end:
+            mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
+            bulk_load(right_desc, [row, w * BLOCK_W], bar, right_buf)
+        else:
+            mbarrier.arrive(bar, count=1)
+            copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
+        gather(left_bufs.index(stage * 2), pointers, mask=owned)
+        gather(left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+        stage += 1
+    return phases ^ ((1 << stage) - 1)
+
+
+@gluon.jit
+def copy_last_rows(source, stride, column, width, row, end, buffer):
+    """Sorted rows up to the expert's end, and zeros behind them."""
+    COUNT: gl.constexpr = buffer.shape[0]
+    WIDTH: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    n = row + gl.arange(0, COUNT, gl.SliceLayout(1, layout))
+    c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    pointers = source + n.to(gl.int64)[:, None] * stride + c[None, :]
+    gather(buffer, pointers, mask=(n < end)[:, None] & (c < width)[None, :])
+
+
+@gluon.jit
+def _sum_stage(acc, left, right, full_bar, phase, before_bar, more):
+    mbarrier.wait(full_bar, phase)
+    fence_async_shared()  # the left rows were written by threads, the matrix unit reads them as another party
+    acc = warpgroup_mma(left.permute((1, 0)), right, acc, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    mbarrier.arrive(before_bar, count=1, pred=more)
+    return acc
+
+
+@gluon.jit
+def sum_rounds(
+    acc, left_bufs, right_bufs, full, empty, phases, start, end, WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """acc += leftᵀ · right over an expert's rows; a stage is given back when the product after it has started."""
+    TURN: gl.constexpr = STAGES * BLOCK_N
+    behind = start + (end - start) // TURN * TURN
+    for row in range(start, behind, TURN):
+        for stage in gl.static_range(STAGES):
+            acc = _sum_stage(
+                acc, left_bufs.index(stage * 2 + WARPGROUP), right_bufs.index(stage), full.index(stage),
+                (phases >> stage) & 1, empty.index((stage + STAGES - 1) % STAGES), True if stage > 0 else row > start,
+            )  # fmt: skip
+        phases ^= (1 << STAGES) - 1
+    stage = 0
+    for row in range(behind, end, BLOCK_N):
+        acc = _sum_stage(
+            acc, left_bufs.index(stage * 2 + WARPGROUP), right_bufs.index(stage), full.index(stage),
+            (phases >> stage) & 1, empty.index((stage + STAGES - 1) % STAGES), row > start,
+        )  # fmt: skip
+        stage += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=end > start)
+    return acc, phases ^ ((1 << stage) - 1)
