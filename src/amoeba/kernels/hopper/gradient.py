@@ -66,7 +66,7 @@ def _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexp
 def _produce(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, tokens, TOP_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
@@ -77,7 +77,7 @@ def _produce(
         _, _, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
         if TOP_K > 0:
             count = fill_rounds(
-                right_desc, left, right, order, tokens, left_bufs, right_bufs, full, empty, count, h, w, start, end,
+                right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, count, h, w, start, end,
                 width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
             )  # fmt: skip
         else:
@@ -222,7 +222,10 @@ def gradient_kernel(
 ):  # fmt: skip
     """TOP_K: where tiles go by whole turns of the ring, else 0."""
     dtype: gl.constexpr = out.dtype.element_ty
-    left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, BLOCK_H // 2], LEFT_LAYOUT)
+    if TOP_K > 0:
+        left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_H], LEFT_LAYOUT)
+    else:
+        left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, BLOCK_H // 2], LEFT_LAYOUT)
     right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_W], RIGHT_LAYOUT)
     PART: gl.constexpr = BLOCK_W // (2 * BUFFERS)
     if TRANSPOSED:
@@ -230,9 +233,9 @@ def gradient_kernel(
     else:
         staging = gl.allocate_shared_memory(dtype, [2 * BUFFERS, BLOCK_H // 2, PART], OUT_LAYOUT)
     if TOP_K > 0:
-        tokens = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        places = gl.allocate_shared_memory(gl.uint32, [STAGES * BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
-        tokens = left_bufs
+        places = left_bufs
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -250,12 +253,12 @@ def gradient_kernel(
             )),
             (_produce, (
                 right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
-                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, tokens,
+                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places,
                 TOP_K,
             )),
         ],
         [4, 4],
-        [208, 88],
+        [200, 104] if TOP_K > 0 else [208, 88],
     )  # fmt: skip
 
 
@@ -268,7 +271,7 @@ def _staged(transposed: bool, ways: GradientWays) -> tuple[int, int]:
 def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int) -> Any:
     return gradient_kernel.bound(
         TRANSPOSED=transposed,
-        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H // 2), dtype),
+        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if ways.rounds else BLOCK_H // 2), dtype),
         RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
         OUT_LAYOUT=shared_layout(_staged(transposed, ways), dtype),
         BLOCK_H=BLOCK_H,

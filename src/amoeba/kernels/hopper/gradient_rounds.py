@@ -25,42 +25,42 @@ from amoeba.kernels.hopper.descriptor import bulk_load, gather, reinterpret
 
 @gluon.jit
 def fill_rounds(
-    right_desc, left, right, order, tokens, left_bufs, right_bufs, full, empty, phases, h, w, start, end, width,
+    right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, phases, h, w, start, end, width,
     left_stride, right_stride, TOP_K: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The stages of one tile, as they come free; all of the tile's columns of the left side are there."""
-    HALF: gl.constexpr = BLOCK_H // 2
     TURN: gl.constexpr = STAGES * BLOCK_N
-    token_bufs = reinterpret(tokens, gl.int32, [STAGES, BLOCK_N], tokens.type.layout)
-    # A thread's rows of a stage are neighbours: it reads their tokens in one go.
+    PIECE: gl.constexpr = 8  # a row begins at 16 bytes: counted in these, all places of 64 GB have a 32-bit number
+    place_bufs = reinterpret(places, gl.uint32, [STAGES, BLOCK_N], places.type.layout)
+    # A thread's rows of a stage are neighbours: it reads their places in one go.
     layout: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0])
     of_stage: gl.constexpr = gl.SliceLayout(1, layout)
     n = gl.arange(0, BLOCK_N, of_stage)
     turn_n = gl.arange(0, TURN, gl.BlockedLayout([1], [32], [4], [0]))
-    columns = left + (h * BLOCK_H + gl.arange(0, HALF, gl.SliceLayout(0, layout)))[None, :]
+    columns = left + (h * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(0, layout)))[None, :]
+    pieces = (left_stride // PIECE).to(gl.uint32)
     behind = start + (end - start) // TURN * TURN
     slot = gl.load(order + (start + turn_n), mask=start + turn_n < end, other=0)
     for row in range(start, behind, TURN):
-        tokens.store(slot // TOP_K)
+        places.store((slot // TOP_K).to(gl.uint32) * pieces)
         ahead = row + TURN + turn_n
         slot = gl.load(order + ahead, mask=ahead < end, other=0)
         for stage in gl.static_range(STAGES):
-            token = token_bufs.index(stage).load(of_stage)
-            pointers = columns + (token.to(gl.int64) * left_stride)[:, None]
+            place = place_bufs.index(stage).load(of_stage)
+            pointers = columns + (place.to(gl.int64) * PIECE)[:, None]
             mbarrier.wait(empty.index(stage), ((phases >> stage) & 1) ^ 1)
             bar = full.index(stage)
             mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
             bulk_load(right_desc, [row + stage * BLOCK_N, w * BLOCK_W], bar, right_bufs.index(stage))
-            gather(left_bufs.index(stage * 2), pointers)
-            gather(left_bufs.index(stage * 2 + 1), pointers + HALF)
+            gather(left_bufs.index(stage), pointers)
             async_copy.mbarrier_arrive(bar, increment_count=False)
         phases ^= (1 << STAGES) - 1
-    tokens.store(slot // TOP_K)
+    places.store((slot // TOP_K).to(gl.uint32) * pieces)
     stage = 0
     for row in range(behind, end, BLOCK_N):
-        token = token_bufs.index(stage).load(of_stage)
-        pointers = columns + (token.to(gl.int64) * left_stride)[:, None]
+        place = place_bufs.index(stage).load(of_stage)
+        pointers = columns + (place.to(gl.int64) * PIECE)[:, None]
         owned = (row + n < end)[:, None]
         mbarrier.wait(empty.index(stage), ((phases >> stage) & 1) ^ 1)
         bar = full.index(stage)
@@ -71,8 +71,7 @@ def fill_rounds(
         else:
             mbarrier.arrive(bar, count=1)
             copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
-        gather(left_bufs.index(stage * 2), pointers, mask=owned)
-        gather(left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned)
+        gather(left_bufs.index(stage), pointers, mask=owned)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         stage += 1
     return phases ^ ((1 << stage) - 1)
@@ -91,12 +90,15 @@ def copy_last_rows(source, stride, column, width, row, end, buffer):
 
 
 @gluon.jit
-def _sum_stage(acc, left, right, full_bar, phase, before_bar, more):
-    mbarrier.wait(full_bar, phase)
+def _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, phases, more, WARPGROUP: gl.constexpr):
+    STAGES: gl.constexpr = right_bufs.shape[0]
+    HALF: gl.constexpr = left_bufs.shape[2] // 2
+    mbarrier.wait(full.index(stage), (phases >> stage) & 1)
     fence_async_shared()  # the left rows were written by threads, the matrix unit reads them as another party
-    acc = warpgroup_mma(left.permute((1, 0)), right, acc, is_async=True)
+    left = left_bufs.index(stage).slice(WARPGROUP * HALF, HALF, 1).permute((1, 0))
+    acc = warpgroup_mma(left, right_bufs.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(1, deps=(acc,))
-    mbarrier.arrive(before_bar, count=1, pred=more)
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
     return acc
 
 
@@ -110,17 +112,12 @@ def sum_rounds(
     behind = start + (end - start) // TURN * TURN
     for row in range(start, behind, TURN):
         for stage in gl.static_range(STAGES):
-            acc = _sum_stage(
-                acc, left_bufs.index(stage * 2 + WARPGROUP), right_bufs.index(stage), full.index(stage),
-                (phases >> stage) & 1, empty.index((stage + STAGES - 1) % STAGES), True if stage > 0 else row > start,
-            )  # fmt: skip
+            more = True if stage > 0 else row > start
+            acc = _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, phases, more, WARPGROUP)
         phases ^= (1 << STAGES) - 1
     stage = 0
     for row in range(behind, end, BLOCK_N):
-        acc = _sum_stage(
-            acc, left_bufs.index(stage * 2 + WARPGROUP), right_bufs.index(stage), full.index(stage),
-            (phases >> stage) & 1, empty.index((stage + STAGES - 1) % STAGES), row > start,
-        )  # fmt: skip
+        acc = _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, phases, row > start, WARPGROUP)
         stage += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=end > start)
