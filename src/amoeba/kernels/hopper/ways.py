@@ -29,11 +29,16 @@ class Ways(NamedTuple):
               own: which stage it is and where its rows lie need not be computed.
     quarters: sums leave through two buffers in turns, and the activation is computed while the first ones leave.
     brisk:    a sigmoid of five instructions.
+    place:    with rounds: where a tile lies is found while its last product runs, not before its first one.
+    carry:    with rounds and without quarters, where nothing is activated: half of a tile's sums leave while the next
+              tile is computed.
     """
 
     rounds: bool = False
     quarters: bool = False
     brisk: bool = False
+    place: bool = False
+    carry: bool = False
 
 
 class GradientWays(NamedTuple):
@@ -70,7 +75,10 @@ def chosen_constants(whole_turns: bool) -> dict[str, bool]:
 @cache
 def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
-    taken = ways._replace(rounds=ways.rounds and whole_turns)
+    rounds = ways.rounds and whole_turns
+    taken = ways._replace(
+        rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters
+    )
     return {name.upper(): value for name, value in taken._asdict().items()}
 
 
