@@ -1,7 +1,8 @@
 """A weight gradient's tile by whole turns of the ring of stages: which stage it is need not be computed.
 
     phases = fill_rounds(..., phases, h, w, start, end, ...)              # the gathering warpgroup
-    acc, phases = sum_rounds(acc, ..., phases, start, end, ...)           # a multiplying one; the same bits
+    acc, phases = sum_turns(acc, ..., phases, start, start, behind, ...)  # a multiplying one; the same bits
+    acc, phases = sum_rest(acc, ..., phases, start, behind, end, ...)
 
 For `amoeba.kernels.hopper.gradient`. A tile begins at the first stage, whatever the one before it has left: the stages
 behind its last rows are passed over, and `phases` has the parity of each stage as a bit. Rows of whole turns come
@@ -40,7 +41,7 @@ def fill_rounds(
     turn_n = gl.arange(0, TURN, gl.BlockedLayout([1], [32], [4], [0]))
     columns = left + (h * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(0, layout)))[None, :]
     pieces = (left_stride // PIECE).to(gl.uint32)
-    behind = start + (end - start) // TURN * TURN
+    behind = whole_turns(start, end, BLOCK_N, STAGES)
     slot = gl.load(order + (start + turn_n), mask=start + turn_n < end, other=0)
     for row in range(start, behind, TURN):
         places.store((slot // TOP_K).to(gl.uint32) * pieces)
@@ -103,18 +104,31 @@ def _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, phases, more, WAR
 
 
 @gluon.jit
-def sum_rounds(
-    acc, left_bufs, right_bufs, full, empty, phases, start, end, WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+def whole_turns(start, end, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Where the rows of whole turns of the ring end."""
+    return start + (end - start) // (STAGES * BLOCK_N) * (STAGES * BLOCK_N)
+
+
+@gluon.jit
+def sum_turns(
+    acc, left_bufs, right_bufs, full, empty, phases, start, begin, behind, WARPGROUP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """acc += leftᵀ · right over an expert's rows; a stage is given back when the product after it has started."""
-    TURN: gl.constexpr = STAGES * BLOCK_N
-    behind = start + (end - start) // TURN * TURN
-    for row in range(start, behind, TURN):
+    """acc += leftᵀ · right over whole turns of an expert's rows; the last product is begun, the one before given back."""
+    for row in range(begin, behind, STAGES * BLOCK_N):
         for stage in gl.static_range(STAGES):
             more = True if stage > 0 else row > start
             acc = _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, phases, more, WARPGROUP)
         phases ^= (1 << STAGES) - 1
+    return acc, phases
+
+
+@gluon.jit
+def sum_rest(
+    acc, left_bufs, right_bufs, full, empty, phases, start, behind, end, WARPGROUP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """... and over the rows behind these; all is computed."""
     stage = 0
     for row in range(behind, end, BLOCK_N):
         acc = _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, phases, row > start, WARPGROUP)

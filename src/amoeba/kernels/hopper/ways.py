@@ -45,15 +45,23 @@ class GradientWays(NamedTuple):
     """
     rounds:   where H is a multiple of 128, tiles go by whole turns of the ring (`amoeba.kernels.hopper.gradient_rounds`).
     quarters: as above.
+    place:    with rounds: where the next tile lies is found while one of this tile's products runs.
+    carry:    with rounds and without quarters: half of a tile's sums leave while the next tile is computed.
     """
 
     rounds: bool = False
     quarters: bool = False
+    place: bool = False
+    carry: bool = False
 
     @property
-    def buffers(self) -> int:
+    def BUFFERS(self) -> int:
         """Of a warpgroup's sums on their way to memory."""
         return 2 if self.quarters else 1
+
+    ROUNDS = property(lambda self: self.rounds)
+    PLACE = property(lambda self: self.place)
+    CARRY = property(lambda self: self.carry)
 
 
 Either = TypeVar("Either", Ways, GradientWays)
@@ -90,4 +98,5 @@ def gradient_ways(whole_tiles: bool) -> GradientWays:
 @cache
 def _gradient_ways(names: str, whole_tiles: bool) -> GradientWays:
     ways = ways_named(names, GRADIENT_VARIABLE, GradientWays, GRADIENT_TAKEN)
-    return ways._replace(rounds=ways.rounds and whole_tiles)
+    rounds = ways.rounds and whole_tiles
+    return ways._replace(rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters)
