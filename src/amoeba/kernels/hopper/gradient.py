@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.gradient_rounds import copy_last_rows, fill_rounds, sum_rest, sum_turns, whole_turns
+from amoeba.kernels.hopper.gradient_rounds import fill_rounds, sum_rest, sum_turns, whole_turns
 from amoeba.kernels.hopper.product_kernel import Constants
 from amoeba.kernels.hopper.product_store import column_parts, wait_for_buffer
 from amoeba.kernels.hopper.ways import GradientWays, gradient_ways
@@ -68,6 +68,7 @@ def _produce(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, WAYS: gl.constexpr,
+    BLOCK_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
@@ -79,7 +80,7 @@ def _produce(
         if WAYS.ROUNDS:
             count = fill_rounds(
                 right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, count, h, w, start, end,
-                width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
+                width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT,
             )  # fmt: skip
         else:
             count = fill_gradient(
@@ -114,12 +115,24 @@ def fill_gradient(
             bulk_load(right_desc, [row, w * BLOCK_W], bar, right_buf)
         else:
             mbarrier.arrive(bar, count=1)
-            copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
+            _copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
         gather(left_bufs.index(stage * 2), pointers, mask=owned & (column < hidden)[None, :])
         gather(left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned & (column + HALF < hidden)[None, :])
         async_copy.mbarrier_arrive(bar, increment_count=False)
         count += 1
     return count
+
+
+@gluon.jit
+def _copy_last_rows(source, stride, column, width, row, end, buffer):
+    """Sorted rows up to the expert's end, and zeros behind them."""
+    COUNT: gl.constexpr = buffer.shape[0]
+    WIDTH: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    n = row + gl.arange(0, COUNT, gl.SliceLayout(1, layout))
+    c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    pointers = source + n.to(gl.int64)[:, None] * stride + c[None, :]
+    gather(buffer, pointers, mask=(n < end)[:, None] & (c < width)[None, :])
 
 
 @gluon.jit
@@ -307,7 +320,7 @@ def _store(value, out, out_desc, buffer, turned, expert, row, rows, column, colu
 def gradient_kernel(
     right_desc, out_desc, left, right, order, offs_E, heaviest_E, out, experts, hidden, width, left_stride,
     right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, WAYS: gl.constexpr,
 ):  # fmt: skip
     """TOP_K: where it is asked for at compile time, else 0. WAYS: see `amoeba.kernels.hopper.ways`."""
@@ -344,11 +357,11 @@ def gradient_kernel(
             (_produce, (
                 right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
                 width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places,
-                TOP_K, WAYS,
+                TOP_K, WAYS, BLOCK_LAYOUT,
             )),
         ],
         [4, 4],
-        [200, 104] if WAYS.ROUNDS else [208, 88],
+        WAYS.REGISTERS,
     )  # fmt: skip
 
 
@@ -363,6 +376,7 @@ def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int)
         TRANSPOSED=transposed,
         LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if ways.rounds else BLOCK_H // 2), dtype),
         RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
+        BLOCK_LAYOUT=shared_layout((BLOCK_N, 64), dtype),
         OUT_LAYOUT=shared_layout(_staged(transposed, ways), dtype),
         BLOCK_H=BLOCK_H,
         BLOCK_W=BLOCK_W,

@@ -28,7 +28,7 @@ from amoeba.kernels.hopper.descriptor import bulk_load, gather, reinterpret
 def fill_rounds(
     right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, phases, h, w, start, end, width,
     left_stride, right_stride, TOP_K: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The stages of one tile, as they come free; all of the tile's columns of the left side are there."""
     TURN: gl.constexpr = STAGES * BLOCK_N
@@ -37,6 +37,10 @@ def fill_rounds(
     # A thread's rows of a stage are neighbours: it reads their places in one go.
     layout: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0])
     of_stage: gl.constexpr = gl.SliceLayout(1, layout)
+    # The right side in blocks of 64 columns, as they lie one after the other: an expert's last rows come by these.
+    BLOCK: gl.constexpr = 64
+    right_blocks = reinterpret(right_bufs, right_bufs.dtype, [STAGES * BLOCK_W // BLOCK, BLOCK_N, BLOCK], BLOCK_LAYOUT)
+    c = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     n = gl.arange(0, BLOCK_N, of_stage)
     turn_n = gl.arange(0, TURN, gl.BlockedLayout([1], [32], [4], [0]))
     columns = left + (h * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(0, layout)))[None, :]
@@ -71,23 +75,14 @@ def fill_rounds(
             bulk_load(right_desc, [row, w * BLOCK_W], bar, right_buf)
         else:
             mbarrier.arrive(bar, count=1)
-            copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
+            own = right + (row + n).to(gl.int64)[:, None] * right_stride + (w * BLOCK_W + c)[None, :]
+            first = stage * (BLOCK_W // BLOCK)
+            for block in range(gl.minimum(width - w * BLOCK_W, BLOCK_W) // BLOCK):  # nobody reads what is behind them
+                gather(right_blocks.index(first + block), own + (block * BLOCK), mask=owned)
         gather(left_bufs.index(stage), pointers, mask=owned)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         stage += 1
     return phases ^ ((1 << stage) - 1)
-
-
-@gluon.jit
-def copy_last_rows(source, stride, column, width, row, end, buffer):
-    """Sorted rows up to the expert's end, and zeros behind them."""
-    COUNT: gl.constexpr = buffer.shape[0]
-    WIDTH: gl.constexpr = buffer.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    n = row + gl.arange(0, COUNT, gl.SliceLayout(1, layout))
-    c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    pointers = source + n.to(gl.int64)[:, None] * stride + c[None, :]
-    gather(buffer, pointers, mask=(n < end)[:, None] & (c < width)[None, :])
 
 
 @gluon.jit

@@ -59,6 +59,13 @@ class GradientWays(NamedTuple):
         """Of a warpgroup's sums on their way to memory."""
         return 2 if self.quarters else 1
 
+    @property
+    def REGISTERS(self) -> list[int]:
+        """Of a thread that multiplies, and of one that gathers."""
+        if self.carry:
+            return [216, 72]
+        return [200, 104] if self.rounds else [208, 88]
+
     ROUNDS = property(lambda self: self.rounds)
     PLACE = property(lambda self: self.place)
     CARRY = property(lambda self: self.carry)
