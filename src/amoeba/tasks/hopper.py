@@ -70,6 +70,8 @@ class Plan:
     BUNDLED: bool = False
     IN_PLACE: bool = False
     STAGGER: bool = False
+    ROUNDS: bool = False
+    WEIGHTS_BY_ROUNDS: bool = False
 
     @property
     def J(self) -> int:
@@ -323,7 +325,7 @@ def plan_of(
     hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, order: Order, bundled: bool
 ) -> Plan:
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "STAGGER": order.stagger}
+    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "STAGGER": order.stagger, "ROUNDS": order.unrolled > 0, "WEIGHTS_BY_ROUNDS": order.unrolled > 1}
     return replace(plan, TOKENS=order.tokens, BUNDLED=bundled, **flags)  # type: ignore[arg-type]
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
+from amoeba.kernels.hopper.gradient import store_gradient, sum_stage
 from amoeba.kernels.hopper.product_kernel import multiply_stage
 from amoeba.kernels.hopper.product_store import column_parts, store_tile
 from amoeba.kernels.tiles import grouped_order
@@ -22,25 +22,15 @@ TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 
 @gluon.jit
-def fill_gradients(
-    right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, part, row, end, bundle,
-    WIDTH: gl.constexpr, STRIDE: gl.constexpr, WIDTH_TILES: gl.constexpr, TILES: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """The stages of a task's tiles of a weight's gradient."""
-    if PLAN.BUNDLED:
-        for tile in range(part * bundle, gl.minimum((part + 1) * bundle, TILES)):
-            h, w = grouped_order(tile, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
-            count = fill_gradient(
-                right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, PLAN.H,
-                WIDTH, PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
-    else:
-        h, w = grouped_order(part, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
-        count = fill_gradient(
-            right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, PLAN.H,
-            WIDTH, PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-        )  # fmt: skip
-    return count
+def _stage(acc, left, right, full, empty, stage, parity, add, more, gathered):
+    """`multiply_stage` and `sum_stage` where the stage is known before the loop: nothing is computed but products."""
+    mbarrier.wait(full.index(stage), parity)
+    if gathered:
+        fence_async_shared()
+    acc = warpgroup_mma(left, right, acc, use_acc=add, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+    return acc
 
 
 @gluon.jit
@@ -55,14 +45,29 @@ def multiply(
     acc = gl.zeros((64, 256), gl.float32, mma)
     tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
     keep_behind(led, count, depth // BLOCK_K, WARPGROUP, PLAN)
-    for k in range(0, depth, BLOCK_K):
-        acc = multiply_stage(
-            acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
-        )
-        lead(led, count, WARPGROUP, PLAN)
-        count += 1
-        if k == tell_at:
-            tell(untold, counters, PLAN)
+    if PLAN.ROUNDS:
+        start = count % STAGES
+        for first in range(0, depth, STAGES * BLOCK_K):
+            for turn in gl.static_range(STAGES):
+                stage = (start + turn) % STAGES
+                parity = (count // STAGES + (start + turn) // STAGES) & 1
+                rows = row_bufs.index(stage).slice(WARPGROUP * 64, 64, 0)
+                matrix = matrix_bufs.index(stage)
+                more = True if turn > 0 else first > 0
+                acc = _stage(acc, rows, matrix, full, empty, stage, parity, more, more, kind == DOWN)
+                if turn == 2 + WARPGROUP:  # noqa: SIM102 - known when it is compiled, unlike the next
+                    if first == 0:
+                        tell(untold, counters, PLAN)
+            count += STAGES
+    else:
+        for k in range(0, depth, BLOCK_K):
+            acc = multiply_stage(
+                acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
+            )
+            lead(led, count, WARPGROUP, PLAN)
+            count += 1
+            if k == tell_at:
+                tell(untold, counters, PLAN)
     next_task = task
     ahead = is_there(queue, taken)
     if ahead:  # while the last stage is multiplied
@@ -105,19 +110,41 @@ def sum_tile(
     acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
     tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
     keep_behind(led, count, gl.cdiv(end - row, BLOCK_K), WARPGROUP, PLAN)
-    for first in range(row, end, BLOCK_K):
-        acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
-        lead(led, count, WARPGROUP, PLAN)
-        count += 1
-        if (first <= tell_at) & (tell_at < first + BLOCK_K):
+    rest = row
+    if PLAN.WEIGHTS_BY_ROUNDS:
+        rest = end - (end - row) % (STAGES * BLOCK_K)
+        start = count % STAGES
+        for first in range(row, rest, STAGES * BLOCK_K):
+            for turn in gl.static_range(STAGES):
+                stage = (start + turn) % STAGES
+                parity = (count // STAGES + (start + turn) // STAGES) & 1
+                left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
+                more = True if turn > 0 else first > row
+                acc = _stage(acc, left, matrix_bufs.index(stage), full, empty, stage, parity, True, more, True)
+                if turn == 2 + WARPGROUP:  # noqa: SIM102 - known when it is compiled, unlike the next
+                    if first == row:
+                        tell(untold, counters, PLAN)
+            count += STAGES
+        for first in range(rest, end, BLOCK_K):
+            acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
+            count += 1
+        if rest == row:
             tell(untold, counters, PLAN)
+    else:
+        for first in range(row, end, BLOCK_K):
+            acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
+            lead(led, count, WARPGROUP, PLAN)
+            count += 1
+            if (first <= tell_at) & (tell_at < first + BLOCK_K):
+                tell(untold, counters, PLAN)
     ahead = last & is_there(queue, taken)
     if ahead:
         next_task = take(queue, taken)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > row)
-    if end == row:
-        tell(untold, counters, PLAN)
+    if not PLAN.WEIGHTS_BY_ROUNDS:  # noqa: SIM102 - known when it is compiled, unlike the next
+        if end == row:
+            tell(untold, counters, PLAN)
     if kind == DOWN_WEIGHTS:
         h, w = grouped_order(tile, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
         store_gradient(

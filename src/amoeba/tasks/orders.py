@@ -45,6 +45,7 @@ class Order(NamedTuple):
     in_place: bool = False
     rounds: int = 2
     stagger: bool = False
+    unrolled: int = 0
 
 
 # N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
@@ -68,6 +69,10 @@ ORDERS = {
     "small lean waves": _SMALL._replace(in_place=True, rounds=1),
     "small stagger": _SMALL._replace(stagger=True),
     "stagger": Order(stagger=True),
+    "rounds": Order(unrolled=1),
+    "small rounds": _SMALL._replace(unrolled=1),
+    "all rounds": Order(unrolled=2),
+    "small all rounds": _SMALL._replace(unrolled=2),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 

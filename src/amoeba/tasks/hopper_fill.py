@@ -1,0 +1,116 @@
+"""How the producer of the kernel for Hopper fills the stages of products and of weights' gradients, turn by turn.
+
+A turn is all stages of the ring, each with code of its own: where it lies is found once for a tile, and nothing is
+computed between two copies but how far along they are. A turn begins at any stage. See `amoeba.tasks.hopper_tiles`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from amoeba.kernels.hopper.descriptor import bulk_load, gather
+from amoeba.kernels.hopper.gradient import fill_gradient
+from amoeba.kernels.hopper.product_fill import fill_product
+from amoeba.kernels.tiles import grouped_order
+from amoeba.tasks.hopper_queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGE_BYTES, STAGES
+
+MATRIX_BYTES = gl.constexpr(256 * 64 * 2)
+
+
+@gluon.jit
+def place_in_turn(count, TURN: gl.constexpr):
+    """Of the TURN-th stage from count on: where it is, and the parity with which it is full."""
+    start = count % STAGES
+    return (start + TURN) % STAGES, (count // STAGES + (start + TURN) // STAGES) & 1
+
+
+@gluon.jit
+def fill_tile(
+    row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, part,
+    DEPTH: gl.constexpr, WIDTH: gl.constexpr, GATHER: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """The stages of a tile of dA' or of dx, as they come free. pointers: to the rows, where these are gathered."""
+    if PLAN.ROUNDS:
+        BYTES: gl.constexpr = MATRIX_BYTES if GATHER else STAGE_BYTES
+        start = count % STAGES
+        for first in range(0, DEPTH, STAGES * BLOCK_K):
+            for turn in gl.static_range(STAGES):
+                stage = (start + turn) % STAGES
+                parity = (count // STAGES + (start + turn) // STAGES) & 1
+                mbarrier.wait(empty.index(stage), parity ^ 1)
+                bar = full.index(stage)
+                k = first + turn * BLOCK_K
+                mbarrier.expect(bar, BYTES)
+                bulk_load(matrix_desc, [expert * DEPTH + k, part * BLOCK_N], bar, matrix_bufs.index(stage))
+                if GATHER:
+                    gather(row_bufs.index(stage), pointers + turn * BLOCK_K)
+                else:
+                    bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            if GATHER:
+                pointers += STAGES * BLOCK_K
+            count += STAGES
+    else:
+        count = fill_product(
+            row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, part, DEPTH,
+            WIDTH, WIDTH, GATHER, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
+    return count
+
+
+@gluon.jit
+def fill_gradients(
+    right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, part, row, end, bundle,
+    WIDTH: gl.constexpr, STRIDE: gl.constexpr, WIDTH_TILES: gl.constexpr, TILES: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """The stages of a task's tiles of a weight's gradient."""
+    if PLAN.BUNDLED:
+        for tile in range(part * bundle, gl.minimum((part + 1) * bundle, TILES)):
+            h, w = grouped_order(tile, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
+            count = _fill_gradient(
+                right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, WIDTH,
+                STRIDE, PLAN,
+            )  # fmt: skip
+    else:
+        h, w = grouped_order(part, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
+        count = _fill_gradient(
+            right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, WIDTH, STRIDE,
+            PLAN,
+        )  # fmt: skip
+    return count
+
+
+@gluon.jit
+def _fill_gradient(
+    right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, WIDTH: gl.constexpr,
+    STRIDE: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    rest = row
+    if PLAN.WEIGHTS_BY_ROUNDS and PLAN.H % BLOCK_M == 0:  # whole stages of whole columns: no masks
+        HALF: gl.constexpr = BLOCK_M // 2
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        n = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
+        column = h * BLOCK_M + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+        rest = end - (end - row) % (STAGES * BLOCK_K)
+        start = count % STAGES
+        slot = gl.load(order + gl.minimum(row + n, end - 1), mask=row + n < rest, other=0)
+        for first in range(row, rest, STAGES * BLOCK_K):
+            for turn in gl.static_range(STAGES):
+                pointers = left + (slot // PLAN.TOP_K).to(gl.int64)[:, None] * PLAN.H + column[None, :]
+                slot = gl.load(order + gl.minimum(first + (turn + 1) * BLOCK_K + n, end - 1))
+                stage = (start + turn) % STAGES
+                parity = (count // STAGES + (start + turn) // STAGES) & 1
+                mbarrier.wait(empty.index(stage), parity ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, MATRIX_BYTES)
+                bulk_load(right_desc, [first + turn * BLOCK_K, w * BLOCK_N], bar, right_bufs.index(stage))
+                gather(left_bufs.index(stage * 2), pointers)
+                gather(left_bufs.index(stage * 2 + 1), pointers + HALF)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            count += STAGES
+    return fill_gradient(
+        right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, rest, end, PLAN.H, WIDTH,
+        PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
