@@ -185,6 +185,11 @@ class Plan:
         return column_block(self.I, WIDEST_BACKWARD)
 
     @property
+    def WIDE_LAYOUT(self) -> Any:
+        """Of both halves of the gathered rows of a weight's gradient, as they lie one behind the other."""
+        return shared_layout((BLOCK_K, BLOCK_M), torch.bfloat16)
+
+    @property
     def LINES(self) -> int:
         """As many as make 16 KB."""
         return BLOCK_M * BLOCK_K // self.BLOCK

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from amoeba.kernels.hopper.descriptor import bulk_load, gather
+from amoeba.kernels.hopper.descriptor import bulk_load, gather, reinterpret
 from amoeba.kernels.hopper.gradient import fill_gradient
 from amoeba.kernels.hopper.product_fill import fill_product
 from amoeba.kernels.tiles import grouped_order
@@ -89,25 +89,30 @@ def _fill_gradient(
 ):  # fmt: skip
     rest = row
     if PLAN.WEIGHTS_BY_ROUNDS and PLAN.H % BLOCK_M == 0:  # whole stages of whole columns: no masks
-        HALF: gl.constexpr = BLOCK_M // 2
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         n = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
-        column = h * BLOCK_M + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+        column = h * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+        wide_bufs = reinterpret(left_bufs, left.dtype.element_ty, [STAGES, BLOCK_K, BLOCK_M], PLAN.WIDE_LAYOUT)
         rest = end - (end - row) % (STAGES * BLOCK_K)
         start = count % STAGES
-        slot = gl.load(order + gl.minimum(row + n, end - 1), mask=row + n < rest, other=0)
+        slots = order + row + n
+        slot = gl.load(slots, mask=(0 * n + rest) > row)
         for first in range(row, rest, STAGES * BLOCK_K):
             for turn in gl.static_range(STAGES):
-                pointers = left + (slot // PLAN.TOP_K).to(gl.int64)[:, None] * PLAN.H + column[None, :]
-                slot = gl.load(order + gl.minimum(first + (turn + 1) * BLOCK_K + n, end - 1))
+                token = slot.to(gl.uint32) // PLAN.TOP_K
+                pointers = (left + column)[None, :] + (token.to(gl.uint64) * PLAN.H)[:, None]
+                if turn + 1 < STAGES:
+                    slot = gl.load(slots + (turn + 1) * BLOCK_K)
+                else:
+                    slots += STAGES * BLOCK_K
+                    slot = gl.load(slots, mask=(0 * n + rest) > first + STAGES * BLOCK_K)
                 stage = (start + turn) % STAGES
                 parity = (count // STAGES + (start + turn) // STAGES) & 1
                 mbarrier.wait(empty.index(stage), parity ^ 1)
                 bar = full.index(stage)
                 mbarrier.expect(bar, MATRIX_BYTES)
                 bulk_load(right_desc, [first + turn * BLOCK_K, w * BLOCK_N], bar, right_bufs.index(stage))
-                gather(left_bufs.index(stage * 2), pointers)
-                gather(left_bufs.index(stage * 2 + 1), pointers + HALF)
+                gather(wide_bufs.index(stage), pointers)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             count += STAGES
     return fill_gradient(
