@@ -113,7 +113,8 @@ class TestOnHopper:
             *(("small", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
             *(("small tokens", name) for name in ("ragged", "many slots")),
             *(("lean", name) for name in ("ragged", "one expert", "one row")),  # of the second, s·a is wider than dx
-            *(("small stagger", name) for name in ("empty experts", "one row", "wide lines")),
+            *(("turns", name) for name in ("ragged", "skew", "one expert", "wide lines")),
+            *(("small turns", name) for name in ("empty experts", "one row", "many slots")),
         ],
     )
     def test_each_order_has_the_same_bits(self, order, name):

@@ -22,10 +22,10 @@ from test_hopper_compiles import SHARED_BYTES, CompileOnly, compiled_by, figures
 pytestmark = pytest.mark.thorough  # compiles for half a minute
 
 SHAPES = {"qwen3_30b": (2048, 768, 128, 8), "olmoe": (2048, 1024, 64, 8)}
-COMPILED = (*SHAPES, "small", "lean")  # the last two: qwen3_30b's sizes, in the order of that name
+COMPILED = (*SHAPES, "small", "lean", "turns")  # the last three: qwen3_30b's sizes, in the order of that name
 # What a thread may keep in memory between two tasks: predicates and addresses that are found once. Never a sum: Triton
 # 3.9 fetches one such number again in each step of a product, in three of the four loops, 3.6 none.
-MOST_STACK = 96
+MOST_STACK = 112
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,12 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_fits_and_products_keep_all_in_registers(found, name):
     of_shape = found[name]
-    assert of_shape["wgmma"] == 16  # four products of 16 in a stage: products and gradients, of two warpgroups
+    # four products of 16 in a stage: products and gradients, of two warpgroups; by turns four stages and what is left
+    # of a gradient
+    assert of_shape["wgmma"] == (4 * (4 + 4 + 1) * 2 if name == "turns" else 16)
     assert SHARED_BYTES // 2 < of_shape["shared"] <= SHARED_BYTES
     assert of_shape["stack_bytes"] <= MOST_STACK
-    assert of_shape["loops"] == 4 and of_shape["local_in_loops"] <= 3
+    assert (of_shape["loops"], of_shape["local_in_loops"] <= 8) == (6 if name == "turns" else 4, True)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -20,10 +20,9 @@ MATRIX_BYTES = gl.constexpr(256 * 64 * 2)
 
 
 @gluon.jit
-def place_in_turn(count, TURN: gl.constexpr):
-    """Of the TURN-th stage from count on: where it is, and the parity with which it is full."""
-    start = count % STAGES
-    return (start + TURN) % STAGES, (count // STAGES + (start + TURN) // STAGES) & 1
+def place_in_turn(start, count, TURN: gl.constexpr):
+    """Of the TURN-th stage of a turn that begins with stage `start`: which it is, and its parity when it is full."""
+    return (start + TURN) & (STAGES - 1), (count // STAGES + (start + TURN) // STAGES) & 1
 
 
 @gluon.jit
@@ -32,13 +31,12 @@ def fill_tile(
     DEPTH: gl.constexpr, WIDTH: gl.constexpr, GATHER: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """The stages of a tile of dA' or of dx, as they come free. pointers: to the rows, where these are gathered."""
-    if PLAN.ROUNDS:
+    if PLAN.FILL_TURNS and PLAN.WHOLE_TURNS:
         BYTES: gl.constexpr = MATRIX_BYTES if GATHER else STAGE_BYTES
-        start = count % STAGES
+        start = count & (STAGES - 1)
         for first in range(0, DEPTH, STAGES * BLOCK_K):
             for turn in gl.static_range(STAGES):
-                stage = (start + turn) % STAGES
-                parity = (count // STAGES + (start + turn) // STAGES) & 1
+                stage, parity = place_in_turn(start, count, turn)
                 mbarrier.wait(empty.index(stage), parity ^ 1)
                 bar = full.index(stage)
                 k = first + turn * BLOCK_K
@@ -88,13 +86,13 @@ def _fill_gradient(
     STRIDE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     rest = row
-    if PLAN.WEIGHTS_BY_ROUNDS and PLAN.H % BLOCK_M == 0:  # whole stages of whole columns: no masks
+    if PLAN.FILL_TURNS and PLAN.H % BLOCK_M == 0:  # whole stages of whole columns: no masks
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         n = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
         column = h * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
         wide_bufs = reinterpret(left_bufs, left.dtype.element_ty, [STAGES, BLOCK_K, BLOCK_M], PLAN.WIDE_LAYOUT)
         rest = end - (end - row) % (STAGES * BLOCK_K)
-        start = count % STAGES
+        start = count & (STAGES - 1)
         slots = order + row + n
         slot = gl.load(slots, mask=(0 * n + rest) > row)
         for first in range(row, rest, STAGES * BLOCK_K):
@@ -106,8 +104,7 @@ def _fill_gradient(
                 else:
                     slots += STAGES * BLOCK_K
                     slot = gl.load(slots, mask=(0 * n + rest) > first + STAGES * BLOCK_K)
-                stage = (start + turn) % STAGES
-                parity = (count // STAGES + (start + turn) // STAGES) & 1
+                stage, parity = place_in_turn(start, count, turn)
                 mbarrier.wait(empty.index(stage), parity ^ 1)
                 bar = full.index(stage)
                 mbarrier.expect(bar, MATRIX_BYTES)

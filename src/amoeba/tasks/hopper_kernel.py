@@ -99,7 +99,7 @@ def _produce(
     wave, late, mixed, behind, bundle = schedule
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1
-    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty, _ = ring
+    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
     dx = da + rows.to(gl.int64) * PLAN.DX_AT  # they lie one behind the other: fewer pointers in registers
     expert_counters = counters + 1
     row_counters = counters + PLAN.ROW_COUNTERS
@@ -210,7 +210,7 @@ def _consume(
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.DX_AT
     weight, order, slot_row = sources
-    _, _, _, da_bufs, h_bufs, token_bufs, full, empty, led = ring
+    _, _, _, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, all_scales = staging
     scales = all_scales.index(WARPGROUP)
     count = 0
@@ -272,13 +272,13 @@ def _consume(
                     untold = (1 + PLAN.EXPERTS + item) * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif kind == ACTIVATE:
             count = activate(
-                da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, led, count, row,
+                da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row,
                 end, intermediate, WARPGROUP, PLAN,
             )  # fmt: skip
             untold = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
             count = combine(
-                item, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, led, count,
+                item, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, count,
                 tokens, rows, WARPGROUP, PLAN,
             )  # fmt: skip
             untold = -1
@@ -318,11 +318,6 @@ def backward_kernel(
     token_bufs = reinterpret(matrix_bufs, dtype, [STAGES, BLOCK_K, BLOCK_N], rowwise)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    led = empty
-    if PLAN.STAGGER:
-        led = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(led.index(i), count=1)  # the first warpgroup
     tasks = gl.allocate_shared_memory(gl.int32, [TASKS, ROOM], plain)
     scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], plain)
     pushed = gl.allocate_shared_memory(gl.int32, [128], plain)
@@ -335,7 +330,7 @@ def backward_kernel(
         mbarrier.init(task_full.index(i), count=1)
         mbarrier.init(task_empty.index(i), count=2)
     pushed.store(gl.full([128], 0, gl.int32, ONE))
-    ring = (row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty, led)
+    ring = (row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty)
     queue = (tasks, pushed, task_full, task_empty)
     staging = (buffers, scales)
     stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)

@@ -16,7 +16,6 @@ from amoeba.kernels.hopper.descriptor import barrier
 FIELDS, ROOM, TASKS = gl.constexpr(7), gl.constexpr(8), gl.constexpr(2)
 STOP = gl.constexpr(-1)
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = gl.constexpr(128), gl.constexpr(256), gl.constexpr(64), gl.constexpr(4)
-BEHIND = gl.constexpr(2)
 STAGE_BYTES = gl.constexpr((128 + 256) * 64 * 2)
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -52,24 +51,6 @@ def tell(untold, counters, PLAN: gl.constexpr):
         expert = untold % (PLAN.EXPERTS + 1)
         if expert < PLAN.EXPERTS:
             gl.atomic_add(counters + 1 + expert, 1, sem="release")
-
-
-@gluon.jit
-def lead(led, count, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """Of the first warpgroup, where the second keeps behind it: that it has begun a stage, each one."""
-    if PLAN.STAGGER and WARPGROUP == 0:
-        mbarrier.arrive(led.index(count % STAGES), count=1)
-
-
-@gluon.jit
-def keep_behind(led, count, stages, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """Of the second, before a tile of so many stages: until the first has begun BEHIND of them.
-
-    The first is never more than a ring ahead, so no turn of a barrier is missed.
-    """
-    if PLAN.STAGGER and WARPGROUP == 1:
-        last = count + gl.minimum(stages, BEHIND) - 1
-        mbarrier.wait(led.index(last % STAGES), (last // STAGES) & 1, pred=stages > 0)
 
 
 @gluon.jit

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from amoeba.kernels.hopper.gradient import store_gradient, sum_stage
 from amoeba.kernels.hopper.product_kernel import multiply_stage
 from amoeba.kernels.hopper.product_store import column_parts, store_tile
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.decoder import DOWN, DOWN_WEIGHTS
-from amoeba.tasks.hopper_queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, is_there, keep_behind, lead, take, tell
+from amoeba.tasks.hopper_fill import place_in_turn
+from amoeba.tasks.hopper_queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, is_there, take, tell
 
 # A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
 # microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two multiplies.
@@ -29,7 +35,7 @@ def _stage(acc, left, right, full, empty, stage, parity, add, more, gathered):
         fence_async_shared()
     acc = warpgroup_mma(left, right, acc, use_acc=add, is_async=True)
     acc = warpgroup_mma_wait(1, deps=(acc,))
-    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+    mbarrier.arrive(empty.index((stage + STAGES - 1) & (STAGES - 1)), count=1, pred=more)
     return acc
 
 
@@ -40,17 +46,15 @@ def multiply(
 ):  # fmt: skip
     """A tile of dA' or of dx, this warpgroup's rows. Returns also whether the next task was taken, and that."""
     kind, _, part, _, row, end, _ = task
-    row_bufs, matrix_bufs, _, _, _, _, full, empty, led = ring
+    row_bufs, matrix_bufs, _, _, _, _, full, empty = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)
     tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
-    keep_behind(led, count, depth // BLOCK_K, WARPGROUP, PLAN)
-    if PLAN.ROUNDS:
-        start = count % STAGES
+    if PLAN.PRODUCT_TURNS and PLAN.WHOLE_TURNS:
+        start = count & (STAGES - 1)
         for first in range(0, depth, STAGES * BLOCK_K):
             for turn in gl.static_range(STAGES):
-                stage = (start + turn) % STAGES
-                parity = (count // STAGES + (start + turn) // STAGES) & 1
+                stage, parity = place_in_turn(start, count, turn)
                 rows = row_bufs.index(stage).slice(WARPGROUP * 64, 64, 0)
                 matrix = matrix_bufs.index(stage)
                 more = True if turn > 0 else first > 0
@@ -64,7 +68,6 @@ def multiply(
             acc = multiply_stage(
                 acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
             )
-            lead(led, count, WARPGROUP, PLAN)
             count += 1
             if k == tell_at:
                 tell(untold, counters, PLAN)
@@ -105,19 +108,17 @@ def sum_tile(
     """A tile of a weight's gradient, this warpgroup's half. last: of its task. Returns as `multiply`."""
     kind, _, _, expert, row, end, _ = task
     d_down, d_gate_up, d_down_desc, d_gate_up_desc = gradients
-    _, matrix_bufs, left_bufs, _, _, _, full, empty, led = ring
+    _, matrix_bufs, left_bufs, _, _, _, full, empty = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
     tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
-    keep_behind(led, count, gl.cdiv(end - row, BLOCK_K), WARPGROUP, PLAN)
     rest = row
-    if PLAN.WEIGHTS_BY_ROUNDS:
+    if PLAN.WEIGHT_TURNS:
         rest = end - (end - row) % (STAGES * BLOCK_K)
-        start = count % STAGES
+        start = count & (STAGES - 1)
         for first in range(row, rest, STAGES * BLOCK_K):
             for turn in gl.static_range(STAGES):
-                stage = (start + turn) % STAGES
-                parity = (count // STAGES + (start + turn) // STAGES) & 1
+                stage, parity = place_in_turn(start, count, turn)
                 left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
                 more = True if turn > 0 else first > row
                 acc = _stage(acc, left, matrix_bufs.index(stage), full, empty, stage, parity, True, more, True)
@@ -133,7 +134,6 @@ def sum_tile(
     else:
         for first in range(row, end, BLOCK_K):
             acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
-            lead(led, count, WARPGROUP, PLAN)
             count += 1
             if (first <= tell_at) & (tell_at < first + BLOCK_K):
                 tell(untold, counters, PLAN)
@@ -142,7 +142,7 @@ def sum_tile(
         next_task = take(queue, taken)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > row)
-    if not PLAN.WEIGHTS_BY_ROUNDS:  # noqa: SIM102 - known when it is compiled, unlike the next
+    if not PLAN.WEIGHT_TURNS:  # noqa: SIM102 - known when it is compiled, unlike the next
         if end == row:
             tell(untold, counters, PLAN)
     if kind == DOWN_WEIGHTS:
