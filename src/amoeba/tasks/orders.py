@@ -71,6 +71,7 @@ ORDERS = {
     "small fills": _SMALL._replace(fill_turns=True),
     "small weight turns": _SMALL._replace(fill_turns=True, weight_turns=True),
     "small turns": _SMALL._replace(fill_turns=True, weight_turns=True, product_turns=True),
+    "small full turns": _SMALL._replace(fill_turns=True, weight_turns=True, product_turns=True, halves=False),
     "lean turns": Order(fill_turns=True, weight_turns=True, product_turns=True, in_place=True),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
