@@ -29,7 +29,8 @@ TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 @gluon.jit
 def _stage(acc, left, right, full, empty, stage, parity, add, more, gathered):
-    """`multiply_stage` and `sum_stage` where the stage is known before the loop: nothing is computed but products."""
+    """`multiply_stage` and `sum_stage` of a stage that is found elsewhere. add: to acc, else it is written over.
+    gathered: some of it was written by threads, which the matrix unit reads as another party."""
     mbarrier.wait(full.index(stage), parity)
     if gathered:
         fence_async_shared()
@@ -37,6 +38,13 @@ def _stage(acc, left, right, full, empty, stage, parity, add, more, gathered):
     acc = warpgroup_mma_wait(1, deps=(acc,))
     mbarrier.arrive(empty.index((stage + STAGES - 1) & (STAGES - 1)), count=1, pred=more)
     return acc
+
+
+@gluon.jit
+def _before_turns(stages):
+    """Of a tile's stages those that are not whole turns, and the first turn: where its stages lie in all others is
+    found out while these multiply. All of them where there are few."""
+    return gl.where(stages > 3 * STAGES, STAGES + stages % STAGES, stages)
 
 
 @gluon.jit
@@ -49,21 +57,26 @@ def multiply(
     row_bufs, matrix_bufs, _, _, _, _, full, empty = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)
-    tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
-    if PLAN.PRODUCT_TURNS and PLAN.WHOLE_TURNS:
+    if PLAN.PRODUCT_TURNS:
+        stages = depth // BLOCK_K
+        before = _before_turns(stages)
+        for at in range(0, before):
+            stage = count % STAGES
+            rows = row_bufs.index(stage).slice(WARPGROUP * 64, 64, 0)
+            parity = (count // STAGES) & 1
+            acc = _stage(acc, rows, matrix_bufs.index(stage), full, empty, stage, parity, at > 0, at > 0, kind == DOWN)
+            count += 1
+            if at == gl.minimum(TELL_AT + WARPGROUP, before - 1):
+                tell(untold, counters, PLAN)
         start = count & (STAGES - 1)
-        for first in range(0, depth, STAGES * BLOCK_K):
+        for _ in range(before, stages, STAGES):
             for turn in gl.static_range(STAGES):
                 stage, parity = place_in_turn(start, count, turn)
                 rows = row_bufs.index(stage).slice(WARPGROUP * 64, 64, 0)
-                matrix = matrix_bufs.index(stage)
-                more = True if turn > 0 else first > 0
-                acc = _stage(acc, rows, matrix, full, empty, stage, parity, more, more, kind == DOWN)
-                if turn == 2 + WARPGROUP:  # noqa: SIM102 - known when it is compiled, unlike the next
-                    if first == 0:
-                        tell(untold, counters, PLAN)
+                acc = _stage(acc, rows, matrix_bufs.index(stage), full, empty, stage, parity, True, True, kind == DOWN)
             count += STAGES
     else:
+        tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
         for k in range(0, depth, BLOCK_K):
             acc = multiply_stage(
                 acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
@@ -111,27 +124,26 @@ def sum_tile(
     _, matrix_bufs, left_bufs, _, _, _, full, empty = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
-    tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
-    rest = row
     if PLAN.WEIGHT_TURNS:
-        rest = end - (end - row) % (STAGES * BLOCK_K)
+        stages = gl.cdiv(end - row, BLOCK_K)
+        before = _before_turns(stages)
+        for at in range(0, before):
+            stage = count % STAGES
+            left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
+            parity = (count // STAGES) & 1
+            acc = _stage(acc, left, matrix_bufs.index(stage), full, empty, stage, parity, True, at > 0, True)
+            count += 1
+            if at == gl.minimum(TELL_AT + WARPGROUP, before - 1):
+                tell(untold, counters, PLAN)
         start = count & (STAGES - 1)
-        for first in range(row, rest, STAGES * BLOCK_K):
+        for _ in range(before, stages, STAGES):
             for turn in gl.static_range(STAGES):
                 stage, parity = place_in_turn(start, count, turn)
                 left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
-                more = True if turn > 0 else first > row
-                acc = _stage(acc, left, matrix_bufs.index(stage), full, empty, stage, parity, True, more, True)
-                if turn == 2 + WARPGROUP:  # noqa: SIM102 - known when it is compiled, unlike the next
-                    if first == row:
-                        tell(untold, counters, PLAN)
+                acc = _stage(acc, left, matrix_bufs.index(stage), full, empty, stage, parity, True, True, True)
             count += STAGES
-        for first in range(rest, end, BLOCK_K):
-            acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
-            count += 1
-        if rest == row:
-            tell(untold, counters, PLAN)
     else:
+        tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
         for first in range(row, end, BLOCK_K):
             acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
             count += 1
@@ -142,9 +154,8 @@ def sum_tile(
         next_task = take(queue, taken)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > row)
-    if not PLAN.WEIGHT_TURNS:  # noqa: SIM102 - known when it is compiled, unlike the next
-        if end == row:
-            tell(untold, counters, PLAN)
+    if end == row:
+        tell(untold, counters, PLAN)
     if kind == DOWN_WEIGHTS:
         h, w = grouped_order(tile, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
         store_gradient(

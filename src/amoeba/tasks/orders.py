@@ -31,9 +31,9 @@ class Order(NamedTuple):
     behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
     mixed, in_place: as in `Tiling`.
     tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
-    fill_turns, weight_turns, product_turns: whole turns of the ring have code for each of their stages, those that
-            fill them, those that add up a weight's gradient, those that multiply. Of products where a tile is whole
-            turns (H a multiple of 256, I of 128); to fill those of gradients H is a multiple of 128.
+    fill_turns: whole turns of the ring are filled by code for each of their stages: those of products where a tile is
+            whole turns (H a multiple of 256, I of 128), those of gradients where H is a multiple of 128.
+    weight_turns, product_turns: whole turns behind a tile's first one are multiplied by code for each of their stages.
     """
 
     ahead: bool = False
