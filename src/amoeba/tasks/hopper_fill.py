@@ -85,34 +85,50 @@ def _fill_gradient(
     right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, WIDTH: gl.constexpr,
     STRIDE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    rest = row
-    if PLAN.FILL_TURNS and PLAN.H % BLOCK_M == 0:  # whole stages of whole columns: no masks
+    """The stages of one tile: whole turns, whole stages, and a last one of the rows that are left."""
+    whole = row
+    if PLAN.FILL_TURNS and PLAN.H % BLOCK_M == 0:  # all rows and columns are there: no masks
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         n = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
-        column = h * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-        wide_bufs = reinterpret(left_bufs, left.dtype.element_ty, [STAGES, BLOCK_K, BLOCK_M], PLAN.WIDE_LAYOUT)
-        rest = end - (end - row) % (STAGES * BLOCK_K)
-        start = count & (STAGES - 1)
+        base = left + h * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+        bufs = reinterpret(left_bufs, left.dtype.element_ty, [STAGES, BLOCK_K, BLOCK_M], PLAN.WIDE_LAYOUT)
+        whole = end - (end - row) % BLOCK_K
+        turns = end - (end - row) % (STAGES * BLOCK_K)
         slots = order + row + n
-        slot = gl.load(slots, mask=(0 * n + rest) > row)
-        for first in range(row, rest, STAGES * BLOCK_K):
+        slot = gl.load(slots, mask=row + 0 * n < whole)
+        start = count & (STAGES - 1)
+        for first in range(row, turns, STAGES * BLOCK_K):
             for turn in gl.static_range(STAGES):
                 token = slot.to(gl.uint32) // PLAN.TOP_K
-                pointers = (left + column)[None, :] + (token.to(gl.uint64) * PLAN.H)[:, None]
                 if turn + 1 < STAGES:
                     slot = gl.load(slots + (turn + 1) * BLOCK_K)
                 else:
                     slots += STAGES * BLOCK_K
-                    slot = gl.load(slots, mask=(0 * n + rest) > first + STAGES * BLOCK_K)
+                    slot = gl.load(slots, mask=first + STAGES * BLOCK_K + 0 * n < whole)
                 stage, parity = place_in_turn(start, count, turn)
-                mbarrier.wait(empty.index(stage), parity ^ 1)
-                bar = full.index(stage)
-                mbarrier.expect(bar, MATRIX_BYTES)
-                bulk_load(right_desc, [first + turn * BLOCK_K, w * BLOCK_N], bar, right_bufs.index(stage))
-                gather(wide_bufs.index(stage), pointers)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
+                at = first + turn * BLOCK_K
+                _fill_whole(right_desc, base, token, bufs, right_bufs, full, empty, stage, parity, at, w, PLAN)
             count += STAGES
+        for first in range(turns, whole, BLOCK_K):
+            token = slot.to(gl.uint32) // PLAN.TOP_K
+            slots += BLOCK_K
+            slot = gl.load(slots, mask=first + BLOCK_K + 0 * n < whole)
+            stage, parity = count % STAGES, (count // STAGES) & 1
+            _fill_whole(right_desc, base, token, bufs, right_bufs, full, empty, stage, parity, first, w, PLAN)
+            count += 1
     return fill_gradient(
-        right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, rest, end, PLAN.H, WIDTH,
+        right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, whole, end, PLAN.H, WIDTH,
         PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
+
+
+@gluon.jit
+def _fill_whole(
+    right_desc, base, token, bufs, right_bufs, full, empty, stage, parity, row, w, PLAN: gl.constexpr
+):  # fmt: skip
+    mbarrier.wait(empty.index(stage), parity ^ 1)
+    bar = full.index(stage)
+    mbarrier.expect(bar, MATRIX_BYTES)
+    bulk_load(right_desc, [row, w * BLOCK_N], bar, right_bufs.index(stage))
+    gather(bufs.index(stage), base[None, :] + (token.to(gl.uint64) * PLAN.H)[:, None])
+    async_copy.mbarrier_arrive(bar, increment_count=False)

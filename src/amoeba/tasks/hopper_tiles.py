@@ -1,6 +1,7 @@
 """The products of the kernel for Hopper: a task's tiles of dA', of dx and of weights' gradients, and their stages.
 
-See `amoeba.tasks.hopper_kernel`. The tiles are the functions of the kernels that do nothing else.
+See `amoeba.tasks.hopper_kernel`. The tiles are the functions of the kernels that do nothing else. By turns (see
+`Order.product_turns`) each stage of the ring has code of its own; products and sums come in the same order.
 """
 
 from __future__ import annotations
