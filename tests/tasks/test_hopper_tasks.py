@@ -252,7 +252,7 @@ def test_the_stages_of_a_turn_are_those_that_come_next_whichever_it_begins_with(
 def test_products_are_filled_by_turns_where_their_depth_is_whole_turns():
     for hidden, intermediate, whole in ((1536, 256, True), (2048, 768, True), (2880, 256, False), (2048, 192, False)):
         plan = plan_of(hidden, intermediate, 8, 2, Activation(), ORDERS["turns"], False)
-        assert plan.WHOLE_TURNS == whole
+        assert plan.WHOLE_TURNS is whole
 
 
 def test_a_stage_holds_whole_tokens_for_their_sums():
