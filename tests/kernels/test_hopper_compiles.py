@@ -50,7 +50,7 @@ SCALED = (
 # The same in another way, see `scaled_product.WAYS`.
 IN_WAYS = ("scaled_up, brisk", "scaled_up, all", "scaled_down_backward, all")
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
-UNDER = ("scaled_up, under", "scaled_up, deep", "scaled_down_backward, under", "scaled_down, under")
+UNDER = ("scaled_up_alone, under", "scaled_down, under", "scaled_down_with_bias, under")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
     (*HOT[1:], *OTHERS),
@@ -151,6 +151,7 @@ def launches() -> dict[str, Callable[[], None]]:
         "up_with_factors": lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h, addend=of_up),
         "rows_gradient_with_factors": lambda: multiply(h, gate_up.transpose(1, 2), table, y, addend=of_rows),
         "scaled_up": lambda: scaled_product.up(x_codes, order, K, gate_up_codes, table, Activation(), a_codes, h_NJ=h),
+        "scaled_up_alone": lambda: scaled_product.up(x_codes, order, K, gate_up_codes, table, Activation(), a_codes),
         "scaled_up_coded": lambda: scaled_product.up(
             x_codes, order, K, gate_up_codes, table, Activation(), a_codes, h_NJ=empty_rows(N, 2 * I, cpu)
         ),
@@ -161,6 +162,7 @@ def launches() -> dict[str, Callable[[], None]]:
             odd_x, order, K, odd_gate_up, table, Activation(), odd_a, h_NJ=odd_h
         ),
         "scaled_down": lambda: scaled_product.multiply(a_codes, down_codes, table, y),
+        "scaled_down_with_bias": lambda: scaled_product.multiply(a_codes, down_codes, table, y, bias_EO=empty(E, H)),
         "scaled_down_backward": lambda: scaled_product.multiply(
             x_codes, turned_down, table, da, order_N=order, top_k=K
         ),

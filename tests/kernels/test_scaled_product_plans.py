@@ -1,29 +1,71 @@
-"""Which plans of the e4m3 products store a tile under the next one's products, when a way asks for it."""
+"""Which way each product in e4m3 takes, and which plans can store a tile under the next one's products."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("triton")
 from amoeba.kernels.hopper import scaled_product
-from amoeba.kernels.hopper.scaled_product_plan import Plan
+from amoeba.kernels.hopper.scaled_product_plan import PLAIN, Plan
 
-UP = Plan(ACTIVATE=True, GATHER=True, BIAS=False, KEEP=True, GATED=True, KIND="silu")
+UP = Plan(ACTIVATE=True, GATHER=True, BIAS=False, KEEP=False, GATED=True, KIND="silu")
 DOWN = Plan(ACTIVATE=False, GATHER=False, BIAS=False, KEEP=False)
+DA = Plan(ACTIVATE=False, GATHER=True, BIAS=False, KEEP=False, WIDE=True)
+
+
+def taken(plan: Plan, depth: int, columns: int) -> str:
+    found = scaled_product._with_ways(plan, depth, columns).WAYS
+    (name,) = (name for name, ways in scaled_product.WAYS.items() if ways == found)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("plan", "depth", "columns", "way"),
+    [
+        (replace(UP, KEEP=True), 2048, 768, "brisk"),
+        (replace(UP, KEEP=True, CODED=True), 2048, 768, "plain"),
+        (UP, 2048, 768, "under"),
+        (UP, 7168, 2048, "under"),
+        (DA, 2048, 768, "all"),
+        (DOWN, 768, 2048, "under"),
+        (DOWN, 2048, 7168, "under"),
+        (DOWN, 4096, 7168, "plain"),
+    ],
+)
+def test_each_product_takes_the_way_that_was_fastest(plan: Plan, depth: int, columns: int, way: str) -> None:
+    assert taken(plan, depth, columns) == way
+
+
+@pytest.mark.parametrize(("plan", "way"), [(UP, "all"), (DOWN, "plain")], ids=["up", "down"])
+def test_biases_and_half_blocks_keep_the_way_that_they_had(plan: Plan, way: str) -> None:
+    assert taken(replace(plan, BIAS=True), 2048, 768) == way
+    assert taken(plan, 704, 768) == way
+    assert taken(plan, 768, 704) == way
+
+
+def test_h_that_is_computed_again_takes_the_plain_way() -> None:
+    assert taken(replace(DOWN, GATHER=True), 2048, 768) == "plain"
 
 
 @pytest.mark.parametrize("plan", [UP, DOWN], ids=["up", "down"])
 def test_a_tile_of_one_step_is_not_stored_under_the_next_one(plan: Plan) -> None:
     with scaled_product.way("under"):
-        assert not scaled_product._with_ways(plan, 64).UNDER
-        assert not scaled_product._with_ways(plan, 128).UNDER
-        assert scaled_product._with_ways(plan, 192).UNDER
+        assert not scaled_product._with_ways(plan, 64, 768).UNDER
+        assert not scaled_product._with_ways(plan, 128, 768).UNDER
+        assert scaled_product._with_ways(plan, 192, 768).UNDER
 
 
-def test_only_products_whose_sums_find_registers_are_stored_so() -> None:
-    without_gates = Plan(ACTIVATE=True, GATHER=True, BIAS=False, KEEP=True)
-    h_in_codes = Plan(ACTIVATE=True, GATHER=True, BIAS=False, KEEP=True, CODED=True, GATED=True)
-    with scaled_product.way("deep"):
-        found = {plan: scaled_product._with_ways(plan, 2048) for plan in (UP, DOWN, without_gates, h_in_codes)}
-    assert [plan.UNDER for plan in found.values()] == [True, True, False, True]
-    assert [plan.DEEP for plan in found.values()] == [True, False, False, False]
+@pytest.mark.parametrize("way", ["under", "all"])
+def test_nothing_with_h_or_fp32_to_write_or_an_activation_without_gates_is_stored_so(way: str) -> None:
+    plans = [UP, DOWN, replace(UP, KEEP=True), replace(UP, GATED=False), DA]
+    with scaled_product.way(way):
+        found = [scaled_product._with_ways(plan, 2048, 768).UNDER for plan in plans]
+    assert found == [way == "under"] * 2 + [False] * 3
+
+
+def test_a_way_holds_within_its_block_only() -> None:
+    with scaled_product.way("plain"):
+        assert scaled_product._with_ways(UP, 2048, 768).WAYS == scaled_product.current_way() == PLAIN
+    assert scaled_product.current_way() is None

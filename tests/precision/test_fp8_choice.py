@@ -8,7 +8,7 @@ import torch
 from amoeba import ExpertWeights, Request, Routing, experts, with_precision
 from amoeba.backends import fp8_choice
 from amoeba.precision.recipes import Fp8Experts
-from small_layer import E, Layer
+from small_layer import E, K, Layer
 
 
 def request(layer: Layer, precision: str = "auto") -> Request:
@@ -24,7 +24,7 @@ def test_without_kernels_for_it_the_numbers_are_those_without_a_precision() -> N
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("fewest", "recipe"), [(1, "fp8"), (10**6, None)])
+@pytest.mark.parametrize(("fewest", "recipe"), [(4 * K, "fp8"), (4 * K + 1, None)])
 def test_rows_per_expert_decide_where_kernels_serve(
     fewest: int, recipe: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

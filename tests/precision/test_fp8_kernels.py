@@ -296,8 +296,8 @@ def test_on_a_gpu_what_is_not_finite_stays_in_its_own_rows() -> None:
         assert found[name][7].isnan().all(), name
 
 
-def on_gpu(tokens: int = 700, hidden: int = 256, inner: int = 384) -> Layer:
-    layer = Layer(tokens=tokens, hidden=hidden, inner=inner).to(torch.device("cuda"))
+def on_gpu(tokens: int = 700, hidden: int = 256, inner: int = 384, bias: bool = True) -> Layer:
+    layer = Layer(tokens=tokens, hidden=hidden, inner=inner, bias=bias).to(torch.device("cuda"))
     layer.tensors = {
         name: tensor.detach().to(torch.float32 if name == "weight" else torch.bfloat16).requires_grad_()
         for name, tensor in layer.tensors.items()

@@ -24,18 +24,23 @@ def test_every_way_has_the_bits_of_the_plain_one(way: str, sizes: tuple[int, int
         expected = gradients(layer, "fp8", "triton")
     with scaled_product.way(way):
         found = gradients(layer, "fp8", "triton")
+        without_h = gradients(layer, "fp8", "triton", recompute=True)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+        assert torch.equal(without_h[name], value), f"{name}, h not kept"
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-ste", "fp8-saved"])
-def test_the_ways_that_are_taken_have_the_bits_of_the_plain_one(recipe: str) -> None:
-    layer = on_gpu(*SIZES[0])
+def test_the_ways_that_are_taken_have_the_bits_of_the_plain_one(recipe: str, bias: bool) -> None:
+    layer = on_gpu(*SIZES[0], bias=bias)
     found = gradients(layer, recipe, "triton")
+    without_h = gradients(layer, recipe, "triton", recompute=True)
     with scaled_product.way("plain"):
         expected = gradients(layer, recipe, "triton")
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+        assert torch.equal(without_h[name], value), f"{name}, h not kept"
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-ste", "fp8-saved"])

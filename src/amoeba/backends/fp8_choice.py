@@ -16,10 +16,14 @@ from amoeba.precision.recipes import AUTO, UNCHANGED, Fp8Experts, with_precision
 from amoeba.weights import AnyExperts
 
 RECIPE = "fp8"
-# Step in bf16 over step in fp8, by rows per expert (H200, 2026-11-16): 2048 rows 1.14 (H=2048 I=768) and 1.26 (H=7168
-# I=2048). Fewer were not measured. What fp8 saves grows with the rows, what it costs to write the codes does not: with
-# the rates measured there a step would gain from about 530 rows on, a forward pass alone from about 780 [calculated].
-FEWEST_ROWS_PER_EXPERT = 2048
+# bf16 over fp8, codes written in each pass (H200, document `fp8-few-rows` of a59005f, 2026-11-17):
+#                          step                     forward alone
+#   rows per expert        2048  1024   512   256   2048  1024   512   256
+#   H=2048 I=768                 1.08  1.00  0.89         1.06  0.89  0.72
+#   H=2048 I=1024          1.14  1.08  1.00         1.20  1.05  0.91
+#   H=4096 I=1024                1.11  1.02  0.91         1.10  0.91  0.73
+# What fp8 saves grows with the rows, what it costs to write the codes does not.
+FEWEST_ROWS_PER_EXPERT = 1024
 
 
 def settled(request: Request) -> AnyExperts:

@@ -54,15 +54,12 @@ from amoeba.precision.quantised import QuantisedMatrix
 # Ways to compute the same bits, by name. `_measured` has those that are taken.
 WAYS = {
     "plain": PLAIN,
-    "ahead": Ways(ahead=True),
-    "behind": Ways(behind=1),
-    "skips": Ways(skips=True),
-    "alternate": Ways(alternate=True),
     "brisk": Ways(brisk=True),
-    "under": Ways(under=1, alternate=True, brisk=True),
-    "deep": Ways(under=2, alternate=True, brisk=True),
+    "under": Ways(under=True, brisk=True),
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
 }
+# Deeper products gain nothing by `under`: their tiles end seldom.
+DEEPEST_UNDER = 2048
 _way: Ways | None = None
 
 
@@ -82,18 +79,31 @@ def way(name: str) -> Iterator[None]:
         _way = before
 
 
-def _measured(plan: Plan) -> Ways:
-    """TFLOP/s at qwen3_30b and dsv3 on an H200 (docs/log.md, 2026-11-16), plain -> this: dA' 977 -> 1017, 1094 -> 1167;
-    up with h in bf16 966 -> 985, 1138 -> 1149; up without h 996 -> 1022, 1095 -> 1166. For h in e4m3, down and dx none
-    of them is faster than the plain way."""
+def _measured(plan: Plan, depth: int, columns: int) -> Ways:
+    """The fastest on an H200 (docs/log.md, 2026-11-16 and 17). TFLOP/s at qwen3_30b and dsv3, and before that:
+
+    up, h in bf16     brisk     985, 1140      plain 966, 1138; under 910, 1105
+    up, h in e4m3     plain     923, 1114      under 921, 1113
+    up, h not kept    under    1051, 1151      all 1022, 1151; plain 996, 1095
+    dA'               all      1014, 1161      under 1009, 1156; plain 977, 1094
+    down              under    1124, 1219      plain 1038, 1192                         depths of 768 and 2048
+    dx                under    1191            plain 1157                               a depth of 1536
+    dx                plain          1223      under 1207                               a depth of 4096
+
+    Biases and half blocks under `under` have not run on a GPU: they keep what they had."""
     if plan.ACTIVATE and plan.KEEP:
         return PLAIN if plan.CODED else WAYS["brisk"]
-    return WAYS["all"] if plan.ACTIVATE or (plan.GATHER and plan.WIDE) else PLAIN
+    seen = not (plan.BIAS or _cut(depth, columns))
+    if plan.PAIRED and seen:
+        return WAYS["under"]
+    if plan.ACTIVATE or (plan.GATHER and plan.WIDE):
+        return WAYS["all"]
+    return WAYS["under"] if seen and not plan.GATHER and depth <= DEEPEST_UNDER else PLAIN
 
 
-def _with_ways(plan: Plan, depth: int) -> Plan:
-    ways = _measured(plan) if _way is None else _way
-    return replace(plan, WAYS=ways if depth > BLOCK else ways._replace(under=0))  # which takes two steps or more
+def _with_ways(plan: Plan, depth: int, columns: int) -> Plan:
+    ways = _measured(plan, depth, columns) if _way is None else _way
+    return replace(plan, WAYS=ways if depth > BLOCK else ways._replace(under=False))  # which takes two steps or more
 
 
 # What all widths are multiples of: half a block, so that rows begin where the copy engine can read them.
@@ -191,7 +201,7 @@ def multiply(
     gathers, biased = order_N is not None, bias_EO is not None
     cut = gathers and _cut(rows_NW.columns)
     plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=cut)
-    plan = _with_ways(plan, rows_NW.columns)
+    plan = _with_ways(plan, rows_NW.columns, out_NO.shape[1])
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 
@@ -223,5 +233,5 @@ def up(
     )
     h, h_scales = (h_NJ.data.view(E4M3), h_NJ.scales) if isinstance(h_NJ, QuantisedMatrix) else (h_NJ, None)
     codes = a_NI.data.view(E4M3)
-    plan = _with_ways(plan, x_TH.columns)
+    plan = _with_ways(plan, x_TH.columns, a_NI.columns)
     _launch(plan, x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h, h_scales)

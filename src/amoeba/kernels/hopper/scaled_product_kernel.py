@@ -238,9 +238,8 @@ def _consume(
 ):  # fmt: skip
     if PLAN.UNDER:
         consume_under(
-            table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
-            bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP, PLAN,
-            BLOCK_M, BLOCK, STAGES, GROUP_M,
+            table, row_bufs, matrix_bufs, full, empty, staging, out_desc, order, row_scale, matrix_scale, bias, out,
+            out_scale, depth, width, columns, out_stride, top_k, WARPGROUP, PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
         )  # fmt: skip
     else:
         _consume_in_order(

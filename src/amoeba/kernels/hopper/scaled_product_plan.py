@@ -25,8 +25,8 @@ class Ways(NamedTuple):
     behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
     skips:     a warpgroup that has no rows of a tile multiplies nothing.
     alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
-    under:     halves of a tile leave under the products that come next, see `scaled_product_under`: 1, or 2 for DEEP
-               plans. `ahead` and `skips` are nothing to it.
+    under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
+               are nothing to it.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 
@@ -35,7 +35,7 @@ class Ways(NamedTuple):
     skips: bool = False
     alternate: bool = False
     brisk: bool = False
-    under: int = 0
+    under: bool = False
 
 
 PLAIN = Ways()
@@ -71,12 +71,9 @@ class Plan:
 
     @property
     def UNDER(self) -> bool:
-        """Not where two halves are activated one by one: their sums do not all find registers."""
-        return self.WAYS.under > 0 and (self.PAIRED or not self.ACTIVATE)
-
-    @property
-    def DEEP(self) -> bool:
-        return self.WAYS.under > 1 and self.PAIRED and self.ALTERNATE
+        """Where it has been faster, or nearly: not with h or fp32 to write. Where two halves are activated one by one,
+        their sums do not all find registers."""
+        return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not (self.KEEP or self.WIDE)
 
     @property
     def SKIPS(self) -> bool:

@@ -3,12 +3,12 @@
 The consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are UNDER. A warpgroup has one
 transient result of the matrix unit, and its sums are final one half after the other:
 
-    ... | last product of the right half | first product of the next tile's left half | of its right half | ...
-        | the left half leaves           | the right half leaves, a is computed                           |
+    ... | last product of the right half | first product of the next tile's left half    | of its right half | ...
+        | the left half leaves           | the right half leaves, or a is computed and does |
 
-DEEP plans begin the third of these products before a is computed, others behind it. The next tile's place is asked for
-before the last step, its rows' tokens under the first of these products and its first scales under the second: nobody
-waits for them. Sums are added up in the same order as elsewhere. A tile has two steps or more.
+The next tile's place is asked for before the last step, its rows' tokens under the first of these products and its first
+scales under the second: nobody waits for them. Sums are added up in the same order as elsewhere. A tile has two steps or
+more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.activation import gated
-from amoeba.kernels.hopper.product_store import add_bias, column_parts, store_tile
+from amoeba.kernels.hopper.product_store import add_bias, store_tile
 from amoeba.kernels.hopper.scaled_product_scales import (
     clamped_place,
     first_scales,
@@ -32,7 +32,7 @@ from amoeba.kernels.hopper.scaled_product_scales import (
     scales_of_columns,
     token_rows,
 )
-from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_half
+from amoeba.kernels.hopper.scaled_product_store import store_codes
 
 
 @gluon.jit
@@ -84,12 +84,20 @@ def _finish_right(
 
 
 @gluon.jit
+def _store(sums, bias_row, out, desc, buffer, stride, row, end, column, width, PLAN: gl.constexpr):
+    """128 columns of a tile that is not activated, with their bias."""
+    if PLAN.BIAS:
+        sums = add_bias(sums, bias_row, column, width, sums.shape[1])
+    store_tile(sums, out, desc, buffer, stride, row, end, column, width, 0, 1)
+
+
+@gluon.jit
 def consume_under(
-    table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
-    bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    table, row_bufs, matrix_bufs, full, empty, staging, out_desc, order, row_scale, matrix_scale, bias, out, out_scale,
+    depth, width, columns, out_stride, top_k, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise, store."""
+    """One warpgroup's half of each tile's rows: multiply, add the bias, then activate gates and quantise, or store."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
@@ -142,15 +150,10 @@ def consume_under(
             if PLAN.BIAS:
                 gate = add_bias(left, bias_row, n * BLOCK, columns, BLOCK)
             gate = gate.to(gl.bfloat16)
-            if PLAN.KEEP:
-                keep(
-                    gate, h, h_desc, h_scale, kept, h_stride, row, end, n * BLOCK, columns, 0, blocks, WARPGROUP,
-                    False, PLAN,
-                )  # fmt: skip
         else:
-            store_half(
-                left, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, staging, h_stride, out_stride,
-                row, end, 2 * n * BLOCK, width, blocks, WARPGROUP, first_buffer, 0, PLAN,
+            _store(
+                left, bias_row, out, out_desc, staging.index(first_buffer), out_stride, row, end, 2 * n * BLOCK, width,
+                PLAN,
             )  # fmt: skip
         right, count = _finish_right(
             last, right, next_row * next_right, next_row * next_far, empty, count, True, PLAN, BLOCK, STAGES
@@ -165,34 +168,20 @@ def consume_under(
             if PLAN.BIAS:
                 right = add_bias(right, bias_row + columns, n * BLOCK, columns, BLOCK)
             up = right.to(gl.bfloat16)
-            if PLAN.DEEP:  # between two stores: the compiler moves products behind what it can compute before them
-                part, rest = column_parts(up, 2)
-                one, other = kept.index(first_buffer), kept.index(first_buffer + 1)
-                store_tile(part, h, h_desc, one, h_stride, row, end, n * BLOCK, columns, columns, 1)
-                left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
-                found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
-                middle = n * BLOCK + BLOCK // 2
-                store_tile(rest, h, h_desc, other, h_stride, row, end, middle, columns, columns, 1)
-            elif PLAN.KEEP:
-                keep(
-                    up, h, h_desc, h_scale, kept, h_stride, row, end, n * BLOCK, columns, columns, blocks, WARPGROUP,
-                    True, PLAN,
-                )  # fmt: skip
             a = gated(
                 gate.to(gl.float32), up.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
             )  # fmt: skip
             store_codes(
                 a, out, out_desc, out_scale, staging.index(first_buffer), out_stride, row, end,
-                n * BLOCK, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.ALTERNATE else 0, PLAN,
+                n * BLOCK, columns, 0, gl.cdiv(columns, BLOCK), 0, PLAN,
             )  # fmt: skip
         else:
-            store_half(
-                right, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, staging, h_stride, out_stride,
-                row, end, (2 * n + 1) * BLOCK, width, blocks, WARPGROUP, first_buffer, 1, PLAN,
+            _store(
+                right, bias_row, out, out_desc, staging.index(first_buffer + 1), out_stride, row, end,
+                (2 * n + 1) * BLOCK, width, PLAN,
             )  # fmt: skip
-        if not PLAN.DEEP:
-            left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
-            found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+        left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
+        found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
         right, count = _finish_right(
             found, zero, of_row * of_right, of_row * of_far, empty, count, some, PLAN, BLOCK, STAGES
         )  # fmt: skip
