@@ -3,12 +3,12 @@
 The consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are UNDER. A warpgroup has one
 transient result of the matrix unit, and its sums are final one half after the other:
 
-    ... | last product of the right half | first product of the next tile's left half    | of its right half | ...
-        | the left half leaves           | the right half leaves, or a is computed and does |
+    ... | last product of the right half | first product of the next tile's left half | of its right half | ...
+        | the left half leaves           | the right half leaves, or a                |
 
-The next tile's place is asked for before the last step, its rows' tokens under the first of these products and its first
-scales under the second: nobody waits for them. Sums are added up in the same order as elsewhere. A tile has two steps or
-more.
+The next tile's place is asked for before the last step, its rows' tokens under the first of these products and its
+first scales under the second: nobody waits for them. Sums are added up in the same order as elsewhere. A tile has two
+steps or more.
 """
 
 from __future__ import annotations

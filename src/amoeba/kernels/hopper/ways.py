@@ -91,7 +91,9 @@ def chosen_constants(whole_turns: bool) -> dict[str, bool]:
 def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
     rounds = ways.rounds and whole_turns
-    taken = ways._replace(rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters)
+    taken = ways._replace(
+        rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters
+    )
     return {name.upper(): value for name, value in taken._asdict().items()}
 
 
