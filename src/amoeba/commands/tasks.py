@@ -11,7 +11,7 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.errors import bad_value
+from amoeba.errors import bad_value, counted
 
 if TYPE_CHECKING:
     from amoeba.bench.shapes import Shape
@@ -242,7 +242,7 @@ def _estimate(
 
 def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: Output) -> None:
     output.line(
-        f"{shape.experts} experts over {ranks} rank{'s' if ranks > 1 else ''}, hidden {shape.hidden}, intermediate "
+        f"{shape.experts} experts over {counted(ranks, 'rank')}, hidden {shape.hidden}, intermediate "
         f"{shape.intermediate}; {shape.tokens} tokens a rank, {shape.top_k} experts per token"
     )
     output.line(f"{workers} workers a rank, {passes} pass{'es' if passes > 1 else ''}; {how}")

@@ -104,7 +104,9 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
     if resume is None:
         return load_settings(config, given, kind)
     if not (Path(resume) / "config.json").is_file():
-        raise bad_value("--resume", "the folder of an earlier run", resume, "check the path, or leave --resume out")
+        raise bad_value(
+            "--resume", "the folder of an earlier run", repr(resume), "check the path, or leave --resume out"
+        )
     earlier = settings_of_run(Path(resume))
     unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
     if unknown:

@@ -224,7 +224,7 @@ def read_file(yaml_file: str, kind: type[RunSettings]) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise bad_value(str(path), "YAML", f"{error}".replace("\n", " "), "mend the file") from error
+        raise bad_value(str(path), "YAML", f"{error}".replace("\n", " "), "correct the file") from error
     known = {entry.name for entry in fields(kind)}
     if not isinstance(found, dict) or not set(found) <= known:
         unknown = sorted(set(found) - known) if isinstance(found, dict) else type(found).__name__
