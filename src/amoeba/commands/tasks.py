@@ -263,8 +263,8 @@ def print_summary(summary: Summary, output: Output, title: str, unit: str = "us"
         for kind, each in summary.kinds.items()
         if each.tasks
     ]
-    columns = ["kind", "in the seeds", "tasks", "time %", f"waited {unit} each"]
-    output.table(title, columns, rows, text=("kind", "in the seeds"))
+    columns = ["kind", "in FlashMoE", "tasks", "time %", f"waited {unit} each"]
+    output.table(title, columns, rows, text=("kind", "in FlashMoE"))
     output.line(
         f"workers were busy {100 * summary.busy:.0f} % of {summary.span:.1f} {unit} "
         f"({100 * summary.idlest:.0f} to {100 * summary.busiest:.0f}), and waited {100 * summary.waited:.0f} % at gates"
