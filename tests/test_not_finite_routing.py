@@ -184,10 +184,3 @@ def test_a_router_weight_of_nan_reaches_every_token():
     with torch.no_grad():
         layer.gate.weight[3, 2] = NAN
     assert layer(torch.randn(TOKENS, 16)).isnan().all()
-
-
-@pytest.mark.parametrize("score", ["softmax", "topk_softmax"])
-def test_a_masked_expert_of_a_chosen_group_comes_before_experts_of_other_groups(score):
-    config = RouterConfig(4, 2, score=score, n_group=2, topk_group=1, group_score="max")
-    routing = route(torch.tensor([[1.0, 1.0, 5.0, -INF]]), config)
-    assert routing.expert_TK.tolist() == [[2, 3]] and routing.weight_TK.tolist() == [[1.0, 0.0]]
