@@ -23,10 +23,13 @@ neither miss a wait for them nor prove that none is missing. What it can find in
 staged results that warpgroups hand to each other by barriers. It knows nothing of counters in global memory: that gates
 and signals are in order, the simulator (`amoeba tasks simulate`) and tests/tasks show. memcheck sees every access of
 threads to memory that was not allocated, in shared and in global memory; not the engine's, which has its own bounds.
+Of experts over ranks it watches both processes; what they write to each other's memory it sees as what it is there, a
+part of a heap: not which cell.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import subprocess
@@ -34,8 +37,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -45,6 +49,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 import amoeba
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.kernels.hopper.descriptor import barrier
+from amoeba.parallel import Owners, Ranks, ShardedExperts
+from amoeba.parallel import processes as processes_of_ranks
+from amoeba.parallel.processes import LocalRanks, first_processes
 
 CLAMPED = Activation("silu", True, 1.702, 7.0, 1.0, True)
 SIDE_BY_SIDE = min(12, os.cpu_count() or 1)  # processes: the tools keep a core busy each
@@ -98,6 +105,45 @@ def run_in_fp8() -> None:
     routing = Routing(expert_TK, torch.rand(300, 2, device="cuda", generator=generator).requires_grad_())
     experts(normal(300, 384), routing, weights).sum().backward()
     torch.cuda.synchronize()
+
+
+# Of `ShardedExperts`: sums row by row, straight, with fixed room, and products of others' rows beside own ones.
+RANK_WAYS: list[dict[str, Any]] = [
+    {"straight": False},
+    {"straight": True, "most_tokens": 320, "most_rows": 900},
+    {"straight": True, "overlap": True},
+    {"straight": True, "overlap": "beside"},
+]
+
+
+def run_share(rank: int) -> list[bool]:
+    """Forward and backward by `peers` in each way; whether it has the bits of the first."""
+    generator = torch.Generator("cuda").manual_seed(rank)
+
+    def normal(*size: int) -> torch.Tensor:
+        return (torch.randn(*size, device="cuda", generator=generator) * 0.1).bfloat16().requires_grad_()
+
+    tokens = (300, 171)[rank]
+    local = ExpertWeights(normal(3, 256, 192), normal(3, 192, 128))
+    layer = ShardedExperts(local, Owners.even(6, 2), Ranks(first_processes(2), 120.0), transport="peers")
+    expert_TK = torch.rand(tokens, 6, device="cuda", generator=generator).topk(2, 1).indices
+    expert_TK[::7, 0] = 6
+    weight_TK = torch.rand(tokens, 2, device="cuda", generator=generator).requires_grad_()
+    x_TH, dy_TH, found = normal(tokens, 192), normal(tokens, 192).detach(), list[list[torch.Tensor]]()
+    for way in RANK_WAYS:
+        y_TH = experts(x_TH, Routing(expert_TK, weight_TK), replace(layer, **way))
+        wanted = [x_TH, weight_TK, *(tensor for tensor in local.tensors() if tensor is not None)]
+        found.append([y_TH.detach(), *torch.autograd.grad(y_TH, wanted, dy_TH)])
+        torch.cuda.synchronize()
+    return [torch.equal(*pair) for each in found[1:] for pair in zip(each, found[0], strict=True)]
+
+
+def run_over_ranks() -> None:
+    """Two processes on this GPU, which take turns. Started anew and not forked, so that a tool follows them."""
+    processes_of_ranks._context = lambda preload: multiprocessing.get_context("spawn")
+    with LocalRanks(2) as processes:
+        for equal in processes.run(run_share, [(rank,) for rank in range(2)], seconds=TIMEOUT_SECONDS):
+            assert all(equal), equal
 
 
 @gluon.jit
@@ -174,12 +220,14 @@ def run_handing_over(wait: bool) -> None:
     assert not wait or bool((out == 7).all())
 
 
+PEERS = "two ranks by peers"  # of which memcheck has to say something alone
 LAYERS: dict[str, Callable[[], None]] = {
     "gated with biases": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), True),
     "gated": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), False),
     "scheduled backward": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), False, backend="tasks"),
     "scheduled, small": lambda: run_in_order("small"),
     "fp8": run_in_fp8,
+    PEERS: run_over_ranks,
     "plain": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation("relu2", gated=False), False),
     "fp32, odd sizes": lambda: run_layer(torch.float32, 199, 63, 199, CLAMPED, True),
     "one token": lambda: run_layer(torch.bfloat16, 1, 2048, 768, Activation(), False, E=16),
@@ -190,9 +238,10 @@ LAYERS: dict[str, Callable[[], None]] = {
     "handed over, not waited for": lambda: run_handing_over(False),
 }
 RIGHT, WRONG = "handed over", "handed over, not waited for"
+TOOLS = {PEERS: ("memcheck",)}  # else both
 # What of our kernels is handed over so: by file the store and the load, as they are written there.
 HANDED_OVER = {
-    "hopper_queue.py": ("tasks.index(slot * FIELDS + at).store(", "tasks.index(slot * FIELDS + FIELD).load("),
+    "hopper_queue.py": ("tasks.index(slot).store(", "tasks.index(slot).slice(FIELD, 1).load("),
     Path(__file__).name: ("    number.store(", "= gl.max(number.load("),
 }
 
@@ -228,7 +277,8 @@ class Found(NamedTuple):
 
 
 def watch(tool: str, layer: str) -> Found:
-    options = ["--racecheck-report", "all", "--num-cuda-barriers", "64"] if tool == "racecheck" else []
+    options = ["--target-processes", "all"] if layer == PEERS else []
+    options += ["--racecheck-report", "all", "--num-cuda-barriers", "64"] if tool == "racecheck" else []
     command = ["compute-sanitizer", "--tool", tool, *options, "--print-limit", "100000", "--show-backtrace", "no"]
     try:
         ran = subprocess.run([*command, sys.executable, __file__, layer], capture_output=True, text=True, check=False,
@@ -240,7 +290,8 @@ def watch(tool: str, layer: str) -> Found:
 
 def read_report(tool: str, text: str) -> Found:
     if tool == "memcheck" or "hazards displayed (0 errors" in text:
-        clean = "ERROR SUMMARY: 0 errors" in text or "(0 errors, 0 warnings)" in text
+        told = re.findall(r"ERROR SUMMARY: (\d+) error", text) + re.findall(r"\((\d+) errors, \d+ warnings\)", text)
+        clean = bool(told) and set(told) == {"0"} and "Traceback" not in text  # every process tells
         return Found([] if clean else text.splitlines()[-12:])
     faults: Counter[str] = Counter()
     dispatch = handed_over = 0
@@ -273,7 +324,7 @@ def main() -> None:
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         alone = [threads.submit(subprocess.run, [sys.executable, __file__, layer]) for layer in watched]
         runs = {layer: done.result().returncode == 0 for layer, done in zip(watched, alone, strict=True)}
-        pairs = [(layer, tool) for layer in watched for tool in ("racecheck", "memcheck")]
+        pairs = [(layer, tool) for layer in watched for tool in TOOLS.get(layer, ("racecheck", "memcheck"))]
         watching = {
             (layer, tool): threads.submit(watch, tool, layer)
             if runs[layer]

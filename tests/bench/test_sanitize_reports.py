@@ -74,5 +74,7 @@ def test_a_tool_that_ends_without_a_report_is_a_fault(sanitize) -> None:
     for tool in ("memcheck", "racecheck"):
         assert sanitize.read_report(tool, "Segmentation fault").faults == ["Segmentation fault"]
     assert sanitize.read_report("memcheck", "========= ERROR SUMMARY: 0 errors\n").faults == []
+    for other in ("========= ERROR SUMMARY: 1 error", "Traceback (most recent call last):"):  # of the second process
+        assert sanitize.read_report("memcheck", f"========= ERROR SUMMARY: 0 errors\n{other}\n").faults
     silent = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
     assert sanitize.read_report("racecheck", silent).faults == []

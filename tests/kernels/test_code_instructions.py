@@ -100,6 +100,16 @@ def test_scaled_lanes_are_the_same_numbers_in_their_own_order(exponent: int) -> 
         assert torch.equal(found.signbit(), expected.signbit())
 
 
+def test_scales_of_four_bytes_are_raised_powers_of_two_or_infinite() -> None:
+    for first in range(0, 256, 4):
+        found = carry_out(program("_RAISED_E8M0"), {"$4": int.from_bytes(bytes(range(first, first + 4)), "little")})
+        for at in range(4):
+            exponent = first + at
+            # of 2^-127, the least one, nothing is left in a number times it: 0 will do
+            expected = min(exponent + 63, 255) * 0x00800080 if exponent else 0
+            assert found[f"${at}"] == expected, exponent
+
+
 @triton.jit
 def _lanes_of(given, first, second, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.arange(0, HEIGHT)[:, None]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,12 +33,16 @@ from test_gpu_streamed_experts import (
 from torch import Tensor
 
 from amoeba import ExpertWeights, LoraFactors, Routing, experts
-from amoeba.config import RouterConfig
+from amoeba.bench.stream.stores import FileStore
+from amoeba.config import Activation, RouterConfig
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS
 from amoeba.stream.placement import MemoryStore
+from amoeba.stream.store import compiled_reads
+from amoeba.stream.store.layers import layer_entry
+from amoeba.stream.store.store import Store
 from selection import quick
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.
@@ -62,10 +68,11 @@ class Captured:
         lora: LoraFactors | None = None,
         miss: str = "move",
         routers: list[Tensor] | None = None,
+        store: Store | None = None,
     ) -> None:
         """routers: of each layer, by which its experts are predicted; two of the slots are spared then."""
         self.device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else LiveDevice(inline=True)
-        self.store = SameLayers(resident, layers)
+        self.store = SameLayers(resident, layers) if store is None else store
         budgets = [slots] * layers, [host_slots] * layers
         spares = None if routers is None else [2] * layers
         self.memory = DeviceMemory(self.store, self.device, *budgets, MOST_IDS, miss=miss, spares=spares)
@@ -178,6 +185,29 @@ def test_many_replays_give_the_resident_bits(tokens: int, slots: int, host_slots
             if seed % 10 == 9:  # a prompt in between
                 many = routed_wide(200, 32, 8, seed)
                 assert torch.equal(experts(*many, captured.memory.layers[1]), by_triton(*many, resident))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("slots", "host_slots"), [(8, 0), (9, 8), (20, 6)])
+def test_many_replays_over_files_give_the_resident_bits(
+    slots: int, host_slots: int, tmp_path: Path, monkeypatch
+) -> None:
+    """Experts that are on the disk go to the GPU without Python (direct_loads.py), in 48 pieces each."""
+    monkeypatch.setattr(compiled_reads, "PIECE", 4096)
+    resident = wide(32)
+    entry = layer_entry("experts", 32, 256, 128, Activation(), torch.bfloat16, False)
+    store = FileStore(SimpleNamespace(entry=entry), [resident] * 3, tmp_path)
+    if store.place(0, 0) is None or compiled_reads._library() is None:
+        pytest.skip("no compiler, or a file system without O_DIRECT")
+    first = routed_wide(1, 32, 8, 0)
+    with torch.no_grad(), closing(Captured(resident, slots, host_slots, first, 3, store=store)) as captured:
+        for seed in range(40):
+            given = routed_wide(1, 32, 8, seed)
+            expected = by_triton(*given, resident)
+            for y_TH in captured(*given):
+                assert torch.equal(y_TH, expected), seed
+        assert captured.memory.cache.counters.from_disk > 100
+    store.end()
 
 
 @pytest.mark.gpu

@@ -319,7 +319,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said_once(code: int, 
         assert memory.shape == (size,) and memory.data_ptr() % 4096 == 0
     said = [each.message for each in caplog.records if "could not be pinned" in each.message]
     assert said == ([] if code == 0 else ["4 KiB of memory could not be pinned (CUDA error 2): copies are slower"])
-    device._driver = SimpleNamespace(quick_calls=lambda: ("copy", "write", "at once"))
+    device._driver = SimpleNamespace(quick_calls=lambda: ("copy", "write", "at once"), entrance=lambda: (None, 0))
     device.copies = SimpleNamespace(cuda_stream=7)
     assert device.calls().to_device_at_once == ("at once" if code == 0 else None)
     device.close()

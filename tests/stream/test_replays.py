@@ -21,6 +21,7 @@ from torch import Tensor
 
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu import fast_path
+from amoeba.stream.gpu.long_way import load
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.policies import POLICIES, make_policy
 from amoeba.stream.simulate import replay
@@ -45,9 +46,10 @@ class Served:
         top_k: int = 2,
         tokens: int = 1,
         device: type[LiveDevice] = LiveDevice,
+        store=None,
         **options,
     ) -> None:
-        self.device, self.store = device(seed, **options), Layers(layers, seed)
+        self.device, self.store = device(seed, **options), Layers(layers, seed) if store is None else store
         each = [slots] * layers if isinstance(slots, int) else slots
         self.memory = DeviceMemory(self.store, self.device, each, [host_slots] * layers, IDS)
         self.memory.replays.channel.limit = 20.0
@@ -296,9 +298,8 @@ def test_after_a_failed_copy_nothing_hangs_and_the_next_try_is_right(fails_at: i
 def test_an_interrupt_in_the_middle_of_serving_lets_the_device_go_on(monkeypatch) -> None:
     with closing(Served(0, 3, 0)) as served:
         served.capture()
-        replays = served.memory.replays
         with monkeypatch.context() as patched:
-            patched.setattr(replays, "_load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr("amoeba.stream.gpu.replays.load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 served.replay([[0, 1], [2, 3]])
         served.wrong.clear()
@@ -328,13 +329,12 @@ def test_a_device_that_waited_too_long_goes_on_and_says_so(monkeypatch) -> None:
         served.memory.replays.channel.limit = 2e-5  # 20 looks of the interpreter
         served.capture()
         replays, go_on = served.memory.replays, threading.Event()
-        load = replays._load
 
         def late(*arguments) -> None:
             go_on.wait(5)
             load(*arguments)
 
-        monkeypatch.setattr(replays, "_load", late)
+        monkeypatch.setattr("amoeba.stream.gpu.replays.load", late)
         served.device.launch(lambda: None)
         watch = threading.Thread(target=lambda: (until_in_trouble(replays), go_on.set()))
         watch.start()
@@ -482,6 +482,24 @@ def test_a_device_that_refuses_copies_at_once_is_asked_once_and_gets_them_one_by
         served.ended()
         served.shown_as_it_is()
         assert served.device.calls_at_once == 1 and served.device.quick
+
+
+def test_words_by_copy_tell_the_device_as_words_do(monkeypatch) -> None:
+    if fast_path.serving_library() is None:
+        pytest.skip("no compiler")
+    monkeypatch.setattr(LiveDevice, "words_by_copy", True)
+    with closing(Served(0, 3, E)) as served:
+        fill(served)
+        served.capture()
+        drawn = random.Random(0)
+        for _ in range(6):
+            served.replay(drawn_ids(drawn, 2, 2))
+        before = served.device.words
+        for _ in range(4):
+            served.replay(drawn_ids(drawn, 2, 2))
+        served.ended()
+        served.shown_as_it_is()
+        assert served.device.quick and served.device.words == before
 
 
 def fill(served: Served) -> None:

@@ -194,6 +194,22 @@ def test_each_part_is_told_when_it_is_there_and_all_parts_are_the_expert(packed,
     assert torch.equal(torch.cat([part for _, part in told]), whole) and len(told) == -(-size // PART)
 
 
+@pytest.mark.parametrize(("verify", "before", "after"), [("first", False, True), ("always", False, False)])
+def test_an_expert_has_a_place_for_unchecked_reads_once_nothing_is_to_be_checked(packed, verify, before, after):
+    with open_store(packed, verify=verify) as store:
+        if store._reader.file(layer_of(packed)).direct_descriptor() is None:
+            pytest.skip("a file system without O_DIRECT")
+        size = store.expert_bytes(0)
+        assert (store.place(0, 1) is not None) == before
+        blob = aligned_buffer(size)
+        store.read(0, 1, blob)
+        found = store.place(0, 1)
+        assert (found is not None) == after and store.place(0, 0) is None
+        if found is not None:
+            again = aligned_buffer(size)
+            assert os.preadv(found[0], [again.numpy()], found[1]) == size and torch.equal(again, blob)
+
+
 @pytest.mark.usefixtures("threads_of_python")
 def test_all_parts_of_an_expert_of_nine_megabytes_are_read_at_the_same_time(tmp_path, monkeypatch):
     """As one of Qwen3-30B is: with a thread less than parts, the last part would be read alone."""

@@ -257,6 +257,8 @@ def test_with_a_link_the_table_has_its_share(capsys) -> None:
         (["qwen3"], "both", "one of tiny, small, qwen3_30b"),
         (["tiny", "small"], "both", "Give one name"),
         (["tiny"], "training", "one of decode, disk, lora"),
+        (["tiny"], "turns", "--pass turns: expected a GPU.*on a CPU there are decode, disk, lora.*got --device cpu"),
+        (["tiny"], "prefetch", "--pass prefetch: expected a GPU"),
     ],
 )
 def test_what_it_does_not_measure_is_refused(shapes, passes, said) -> None:

@@ -189,6 +189,30 @@ def test_time_is_shared_by_the_searches_that_are_left():
     assert longest == {"a": 20.0, "b": 20.0, "c": 20.0}
 
 
+def test_when_the_time_is_over_no_other_kernel_is_begun_and_the_next_call_begins_with_those():
+    now, begun = [0.0], list[str]()
+
+    def make_search(name: str) -> Search:
+        def run(candidate):
+            begun.append(name)
+            now[0] += 40.0  # a kernel that takes long to compile
+            return (torch.ones(1, dtype=torch.float32, device="cpu"),)
+
+        return Search(name, torch.float32, (0,), lambda: run)
+
+    def call() -> tuple[dict, str]:
+        begun.clear()
+        output, began = Quiet(), [make_search(name) for name in "abc"]
+        document = tune.run(began, 1.0, CPU, output, measure=lambda run: 1.0, clock=lambda: now[0])
+        return document, " ".join(output.said)
+
+    document, said = call()
+    assert begun == ["a", "b"] and document["finished"] and document["not_searched"] == ["c"]
+    assert "1 minutes were over before 1 of 3 kernels" in said
+    document, said = call()
+    assert begun == ["c", "a"] and document["not_searched"] == ["b"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_without_a_gpu_it_says_so():
     result = CliRunner().invoke(app, ["tune", "--shape", "small"])

@@ -71,7 +71,8 @@ def run(
     def keep(report: StreamSuiteReport) -> None:
         """After each setting: what is measured is not lost where the rest is stopped, and can be seen."""
         written_down(report, finished=False)
-        lines = *(_in_short(each) for each in report.decodes), *map(_turns_line, report.turns), *_lora_lines(report)
+        of_decodes = [line for each in report.decodes for line in (_in_short(each), *_wait_lines(each))]
+        lines = *of_decodes, *map(_turns_line, report.turns), *_lora_lines(report)
         for line in lines:
             if line not in said:
                 said.append(line)
@@ -116,6 +117,17 @@ def _in_short(found: DecodeMeasurement) -> str:
     return said
 
 
+def _wait_lines(found: DecodeMeasurement) -> list[str]:
+    """Of each kind of question: mean and 90 % of its phases."""
+    return [
+        f"  {found.setting}; {each.kind}: {each.questions} questions, {each.missing:.3g} missing"
+        + (f", {each.from_disk:.3g} on the disk" if each.from_disk else "")
+        + "; us (90 %): "
+        + ", ".join(f"{name} {of.mean_us:.0f} ({of.p90_us:.0f})" for name, of in each.phases.items())
+        for each in found.waits
+    ]
+
+
 def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
     assert found.us is not None and found.hits_us is not None and found.hit_rate is not None
     has_link = report.link_bytes_per_second is not None
@@ -146,7 +158,11 @@ def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
 
 def _notes(report: StreamSuiteReport, timed: Sequence[DecodeMeasurement]) -> list[str]:
     lines = []
-    rates = (("link", report.link_bytes_per_second), ("disk", report.disk_bytes_per_second))
+    rates = (
+        ("link", report.link_bytes_per_second),
+        ("disk", report.disk_bytes_per_second),
+        ("disk afterwards", report.disk_bytes_per_second_afterwards),
+    )
     known = [f"{name} {rate / 1e9:.3g} GB/s" for name, rate in rates if rate is not None]
     if known:
         lines.append(f"measured here: {', '.join(known)}; an expert has {report.expert_bytes / 1e6:.3g} MB")

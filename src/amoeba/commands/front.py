@@ -1,5 +1,9 @@
 """typer, or the part of it that we use over argparse, where typer or rich is not installed."""
 
+from amoeba.commands.bytecode import keep_bytecode
+
+keep_bytecode()  # of typer, too
+
 try:
     import rich  # noqa: F401  typer's own help needs it
     import typer

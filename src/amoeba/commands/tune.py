@@ -34,7 +34,9 @@ def tune(
     dtype: Annotated[
         list[str] | None, typer.Option("--dtype", help=f"{', '.join(SERVED)}; default bfloat16. May be repeated.")
     ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", help="No more than these, shared by all kernels.")] = 5.0,
+    minutes: Annotated[
+        float, typer.Option("--minutes", help="Shared by all kernels; no candidate is begun after them.")
+    ] = 5.0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -118,7 +120,8 @@ def run(
     measure: Measure | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """Keeps what each search finds before the next begins; Ctrl-C ends it with what was found until then."""
+    """Keeps what each search finds before the next begins; Ctrl-C ends it with what was found until then. Searches that
+    found something in an earlier call come last, so that one that ran out of time is gone on with."""
     from amoeba import tuned
     from amoeba.tuning.search import find_best, median_ms
 
@@ -126,11 +129,15 @@ def run(
     gpu, began, total = tuned.gpu_of(device), clock(), len(searches)
     results: dict[str, Found] = {}
     path, finished = tuned.path_of(gpu), False
+    known = tuned.read(path, gpu)
+    searches.sort(key=lambda search: search.key in known)
     output.progress(f"{total} kernels on {gpu.name} in at most {minutes:g} minutes; Ctrl-C keeps what is found")
     try:
         while searches:
-            search = searches.pop(0)  # so that its tensors go with it
             left = began + 60 * minutes - clock()
+            if left <= 0 and results:
+                break
+            search = searches.pop(0)  # so that its tensors go with it
             deadline = clock() + left / (len(searches) + 1)
             found = find_best(search, measure=measure, clock=clock, deadline=deadline)
             tuned.keep(gpu, search.key, found.entry())
@@ -140,6 +147,12 @@ def run(
     except KeyboardInterrupt:
         output.warning(f"interrupted: {len(results)} of {total} kernels are searched and kept")
     _print(results, output)
+    left_over = [search.key for search in searches] if finished else []
+    if left_over:
+        output.warning(
+            f"{minutes:g} minutes were over before {len(left_over)} of {total} kernels, which run as before;"
+            " the same command again begins with those"
+        )
     if results:
         output.line(f"kept in {path}: in use from the next run on; {tuned.VARIABLE}=off leaves it aside")
     return {
@@ -147,6 +160,7 @@ def run(
         "gpu": gpu._asdict(),
         "path": str(path),
         "finished": finished,
+        "not_searched": left_over,
         "seconds": round(clock() - began, 3),
         "kernels": [{"key": key, **found.entry(), "left_out": found.left_out} for key, found in results.items()],
     }

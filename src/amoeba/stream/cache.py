@@ -141,9 +141,17 @@ class ExpertCache:
     def top(self, layer: int) -> SlotTable:
         return self._layers[layer].top
 
-    def request(self, layer: int, ids: Iterable[int], beside: Sequence[int] = (), stay: Collection[int] = ()) -> Fetch:
+    def request(
+        self,
+        layer: int,
+        ids: Iterable[int],
+        beside: Sequence[int] = (),
+        stay: Collection[int] = (),
+        passing: Collection[int] = (),
+    ) -> Fetch:
         """What `SlotTable.request` refuses, this does, with nothing changed. beside: missing, and computed where they
-        are: nothing is fetched for them. stay: none of these leaves for it."""
+        are: nothing is fetched for them. stay: none of these leaves for it. passing: are read from the disk without a
+        host slot."""
         here, counters = self._layers[layer], self.counters
         plan = here.top.request(ids, beside, stay)
         present = len(plan.hits) + len(plan.waiting)
@@ -157,7 +165,7 @@ class ExpertCache:
         if not plan.loads:
             return Fetch(plan.hits, plan.waiting, [], [], [])
         counters.misses_of_layer[layer] += len(plan.loads)
-        fetch = self._fetch(here, plan)
+        fetch = self._fetch(here, plan, passing)
         counters.from_host += len(fetch.from_host)
         counters.from_disk += len(fetch.from_disk)
         return fetch
@@ -208,6 +216,11 @@ class ExpertCache:
         if host is None:
             return expert
         return None if host.is_loading(expert) else host.slot_of.get(expert)
+
+    def is_on_disk_alone(self, layer: int, expert: int) -> bool:
+        """Neither on a tier nor on its way to one."""
+        here = self._layers[layer]
+        return here.host is not None and expert not in here.host and expert not in here.top
 
     def begin_anew(self, layer: int) -> None:
         """Nothing of it is anywhere but on the disk, nothing is held, and nobody remembers its uses."""
@@ -273,12 +286,12 @@ class ExpertCache:
         until_now, self.counters = self.counters, Counters(misses_of_layer=[0] * len(self._layers))
         return until_now
 
-    def _fetch(self, here: _Layer, plan: Plan) -> Fetch:
+    def _fetch(self, here: _Layer, plan: Plan, passing: Collection[int] = ()) -> Fetch:
         here.prefetched.difference_update(plan.evicted)
         if here.host is None:
             self.counters.host_bytes += here.bytes * len(plan.loads)
             return Fetch(plan.hits, plan.waiting, [], [(expert, expert, slot) for expert, slot in plan.loads], [])
-        there = here.host.request_some(expert for expert, _ in plan.loads)
+        there = here.host.request_some(expert for expert, _ in plan.loads if expert not in passing)
         host_slots = there.hits | there.waiting
         read_into = dict(there.loads)
         here.rising.update(host_slots, read_into)

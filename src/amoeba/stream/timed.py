@@ -19,6 +19,7 @@ from amoeba.stream.gpu_spans import GpuSpans
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.timeline import Timeline
 
+DIRECT_ROW = "loads experts without Python"
 Described = tuple[str, str, dict[str, Any]] | None  # kind, name and details of a call; None: not worth a mention
 
 
@@ -78,7 +79,7 @@ class _OnGpu:
     def begin(self) -> None:
         memory, replays, around = self._memory, self._memory.replays, _Around(self._timeline)
         around.call(memory, "wait_for_ids", lambda _, layer: ("wait", f"layer {layer} waits for its ids", _of(layer)))
-        around.call(memory, "_wait_for_reads", _of_wait)
+        around.call(memory, "_wait_for_reads", self._of_wait)
         around.call(memory, "_begin", _of_loads)
         around.call(memory.reads, "read_and_copy", _of_load)
         around.call(replays, "replay", lambda _, passes, *__: ("pass", "a captured step", {"tokens": passes.tokens}))
@@ -145,6 +146,16 @@ class _OnGpu:
             self._spans.begin_step()
         self._latest = serial, layer, missing, self._timeline.now()
 
+    def _of_wait(self, _: Any, layer: int, group: Any) -> Described:
+        if (direct := group.direct) is not None and direct.is_there:
+            about = _of(layer) | {"experts": list(direct), "slots": list(direct.slot_of.values())}
+            began, ended = direct.times.begun, direct.times.called
+            name = f"layer {layer}: {len(direct)} from disk to the GPU"
+            self._timeline.add("load", name, began, about, row=DIRECT_ROW, ended=ended)
+        if not (read := _read(group)):
+            return None
+        return "wait", f"layer {layer} waits for the disk", _of(layer) | {"experts": read}
+
     def _of_looking(self, serial: int) -> Described:
         layer = self._layers[serial - self._first]
         return "wait", f"until layer {layer} asks", _of(layer)
@@ -169,10 +180,15 @@ def _of_load(_: Any, layer: int, expert: int, host_slot: int | None, slot: int, 
 
 def _of_loads(group: Any, layer: int, part: list[int], *_: Any) -> Described:
     """What is copied from host memory has been called now; what is on the disk is for those who load."""
-    if group is None or not (group.copied or group.jobs):
+    read = [] if group is None else _read(group)
+    if group is None or not (group.copied or read):
         return None
-    name = f"layer {layer} has {len(group.copied)} copied from host memory, {len(group.jobs)} read"
-    return "load", name, _of(layer) | {"from_host": list(group.copied), "from_disk": list(group.jobs)}
+    name = f"layer {layer} has {len(group.copied)} copied from host memory, {len(read)} read"
+    return "load", name, _of(layer) | {"from_host": list(group.copied), "from_disk": read}
+
+
+def _read(group: Any) -> list[int]:
+    return [*group.jobs, *(group.direct or ())]
 
 
 def _of_fast_path(computed: Any, layer: int, serial: int, missing: list[int], there: list[int]) -> Described:
@@ -185,9 +201,3 @@ def _of_fast_path(computed: Any, layer: int, serial: int, missing: list[int], th
 
 def _of_early(_: Any, layer: int, expected: list[int]) -> Described:
     return "load", f"layer {layer} is expected to miss {len(expected)}", _of(layer) | {"expected": expected}
-
-
-def _of_wait(_: Any, layer: int, group: Any) -> Described:
-    if not group.jobs:
-        return None
-    return "wait", f"layer {layer} waits for the disk", _of(layer) | {"experts": list(group.jobs)}

@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from amoeba.kernels.hopper.descriptor import reinterpret
-from amoeba.kernels.hopper.product_fill import fill_product, row_pointers
+from amoeba.kernels.hopper.product_fill import row_pointers
 from amoeba.kernels.launch import quick
 from amoeba.tasks.clock import note_task, now
 from amoeba.tasks.decoder import (
@@ -63,12 +63,13 @@ from amoeba.tasks.hopper_arrivals import (
     wait_for_tile,
     wait_until_taken,
 )
+from amoeba.tasks.hopper_fill import fill_gradients, fill_tile
 from amoeba.tasks.hopper_queue import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
-    FIELDS,
     ONE,
+    ROOM,
     STAGES,
     STOP,
     TASKS,
@@ -82,7 +83,7 @@ from amoeba.tasks.hopper_queue import (
     wait_for_tokens,
 )
 from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines, fill_tokens
-from amoeba.tasks.hopper_tiles import fill_gradients, multiply, pass_over, sum_tile
+from amoeba.tasks.hopper_tiles import multiply, pass_over, sum_tile
 from amoeba.tasks.own_first import own_tiles_first
 
 
@@ -98,7 +99,7 @@ def _produce(
     wave, late, mixed, behind, bundle = schedule
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1
-    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty, _ = ring
+    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
     dx = da + rows.to(gl.int64) * PLAN.DX_AT  # they lie one behind the other: fewer pointers in registers
     expert_counters = counters + 1
     row_counters = counters + PLAN.ROW_COUNTERS
@@ -167,14 +168,14 @@ def _produce(
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
         if kind == DOWN:
             pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
-            count = fill_product(
+            count = fill_tile(
                 dh_rows_desc, down_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.H,
-                PLAN.I, PLAN.I, True, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                PLAN.I, True, PLAN,
             )  # fmt: skip
         elif kind == UP:
-            count = fill_product(
+            count = fill_tile(
                 dh_rows_desc, gate_up_desc, dy, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.J,
-                PLAN.H, PLAN.H, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                PLAN.H, False, PLAN,
             )  # fmt: skip
         elif kind == DOWN_WEIGHTS:
             count = fill_gradients(
@@ -209,7 +210,7 @@ def _consume(
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.DX_AT
     weight, order, slot_row = sources
-    _, _, _, da_bufs, h_bufs, token_bufs, full, empty, led = ring
+    _, _, _, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, all_scales = staging
     scales = all_scales.index(WARPGROUP)
     count = 0
@@ -271,13 +272,13 @@ def _consume(
                     untold = (1 + PLAN.EXPERTS + item) * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif kind == ACTIVATE:
             count = activate(
-                da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, led, count, row,
+                da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row,
                 end, intermediate, WARPGROUP, PLAN,
             )  # fmt: skip
             untold = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
             count = combine(
-                item, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, led, count,
+                item, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, count,
                 tokens, rows, WARPGROUP, PLAN,
             )  # fmt: skip
             untold = -1
@@ -317,12 +318,7 @@ def backward_kernel(
     token_bufs = reinterpret(matrix_bufs, dtype, [STAGES, BLOCK_K, BLOCK_N], rowwise)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    led = empty
-    if PLAN.STAGGER:
-        led = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(led.index(i), count=1)  # the first warpgroup
-    tasks = gl.allocate_shared_memory(gl.int32, [TASKS * FIELDS, 1], plain)
+    tasks = gl.allocate_shared_memory(gl.int32, [TASKS, ROOM], plain)
     scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], plain)
     pushed = gl.allocate_shared_memory(gl.int32, [128], plain)
     task_full = gl.allocate_shared_memory(gl.int64, [TASKS, 1], barriers)
@@ -334,7 +330,7 @@ def backward_kernel(
         mbarrier.init(task_full.index(i), count=1)
         mbarrier.init(task_empty.index(i), count=2)
     pushed.store(gl.full([128], 0, gl.int32, ONE))
-    ring = (row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty, led)
+    ring = (row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty)
     queue = (tasks, pushed, task_full, task_empty)
     staging = (buffers, scales)
     stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)

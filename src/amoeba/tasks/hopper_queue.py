@@ -12,10 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from amoeba.kernels.hopper.descriptor import barrier
 
 # Of a task that is passed on: kind, item, part, expert, first row, end of the rows, ticket.
-FIELDS, TASKS = gl.constexpr(7), gl.constexpr(2)
+# They are written at once, with room for one more.
+FIELDS, ROOM, TASKS = gl.constexpr(7), gl.constexpr(8), gl.constexpr(2)
 STOP = gl.constexpr(-1)
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = gl.constexpr(128), gl.constexpr(256), gl.constexpr(64), gl.constexpr(4)
-BEHIND = gl.constexpr(2)
 STAGE_BYTES = gl.constexpr((128 + 256) * 64 * 2)
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -51,24 +51,6 @@ def tell(untold, counters, PLAN: gl.constexpr):
         expert = untold % (PLAN.EXPERTS + 1)
         if expert < PLAN.EXPERTS:
             gl.atomic_add(counters + 1 + expert, 1, sem="release")
-
-
-@gluon.jit
-def lead(led, count, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """Of the first warpgroup, where the second keeps behind it: that it has begun a stage, each one."""
-    if PLAN.STAGGER and WARPGROUP == 0:
-        mbarrier.arrive(led.index(count % STAGES), count=1)
-
-
-@gluon.jit
-def keep_behind(led, count, stages, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """Of the second, before a tile of so many stages: until the first has begun BEHIND of them.
-
-    The first is never more than a ring ahead, so no turn of a barrier is missed.
-    """
-    if PLAN.STAGGER and WARPGROUP == 1:
-        last = count + gl.minimum(stages, BEHIND) - 1
-        mbarrier.wait(led.index(last % STAGES), (last // STAGES) & 1, pred=stages > 0)
 
 
 @gluon.jit
@@ -120,9 +102,10 @@ def pass_on(queue, count, kind, item, part, expert, row, end, ticket):
     tasks, pushed, task_full, task_empty = queue
     slot = count % TASKS
     mbarrier.wait(task_empty.index(slot), ((count // TASKS) & 1) ^ 1)
-    values = (kind, item, part, expert, row, end, ticket)
-    for at in gl.static_range(FIELDS):
-        tasks.index(slot * FIELDS + at).store(gl.full([1], values[at], gl.int32, ONE))
+    at = gl.arange(0, ROOM, ONE)
+    first = gl.where(at == 0, kind, gl.where(at == 1, item, gl.where(at == 2, part, expert)))
+    second = gl.where(at == 4, row, gl.where(at == 5, end, ticket))
+    tasks.index(slot).store(gl.where(at < 4, first, second))
     barrier()
     mbarrier.arrive(task_full.index(slot), count=1)
     pushed.store(gl.full([128], count + 1, gl.int32, ONE))
@@ -153,4 +136,4 @@ def take(queue, taken):
 @gluon.jit
 def _field(queue, slot, FIELD: gl.constexpr):
     tasks, _, _, _ = queue
-    return gl.max(tasks.index(slot * FIELDS + FIELD).load(ONE), 0)
+    return gl.max(tasks.index(slot).slice(FIELD, 1).load(ONE), 0)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from amoeba.kernels.activation import gated_backward
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
 from amoeba.tasks.hopper_arrivals import COMES, numbers_at, room_for_sums
-from amoeba.tasks.hopper_queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, lead, tell
+from amoeba.tasks.hopper_queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, tell
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, i
 
 @gluon.jit
 def activate(
-    da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, led, count, row, end,
+    da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row, end,
     intermediate, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """dh, s·a and ds of this warpgroup's lines, half of each stage. Sums as `_activate_backward` makes them."""
@@ -53,7 +53,7 @@ def activate(
     for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
         scale_buf = scale_bufs.index((line - row) // PLAN.OWN_LINES + WARPGROUP)
         count = _activate_lines(
-            da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, led, count, line + FIRST, end, intermediate, FIRST,
+            da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + FIRST, end, intermediate, FIRST,
             WARPGROUP, PLAN,
         )  # fmt: skip
     return count
@@ -61,7 +61,7 @@ def activate(
 
 @gluon.jit
 def _activate_lines(
-    da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, led, count, row, end, intermediate, FIRST: gl.constexpr,
+    da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, row, end, intermediate, FIRST: gl.constexpr,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Of the stages' lines those from FIRST on."""
@@ -81,7 +81,6 @@ def _activate_lines(
         up = h_bufs.index(stage * 2 + 1).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
-        lead(led, count, WARPGROUP, PLAN)
         count += 1
         column = (first_column + c)[None, :]
         inside = own[:, None]
@@ -138,7 +137,7 @@ def fill_tokens(block, dx, slot_row, token_bufs, full, empty, count, tokens, row
 
 @gluon.jit
 def combine(
-    block, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, led, count, tokens, rows,
+    block, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, count, tokens, rows,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """d_x of a block of tokens, this warpgroup's half of each stage's columns; d_weight of its half of the tokens."""
@@ -174,7 +173,6 @@ def combine(
                 total += of_slots.load(layout).to(gl.float32)
             barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-            lead(led, count, WARPGROUP, PLAN)
             count += 1
             within = mine & (column + c < PLAN.H)[None, :]
             gl.store(out + column, total.to(d_x.dtype.element_ty), mask=within)

@@ -30,10 +30,10 @@ class Order(NamedTuple):
     stages: so many tiles of a weight's gradient are one task as make so many stages; a tile at least.
     behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
     mixed, in_place: as in `Tiling`.
-    rounds: turns of all programs in DOWN that a wave has at least, see `tiling_of`.
-    stagger: the second warpgroup begins a tile two stages behind the first: not both are at its end at once, where
-            nothing multiplies.
     tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
+    fill_turns: whole turns of the ring are filled by code for each of their stages: those of products where a tile is
+            whole turns (H a multiple of 256, I of 128), those of gradients where H is a multiple of 128.
+    weight_turns, product_turns: whole turns behind a tile's first one are multiplied by code for each of their stages.
     """
 
     ahead: bool = False
@@ -43,8 +43,9 @@ class Order(NamedTuple):
     mixed: bool = False
     tokens: int = 32
     in_place: bool = False
-    rounds: int = 2
-    stagger: bool = False
+    fill_turns: bool = False
+    weight_turns: bool = False
+    product_turns: bool = False
 
 
 # N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
@@ -64,10 +65,14 @@ ORDERS = {
     "small tokens": _SMALL._replace(tokens=8),
     "small bundles": _SMALL._replace(stages=8),
     "small lean": _SMALL._replace(in_place=True),
-    "small waves": _SMALL._replace(rounds=1),
-    "small lean waves": _SMALL._replace(in_place=True, rounds=1),
-    "small stagger": _SMALL._replace(stagger=True),
-    "stagger": Order(stagger=True),
+    "fills": Order(fill_turns=True),
+    "weight turns": Order(fill_turns=True, weight_turns=True),
+    "turns": Order(fill_turns=True, weight_turns=True, product_turns=True),
+    "small fills": _SMALL._replace(fill_turns=True),
+    "small weight turns": _SMALL._replace(fill_turns=True, weight_turns=True),
+    "small turns": _SMALL._replace(fill_turns=True, weight_turns=True, product_turns=True),
+    "small full turns": _SMALL._replace(fill_turns=True, weight_turns=True, product_turns=True, halves=False),
+    "lean turns": Order(fill_turns=True, weight_turns=True, product_turns=True, in_place=True),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 
@@ -93,13 +98,13 @@ def bundle_of(rows: int, experts: int, order: Order) -> int:
 def tiling_of(sizes: Sizes, tokens: int, rows: int, programs: int, order: Order) -> Tiling:
     """rows: of the experts that are here. tokens: whose sums are made here.
 
-    A wave is at least `order.rounds` turns of all programs in DOWN: so that by the time a row pass or dx is handed out,
+    A wave is at least two turns of all programs in DOWN: so that by the time a row pass or dx is handed out,
     what it waits for is done. It is no larger, so that its rows stay in the second-level cache.
     """
     bundle = bundle_of(rows, sizes.experts, order)
     plain = Tiling(tokens=order.tokens, mixed=order.mixed, in_place=order.in_place, bundle=bundle)
     tiles = max(1, blocks(rows, sizes.experts * plain.rows)) * blocks(sizes.intermediate, plain.down_columns)
-    wave = max(LEAST_WAVE, 1 << (blocks(order.rounds * programs, tiles) - 1).bit_length())
+    wave = max(LEAST_WAVE, 1 << (blocks(2 * programs, tiles) - 1).bit_length())
     waves = blocks(sizes.experts, wave)
     kept = max(1, min(waves, blocks(waves * BESIDE_TOKENS, sizes.width)))
     matrix = blocks(sizes.width, plain.weight_columns) * blocks(sizes.hidden, plain.weight_rows)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from amoeba.bench.ranks import worker
-from amoeba.bench.ranks.worker import ALONE, BARE, EXCHANGES, HIDING, RECEIVED, RankJob
+from amoeba.bench.ranks.worker import ALONE, BARE, EXCHANGES, HIDING, IN_STEP, RECEIVED, RankJob
 from amoeba.parallel.processes import LocalRanks, RankFailed
 
 _ROUNDS = 3
@@ -98,9 +98,10 @@ def run_ranks(
     processes: LocalRanks | None = None,
     settings: Sequence[str] | None = None,
 ) -> RanksReport:
-    """processes: to be used instead of new ones. settings: of the exchanges those; None: all."""
+    """processes: to be used instead of new ones. settings: beside the first two those; None: all."""
     report = RanksReport(*job[:7], str(job.dtype).removeprefix("torch."))
-    wanted = [ONE_RANK] if job.ranks == 1 else [each for each in EXCHANGES if settings is None or each in settings]
+    known = [ONE_RANK] if job.ranks == 1 else [IN_STEP, *EXCHANGES]
+    wanted = [each for each in known if job.ranks == 1 or settings is None or each in settings]
     with _share_of_gpu(job) as percentage:
         report.mps_percentage = percentage
         _Run(job, report, progress, so_far, processes).measure(repeats, wanted)
@@ -144,7 +145,7 @@ class _Run:
             found = RankMeasurement(setting)
             report.measurements.append(found)
             is_exchange = setting in EXCHANGES
-            if is_exchange and (refused := self._refused(setting)) is not None:
+            if (is_exchange or setting == IN_STEP) and (refused := self._refused(setting)) is not None:
                 found.reason = _REFUSED + refused
             else:
                 self._check(found, first if is_exchange else None, repeats)

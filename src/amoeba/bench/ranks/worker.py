@@ -37,14 +37,18 @@ from amoeba.weights import ExpertWeights
 ALONE = "no exchange"
 # All tokens of all ranks with the experts of this one: what it computes with an exchange, without one.
 RECEIVED = "no exchange, rows as received"
+# The same, where the ranks wait for each other on the GPU as often as with an exchange: what keeping step costs alone.
+IN_STEP = "no exchange, ranks in step"
 # For each, what of `ShardedExperts` makes it so; most_rows is a share of the slots that come on average.
 EXCHANGES: dict[str, dict[str, Any]] = {
     "collective": {"transport": "collective"},
     "peers": {"transport": "peers"},
     "peers, sums by rows": {"transport": "peers", "straight": False},
     "peers, overlapped": {"transport": "peers", "overlap": True},
+    "peers, beside": {"transport": "peers", "overlap": "beside"},
     "peers, fixed room": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15},
     "peers, fixed room, overlapped": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15, "overlap": True},
+    "peers, fixed room, beside": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15, "overlap": "beside"},
     "peers, fixed room, tasks": {
         "transport": "peers",
         "most_tokens": 1.0,
@@ -53,7 +57,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     },  # the scheduled backward, whose tasks send rows and sums
 }
 # What of a name says that something is computed while rows travel.
-HIDING = (", overlapped", ", tasks")
+HIDING = (", overlapped", ", beside", ", tasks")
 # Rows there and back and their gradients, with nothing computed; behind the name that of the exchange.
 BARE = "exchange alone: "
 # Until a rank gives up: compiling kernels takes some seconds.
@@ -86,7 +90,7 @@ class Found(NamedTuple):
 class _State:
     job: RankJob
     layer: ShardedExperts
-    inputs: dict[str, tuple[Tensor, Routing, Tensor]]  # of ALONE, RECEIVED and, by "", of an exchange
+    inputs: dict[str, tuple[Tensor, Routing, Tensor]]  # of ALONE, RECEIVED, IN_STEP and, by "", of an exchange
     steps: dict[str, Callable[[], Any]]
     kept: dict[str, tuple[Tensor, ...]]  # results of the exchange that others are compared with
 
@@ -123,12 +127,15 @@ def prepare(rank: int, job: RankJob) -> dict[str, Any]:
         x_TH, dy_TH = (draw(tokens, job.hidden, scale=0.2) for _ in range(2))
         return x_TH.requires_grad_(), Routing(expert_TK, weight_TK, trusted=True), dy_TH
 
+    alone = inputs(job.tokens, own, only_own=False)
+    received = inputs(job.tokens * job.ranks, job.experts, only_own=True)
     _state = _State(
         job,
         layer,
         {
-            ALONE: inputs(job.tokens, own, only_own=False),
-            RECEIVED: inputs(job.tokens * job.ranks, job.experts, only_own=True),
+            ALONE: alone,
+            RECEIVED: received,
+            IN_STEP: received,
             "": inputs(job.tokens, job.experts, only_own=False),
         },
         steps={},
@@ -145,7 +152,7 @@ def _drawn(generator: torch.Generator, dtype: torch.dtype, *shape: int, scale: f
 def why_not(setting: str) -> str | None:
     """Why it cannot be measured on these ranks."""
     state = _of_state()
-    name = EXCHANGES[setting]["transport"]
+    name = "peers" if setting == IN_STEP else EXCHANGES[setting]["transport"]
     transport, refused = choose_transport(name, state.layer.ranks, state.layer.device)
     return None if transport is not None else refused[name]
 
@@ -180,18 +187,20 @@ def step_ms(setting: str, steps: int) -> float:
 
 
 def phases(setting: str, steps: int) -> list[tuple[str, float]]:
-    """Milliseconds from one end of a phase to the next, in the order of a step; the means of so many steps."""
+    """Milliseconds from one end of a phase to the next, in the order of a step; the means of so many steps back to
+    back, behind one that is not counted: in it a GPU waits for its host."""
     state, step = _of_state(), _step(setting)
     step()
     _meet(state)
-    seen = []
-    for _ in range(steps):
-        with watch_phases(state.layer.device) as found:
-            mark("")
+    with watch_phases(state.layer.device) as found:
+        mark("")
+        for _ in range(steps + 1):
             step()
             mark("backward: the rest")
-            seen.append(found.ms())
-    return [(steps_of[0][0], statistics.fmean(ms for _, ms in steps_of)) for steps_of in zip(*seen, strict=True)]
+        seen = found.ms()
+    each = len(seen) // (steps + 1)
+    marks = [seen[first : first + each] for first in range(each, len(seen), each)]
+    return [(steps_of[0][0], statistics.fmean(ms for _, ms in steps_of)) for steps_of in zip(*marks, strict=True)]
 
 
 def push_rates() -> dict[str, float]:
@@ -257,13 +266,37 @@ def _computed(setting: str) -> Callable[[], tuple[Tensor, ...]]:
     x_TH, routing, dy_TH = state.inputs[setting if setting in state.inputs else ""]
     weights = state.layer.local if setting in state.inputs else _layer(setting)
     tensors = [x_TH, routing.weight_TK, *(t for t in state.layer.local.tensors() if t is not None)]
+    keep_step = _keeping_step() if setting == IN_STEP else lambda: None
 
     def step() -> tuple[Tensor, ...]:
+        keep_step()
         y_TH = experts(x_TH, routing, weights)
         mark("the rest")
+        keep_step()
         return (y_TH.detach(), *torch.autograd.grad(y_TH, tensors, dy_TH))
 
     return step
+
+
+def _keeping_step() -> Callable[[], None]:
+    """On the GPU, until all ranks have come here."""
+    from amoeba.kernels.peer_copies import count_everywhere, wait_for_room
+    from amoeba.kernels.peer_counters import ARRIVED, TAKEN
+    from amoeba.kernels.peer_post import SLOTS
+    from amoeba.kernels.peer_rows import wait_for_all
+
+    exchange = _exchange("peers", gradients=False)
+    assert isinstance(exchange, peers.PeerExchange)
+    desk = exchange.office
+
+    def keep_step() -> None:
+        post = desk.checked()
+        wait_for_room(post, SLOTS)
+        count_everywhere(post, SLOTS, ARRIVED.value)
+        wait_for_all(post, SLOTS)
+        count_everywhere(post, SLOTS, TAKEN.value)
+
+    return keep_step
 
 
 def _results(setting: str) -> tuple[Tensor, ...]:

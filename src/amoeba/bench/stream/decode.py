@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from amoeba.bench.stream.place import Place, StreamedMemory
 from amoeba.bench.stream.problem import Part, StreamProblem
+from amoeba.bench.stream.waits import WaitRecord, Waits
 from amoeba.bench.workload import relative_error
 from amoeba.experts import experts
 from amoeba.proof.conformance import TOLERANCE
@@ -27,8 +28,9 @@ from amoeba.stream.simulate import replay
 from amoeba.stream.store.store import Store
 from amoeba.weights import ExpertWeights
 
-# Tokens ahead of those that are timed, tokens that are compared, and runs of one token whose experts are all there.
-WARM, COMPARED, HITS = 32, 8, 50
+# Tokens ahead of those that are timed, tokens that are compared, and runs of one token whose experts are all there;
+# tokens behind all that, whose waits are written down question by question.
+WARM, COMPARED, HITS, NOTED = 32, 8, 50, 16
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class DecodeMeasurement:
     median_us: of the tokens: below `us` where a few of them took long. hits_us: where all experts are there, and only
     asking is left.
     simulated_hit_rate: of the same trace, by `amoeba stream simulate`.
-    over_disk: the time over that of the bytes from the disk at its rate.
+    over_disk: the time over that of the bytes from the disk at its rate, the better of one ahead and one behind.
+    waits: what questions of some further tokens waited for, and how long each part of that took (waits.py).
     """
 
     setting: str
@@ -86,6 +89,7 @@ class DecodeMeasurement:
     pause_us: float = 0.0
     early_per_token: float | None = None  # copies that began early
     early_recall: float | None = None  # of what would have missed
+    waits: list[Waits] = field(default_factory=list)
 
 
 class Tokens:
@@ -207,6 +211,7 @@ def measure(
         computed_seconds = 0.0 if setting.miss == "move" else memory.computing.seconds
         hits = streamed.run([routes[-1]] * HITS)
         slots, export = memory.slots, None
+        waits = _waits_of(streamed, memory, routes[WARM : WARM + NOTED], link) if place.has_link else []
         if place.has_link and setting.slots < problem.size.experts:
             export = place.export_us(memory, routes[-1][0])
     simulated = None if setting.miss != "move" else replay(trace, slots, warm_up=WARM).top_hit_rate
@@ -235,4 +240,16 @@ def measure(
         pause_us=setting.pause_us,
         early_per_token=counters.per_token(counters.prefetched) if setting.early else None,
         early_recall=counters.prefetch_recall if setting.early else None,
+        waits=waits,
     )
+
+
+def _waits_of(streamed: Tokens, memory: StreamedMemory, routes: Sequence[Tensor], link: float | None) -> list[Waits]:
+    record = WaitRecord(memory, link)
+    try:
+        for ids in routes:
+            streamed.run([ids])  # waits for the GPU, so that all times are whole
+            record.collect()
+    finally:
+        record.close()
+    return record.kinds()

@@ -32,6 +32,7 @@ from amoeba.weights import ExpertWeights
 
 Part = Literal["decode", "disk", "lora", "prefetch", "turns"]
 PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "prefetch", "turns")
+OVER_A_LINK: tuple[Part, ...] = ("prefetch", "turns")
 
 # Of what the next layer's router says of a token a layer ahead, the share that it chooses then: others saw 72 to 77 %.
 RIGHT = 0.75
@@ -172,6 +173,10 @@ def choose_problem(shapes: Sequence[str], passes: str, device: torch.device) -> 
         raise bad_value(
             "--pass", f"one of {', '.join(PARTS)} with --suite stream", repr(passes), "leave it out for all"
         )
+    if passes in OVER_A_LINK and device.type != "cuda":
+        there = ", ".join(part for part in PARTS if part not in OVER_A_LINK)
+        expected = f"a GPU: it times copies from pinned memory to slots (on a CPU there are {there})"
+        raise bad_value(f"--pass {passes}", expected, f"--device {device.type}", "run it on a GPU, or leave --pass out")
     problem = StreamProblem(SIZES[name], device, tuple(parts))
     check_room(problem)
     return problem

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amoeba.bench.stream.problem import StreamProblem
 from amoeba.stream.store.buffers import Memory, aligned_buffer
+from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.reading import Range, Reader
 from amoeba.stream.store.store import Store
 from amoeba.weights import ExpertWeights
@@ -98,6 +99,13 @@ class FileStore(Store):
     def _read(self, layer: int, expert: int, memory: Memory) -> None:
         size = self.expert_bytes(layer)
         self._reader.read([Range(self._reader.file(self._file(layer)), expert * size, size, memory, 0, size)])
+
+    def place(self, layer: int, expert: int) -> tuple[int, int] | None:
+        descriptor = self._reader.file(self._file(layer)).direct_descriptor()
+        return None if descriptor is None else (descriptor, expert * self.expert_bytes(layer))
+
+    def loads(self, onward: Onward) -> CompiledLoads | None:
+        return self._reader.loads(onward)
 
     def first(self, layers: int) -> FileStore:
         """The same files, so many layers of them."""

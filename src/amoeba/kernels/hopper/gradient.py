@@ -29,7 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
+from amoeba.kernels.hopper.gradient_rounds import fill_rounds, sum_rest, sum_turns, whole_turns
+from amoeba.kernels.hopper.product_kernel import Constants
 from amoeba.kernels.hopper.product_store import column_parts, wait_for_buffer
+from amoeba.kernels.hopper.ways import GradientWays, gradient_ways
 from amoeba.kernels.launch import quick
 from amoeba.kernels.programs import programs
 
@@ -64,7 +67,8 @@ def _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexp
 def _produce(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, WAYS: gl.constexpr,
+    BLOCK_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
@@ -73,10 +77,16 @@ def _produce(
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
         _, _, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        count = fill_gradient(
-            right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, start, end, hidden, width,
-            left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
-        )  # fmt: skip
+        if WAYS.ROUNDS:
+            count = fill_rounds(
+                right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, count, h, w, start, end,
+                width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT,
+            )  # fmt: skip
+        else:
+            count = fill_gradient(
+                right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, start, end, hidden,
+                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -126,10 +136,10 @@ def _copy_last_rows(source, stride, column, width, row, end, buffer):
 
 
 @gluon.jit
-def _consume(
+def _consume_tiles(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile along H."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
@@ -148,9 +158,97 @@ def _consume(
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
         if tile < tiles:
             store_gradient(
-                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
-            )
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W,
+                WAYS.BUFFERS,
+            )  # fmt: skip
     tma.store_wait(0)
+
+
+@gluon.jit
+def _consume_rounds(
+    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
+):  # fmt: skip
+    """`_consume_tiles` by whole turns of the ring."""
+    h_tiles = gl.cdiv(hidden, BLOCK_H)
+    w_tiles = gl.cdiv(width, BLOCK_W)
+    tiles = experts * h_tiles * w_tiles
+    HALF: gl.constexpr = BLOCK_H // 2
+    TURN: gl.constexpr = STAGES * BLOCK_N
+    dtype: gl.constexpr = out.dtype.element_ty
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
+    zeros = gl.zeros((HALF, BLOCK_W), gl.float32, mma)
+    carried = column_parts(zeros, 2)[1].to(dtype)
+    carried_expert, carried_h, carried_w, phases = 0, 0, 0, 0
+    is_carried = False
+    tile, expert, h, w, start, end = _place(0, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+    for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
+        if not WAYS.PLACE:
+            tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        behind = whole_turns(start, end, BLOCK_N, STAGES)
+        turned = start
+        acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
+        if WAYS.CARRY:
+            turned = gl.minimum(start + TURN, behind)
+            acc, phases = sum_turns(
+                acc, left_bufs, right_bufs, full, empty, phases, start, start, turned, WARPGROUP, BLOCK_N, STAGES
+            )
+            if is_carried:
+                _store_part(
+                    carried, 1, staging, out, out_desc, carried_expert, carried_h, carried_w, hidden, width, WARPGROUP,
+                    TRANSPOSED, BLOCK_H, BLOCK_W, 1,
+                )  # fmt: skip
+        acc, phases = sum_turns(
+            acc, left_bufs, right_bufs, full, empty, phases, start, turned, behind, WARPGROUP, BLOCK_N, STAGES
+        )
+        if WAYS.PLACE:  # of the next tile, while a product of this one runs
+            following = _place(turn + 1, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        acc, phases = sum_rest(
+            acc, left_bufs, right_bufs, full, empty, phases, start, behind, end, WARPGROUP, BLOCK_N, STAGES
+        )
+        if WAYS.CARRY:
+            left, right = column_parts(acc, 2)
+            is_carried = tile < tiles
+            if is_carried:
+                _store_part(
+                    left, 0, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H,
+                    BLOCK_W, 1,
+                )  # fmt: skip
+            carried = right.to(dtype)
+            carried_expert, carried_h, carried_w = expert, h, w
+        elif tile < tiles:
+            store_gradient(
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W,
+                WAYS.BUFFERS,
+            )  # fmt: skip
+        if WAYS.PLACE:
+            tile, expert, h, w, start, end = following
+    if WAYS.CARRY:
+        if is_carried:
+            _store_part(
+                carried, 1, staging, out, out_desc, carried_expert, carried_h, carried_w, hidden, width, WARPGROUP,
+                TRANSPOSED, BLOCK_H, BLOCK_W, 1,
+            )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
+):  # fmt: skip
+    if WAYS.ROUNDS:
+        _consume_rounds(
+            offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+        )  # fmt: skip
+    else:
+        _consume_tiles(
+            offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -172,20 +270,27 @@ def store_gradient(
     BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BUFFERS: gl.constexpr = 1,
 ):  # fmt: skip
     """One warpgroup's half of a tile along H, in two parts for each of its buffers, which take turns."""
-    HALF: gl.constexpr = BLOCK_H // 2
-    PARTS: gl.constexpr = 2 * BUFFERS
-    parts = column_parts(acc, PARTS)
-    for part in gl.static_range(PARTS):
-        first_h = h * BLOCK_H + WARPGROUP * HALF
-        first_w = w * BLOCK_W + part * (BLOCK_W // PARTS)
-        buffer = staging.index(WARPGROUP * BUFFERS + part % BUFFERS)
-        if TRANSPOSED:
-            _store(
-                parts[part], out, out_desc, buffer, buffer.permute((1, 0)), expert, first_w, width, first_h, hidden,
-                BUFFERS - 1,
-            )  # fmt: skip
-        else:
-            _store(parts[part], out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1)
+    parts = column_parts(acc, 2 * BUFFERS)
+    for part in gl.static_range(2 * BUFFERS):
+        _store_part(
+            parts[part], part, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H,
+            BLOCK_W, BUFFERS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store_part(
+    value, part, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    first_h = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
+    first_w = w * BLOCK_W + part * (BLOCK_W // (2 * BUFFERS))
+    buffer = staging.index(WARPGROUP * BUFFERS + part % BUFFERS)
+    if TRANSPOSED:
+        turned = buffer.permute((1, 0))
+        _store(value, out, out_desc, buffer, turned, expert, first_w, width, first_h, hidden, BUFFERS - 1)
+    else:
+        _store(value, out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1)
 
 
 @gluon.jit
@@ -215,16 +320,25 @@ def _store(value, out, out_desc, buffer, turned, expert, row, rows, column, colu
 def gradient_kernel(
     right_desc, out_desc, left, right, order, offs_E, heaviest_E, out, experts, hidden, width, left_stride,
     right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, WAYS: gl.constexpr,
 ):  # fmt: skip
+    """TOP_K: where it is asked for at compile time, else 0. WAYS: see `amoeba.kernels.hopper.ways`."""
     dtype: gl.constexpr = out.dtype.element_ty
-    left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, BLOCK_H // 2], LEFT_LAYOUT)
-    right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_W], RIGHT_LAYOUT)
-    if TRANSPOSED:
-        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_W // 2, BLOCK_H // 2], OUT_LAYOUT)
+    if WAYS.ROUNDS:
+        left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_H], LEFT_LAYOUT)
     else:
-        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_H // 2, BLOCK_W // 2], OUT_LAYOUT)
+        left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, BLOCK_H // 2], LEFT_LAYOUT)
+    right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_W], RIGHT_LAYOUT)
+    PART: gl.constexpr = BLOCK_W // (2 * WAYS.BUFFERS)
+    if TRANSPOSED:
+        staging = gl.allocate_shared_memory(dtype, [2 * WAYS.BUFFERS, PART, BLOCK_H // 2], OUT_LAYOUT)
+    else:
+        staging = gl.allocate_shared_memory(dtype, [2 * WAYS.BUFFERS, BLOCK_H // 2, PART], OUT_LAYOUT)
+    if WAYS.ROUNDS:
+        places = gl.allocate_shared_memory(gl.uint32, [STAGES * BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        places = left_bufs
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -234,38 +348,43 @@ def gradient_kernel(
         [
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
             )),
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
             )),
             (_produce, (
                 right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
-                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places,
+                TOP_K, WAYS, BLOCK_LAYOUT,
             )),
         ],
         [4, 4],
-        [208, 88],
+        WAYS.REGISTERS,
     )  # fmt: skip
 
 
-def _staged(transposed: bool) -> tuple[int, int]:
-    return (BLOCK_W // 2, BLOCK_H // 2) if transposed else (BLOCK_H // 2, BLOCK_W // 2)
+def _staged(transposed: bool, ways: GradientWays) -> tuple[int, int]:
+    part = BLOCK_W // (2 * ways.BUFFERS)
+    return (part, BLOCK_H // 2) if transposed else (BLOCK_H // 2, part)
 
 
 @cache
-def _bound(transposed: bool, dtype: torch.dtype) -> Any:
+def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int) -> Any:
     return gradient_kernel.bound(
         TRANSPOSED=transposed,
-        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H // 2), dtype),
+        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if ways.rounds else BLOCK_H // 2), dtype),
         RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
-        OUT_LAYOUT=shared_layout(_staged(transposed), dtype),
+        BLOCK_LAYOUT=shared_layout((BLOCK_N, 64), dtype),
+        OUT_LAYOUT=shared_layout(_staged(transposed, ways), dtype),
         BLOCK_H=BLOCK_H,
         BLOCK_W=BLOCK_W,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
         GROUP=GROUP,
+        TOP_K=top_k,
+        WAYS=Constants(ways),
         num_warps=4,
     )
 
@@ -286,9 +405,10 @@ def weight_gradient(
     experts, hidden, width = out_EHW.shape
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
-    _bound(transposed, out_EHW.dtype)[(programs(out_EHW.device),)](
+    ways = gradient_ways(whole_tiles=hidden % BLOCK_H == 0)
+    _bound(transposed, out_EHW.dtype, ways, top_k if ways.rounds else 0)[(programs(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
-        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
+        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed, ways)),
         left_TH,
         right_NW,
         order_N,

@@ -50,12 +50,18 @@ class Plan:
     ROUNDS: bool = False
     QUARTERS: bool = False
     BRISK: bool = False
+    PLACE: bool = False
+    CARRY: bool = False
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
 
     @property
     def FORM(self) -> str:
         """The activation, as `amoeba.kernels.activation` names it."""
         return "brisk_silu" if self.BRISK and self.KIND == "silu" else self.KIND
+
+    @property
+    def CARRIES(self) -> bool:
+        return self.CARRY and not self.ACTIVATE
 
     @property
     def PAIRED(self) -> bool:
@@ -190,21 +196,27 @@ def multiply_stage(
 
 
 @gluon.jit
-def _multiply_rounds(
-    acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+def _begin_rounds(
+    acc, row_bufs, matrix_bufs, full, empty, count, begin, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     HEIGHT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`_multiply_tile` where a tile is whole turns of the ring. count: of these turns."""
-    for first in range(0, depth, STAGES * BLOCK_K):
+    """`_multiply_tile` from `begin` on where a tile is whole turns of the ring, but for `_end_rounds`: the last product
+    is begun. count: of these turns."""
+    for first in range(begin, depth, STAGES * BLOCK_K):
         for stage in gl.static_range(STAGES):
             more = True if stage > 0 else first > 0
             acc = multiply_stage(
                 acc, row_bufs, matrix_bufs, full, empty, count, more, BLOCK_K, WARPGROUP, PLAN, HEIGHT, STAGES, stage
             )
         count += 1
+    return acc, count
+
+
+@gluon.jit
+def _end_rounds(acc, empty, STAGES: gl.constexpr):
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(STAGES - 1), count=1)
-    return acc, count
+    return acc
 
 
 @gluon.jit
@@ -275,7 +287,7 @@ def _finish(
 
 
 @gluon.jit
-def _consume(
+def _consume_whole(
     table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
     h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -289,21 +301,92 @@ def _consume(
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
-        row += WARPGROUP * HEIGHT
+        if not PLAN.PLACE:
+            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         if PLAN.ROUNDS:
-            acc, count = _multiply_rounds(
-                acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+            turned = 0
+            if PLAN.PLACE:  # while the first turn's last product runs
+                turned = STAGES * BLOCK_K
+                acc, count = _begin_rounds(
+                    acc, row_bufs, matrix_bufs, full, empty, count, 0, turned, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+                )
+                expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+            acc, count = _begin_rounds(
+                acc, row_bufs, matrix_bufs, full, empty, count, turned, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
             )
+            acc = _end_rounds(acc, empty, STAGES)
         else:
             acc, count = _multiply_tile(
                 acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
             )
         _finish(
-            acc, staging, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride, out_stride,
-            WARPGROUP, PLAN, BLOCK_N,
+            acc, staging, h_desc, out_desc, bias, h, out, expert, row + WARPGROUP * HEIGHT, end, n, width, columns,
+            h_stride, out_stride, WARPGROUP, PLAN, BLOCK_N,
         )  # fmt: skip
     tma.store_wait(0)
+
+
+@gluon.jit
+def _consume_carrying(
+    table, row_bufs, matrix_bufs, full, empty, staging, out_desc, bias, out, depth, width, out_stride,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """`_consume` where the right half of a tile's sums is carried along, rounded, and leaves while the next one runs."""
+    tiles = gl.load(table)
+    column_tiles = gl.cdiv(width, BLOCK_N)
+    HEIGHT: gl.constexpr = BLOCK_M // 2
+    HALF: gl.constexpr = BLOCK_N // 2
+    TURN: gl.constexpr = STAGES * BLOCK_K
+    dtype: gl.constexpr = out.dtype.element_ty
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros((HEIGHT, BLOCK_N), gl.float32, mma)
+    carried = column_parts(acc, 2)[1].to(dtype)
+    own = staging.index(WARPGROUP)
+    carried_row, carried_end, carried_column, count = 0, 0, 0, 0
+    first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
+    for tile in range(first, behind, step):
+        acc, count = _begin_rounds(
+            acc, row_bufs, matrix_bufs, full, empty, count, 0, TURN, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+        )
+        if tile > first:
+            store_tile(carried, out, out_desc, own, out_stride, carried_row, carried_end, carried_column, width, 0)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        acc, count = _begin_rounds(
+            acc, row_bufs, matrix_bufs, full, empty, count, TURN, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+        )
+        acc = _end_rounds(acc, empty, STAGES)
+        row += WARPGROUP * HEIGHT
+        column = n * BLOCK_N
+        left, right = column_parts(acc, 2)
+        if PLAN.BIAS:
+            bias_row = bias + expert.to(gl.int64) * width
+            left = add_bias(left, bias_row, column, width, HALF)
+            right = add_bias(right, bias_row, column + HALF, width, HALF)
+        store_tile(left, out, out_desc, own, out_stride, row, end, column, width, 0)
+        carried = right.to(dtype)
+        carried_row, carried_end, carried_column = row, end, column + HALF
+    if first < behind:
+        store_tile(carried, out, out_desc, own, out_stride, carried_row, carried_end, carried_column, width, 0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
+    h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    if PLAN.CARRIES:
+        _consume_carrying(
+            table, row_bufs, matrix_bufs, full, empty, staging, out_desc, bias, out, depth, width, out_stride,
+            WARPGROUP, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+        )  # fmt: skip
+    else:
+        _consume_whole(
+            table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
+            h_stride, out_stride, WARPGROUP, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+        )  # fmt: skip
 
 
 @quick

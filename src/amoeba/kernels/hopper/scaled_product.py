@@ -59,6 +59,8 @@ WAYS = {
     "skips": Ways(skips=True),
     "alternate": Ways(alternate=True),
     "brisk": Ways(brisk=True),
+    "under": Ways(under=1, alternate=True, brisk=True),
+    "deep": Ways(under=2, alternate=True, brisk=True),
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
 }
 _way: Ways | None = None
@@ -89,8 +91,9 @@ def _measured(plan: Plan) -> Ways:
     return WAYS["all"] if plan.ACTIVATE or (plan.GATHER and plan.WIDE) else PLAIN
 
 
-def _with_ways(plan: Plan) -> Plan:
-    return replace(plan, WAYS=_measured(plan) if _way is None else _way)
+def _with_ways(plan: Plan, depth: int) -> Plan:
+    ways = _measured(plan) if _way is None else _way
+    return replace(plan, WAYS=ways if depth > BLOCK else ways._replace(under=0))  # which takes two steps or more
 
 
 # What all widths are multiples of: half a block, so that rows begin where the copy engine can read them.
@@ -188,7 +191,8 @@ def multiply(
     gathers, biased = order_N is not None, bias_EO is not None
     cut = gathers and _cut(rows_NW.columns)
     plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=cut)
-    _launch(_with_ways(plan), rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
+    plan = _with_ways(plan, rows_NW.columns)
+    _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 
 def up(
@@ -219,4 +223,5 @@ def up(
     )
     h, h_scales = (h_NJ.data.view(E4M3), h_NJ.scales) if isinstance(h_NJ, QuantisedMatrix) else (h_NJ, None)
     codes = a_NI.data.view(E4M3)
-    _launch(_with_ways(plan), x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h, h_scales)
+    plan = _with_ways(plan, x_TH.columns)
+    _launch(plan, x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h, h_scales)

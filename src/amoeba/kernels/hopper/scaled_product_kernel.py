@@ -21,11 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.activation import gated, plain
+from amoeba.kernels.activation import gated
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
 from amoeba.kernels.hopper.product_kernel import place_of_tile
-from amoeba.kernels.hopper.product_store import add_bias, store_tile
-from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_halves, store_quarters
+from amoeba.kernels.hopper.product_store import add_bias
+from amoeba.kernels.hopper.scaled_product_scales import (
+    clamped_place,
+    first_scales,
+    load_scales,
+    scales_of_columns,
+    token_rows,
+)
+from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_half
+from amoeba.kernels.hopper.scaled_product_under import consume_under
 from amoeba.kernels.launch import quick
 
 
@@ -107,7 +115,7 @@ def _multiply_tile(
         of_right = next_row * next_right
         of_far = next_row * next_far
         ahead = gl.minimum(step + 1, steps - 1)
-        next_row, next_left, next_right, next_far = _load_scales(
+        next_row, next_left, next_right, next_far = load_scales(
             row_scales + ahead, left_scales + ahead, right_scales + ahead, far_scales + ahead, PLAN
         )
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -135,61 +143,7 @@ def _multiply_tile(
 
 
 @gluon.jit
-def _load_scales(row_scales, left_scales, right_scales, far_scales, PLAN: gl.constexpr):
-    of_row, of_left, of_right = gl.load(row_scales), gl.load(left_scales), gl.load(right_scales)
-    of_far = of_right
-    if PLAN.SHIFTED:
-        of_far = gl.load(far_scales)
-    return of_row, of_left, of_right, of_far
-
-
-@gluon.jit
-def _place(tile, table, tiles, column_tiles, shift, GROUP_M: gl.constexpr):
-    """As `place_of_tile`, `shift` rows further; behind the last tile that of the last one, without any the first row's,
-    so that all may be loaded that belongs to it."""
-    some = tiles > 0
-    last = gl.maximum(tiles * column_tiles - 1, 0)
-    expert, row, end, n = place_of_tile(gl.minimum(tile, last), table, gl.maximum(tiles, 1), column_tiles, GROUP_M)
-    return gl.where(some, expert, 0), gl.where(some, row, 0) + shift, gl.where(some, end, 1), n
-
-
-@gluon.jit
-def _first_scales(
-    row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr
-):  # fmt: skip
-    """Of a tile's rows and columns, as `_multiply_tile` takes them."""
-    left, right, far = _scales_of_columns(matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK)
-    return _load_scales(row_scale + m * steps, left, right, far, PLAN)
-
-
-@gluon.jit
-def _token_rows(order, row, end, top_k, PLAN: gl.constexpr, HEIGHT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Which row of the scales belongs to each of a warpgroup's rows; behind the last one, that of the last one."""
-    m = gl.minimum(row + gl.arange(0, HEIGHT, gl.SliceLayout(1, LAYOUT)), end - 1)
-    if PLAN.GATHER:
-        m = gl.load(order + m) // top_k
-    return m
-
-
-@gluon.jit
-def _scales_of_columns(
-    matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr
-):  # fmt: skip
-    """Pointers along the depth to the scales of a tile's left half, its right half, and that one's last 64 columns."""
-    if PLAN.PAIRED:
-        first, second = n, n + columns // BLOCK
-        far = gl.minimum(n + (columns + BLOCK // 2) // BLOCK, blocks - 1)
-    else:
-        first, second = 2 * n, gl.minimum(2 * n + 1, blocks - 1)
-        far = second
-    of_expert = matrix_scale + expert * blocks * steps  # scales are few: their number fits 32 bits
-    if PLAN.AHEAD:  # one for each row, by a zero: as single numbers they are waited for between products
-        of_expert += m >> 31
-    return of_expert + first * steps, of_expert + second * steps, of_expert + far * steps
-
-
-@gluon.jit
-def _consume(
+def _consume_in_order(
     table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
     bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
     PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -205,24 +159,24 @@ def _consume(
     blocks = gl.cdiv(width, BLOCK)
     count = 0
     if PLAN.AHEAD:
-        expert, row, end, n = _place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
-        m = _token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
-        of_row, of_left, of_right, of_far = _first_scales(
+        expert, row, end, n = clamped_place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
+        m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
+        of_row, of_left, of_right, of_far = first_scales(
             row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
         )
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         if PLAN.AHEAD:
-            next_expert, next_row, next_end, next_n = _place(
+            next_expert, next_row, next_end, next_n = clamped_place(
                 tile + gl.num_programs(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M
             )
         else:
             expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
             row += WARPGROUP * HEIGHT
-            m = _token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
-            of_row, of_left, of_right, of_far = _first_scales(
+            m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
+            of_row, of_left, of_right, of_far = first_scales(
                 row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
             )
-        left_scales, right_scales, far_scales = _scales_of_columns(
+        left_scales, right_scales, far_scales = scales_of_columns(
             matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
         )
         there = steps
@@ -233,7 +187,7 @@ def _consume(
             far_scales, of_row, of_left, of_right, of_far, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES,
         )  # fmt: skip
         if PLAN.AHEAD:
-            m = _token_rows(order, next_row, next_end, top_k, PLAN, HEIGHT, mma)
+            m = token_rows(order, next_row, next_end, top_k, PLAN, HEIGHT, mma)
         bias_row = bias + expert.to(gl.int64) * width
         if PLAN.PAIRED:
             column = n * BLOCK
@@ -253,7 +207,7 @@ def _consume(
             left, right = left.to(gl.float32), right.to(gl.float32)
             a = gated(left, right, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
             if PLAN.AHEAD:
-                of_row, of_left, of_right, of_far = _first_scales(
+                of_row, of_left, of_right, of_far = first_scales(
                     row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN, BLOCK
                 )
             store_codes(
@@ -262,36 +216,38 @@ def _consume(
             )  # fmt: skip
         else:
             for half in gl.static_range(2):
-                value = right if half else left
-                column = (2 * n + half) * BLOCK
-                if PLAN.BIAS:
-                    value = add_bias(value, bias_row, column, width, BLOCK)
                 if PLAN.AHEAD and half == 1:
-                    of_row, of_left, of_right, of_far = _first_scales(
+                    of_row, of_left, of_right, of_far = first_scales(
                         row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN, BLOCK
                     )
-                if PLAN.ACTIVATE:
-                    value = value.to(gl.bfloat16)
-                    if PLAN.KEEP:
-                        keep(
-                            value, h, h_desc, h_scale, kept, h_stride, row, end, column, width, 0, blocks,
-                            WARPGROUP, False, PLAN,
-                        )  # fmt: skip
-                    a = plain(value.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-                    store_codes(
-                        a, out, out_desc, out_scale, buffer, out_stride, row,
-                        end, column, width, 0, blocks, 1 if PLAN.ALTERNATE else 0, PLAN,
-                    )  # fmt: skip
-                elif PLAN.WIDE and PLAN.ALTERNATE:
-                    store_quarters(value, out, out_desc, staging, out_stride, row, end, column, width, first_buffer)
-                elif PLAN.WIDE:
-                    store_halves(value, out, out_desc, buffer, buffer, out_stride, row, end, column, width, 0, 0, 0)
-                else:
-                    half_buffer = staging.index(first_buffer + half)
-                    store_tile(value, out, out_desc, half_buffer, out_stride, row, end, column, width, 0, 1)
+                store_half(
+                    right if half else left, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, staging,
+                    h_stride, out_stride, row, end, (2 * n + half) * BLOCK, width, blocks, WARPGROUP, first_buffer,
+                    half, PLAN,
+                )  # fmt: skip
         if PLAN.AHEAD:
             expert, row, end, n = next_expert, next_row, next_end, next_n
     tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
+    bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    if PLAN.UNDER:
+        consume_under(
+            table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
+            bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP, PLAN,
+            BLOCK_M, BLOCK, STAGES, GROUP_M,
+        )  # fmt: skip
+    else:
+        _consume_in_order(
+            table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
+            bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP, PLAN,
+            BLOCK_M, BLOCK, STAGES, GROUP_M,
+        )  # fmt: skip
 
 
 @quick
@@ -339,5 +295,5 @@ def scaled_product_kernel(
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
-        [224, 56] if PLAN.ACTIVATE or PLAN.AHEAD else [216, 72],  # so that neither spills
+        [224, 56] if PLAN.ACTIVATE or PLAN.AHEAD or PLAN.UNDER else [216, 72],  # so that neither spills
     )  # fmt: skip

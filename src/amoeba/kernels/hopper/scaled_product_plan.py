@@ -25,6 +25,8 @@ class Ways(NamedTuple):
     behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
     skips:     a warpgroup that has no rows of a tile multiplies nothing.
     alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
+    under:     halves of a tile leave under the products that come next, see `scaled_product_under`: 1, or 2 for DEEP
+               plans. `ahead` and `skips` are nothing to it.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 
@@ -33,6 +35,7 @@ class Ways(NamedTuple):
     skips: bool = False
     alternate: bool = False
     brisk: bool = False
+    under: int = 0
 
 
 PLAIN = Ways()
@@ -65,6 +68,15 @@ class Plan:
     def BEHIND(self) -> int:
         """Of the stages that the producer has begun, the last ones that it has not made visible; 0: consumers do."""
         return self.WAYS.behind if self.GATHER else 0
+
+    @property
+    def UNDER(self) -> bool:
+        """Not where two halves are activated one by one: their sums do not all find registers."""
+        return self.WAYS.under > 0 and (self.PAIRED or not self.ACTIVATE)
+
+    @property
+    def DEEP(self) -> bool:
+        return self.WAYS.under > 1 and self.PAIRED and self.ALTERNATE
 
     @property
     def SKIPS(self) -> bool:

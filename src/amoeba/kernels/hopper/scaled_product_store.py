@@ -8,7 +8,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from amoeba.kernels.hopper.product_store import column_parts, store_tile
+from amoeba.kernels.activation import plain
+from amoeba.kernels.hopper.product_store import add_bias, column_parts, store_tile
 from amoeba.kernels.quantise import encode, finite_size, power_of_two
 
 
@@ -69,3 +70,29 @@ def store_codes(
     gl.store(at, scale, mask=(m < end) & (column < width))
     codes = encode(value * inverse[:, None]).to(gl.float8e4nv, bitcast=True)
     store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift, PENDING)
+
+
+@gluon.jit
+def store_half(
+    value, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, staging, h_stride, out_stride, row, end,
+    column, width, blocks, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, HALF: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """128 columns of a tile that is not gated: with their bias, activated or not, to memory."""
+    if PLAN.BIAS:
+        value = add_bias(value, bias_row, column, width, value.shape[1])
+    buffer = staging.index(FIRST)
+    if PLAN.ACTIVATE:
+        value = value.to(gl.bfloat16)
+        if PLAN.KEEP:
+            keep(
+                value, h, h_desc, h_scale, kept, h_stride, row, end, column, width, 0, blocks, WARPGROUP, False, PLAN
+            )  # fmt: skip
+        a = plain(value.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+        PENDING: gl.constexpr = 1 if PLAN.ALTERNATE else 0
+        store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, 0, blocks, PENDING, PLAN)
+    elif PLAN.WIDE and PLAN.ALTERNATE:
+        store_quarters(value, out, out_desc, staging, out_stride, row, end, column, width, FIRST)
+    elif PLAN.WIDE:
+        store_halves(value, out, out_desc, buffer, buffer, out_stride, row, end, column, width, 0, 0, 0)
+    else:
+        store_tile(value, out, out_desc, staging.index(FIRST + HALF), out_stride, row, end, column, width, 0, 1)

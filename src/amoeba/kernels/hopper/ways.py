@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from amoeba.errors import bad_value
 
 VARIABLE = "AMOEBA_PRODUCT_WAYS"
 TAKEN = "rounds,brisk"
+# Of the weights' gradients.
+GRADIENT_VARIABLE = "AMOEBA_GRADIENT_WAYS"
+GRADIENT_TAKEN = ""
 
 
 class Ways(NamedTuple):
@@ -26,19 +29,57 @@ class Ways(NamedTuple):
               own: which stage it is and where its rows lie need not be computed.
     quarters: sums leave through two buffers in turns, and the activation is computed while the first ones leave.
     brisk:    a sigmoid of five instructions.
+    place:    with rounds: where a tile lies is found while its last product runs, not before its first one.
+    carry:    with rounds and without quarters, where nothing is activated: half of a tile's sums leave while the next
+              tile is computed.
     """
 
     rounds: bool = False
     quarters: bool = False
     brisk: bool = False
+    place: bool = False
+    carry: bool = False
 
 
-def ways_named(names: str, what: str = VARIABLE) -> Ways:
+class GradientWays(NamedTuple):
+    """
+    rounds:   where H is a multiple of 128, tiles go by whole turns of the ring (`amoeba.kernels.hopper.gradient_rounds`).
+    quarters: as above.
+    place:    with rounds: where the next tile lies is found while one of this tile's products runs.
+    carry:    with rounds and without quarters: half of a tile's sums leave while the next tile is computed.
+    """
+
+    rounds: bool = False
+    quarters: bool = False
+    place: bool = False
+    carry: bool = False
+
+    @property
+    def BUFFERS(self) -> int:
+        """Of a warpgroup's sums on their way to memory."""
+        return 2 if self.quarters else 1
+
+    @property
+    def REGISTERS(self) -> list[int]:
+        """Of a thread that multiplies, and of one that gathers."""
+        if self.carry:
+            return [216, 72]
+        return [200, 104] if self.rounds else [208, 88]
+
+    ROUNDS = property(lambda self: self.rounds)
+    PLACE = property(lambda self: self.place)
+    CARRY = property(lambda self: self.carry)
+
+
+Either = TypeVar("Either", Ways, GradientWays)
+
+
+def ways_named(names: str, what: str = VARIABLE, kind: type[Either] = Ways, usual: str = TAKEN) -> Either:
     """names: parted by commas; none for the plain way."""
     wanted = [name for name in names.split(",") if name]
-    if any(name not in Ways._fields for name in wanted):
-        raise bad_value(what, f"some of {', '.join(Ways._fields)}", repr(names), f"leave it out for {TAKEN}")
-    return Ways(**dict.fromkeys(wanted, True))
+    if any(name not in kind._fields for name in wanted):
+        raise bad_value(what, f"some of {', '.join(kind._fields)}", repr(names), f"leave it out for {usual or 'none'}")
+    return kind(**dict.fromkeys(wanted, True))
 
 
 def chosen_constants(whole_turns: bool) -> dict[str, bool]:
@@ -49,5 +90,20 @@ def chosen_constants(whole_turns: bool) -> dict[str, bool]:
 @cache
 def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
-    taken = ways._replace(rounds=ways.rounds and whole_turns)
+    rounds = ways.rounds and whole_turns
+    taken = ways._replace(
+        rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters
+    )
     return {name.upper(): value for name, value in taken._asdict().items()}
+
+
+def gradient_ways(whole_tiles: bool) -> GradientWays:
+    """whole_tiles: H is a multiple of a tile's."""
+    return _gradient_ways(os.environ.get(GRADIENT_VARIABLE, GRADIENT_TAKEN), whole_tiles)
+
+
+@cache
+def _gradient_ways(names: str, whole_tiles: bool) -> GradientWays:
+    ways = ways_named(names, GRADIENT_VARIABLE, GradientWays, GRADIENT_TAKEN)
+    rounds = ways.rounds and whole_tiles
+    return ways._replace(rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters)

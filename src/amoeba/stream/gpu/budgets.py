@@ -9,6 +9,7 @@ import torch
 from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
 from amoeba.machine import available_memory, total_memory
+from amoeba.stream.gpu.expert_reads import PASSING
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.memory import READS
 from amoeba.stream.quotas import least_budget, share_budget
@@ -45,7 +46,7 @@ def share(store: Store, rest: int, vram: str | int, ram: str | int, device: torc
         LayerShape(entry.experts if count < entry.experts else 0, 1, entry.expert_bytes)
         for entry, count in zip(store.layers, slots, strict=True)
     ]
-    passing = store.scratch_bytes(READS) + READS * max(shape.expert_bytes for shape in on_host)
+    passing = store.scratch_bytes(READS) + PASSING * max(shape.expert_bytes for shape in on_host)
     # as many as there are experts at most: what is on the GPU need then not be written back
     ram_bytes = _budget("ram", ram, passing + _bytes(on_host), [available_memory(CPU), total_memory()])
     if ram_bytes < passing:

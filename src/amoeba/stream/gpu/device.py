@@ -52,6 +52,8 @@ class Calls(NamedTuple):
     write_word: Any  # (stream, place, value, flags)
     to_device_at_once: Any  # many, by arrays of these (see serve.cpp); None: there is no such call
     stream: Any
+    enter: Any = None  # (context): by a thread that has not called any of these yet; None: needs none
+    context: int = 0
 
 
 class Device(ABC):
@@ -59,11 +61,14 @@ class Device(ABC):
     device: where the slots are.
     copies: the stream of all copies of experts to the device: they come to pass in the order of their calls.
     downs:  that of copies back to the host, for which nothing that is needed now should wait.
+    words_by_copy: whether compiled code tells the GPU that copies have arrived by one more copy, of four bytes, and not
+            by CUDA's call for words. Not timed yet, so it is off.
     """
 
     device: torch.device
     copies: Stream
     downs: Stream
+    words_by_copy = False
 
     def why_not_captured(self) -> str | None:
         """Why passes that wait for copies cannot be captured here, or None."""
@@ -214,7 +219,7 @@ class CudaDevice(Device):
         copy, write, at_once = self._driver.quick_calls()
         if self._said_pageable:  # such copies wait for the host, together or alone
             at_once = None
-        return Calls(copy, write, at_once, ctypes.c_uint64(self.copies.cuda_stream))
+        return Calls(copy, write, at_once, ctypes.c_uint64(self.copies.cuda_stream), *self._driver.entrance())
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()

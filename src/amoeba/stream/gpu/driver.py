@@ -77,6 +77,10 @@ class Driver:
         at_once = getattr(quick, "cuMemcpyBatchAsync_v2", None)
         return quick.cuMemcpyHtoDAsync_v2, quick.cuStreamWriteValue32_v2, at_once
 
+    def entrance(self) -> tuple[Any, int]:
+        """What threads that are not Python's call first, and with what."""
+        return self._library.cuCtxSetCurrent, self._context.value or 0
+
     def _enter(self) -> None:
         """A thread that never called CUDA has no context."""
         if not getattr(self._thread, "entered", False):

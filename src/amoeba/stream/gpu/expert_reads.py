@@ -2,7 +2,8 @@
 
     event = reads.read_and_copy(layer, expert, host_slot, slot, False, after)       # in a thread that loads
 
-Into its host slot where it gets one; else it passes through one of a few blobs that are there for that.
+Into its host slot where it gets one; else it passes through one of a few blobs that are there for that. Questions of
+captured steps take these blobs for reads of their own (direct_loads.py).
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
 from amoeba.stream.gpu.device import Device, Event
 from amoeba.stream.gpu.tiers import LayerTiers
-from amoeba.stream.memory import READS
 from amoeba.stream.store.store import Store
+
+# Blobs that are neither a slot's nor a host slot's. A question of one token seldom has more on the disk: of 1200 for 8
+# of 128 experts, a quarter of them in slots and a quarter in host memory, none had more than 3 (synthetic trace).
+PASSING = 4
 
 
 class ExpertReads:
@@ -25,8 +29,23 @@ class ExpertReads:
         self._store, self._device, self._tiers = store, device, tiers
         self._passing: SimpleQueue[tuple[Tensor, Event | None]] = SimpleQueue()
         largest = max(entry.expert_bytes for entry in store.layers)
-        for _ in range(READS):
+        for _ in range(PASSING):
             self._passing.put((device.host_memory(largest), None))
+
+    def take_passing(self) -> Tensor | None:
+        """Memory for an expert of any layer, to be given back; None where others have it all, or it is still copied."""
+        try:
+            memory, before = self._passing.get_nowait()
+        except Empty:
+            return None
+        if before is not None and not before.done():
+            self._passing.put((memory, before))
+            return None
+        return memory
+
+    def give_back(self, memory: Tensor) -> None:
+        """To be used again behind the copies until now."""
+        self._passing.put((memory, self._device.record(self._device.copies)))
 
     def read_and_copy(
         self, layer: int, expert: int, host_slot: int | None, slot: int, is_there: bool, after: threading.Event
@@ -55,4 +74,4 @@ class ExpertReads:
             blob = memory[: self._store.expert_bytes(layer)]
             return tiers.up(slot, None, blob, partial(read, blob))
         finally:
-            self._passing.put((memory, self._device.record(self._device.copies)))
+            self.give_back(memory)

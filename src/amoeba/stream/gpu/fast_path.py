@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("amoeba")
 
 NOT_THERE, NOT_SERVED, SERVED = range(3)
+WORDS = 1024  # of serve.cpp
 
 _SIGNATURES = {
     # row, answer, most, serial, looks, layer, calls, compute
@@ -145,6 +146,8 @@ class FastPath:
         sizes = zip(memory._tiers, memory.store.layers, memory.slots, memory.spares, strict=True)
         self._layers = [_Prepared(tiers, entry.experts, slots + spares) for tiers, entry, slots, spares in sizes]
         self.early = EarlyCopies(memory, [each.early_of for each in self._layers])
+        # long enough that a word was copied when its turn comes again
+        self._words_to_copy = memory.device.mapped(WORDS) if memory.device.words_by_copy else None
         self._words: dict[Channel, c_uint64] = {}
         self._tables: dict[Channel, ctypes.Array] = {}  # of addresses, for serve.cpp
         self._compiled: Any = None
@@ -164,8 +167,9 @@ class FastPath:
             if calls is not None and self._compiled is not None:
                 functions = calls.to_device, calls.write_word, calls.to_device_at_once
                 pointers = [0 if call is None else ctypes.cast(call, c_void_p).value or 0 for call in functions]
-                addresses = *pointers, calls.stream.value, channel.arrived_word, LEAST_AT_ONCE
-                self._tables[channel] = (c_uint64 * 6)(*addresses)
+                words = 0 if self._words_to_copy is None else self._words_to_copy.data_ptr()
+                addresses = *pointers, calls.stream.value, channel.arrived_word, LEAST_AT_ONCE, words
+                self._tables[channel] = (c_uint64 * 7)(*addresses)
         self._word = self._words[channel]
         self._table_address = ctypes.addressof(self._tables[channel]) if channel in self._tables else 0
 
@@ -288,7 +292,7 @@ class FastPath:
     def _serve(self, here: _Prepared, serial: int) -> int:
         """What serve.cpp does, in Python."""
         assert self._calls is not None
-        copy, write, _, stream = self._calls
+        copy, write, _, stream, *_ = self._calls
         with self._memory._counting:
             missing, there = self._channel.read(serial)
         count, blobs = len(missing), [here.blob_of[expert] for expert in missing]

@@ -25,6 +25,7 @@ from amoeba.errors import bad_value
 from amoeba.stream.cache import ExpertCache, Fetch
 from amoeba.stream.gpu.computing import make_computing
 from amoeba.stream.gpu.device import Device, Event
+from amoeba.stream.gpu.direct_loads import DirectLoad, DirectLoads
 from amoeba.stream.gpu.expert_reads import ExpertReads
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.export import IndexExport
@@ -50,6 +51,7 @@ class Group:
     slot_of: dict[int, int]
     copied: dict[int, Event] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
+    direct: DirectLoad | None = None
 
 
 class DeviceMemory:
@@ -86,6 +88,7 @@ class DeviceMemory:
             for weights in [tiers.weights]
         )
         self.reads = ExpertReads(store, device, self._tiers)
+        self.direct = DirectLoads(self)
         self.staging = Staging(self)
         self._loader = Loader(READS)
         self._release = weakref.finalize(self, _release, self._loader, device)  # where nobody closes it
@@ -230,9 +233,12 @@ class DeviceMemory:
         with self.turn(layer):
             self.staging.fill(layer)
 
-    def _begin(self, layer: int, part: list[int], stay: Collection[int] = ()) -> Group:
-        """stay: who reads them is not known to any event, so none of these leaves."""
-        tiers, fetch = self._tiers[layer], self._request(layer, part, stay)
+    def _begin(
+        self, layer: int, part: list[int], stay: Collection[int] = (), direct: DirectLoad | None = None
+    ) -> Group:
+        """stay: who reads them is not known to any event, so none of these leaves. direct: is read already, and belongs
+        to the group once this returns."""
+        tiers, fetch = self._tiers[layer], self._request(layer, part, stay, direct or ())
         self._changed[layer] = True
         loads = {expert: slot for expert, _, slot in (*fetch.from_host, *fetch.from_disk)}
         group = Group(fetch.hits | fetch.waiting | loads)
@@ -240,7 +246,8 @@ class DeviceMemory:
             written = threading.Event()  # or at least called: a read that is quicker than this may not be copied up yet
             try:
                 for load in fetch.from_disk:  # they take the longest, so they begin first
-                    group.jobs[load[0]] = self._submit(layer, load, written)
+                    if direct is None or load[0] not in direct:
+                        group.jobs[load[0]] = self._submit(layer, load, written)
                 self._write_back(layer, fetch)
             finally:
                 written.set()
@@ -250,6 +257,9 @@ class DeviceMemory:
             for some in tiers.by_what_they_wait_for([load for load in fetch.from_host if load not in staged]):
                 event = tiers.up_all([(slot, host_slot) for _, host_slot, slot in some])
                 self._copied(layer, group, some, event)
+            if direct is not None:
+                direct.slot_of = {expert: loads[expert] for expert in direct}
+                tiers.wait_for_slots(list(direct.slot_of.values()))
         except BaseException:
             self._let_go(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
             raise
@@ -258,6 +268,7 @@ class DeviceMemory:
             if job is not None and expert not in loads:
                 self._loader.promote(job)
                 group.jobs[expert] = job
+        group.direct = direct
         return group
 
     def _copied(self, layer: int, group: Group, loads: Sequence[Load], event: Event) -> None:
@@ -266,17 +277,17 @@ class DeviceMemory:
                 self.cache.loaded(layer, expert)
                 group.copied[expert] = event
 
-    def _request(self, layer: int, part: list[int], stay: Collection[int]) -> Fetch:
+    def _request(self, layer: int, part: list[int], stay: Collection[int], passing: Collection[int]) -> Fetch:
         try:
             with self._counting:
-                return self.cache.request(layer, part, stay=stay)
+                return self.cache.request(layer, part, stay=stay, passing=passing)
         except SlotsInUse:  # by loads that were only expected
             jobs = [job for (number, _), job in self._expected.items() if number == layer]
             for job in jobs:
                 self._loader.promote(job)
             wait(jobs)
             with self._counting:
-                return self.cache.request(layer, part, stay=stay)
+                return self.cache.request(layer, part, stay=stay, passing=passing)
 
     def _finish(self, layer: int, group: Group) -> None:
         """The host waits for reads, the stream that computes for copies."""
@@ -288,9 +299,11 @@ class DeviceMemory:
 
     def _wait_for_reads(self, layer: int, group: Group) -> list[Event]:
         """The copies behind them, and behind what was expected and is there."""
-        if group.jobs:
+        if group.jobs or group.direct is not None:
             began = time.perf_counter()
             try:
+                if group.direct is not None:  # first: it has memory that the others may want to pass through
+                    self._end_direct(layer, group.direct)
                 for job in group.jobs.values():
                     job.result()
             finally:
@@ -298,6 +311,17 @@ class DeviceMemory:
                     self.waited_seconds += time.perf_counter() - began
         with self._counting:
             return [event for e in group.slot_of if (event := self._arrived.pop((layer, e), None)) is not None]
+
+    def _end_direct(self, layer: int, direct: DirectLoad) -> None:
+        if not direct.end():  # once more, by those who say what is wrong
+            now = threading.Event()
+            now.set()
+            for expert, slot in direct.slot_of.items():
+                self.reads.read_and_copy(layer, expert, None, slot, False, now)
+        with self._counting:
+            for expert in direct:
+                self.cache.loaded(layer, expert)
+        direct.is_there = True
 
     def _end(self, layer: int, group: Group) -> None:
         """Nothing of it is read or loaded after this, but by what is in the streams already."""
@@ -312,9 +336,14 @@ class DeviceMemory:
         if group.jobs:
             wait(group.jobs.values())
         failed = {e for e, job in group.jobs.items() if job.cancelled() or job.exception() is not None}
+        cancelled = [e for e in failed if group.jobs[e].cancelled()]
+        if group.direct is not None and not group.direct.is_there:
+            group.direct.drop()
+            cancelled += group.direct
+            failed.update(group.direct)
         with self._counting:
             # a job that failed has said so itself; one that was cancelled never ran
-            for expert in (*never_begun, *(e for e in failed if group.jobs[e].cancelled())):
+            for expert in (*never_begun, *cancelled):
                 self.cache.failed(layer, expert)
             held = [e for e in group.slot_of if e not in failed and e not in never_begun]
             self.cache.release(layer, held)

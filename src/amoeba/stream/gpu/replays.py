@@ -46,7 +46,7 @@ from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
 from amoeba.stream.gpu.groups import Groups
-from amoeba.stream.gpu.long_way import begin_load, note_shown
+from amoeba.stream.gpu.long_way import load
 from amoeba.stream.gpu.predictions import Predictions
 from amoeba.stream.gpu.routed import Given, Routed
 
@@ -335,7 +335,7 @@ class GpuReplays:
                 self._fast.write_down(layer, serial, missing, there)
             else:
                 self._count_all(layer)  # of an earlier pass over the same layer
-                self._load(layer, serial, missing, there)
+                load(memory, channel, layer, serial, missing, there, self._fast.held(layer), self._count_all)
             self._later.append((layer, [] if missing else there))
         self._count_all()
         if memory.computing is not None:  # promoted experts are there for passes outside of graphs too
@@ -374,20 +374,6 @@ class GpuReplays:
         assert self._fast is not None
         self._fast.early.begin(layer, expected)
         return True
-
-    def _load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
-        memory, channel = self._memory, self._channel
-        assert channel is not None and self._fast is not None
-        group, answer = begin_load(memory, layer, missing, there, self._fast.held(layer))
-        try:
-            channel.answer(serial, list(answer), list(answer.values()))
-            if group.jobs:
-                self._count_all()  # there is time
-            memory._wait_for_reads(layer, group)  # their copies are called when this returns
-            channel.go_on(serial)
-            note_shown(memory, layer, answer)
-        finally:
-            memory._let_go(layer, group)
 
     def _count_one(self) -> None:
         """That a pass found experts; or who would leave next, so that it is known when a pass misses something. One of

@@ -124,7 +124,7 @@ class LayerTiers:
     def up_all(self, loads: Sequence[tuple[int, int]]) -> Event:
         """(slot, host slot) of each: in one call, where the device can, and with one event for all."""
         device, whole = self._device, self._entry.expert_bytes
-        self._wait_for_slots([slot for slot, _ in loads])
+        self.wait_for_slots([slot for slot, _ in loads])
         for _, host_slot in loads:
             self._wait_once(device.copies, self._falling, host_slot)
         assert self._host_bytes is not None
@@ -156,7 +156,7 @@ class LayerTiers:
     def up_staged(self, staging: Tensor, places: Sequence[tuple[int, int]]) -> Event:
         """(slot, place) of each, from there."""
         device, whole = self._device, self._entry.expert_bytes
-        self._wait_for_slots([slot for slot, _ in places])
+        self.wait_for_slots([slot for slot, _ in places])
         for slot, place in places:
             for stack, size, offset in self._parts:
                 first = place * whole + offset
@@ -195,7 +195,11 @@ class LayerTiers:
         if event is not None:
             event.wait()
 
-    def _wait_for_slots(self, slots: Sequence[int]) -> None:
+    def targets(self, slot: int) -> list[tuple[int, int, int]]:
+        """Where the bytes of a blob go: begin and bytes in it, and an address, of each part."""
+        return [(offset, size, address + slot * size) for address, size, offset in self.addresses]
+
+    def wait_for_slots(self, slots: Sequence[int]) -> None:
         """The stream of copies, for their readers and for copies of what leaves them; once for each event."""
         waits: dict[int, Event] = {}
         for slot in slots:

@@ -2,6 +2,11 @@
 
 reads = open_compiled_reads(threads=32)         # None where nothing can be compiled
 reads.read(descriptor, offset, address, size, told)     # whether all of it was read; told(begin, bytes) of each part
+
+loads = reads.loads(onward)                             # ranges that go on to a device, without Python (csrc/onward.h)
+loads.begin(descriptor, offset, address, size)          # reads begin, and this returns
+loads.open([(0, begin, bytes, target)], place, value)   # of load 0: where its bytes go; the word behind all copies
+loads.end()                                             # waits; whether all of it went on, and the word too
 """
 
 from __future__ import annotations
@@ -11,9 +16,10 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
-from ctypes import c_int, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 from amoeba.cpu.build import CoreUnavailable, load, with_library
 
@@ -25,7 +31,27 @@ _SIGNATURES = {
     "amoeba_readers_begin": (c_void_p, (c_int,)),
     "amoeba_readers_end": (None, (c_void_p,)),
     "amoeba_read": (c_int, (c_void_p, c_int, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
+    "amoeba_loads_new": (c_void_p, (c_void_p, c_void_p)),
+    "amoeba_loads_begin": (None, (c_void_p, c_int, c_int64, c_int64, c_void_p, c_int64)),
+    "amoeba_loads_open": (None, (c_void_p, c_void_p, c_int64, c_uint64, c_uint32)),
+    "amoeba_loads_cancel": (None, (c_void_p,)),
+    "amoeba_loads_end": (c_int, (c_void_p, c_void_p, c_void_p)),
 }
+
+
+class Onward(ctypes.Structure):
+    """As onward.h has it: addresses of functions of CUDA's driver, and what they are called with."""
+
+    _fields_ = tuple((name, c_uint64) for name in ("enter", "copy", "write", "context", "stream"))
+
+
+class LoadTimes(NamedTuple):
+    """Of time.perf_counter_ns: reads began, the first and the last piece was there, the word behind them was called."""
+
+    begun: int
+    first: int
+    last: int
+    called: int
 
 
 class CompiledReads:
@@ -61,12 +87,24 @@ class CompiledReads:
         try:
             error = self._library.amoeba_read(readers, *arguments)
         finally:
-            with self._changed:
-                self._under_way -= 1
-                self._changed.notify_all()
+            self._ended()
         if failed:
             raise failed[0]
         return error == 0
+
+    def loads(self, onward: Onward) -> CompiledLoads | None:
+        """None where reads are closed."""
+        with self._changed:
+            if self._readers is None:
+                return None
+            self._under_way += 1
+        made = self._library.amoeba_loads_new(self._readers, ctypes.addressof(onward))
+        return CompiledLoads(self._library, made, self._ended)
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Waits for reads that are under way; none begins after it."""
@@ -74,6 +112,40 @@ class CompiledReads:
             self._readers = None
             self._changed.wait_for(lambda: not self._under_way)
         self._end()
+
+
+class CompiledLoads:
+    """Of one thread. `end` has to be called once, whatever happens."""
+
+    def __init__(self, library: ctypes.CDLL, made: int, ended: Callable[[], None]) -> None:
+        self._library, self._made, self._ended = library, made, ended
+        self.count, self.is_open = 0, False
+        self.times = LoadTimes(0, 0, 0, 0)  # of what has ended
+
+    def begin(self, descriptor: int, offset: int, address: int, size: int) -> None:
+        self._library.amoeba_loads_begin(self._made, descriptor, offset, size, address, PIECE)
+        self.count += 1
+
+    def open(self, targets: Sequence[tuple[int, int, int, int]], place: int, value: int) -> None:
+        """targets: load, begin, bytes and address of each piece of memory that they go to. place: of the word, 0: there
+        is none."""
+        numbers = [number for target in targets for number in target]
+        self._library.amoeba_loads_open(self._made, (c_uint64 * len(numbers))(*numbers), len(targets), place, value)
+        self.is_open = True
+
+    def end(self) -> bool:
+        """Whether all was read and went on; where it was never opened, nothing goes on. RuntimeError: a call failed."""
+        if not self.is_open:
+            self._library.amoeba_loads_cancel(self._made)
+        errors, times = (c_int * max(1, self.count))(), (c_int64 * 4)()
+        try:
+            code = self._library.amoeba_loads_end(self._made, errors, times)
+        finally:
+            self._ended()
+        self.times = LoadTimes(*times)
+        if code:
+            raise RuntimeError(f"CUDA error {code}")
+        return self.is_open and not any(errors)
 
 
 def open_compiled_reads(threads: int, part: int) -> CompiledReads | None:

@@ -9,6 +9,7 @@ from typing import get_args
 
 from amoeba.errors import bad_value, one_line
 from amoeba.stream.store.buffers import Memory, aligned_buffer
+from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.error import StoreError
 from amoeba.stream.store.index import read_index
 from amoeba.stream.store.reading import THREADS, Range, Reader, checksum
@@ -39,7 +40,7 @@ class PackedStore(Store):
 
     def _read(self, layer: int, expert: int, memory: Memory) -> None:
         stored, size = self.index.layers[layer], self.expert_bytes(layer)
-        check = self._verify == "always" or (self._verify == "first" and (layer, expert) not in self._verified)
+        check = self._is_checked(layer, expert)
         path = self.folder / stored.file
         whole = Range(self._reader.file(path), expert * size, size, memory, 0, size)
         parts = self._reader.read([whole], checksums=check)
@@ -49,6 +50,19 @@ class PackedStore(Store):
         if found != expected:
             raise StoreError(path, f"bytes with checksum {expected:08x}", f"{found:08x}: they have changed", _AGAIN)
         self._verified.add((layer, expert))
+
+    def place(self, layer: int, expert: int) -> tuple[int, int] | None:
+        stored, size = self.index.layers[layer], self.expert_bytes(layer)
+        if self._is_checked(layer, expert):
+            return None
+        descriptor = self._reader.file(self.folder / stored.file).direct_descriptor()
+        return None if descriptor is None else (descriptor, expert * size)
+
+    def loads(self, onward: Onward) -> CompiledLoads | None:
+        return self._reader.loads(onward)
+
+    def _is_checked(self, layer: int, expert: int) -> bool:
+        return self._verify == "always" or (self._verify == "first" and (layer, expert) not in self._verified)
 
     def damage(self, progress: Callable[[int], None] = lambda done: None) -> list[str]:
         """Reads everything and says what is not as it was written; progress gets the bytes read so far."""

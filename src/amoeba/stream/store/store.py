@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.stream.store.buffers import Memory, aligned_buffer
+from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.error import StoreError
 from amoeba.stream.store.layers import BLOCK, ExpertViews, LayerEntry
 from amoeba.stream.store.reading import Range, Reader
@@ -55,6 +56,15 @@ class Store(ABC):
 
     @abstractmethod
     def _read(self, layer: int, expert: int, memory: Memory) -> None: ...
+
+    def place(self, layer: int, expert: int) -> tuple[int, int] | None:
+        """A descriptor and an offset at which an expert's blob is as it will be in memory, to be read past the page
+        cache with nothing to check; None where it takes `read`."""
+        return None
+
+    def loads(self, onward: Onward) -> CompiledLoads | None:
+        """For blobs that go on to a device while they are read; None where that cannot be."""
+        return None
 
     def scratch_bytes(self, readers: int) -> int:
         """Memory that so many reads of experts at the same time need beside what they read into."""

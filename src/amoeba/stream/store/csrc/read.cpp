@@ -1,124 +1,13 @@
-// Reads a range of a file in small pieces by many threads, so that one expert alone fills the queue of a disk. Python's
+// Reads ranges of files in small pieces by many threads, so that one expert alone fills the queue of a disk. Python's
 // threads would take its lock for each piece. reading.py says when this is used; where it fails, Python reads again and
-// says what is wrong.
-#include <unistd.h>
+// says what is wrong. What is read may go on to a device without Python (onward.h).
+#include "onward.h"
 
-#include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <condition_variable>
-#include <cstdint>
-#include <deque>
-#include <memory>
-#include <mutex>
-#include <thread>
-#include <vector>
-
-namespace {
-
-using Told = void (*)(int64_t begin, int64_t bytes);
-
-struct Request {
-  int file;
-  int64_t offset, bytes;  // of the file
-  char* target;
-  int64_t piece, part;  // bytes of a read, and of what is told; a part is whole pieces
-  Told told;            // may be null
-  std::unique_ptr<std::atomic<int64_t>[]> of_part;  // bytes of each part that are still to come
-  std::atomic<int64_t> next{0};                     // nobody has begun with the bytes from here on
-  std::atomic<int> error{0};
-  int64_t left;  // pieces that have not ended, and threads that look for one
-  bool is_queued = true;
-
-  Request(int file, int64_t offset, int64_t bytes, char* target, int64_t piece, int64_t part, Told told)
-      : file(file), offset(offset), bytes(bytes), target(target), piece(piece), part(part), told(told) {
-    const int64_t parts = (bytes + part - 1) / part;
-    of_part = std::make_unique<std::atomic<int64_t>[]>(parts);
-    for (int64_t n = 0; n < parts; ++n) of_part[n] = std::min(part, bytes - n * part);
-    left = (bytes + piece - 1) / piece;
-  }
-
-  // Reads a piece that nobody has begun with; false where there is none left.
-  bool read_one() {
-    const int64_t begin = next.fetch_add(piece);
-    if (begin >= bytes) return false;
-    const int64_t end = std::min(begin + piece, bytes);
-    for (int64_t at = begin; at < end && error.load() == 0;) {
-      const ssize_t got = pread(file, target + at, end - at, offset + at);
-      if (got > 0) at += got;
-      else if (got == 0) error = ENODATA;
-      else if (errno != EINTR) error = errno;
-    }
-    const int64_t number = begin / part, whole = std::min(part, bytes - number * part);
-    const bool is_whole = of_part[number].fetch_sub(end - begin) == end - begin;
-    if (is_whole && told != nullptr && error.load() == 0) told(number * part, whole);
-    return true;
-  }
-};
-
-class Readers {
- public:
-  explicit Readers(int threads) {
-    for (int n = 0; n < threads; ++n) threads_.emplace_back([this] { work(); });
-  }
-  ~Readers() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      ends_ = true;
-    }
-    there_is_work_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
-
-  int read(Request& request) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      queue_.push_back(&request);
-    }
-    there_is_work_.notify_all();
-    while (request.read_one()) end_piece(request);
-    std::unique_lock<std::mutex> lock(mutex_);
-    drop(request);
-    ended_.wait(lock, [&] { return request.left == 0; });
-    return request.error;
-  }
-
- private:
-  void work() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-      there_is_work_.wait(lock, [this] { return ends_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      Request& request = *queue_.front();
-      if (request.next.load() >= request.bytes) {
-        drop(request);
-        continue;
-      }
-      ++request.left;  // it lives for as long as somebody is left
-      lock.unlock();
-      if (request.read_one()) end_piece(request);
-      lock.lock();
-      if (--request.left == 0) ended_.notify_all();
-    }
-  }
-  void end_piece(Request& request) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (--request.left == 0) ended_.notify_all();
-  }
-  void drop(Request& request) {
-    if (!request.is_queued) return;
-    request.is_queued = false;
-    queue_.erase(std::find(queue_.begin(), queue_.end(), &request));
-  }
-
-  std::mutex mutex_;
-  std::condition_variable there_is_work_, ended_;
-  std::deque<Request*> queue_;
-  bool ends_ = false;
-  std::vector<std::thread> threads_;
-};
-
-}  // namespace
+using amoeba::Loads;
+using amoeba::Onward;
+using amoeba::Readers;
+using amoeba::Request;
+using amoeba::Target;
 
 extern "C" {
 
@@ -128,8 +17,38 @@ void amoeba_readers_end(void* readers) { delete static_cast<Readers*>(readers); 
 
 // 0, or the number of an error; ENODATA: the file is shorter. When it returns, nobody writes to `target` any more.
 int amoeba_read(void* readers, int file, int64_t offset, int64_t bytes, char* target, int64_t piece, int64_t part,
-                Told told) {
-  Request request(file, offset, bytes, target, piece, part, told);
+                void (*told)(int64_t begin, int64_t bytes)) {
+  amoeba::Told tell;
+  if (told != nullptr) {
+    tell = [told](int64_t begin, int64_t size, bool is_there) {
+      if (is_there) told(begin, size);
+    };
+  }
+  Request request(file, offset, bytes, target, piece, part, tell);
   return static_cast<Readers*>(readers)->read(request);
+}
+
+void* amoeba_loads_new(void* readers, const Onward* onward) {
+  return new Loads(*static_cast<Readers*>(readers), *onward);
+}
+
+void amoeba_loads_begin(void* loads, int file, int64_t offset, int64_t bytes, char* memory, int64_t piece) {
+  static_cast<Loads*>(loads)->begin(file, offset, bytes, memory, piece);
+}
+
+void amoeba_loads_open(void* loads, const Target* targets, int64_t count, uint64_t place, uint32_t value) {
+  static_cast<Loads*>(loads)->open(targets, count, place, value);
+}
+
+void amoeba_loads_cancel(void* loads) { static_cast<Loads*>(loads)->cancel(); }
+
+// errors: of each read, 0 or its number. times: begun, first piece, last piece, word. The error of a copy or of the word.
+int amoeba_loads_end(void* loads, int* errors, int64_t* times) {
+  Loads* mine = static_cast<Loads*>(loads);
+  const int code = mine->wait(errors);
+  const amoeba::Times& at = mine->times;
+  times[0] = at.begun, times[1] = at.first, times[2] = at.last, times[3] = at.called;
+  delete mine;
+  return code;
 }
 }

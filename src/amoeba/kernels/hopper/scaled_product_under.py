@@ -1,0 +1,200 @@
+"""Hopper's products in e4m3 with the ends of tiles under products: the matrix unit works while a half of a tile leaves.
+
+The consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are UNDER. A warpgroup has one
+transient result of the matrix unit, and its sums are final one half after the other:
+
+    ... | last product of the right half | first product of the next tile's left half | of its right half | ...
+        | the left half leaves           | the right half leaves, a is computed                           |
+
+DEEP plans begin the third of these products before a is computed, others behind it. The next tile's place is asked for
+before the last step, its rows' tokens under the first of these products and its first scales under the second: nobody
+waits for them. Sums are added up in the same order as elsewhere. A tile has two steps or more.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from amoeba.kernels.activation import gated
+from amoeba.kernels.hopper.product_store import add_bias, column_parts, store_tile
+from amoeba.kernels.hopper.scaled_product_scales import (
+    clamped_place,
+    first_scales,
+    load_scales,
+    scales_of_columns,
+    token_rows,
+)
+from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_half
+
+
+@gluon.jit
+def _now(sums):
+    """These, computed here: the compiler would do it where they are stored, and keep what the matrix unit gave beside
+    them until then."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _begin_left(
+    row_bufs, matrix_bufs, full, zero, count, there, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+    HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A stage's product of the left half, begun when the stage is full; unless it is there, of whatever it holds."""
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1, pred=there)
+    if PLAN.GATHER and PLAN.BEHIND == 0:
+        fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+    rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
+    matrix = matrix_bufs.index(stage).slice(0, BLOCK, 0).permute((1, 0))
+    return warpgroup_mma(rows, matrix, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_right(
+    row_bufs, matrix_bufs, zero, count, WARPGROUP: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    stage = count % STAGES
+    rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
+    matrix = matrix_bufs.index(stage).slice(BLOCK, BLOCK, 0).permute((1, 0))
+    return warpgroup_mma(rows, matrix, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _finish_right(
+    found, right, of_right, of_far, empty, count, there, PLAN: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """The sums with a stage's product of the right half, and the stage after it."""
+    done = warpgroup_mma_wait(0, deps=(found,))
+    mbarrier.arrive(empty.index(count % STAGES), count=1, pred=there)
+    if PLAN.SHIFTED:
+        near = (gl.arange(0, BLOCK, gl.SliceLayout(0, right.type.layout)) < BLOCK // 2)[None, :]
+        right += done * gl.where(near, of_right[:, None], of_far[:, None])
+    else:
+        right += done * of_right[:, None]
+    return right, count + 1
+
+
+@gluon.jit
+def consume_under(
+    table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
+    bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise, store."""
+    tiles = gl.load(table)
+    column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
+    HEIGHT: gl.constexpr = BLOCK_M // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    first_buffer: gl.constexpr = WARPGROUP * PLAN.BUFFERS
+    steps = gl.cdiv(depth, BLOCK)
+    blocks = gl.cdiv(width, BLOCK)
+    count = 0
+    zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
+    expert, row, end, n = clamped_place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
+    m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
+    of_row, of_left, of_right, of_far = first_scales(
+        row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
+    )
+    some = gl.program_id(0) < tiles * column_tiles
+    found = _begin_left(row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
+    left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
+    found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+    right, count = _finish_right(
+        found, zero, of_row * of_right, of_row * of_far, empty, count, some, PLAN, BLOCK, STAGES
+    )  # fmt: skip
+    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
+        next_tile = tile + gl.num_programs(0)
+        row_scales = row_scale + m * steps
+        left_scales, right_scales, far_scales = scales_of_columns(
+            matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
+        )
+        next_row, next_left, next_right, next_far = load_scales(
+            row_scales + 1, left_scales + 1, right_scales + 1, far_scales + 1, PLAN
+        )
+        for step in range(2, steps):
+            by_left, by_right, by_far = next_row * next_left, next_row * next_right, next_row * next_far
+            next_row, next_left, next_right, next_far = load_scales(
+                row_scales + step, left_scales + step, right_scales + step, far_scales + step, PLAN
+            )
+            begun = _begin_left(row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
+            left += warpgroup_mma_wait(0, deps=(begun,)) * by_left[:, None]
+            begun = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+            right, count = _finish_right(begun, right, by_right, by_far, empty, count, True, PLAN, BLOCK, STAGES)
+        last = _begin_left(row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
+        coming_expert, coming_row, coming_end, coming_n = clamped_place(
+            next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M
+        )
+        left = _now(left + warpgroup_mma_wait(0, deps=(last,)) * (next_row * next_left)[:, None])
+        last = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+        m = token_rows(order, coming_row, coming_end, top_k, PLAN, HEIGHT, mma)
+        bias_row = bias + expert.to(gl.int64) * width
+        gate = left
+        if PLAN.PAIRED:
+            if PLAN.BIAS:
+                gate = add_bias(left, bias_row, n * BLOCK, columns, BLOCK)
+            gate = gate.to(gl.bfloat16)
+            if PLAN.KEEP:
+                keep(
+                    gate, h, h_desc, h_scale, kept, h_stride, row, end, n * BLOCK, columns, 0, blocks, WARPGROUP,
+                    False, PLAN,
+                )  # fmt: skip
+        else:
+            store_half(
+                left, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, staging, h_stride, out_stride,
+                row, end, 2 * n * BLOCK, width, blocks, WARPGROUP, first_buffer, 0, PLAN,
+            )  # fmt: skip
+        right, count = _finish_right(
+            last, right, next_row * next_right, next_row * next_far, empty, count, True, PLAN, BLOCK, STAGES
+        )  # fmt: skip
+        right = _now(right)
+        some = next_tile < tiles * column_tiles
+        found = _begin_left(row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
+        of_row, of_left, of_right, of_far = first_scales(
+            row_scale, matrix_scale, m, coming_expert, coming_n, columns, blocks, steps, PLAN, BLOCK
+        )
+        if PLAN.PAIRED:
+            if PLAN.BIAS:
+                right = add_bias(right, bias_row + columns, n * BLOCK, columns, BLOCK)
+            up = right.to(gl.bfloat16)
+            if PLAN.DEEP:  # between two stores: the compiler moves products behind what it can compute before them
+                part, rest = column_parts(up, 2)
+                one, other = kept.index(first_buffer), kept.index(first_buffer + 1)
+                store_tile(part, h, h_desc, one, h_stride, row, end, n * BLOCK, columns, columns, 1)
+                left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
+                found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+                middle = n * BLOCK + BLOCK // 2
+                store_tile(rest, h, h_desc, other, h_stride, row, end, middle, columns, columns, 1)
+            elif PLAN.KEEP:
+                keep(
+                    up, h, h_desc, h_scale, kept, h_stride, row, end, n * BLOCK, columns, columns, blocks, WARPGROUP,
+                    True, PLAN,
+                )  # fmt: skip
+            a = gated(
+                gate.to(gl.float32), up.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
+            )  # fmt: skip
+            store_codes(
+                a, out, out_desc, out_scale, staging.index(first_buffer), out_stride, row, end,
+                n * BLOCK, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.ALTERNATE else 0, PLAN,
+            )  # fmt: skip
+        else:
+            store_half(
+                right, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, staging, h_stride, out_stride,
+                row, end, (2 * n + 1) * BLOCK, width, blocks, WARPGROUP, first_buffer, 1, PLAN,
+            )  # fmt: skip
+        if not PLAN.DEEP:
+            left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
+            found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+        right, count = _finish_right(
+            found, zero, of_row * of_right, of_row * of_far, empty, count, some, PLAN, BLOCK, STAGES
+        )  # fmt: skip
+        expert, row, end, n = coming_expert, coming_row, coming_end, coming_n
+    tma.store_wait(0)
