@@ -16,7 +16,6 @@ from amoeba.commands.exits import finish, usage
 from amoeba.commands.finetune import finetune
 from amoeba.commands.front import typer
 from amoeba.commands.generate import generate
-from amoeba.commands.head_start import open_driver
 from amoeba.commands.merge import merge
 from amoeba.commands.options import (
     DTYPES,
@@ -292,7 +291,6 @@ def train(
         "gradient_checkpointing": gradient_checkpointing or None,
     }  # fmt: skip
     output = start(verbose)
-    open_driver()
     with loading():
         from amoeba.commands import train as train_command
         from amoeba.jobs.resume import settings_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
-from amoeba.commands.head_start import load_trainer, open_driver
+from amoeba.commands.head_start import load_trainer
 from amoeba.commands.options import Compile, Json, OptimizerStates, Seed, TrustRemoteCode, Verbose, speaks
 from amoeba.commands.output import Output
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT
@@ -94,7 +94,6 @@ def finetune(
         "held_out": None if held_out is None else _share_or_file(held_out),
     }  # fmt: skip
     output = start(verbose)
-    open_driver()
     with loading():
         from amoeba.jobs.resume import settings_of
         from amoeba.jobs.settings import FinetuneSettings
