@@ -18,11 +18,14 @@ from transformers import Trainer
 from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.errors import bad_value
 from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.fully_sharded import shard_fully
 from amoeba.jobs.captured_step import CapturedStep, on_stream
 from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
 from amoeba.parallel.gradients import add_up_gradients, clip_gradients
+from amoeba.parallel.mesh import RankMesh
+from amoeba.parallel.shards import step_locally
 from amoeba.parallel.together import ALONE, Together
 
 logger = logging.getLogger("amoeba")
@@ -44,6 +47,7 @@ IDLE = "amoeba_idle"  # in a batch: its row is there for the others' sake
 class FastTrainer(Trainer):
     optimizer: Any
     together: Together = ALONE
+    mesh: RankMesh | None = None  # how the ranks share the model
     rows: Rows
     watch: RouterWatch
     optimizer_states: Literal["float32", "bfloat16"] = "float32"
@@ -156,7 +160,14 @@ class FastTrainer(Trainer):
                 states=self.optimizer_states,
                 seed=self.args.seed,
             )
-        return super().create_optimizer(*arguments, **options)
+        made = super().create_optimizer(*arguments, **options)
+        step_locally(self.optimizer)
+        return made
+
+    def shard(self) -> None:
+        """By FSDP2, where it is asked for; once all that looks at whole parameters has done so."""
+        if self.mesh is not None and self.mesh.shards:
+            shard_fully(self.model, self.mesh)
 
     def clipping(self) -> Callable[..., Any]:
         """What takes the place of Accelerator.clip_grad_norm_."""

@@ -105,6 +105,11 @@ class Ranks:
         """Whether numbers of the host travel without a GPU."""
         return "cpu" in self._backends
 
+    @property
+    def has_own_gpu(self) -> bool:
+        """Whether tensors on GPUs travel by NCCL, which does not let two ranks share one."""
+        return self._backends.get("cuda") == "nccl"
+
     def post(self, about: str, text: str) -> list[str]:
         """What each rank has to say about something, by way of the group's store: said once, and read at any time."""
         store, keys = default_store(), [f"amoeba {about} {self._members} {name}" for name in self._names]
