@@ -2,7 +2,8 @@
 
     local_part(parameter)          # a plain tensor: the rows of this rank, or all of a parameter that is not sharded
     rows_here(parameter)           # range(4, 8); None for one that is not sharded
-    step_locally(optimizer)        # from now on it steps these plain tensors
+    optimizer = AdamW([local_parameter(each) for each in model.parameters()])
+    hand_over_gradients(optimizer, model.parameters())
 
 An optimizer works number by number, so that it need not know of meshes: torch's would refuse to take tensors of two
 meshes in one call, and ours has kernels for plain tensors.
@@ -10,6 +11,7 @@ meshes in one call, and ours has kernels for plain tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,21 +59,18 @@ def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return getattr(parameter, _LOCAL)
 
 
-def step_locally(optimizer: torch.optim.Optimizer) -> None:
-    """Of an optimizer that has not stepped yet."""
-    sharded = [each for group in optimizer.param_groups for each in group["params"] if is_shard(each)]
-    if not sharded:
-        return
-    for group in optimizer.param_groups:
-        group["params"] = [local_parameter(each) for each in group["params"]]
+def hand_over_gradients(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Before each step of an optimizer of local parameters, those of the sharded ones; they are dropped after it."""
+    sharded = [each for each in parameters if is_shard(each)]
 
-    def take_gradients(*_: Any) -> None:
+    def hand_over(*_: Any) -> None:
         for parameter in sharded:
             local_parameter(parameter).grad = None if parameter.grad is None else local_part(parameter.grad)
 
-    def drop_gradients(*_: Any) -> None:
+    def drop(*_: Any) -> None:
         for parameter in sharded:
             local_parameter(parameter).grad = None
 
-    optimizer.register_step_pre_hook(take_gradients)
-    optimizer.register_step_post_hook(drop_gradients)
+    if sharded:
+        optimizer.register_step_pre_hook(hand_over)
+        optimizer.register_step_post_hook(drop)
