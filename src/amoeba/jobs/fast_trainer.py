@@ -180,8 +180,14 @@ class FastTrainer(Trainer):
 
     def shard(self) -> None:
         """By FSDP2, where it is asked for; once all that looks at whole parameters has done so."""
-        if self.mesh is not None and self.mesh.shards:
+        if self.mesh is not None:
             shard_fully(self.model, self.mesh)
+
+    def lost_ranks_told(self) -> AbstractContextManager:
+        """Also those that FSDP2 waits for."""
+        if self.mesh is None or not self.mesh.shards:
+            return nullcontext()
+        return self.mesh.every.told_of("parameters or gradients that FSDP2 shards")
 
     def clipping(self) -> Callable[..., Any]:
         """What takes the place of Accelerator.clip_grad_norm_."""

@@ -335,7 +335,8 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -
     try:
         with trainer.while_it_runs, fast_paths(trainer, log.settings.compile, log.console.say):
             trainer.shard()
-            return _run_to_end(trainer, folder, earlier)
+            with trainer.lost_ranks_told():
+                return _run_to_end(trainer, folder, earlier)
     except NotFinite as error:
         raise trainer._diverged(error) from None
     except OSError as error:
@@ -367,7 +368,8 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
     if last is not None and step_of(last) >= trainer.args.max_steps:
         trainer.take_up(last)
     else:
-        with stop_at_signals(log):
+        # inside: who tells of a lost rank asks the others first, and the launcher's signal is not to end that
+        with stop_at_signals(log), trainer.lost_ranks_told():
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     if log.stopped_by is not None:
         again = shell_command(trainer.command, "--resume", folder)
