@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, own_parameter, shard_experts
+from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
 from amoeba.parallel.together import Together
@@ -407,7 +408,7 @@ def save_and_load(rank: int, family: str, folder: str) -> dict[str, torch.Tensor
 
     ranks, model = Ranks(first_processes(2), deadline=60.0), build(family)
     shard_model(model, ranks)
-    together, kept = Together(ranks), ShardedModel(ranks)
+    together, kept = Together(ranks), ShardedModel(RankMesh(ranks, ranks))
     kept.gather(model)
     with together.all_or_none("saving"):
         kept.save(model, Path(folder))

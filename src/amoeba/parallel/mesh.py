@@ -83,7 +83,8 @@ def check_expert_ranks(expert_ranks: int, ranks: int) -> None:
 
 
 def make_mesh(ranks: Ranks, expert_ranks: int | None, dense: str, device: torch.device) -> RankMesh:
-    """Each of the ranks calls this, once. expert_ranks: None for all."""
+    """Each of the ranks calls this, once; where they make groups, they are all processes that there are.
+    expert_ranks: None for all."""
     check_dense(dense)
     own = ranks.count if expert_ranks is None else expert_ranks
     check_expert_ranks(own, ranks.count)
@@ -97,19 +98,21 @@ def make_mesh(ranks: Ranks, expert_ranks: int | None, dense: str, device: torch.
         raise bad_value(option, "a GPU for each rank, as NCCL and with it FSDP2 wants it", "ranks that share one", remedy)
     if own == ranks.count:
         return RankMesh(ranks, ranks, None, _device_mesh(ranks.group, device, "dp") if fully else None)
-    experts = Ranks(_group(names[group * own : (group + 1) * own], ranks), ranks.deadline)
-    of_shares = _device_mesh(_group(names[place::own], ranks), device, "efsdp")
-    return RankMesh(ranks, experts, of_shares, _device_mesh(ranks.group, device, "dp") if dense == "fsdp" else None)
+    # every process has to take part in making a group, also in one that it is not in
+    expert_groups = [_group(names[first : first + own], ranks) for first in range(0, ranks.count, own)]
+    share_groups = [_group(names[first::own], ranks) for first in range(own)]
+    return RankMesh(
+        ranks,
+        Ranks(expert_groups[group], ranks.deadline),
+        _device_mesh(share_groups[place], device, "efsdp"),
+        _device_mesh(ranks.group, device, "dp") if dense == "fsdp" else None,
+    )
 
 
 def _group(members: list[int], ranks: Ranks) -> Any:
     """Of some of the ranks, whose waits end when those of all do."""
-    return dist.new_group(
-        members,
-        timeout=datetime.timedelta(seconds=ranks.deadline),
-        backend=dist.get_backend_config(ranks.group),
-        use_local_synchronization=True,
-    )
+    timeout = datetime.timedelta(seconds=ranks.deadline)
+    return dist.new_group(members, timeout=timeout, backend=dist.get_backend_config(ranks.group))
 
 
 def _device_mesh(group: Any, device: torch.device, name: str) -> Any:
