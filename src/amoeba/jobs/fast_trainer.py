@@ -19,6 +19,7 @@ from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.errors import bad_value
 from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.integrations.fully_sharded import shard_fully
+from amoeba.integrations.own_tensors import own_tensors
 from amoeba.jobs.captured_step import CapturedStep, on_stream
 from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.observe.router_watch import RouterWatch
@@ -158,6 +159,12 @@ class FastTrainer(Trainer):
             self.optimizer = self._our_optimizer(groups) if ours else self._their_optimizer(groups)
             hand_over_gradients(self.optimizer, trained.values())
         return super().create_optimizer(*arguments, **options)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """As in a process with all experts; a share's biases have names that do not say so."""
+        own = own_tensors(model)
+        found = super().get_decay_parameter_names(model)
+        return [name for name in found if name not in own or "bias" not in own[name].name]
 
     def _our_optimizer(self, groups: list[dict[str, Any]]) -> AdamW:
         return AdamW(

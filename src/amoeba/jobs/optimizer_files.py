@@ -81,12 +81,13 @@ def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
     place = 0
     if len(stored.groups) != len(optimizer.param_groups):
         raise _another_model(folder, f"{len(stored.groups)} groups of parameters")
+    known = {name for group in stored.groups for name in group["parameters"]}
     for group, saved in zip(optimizer.param_groups, stored.groups, strict=True):
         places = []
         for parameter in group["params"]:
             mine = own.get(named[parameter])
             name = named[parameter] if mine is None else mine.name
-            if name not in saved["parameters"]:
+            if name not in known:
                 raise _another_model(folder, f"none for {name}")
             found = stored.state_of(name, rows_of[named[parameter]] if mine is None else mine.experts)
             if mine is not None:
