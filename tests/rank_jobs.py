@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, own_parameter, shard_experts
-from amoeba.parallel.mesh import RankMesh
+from amoeba.parallel.mesh import RankMesh, make_mesh
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
 from amoeba.parallel.together import Together
@@ -282,26 +282,15 @@ def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
 
 def train_fully_sharded(rank: int, steps: int) -> list[tuple[float, float]]:
     """`train_a_model` over two by two ranks: experts placed over two, their shares and all else sharded by FSDP2."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    import amoeba
+    from amoeba.integrations.fully_sharded import shard_fully
+    from amoeba.jobs.sharded_model import shard_model
     from amoeba.parallel import clip_gradients
     from tiny_models import build
 
-    mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep")), init_device_mesh("cpu", (4,))
-    make = functools.partial(shard_experts, ranks=Ranks(mesh["ep"].get_group(), 30.0))
-    amoeba.register_placement(replace(RANKS, name="two ranks", make=make))
     model, ranks = build("qwen3_moe").train(), Ranks(deadline=30.0)
-    amoeba.place_experts(model, "two ranks")
-    for layer in model.model.layers:
-        fully_shard(layer.mlp.experts, mesh=mesh["efsdp"])
-        fully_shard(layer, mesh=every)
-    fully_shard(model, mesh=every)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    mesh = make_mesh(ranks, 2, "fsdp", torch.device("cpu"))
+    shard_model(model, mesh.experts)
+    shard_fully(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
     history = []

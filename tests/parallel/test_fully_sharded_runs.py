@@ -104,13 +104,13 @@ def test_two_by_two_ranks_then_two_then_one_go_on_as_if_the_run_had_never_stoppe
 
 @pytest.mark.thorough
 def test_a_run_of_one_process_goes_on_over_two_by_two_ranks(
-    processes: LocalRanks, alone: dict[str, Path], inputs: Path, tmp_path: Path, command: str = "train"
+    processes: LocalRanks, alone: dict[str, Path], inputs: Path, tmp_path: Path
 ) -> None:
-    run = shutil.copytree(alone[command], tmp_path / "run")
-    shutil.rmtree(run / KEPT[command])
+    run = shutil.copytree(alone["train"], tmp_path / "run")
+    shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoints" / "checkpoint-12")
-    processes.run(resumed_job, [(rank, 4, command, told(command, run, inputs)) for rank in range(4)])
-    check_same_run(run, alone[command], KEPT[command])
+    processes.run(resumed_job, [(rank, 4, "train", told("train", run, inputs)) for rank in range(4)])
+    check_same_run(run, alone["train"], "model")
 
 
 @pytest.mark.thorough
@@ -159,7 +159,8 @@ def some_ranks(count: int) -> Ranks:
 
 @pytest.mark.parametrize("wrong", [3, 8])
 def test_a_number_that_does_not_divide_the_ranks_is_refused_with_those_that_do(wrong: int) -> None:
-    with pytest.raises(ValueError, match=rf"--expert-ranks: expected .* the 4 ranks \(1, 2, 4\); got {wrong}\. .*leave"):
+    expected = rf"--expert-ranks: expected .* the 4 ranks \(1, 2, 4\); got {wrong}\. .*leave it out"
+    with pytest.raises(ValueError, match=expected):
         make_mesh(some_ranks(4), wrong, "ddp", torch.device("cpu"))
 
 

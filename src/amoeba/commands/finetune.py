@@ -96,7 +96,8 @@ def finetune(
     """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
     flags: dict[str, Any] = {
         "model": model, "data": data, "out": out, "r": r, "alpha": alpha, "train_router": train_router or None,
-        "experts": experts, "expert_ranks": expert_ranks, "dense": dense, "ram": ram, "vram": vram, "epochs": epochs, "steps": steps, "minutes": minutes,
+        "experts": experts, "expert_ranks": expert_ranks, "dense": dense,
+        "ram": ram, "vram": vram, "epochs": epochs, "steps": steps, "minutes": minutes,
         "batch_size": batch_size, "accumulation": accumulation,
         "sequence_length": sequence_length, "learning_rate": learning_rate,
         "gradient_checkpointing": gradient_checkpointing or None, "dtype": dtype, "compile": compile_layers,

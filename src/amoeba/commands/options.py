@@ -43,11 +43,11 @@ OptimizerStates = Annotated[
 # With --experts ranks, for every command that trains.
 ExpertRanks = Annotated[
     int | None,
-    typer.Option("--expert-ranks", help="Over how many ranks each layer's experts are; default all. FSDP2 does the rest."),
+    typer.Option("--expert-ranks", help="Over so many ranks are a layer's experts, default all; FSDP2 does the rest."),
 ]
 DenseParameters = Annotated[
     str | None,
-    typer.Option("--dense", help="Parameters that are no expert's: ddp, a copy on each rank, or fsdp, shards by FSDP2."),
+    typer.Option("--dense", help="All other parameters: ddp, a copy on each rank, or fsdp, shards by FSDP2."),
 ]
 
 

@@ -153,7 +153,10 @@ class FastTrainer(Trainer):
             decayed = set(self.get_decay_parameter_names(model))
             stepped = {name: local_parameter(p) for name, p in trained.items()}
             groups: list[dict[str, Any]] = [
-                {"params": [p for name, p in stepped.items() if name in decayed], "weight_decay": self.args.weight_decay},
+                {
+                    "params": [p for name, p in stepped.items() if name in decayed],
+                    "weight_decay": self.args.weight_decay,
+                },
                 {"params": [p for name, p in stepped.items() if name not in decayed], "weight_decay": 0.0},
             ]
             self.optimizer = self._our_optimizer(groups) if ours else self._their_optimizer(groups)

@@ -117,8 +117,8 @@ class _Parts:
         self._files = [safe_open(path, "pt") for path in sorted(folder.glob("optimizer-*.safetensors"))]
         self._entries: list[dict[str, Sequence[int]]] = []  # of each file: which entries of all that there are
         for file in self._files:
-            rows = json.loads(file.metadata().get(_ROWS, "{}"))
-            self._entries.append(json.loads(file.metadata()[_EXPERTS]) | {key: range(*each) for key, each in rows.items()})
+            experts, rows = (json.loads(file.metadata().get(name, "{}")) for name in (_EXPERTS, _ROWS))
+            self._entries.append(experts | {key: range(*each) for key, each in rows.items()})
         self._holders: dict[str, list[int]] = {}  # of a tensor, which files have it or some of it
         for place, file in enumerate(self._files):
             for key in file.keys():  # noqa: SIM118  it is no mapping
@@ -133,9 +133,10 @@ class _Parts:
         holders = self._holders[key]
         lists = {place: self._entries[place].get(key) for place in holders}
         if None in lists.values():  # all of it in one file, or one number for all entries
-            found = self._files[holders[0]].get_slice(key)
-            part = isinstance(wanted, range) and found.get_shape()
-            return found[wanted.start : wanted.stop] if part else self._files[holders[0]].get_tensor(key)
+            part = self._files[holders[0]].get_slice(key)
+            if isinstance(wanted, range) and part.get_shape():
+                return part[wanted.start : wanted.stop]
+            return self._files[holders[0]].get_tensor(key)
         where = {each: (place, at) for place, ids in lists.items() for at, each in enumerate(ids or ())}
         slices = {place: self._files[place].get_slice(key) for place in holders}
         places = [where[each] for each in (sorted(where) if wanted is None else wanted)]

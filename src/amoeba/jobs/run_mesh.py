@@ -13,9 +13,7 @@ from amoeba.parallel.mesh import RankMesh, make_mesh
 from amoeba.parallel.together import Together
 
 
-def mesh_of(
-    settings: RunSettings, folder: Path, console: Console, resume: bool, together: Together
-) -> RankMesh | None:
+def mesh_of(settings: RunSettings, folder: Path, console: Console, resume: bool, together: Together) -> RankMesh | None:
     """None where the experts are not over ranks."""
     ranks = together.ranks
     if ranks is None:

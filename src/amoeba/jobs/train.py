@@ -175,9 +175,7 @@ def _build_model(
     elif has_weights(Path(settings.model)):
         if mesh is None:
             return load_model(settings.model, torch.float32, trust_remote_code=trust_remote_code)
-        return load_share(
-            settings.model, torch.float32, mesh.experts, trains=True, trust_remote_code=trust_remote_code
-        )
+        return load_share(settings.model, torch.float32, mesh.experts, trains=True, trust_remote_code=trust_remote_code)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     if hasattr(config, "output_router_logits"):
