@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from typer.testing import CliRunner
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -74,8 +75,8 @@ def test_the_command_over_two_groups_of_two_ranks_trains_as_one_process(
     assert [code for code, *_ in found] == [0] * 4
     assert json.loads(found[0][1].splitlines()[-1])["steps"] == settings.steps
     assert (
-        "over 2 of 4 ranks, which share each batch and exchange rows by collective, in 2 groups between which FSDP2 "
-        "shards them; all other parameters sharded by FSDP2 over 4 ranks"
+        "in 2 groups of 2 ranks, which share each batch; in a group rows are exchanged by collective, between groups "
+        "FSDP2 shards the experts; all other parameters: sharded by FSDP2 over all 4 ranks"
     ) in found[0][2].replace("\n", " ")
     assert all(out == err == "" for _, out, err in found[1:])  # one of them speaks
     check_same_run(tmp_path / "run", alone["train"], "model")
@@ -149,6 +150,30 @@ def test_experts_that_are_one_tensor_on_disk_are_put_together_over_both_dimensio
     given = told("train", tmp_path / "run", inputs, **changes)
     processes.run(rank_jobs.run_job, [(rank, 4, "train", given) for rank in range(4)])
     check_same_run(tmp_path / "run", tmp_path / "alone", "model")
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.thorough), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_one_rank_computes_the_same_with_its_parameters_in_shards(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Shards of one are whole, but gathered, freed, reduced and stepped as with many: on a GPU in bf16, by NCCL."""
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = Ranks()
+        all_of_it = DeviceMesh.from_group(ranks.group, device)
+        for name, meshes in (("copies", ()), ("shards", (all_of_it, all_of_it))):
+            mesh = RankMesh(ranks, ranks, *meshes)
+            monkeypatch.setattr("amoeba.jobs.train.mesh_of", lambda *_, mesh=mesh: mesh)
+            settings = tiny_settings("train", tmp_path / name, inputs, **CHANGED, experts="ranks")
+            tiny_run(settings, Quiet(), together=Together(ranks))
+    finally:
+        torch.distributed.destroy_process_group()
+    check_same_run(tmp_path / "shards", tmp_path / "copies", "model")
 
 
 def some_ranks(count: int) -> Ranks:

@@ -52,18 +52,20 @@ class RankMesh:
 
     def __str__(self) -> str:
         """What was chosen, for whoever started the run."""
-        count, own = self.every.count, self.experts.count
+        count, own, groups = self.every.count, self.experts.count, self.groups
         if count == 1:
             return "on one rank"
-        if own == count:
-            said = f"over {count} ranks, which share each batch and exchange rows by {chosen_by_auto(self.experts)}"
-        elif own == 1:
+        if own == 1:
             said = f"sharded by FSDP2 over {count} ranks, which share each batch"
+        elif own == count:
+            said = f"over {count} ranks, which share each batch and exchange rows by {chosen_by_auto(self.experts)}"
         else:
-            way = chosen_by_auto(self.experts)
-            said = f"over {own} of {count} ranks, which share each batch and exchange rows by {way}, in {self.groups} "
-            said += "groups between which FSDP2 shards them"
-        return said + (f"; all other parameters sharded by FSDP2 over {count} ranks" if self.of_dense else "")
+            said = f"in {groups} groups of {own} ranks, which share each batch; in a group rows are exchanged by "
+            said += f"{chosen_by_auto(self.experts)}, between groups FSDP2 shards the experts"
+        if not self.shards:
+            return said
+        rest = f"sharded by FSDP2 over all {count} ranks" if self.of_dense is not None else "a copy on each rank"
+        return f"{said}; all other parameters: {rest}"
 
 
 def check_dense(dense: str) -> None:
