@@ -24,6 +24,7 @@ from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, own_paramet
 from amoeba.parallel.mesh import RankMesh, make_mesh
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
+from amoeba.parallel.shards import is_shard, local_part
 from amoeba.parallel.together import Together
 from amoeba.parallel.transports import peers
 
@@ -283,14 +284,20 @@ def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
 def train_fully_sharded(rank: int, steps: int) -> list[tuple[float, float]]:
     """`train_a_model` over two by two ranks: experts placed over two, their shares and all else sharded by FSDP2."""
     from amoeba.integrations.fully_sharded import shard_fully
+    from amoeba.integrations.own_tensors import sharded_modules
     from amoeba.jobs.sharded_model import shard_model
     from amoeba.parallel import clip_gradients
     from tiny_models import build
 
     model, ranks = build("qwen3_moe").train(), Ranks(deadline=30.0)
     mesh = make_mesh(ranks, 2, "fsdp", torch.device("cpu"))
+    numbers = sum(parameter.numel() for parameter in model.parameters())
     shard_model(model, mesh.experts)
     shard_fully(model, mesh)
+    held = [t for _, placed in sharded_modules(model).values() for t in placed.tensors() if t is not None]
+    assert all(is_shard(tensor) for tensor in held)  # and not still all of a share
+    here = torch.tensor(sum(local_part(parameter).numel() for parameter in model.parameters()))
+    assert ranks.add_up(here, "numbers") == numbers  # each of them on one rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
     history = []

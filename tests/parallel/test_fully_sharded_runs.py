@@ -76,7 +76,7 @@ def test_the_command_over_two_groups_of_two_ranks_trains_as_one_process(
     assert json.loads(found[0][1].splitlines()[-1])["steps"] == settings.steps
     assert (
         "in 2 groups of 2 ranks, which share each batch; in a group rows are exchanged by collective, between groups "
-        "FSDP2 shards the experts; all other parameters: sharded by FSDP2 over all 4 ranks"
+        "FSDP2 shards the experts; all other parameters: sharded by FSDP2 over all ranks"
     ) in found[0][2].replace("\n", " ")
     assert all(out == err == "" for _, out, err in found[1:])  # one of them speaks
     check_same_run(tmp_path / "run", alone["train"], "model")
@@ -187,6 +187,13 @@ def test_a_number_that_does_not_divide_the_ranks_is_refused_with_those_that_do(w
     expected = rf"--expert-ranks: expected .* the 4 ranks \(1, 2, 4\); got {wrong}\. .*leave it out"
     with pytest.raises(ValueError, match=expected):
         make_mesh(some_ranks(4), wrong, "ddp", torch.device("cpu"))
+
+
+def test_a_run_that_cannot_be_divided_leaves_no_folder(inputs: Path, tmp_path: Path) -> None:
+    settings = tiny_settings("train", tmp_path / "run", inputs, **GRID | {"expert_ranks": 3})
+    with pytest.raises(ValueError, match="a number that divides the 4 ranks"):
+        tiny_run(settings, Quiet(), together=Together(some_ranks(4)))
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_that_share_a_gpu_are_refused_before_anything_waits() -> None:

@@ -37,7 +37,7 @@ from amoeba.jobs.fast_paths import why_not_by_documents
 from amoeba.jobs.fast_trainer import Rows
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on, weights_of
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
-from amoeba.jobs.run_mesh import mesh_of
+from amoeba.jobs.run_mesh import check_ranks, mesh_of
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.sharded_model import count_parameters, load_share
 from amoeba.jobs.stream_parts import StreamParts
@@ -116,6 +116,7 @@ def finetune(
     _check_streaming(name, settings)
     tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
     _check_tokenizer(tokenizer)
+    check_ranks(settings, resume, together)
     with run_folder(settings.out, resume, console.say, together) as folder, ExitStack() as at_end:
         return _finetune(
             settings,

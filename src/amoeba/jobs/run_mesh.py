@@ -9,8 +9,14 @@ import torch
 from amoeba.jobs.resume import settings_of_run
 from amoeba.jobs.run_folder import Console
 from amoeba.jobs.settings import RunSettings
-from amoeba.parallel.mesh import RankMesh, make_mesh
+from amoeba.parallel.mesh import RankMesh, check_expert_ranks, make_mesh
 from amoeba.parallel.together import Together
+
+
+def check_ranks(settings: RunSettings, resume: bool, together: Together) -> None:
+    """ValueError before there is a folder, where a new run asks for what its ranks cannot be divided into."""
+    if together.ranks is not None and settings.expert_ranks is not None and not resume:
+        check_expert_ranks(settings.expert_ranks, together.count)
 
 
 def mesh_of(settings: RunSettings, folder: Path, console: Console, resume: bool, together: Together) -> RankMesh | None:

@@ -29,7 +29,7 @@ from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
-from amoeba.jobs.run_mesh import mesh_of
+from amoeba.jobs.run_mesh import check_ranks, mesh_of
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
@@ -63,6 +63,7 @@ def train(
         check_json(Path(settings.model) / "config.json")
         config = load_config(settings.model, trust_remote_code=trust_remote_code)
         check_sequence_length(config, settings.sequence_length)
+    check_ranks(settings, resume, together)
     with run_folder(settings.out, resume, console.say, together) as folder:
         return _train(settings, console, folder, config, resume, start_from, trust_remote_code, together)
 

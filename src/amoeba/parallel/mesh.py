@@ -64,7 +64,7 @@ class RankMesh:
             said += f"{chosen_by_auto(self.experts)}, between groups FSDP2 shards the experts"
         if not self.shards:
             return said
-        rest = f"sharded by FSDP2 over all {count} ranks" if self.of_dense is not None else "a copy on each rank"
+        rest = "sharded by FSDP2 over all ranks" if self.of_dense is not None else "a copy on each rank"
         return f"{said}; all other parameters: {rest}"
 
 
