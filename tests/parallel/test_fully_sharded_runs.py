@@ -17,6 +17,7 @@ pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
 import rank_jobs
 from amoeba.cli import app
+from amoeba.jobs.resume import settings_of
 from amoeba.jobs.run_folder import checkpoints
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
 from amoeba.parallel import Owners, Ranks
@@ -194,6 +195,13 @@ def test_a_run_that_cannot_be_divided_leaves_no_folder(inputs: Path, tmp_path: P
     with pytest.raises(ValueError, match="a number that divides the 4 ranks"):
         tiny_run(settings, Quiet(), together=Together(some_ranks(4)))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_over_groups_may_go_on_with_resident_experts(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(told("train", tmp_path, inputs)))
+    found = settings_of(TrainSettings, str(tmp_path), None, {"experts": "resident"})
+    assert (found.expert_ranks, found.dense) == (None, "ddp")
+    assert settings_of(TrainSettings, str(tmp_path), None, {}).expert_ranks == 2
 
 
 def test_ranks_that_share_a_gpu_are_refused_before_anything_waits() -> None:
