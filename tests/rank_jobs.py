@@ -210,13 +210,15 @@ def wait_for_peers_in_vain(rank: int) -> str:
     return "nothing"
 
 
-def train_a_model(rank: int, count: int, steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def train_a_model(
+    rank: int, count: int, steps: int, family: str = "qwen3_moe"
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses of the global batch and norms of its gradient; the parameters that all ranks have, afterwards."""
     import amoeba
     from amoeba.parallel import add_up_gradients, clip_gradients
     from tiny_models import build
 
-    model = build("qwen3_moe").train()
+    model = build(family).train()
     if count > 1:
         ranks = Ranks(first_processes(count))
         make = functools.partial(shard_experts, ranks=ranks)
@@ -281,7 +283,7 @@ def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
     return results
 
 
-def train_fully_sharded(rank: int, steps: int) -> list[tuple[float, float]]:
+def train_fully_sharded(rank: int, steps: int, family: str) -> list[tuple[float, float]]:
     """`train_a_model` over two by two ranks: experts placed over two, their shares and all else sharded by FSDP2."""
     from amoeba.integrations.fully_sharded import shard_fully
     from amoeba.integrations.own_tensors import sharded_modules
@@ -289,7 +291,7 @@ def train_fully_sharded(rank: int, steps: int) -> list[tuple[float, float]]:
     from amoeba.parallel import clip_gradients
     from tiny_models import build
 
-    model, ranks = build("qwen3_moe").train(), Ranks(deadline=30.0)
+    model, ranks = build(family).train(), Ranks(deadline=30.0)
     mesh = make_mesh(ranks, 2, "fsdp", torch.device("cpu"))
     numbers = sum(parameter.numel() for parameter in model.parameters())
     shard_model(model, mesh.experts)

@@ -34,6 +34,8 @@ def shard_fully(model: Any, mesh: RankMesh) -> None:
         if mesh.of_shares is None:
             apart |= set(module.parameters())
             continue
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()  # a share of experts that were stored as (E, in, out) is not
         fully_shard(module, mesh=mesh.of_shares, **options)
         # what was placed would keep the whole share in memory
         shards = [module._parameters.get(f"placed_{place}") for place in range(len(placed.tensors()))]
