@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, own_parameter, shard_experts
+from amoeba.parallel.mesh import RankMesh, make_mesh
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
+from amoeba.parallel.shards import is_shard, local_part
 from amoeba.parallel.together import Together
 from amoeba.parallel.transports import peers
 
@@ -208,13 +210,15 @@ def wait_for_peers_in_vain(rank: int) -> str:
     return "nothing"
 
 
-def train_a_model(rank: int, count: int, steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def train_a_model(
+    rank: int, count: int, steps: int, family: str = "qwen3_moe"
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses of the global batch and norms of its gradient; the parameters that all ranks have, afterwards."""
     import amoeba
     from amoeba.parallel import add_up_gradients, clip_gradients
     from tiny_models import build
 
-    model = build("qwen3_moe").train()
+    model = build(family).train()
     if count > 1:
         ranks = Ranks(first_processes(count))
         make = functools.partial(shard_experts, ranks=ranks)
@@ -279,28 +283,23 @@ def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
     return results
 
 
-def train_fully_sharded(rank: int, steps: int) -> list[tuple[float, float]]:
+def train_fully_sharded(rank: int, steps: int, family: str) -> list[tuple[float, float]]:
     """`train_a_model` over two by two ranks: experts placed over two, their shares and all else sharded by FSDP2."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    import amoeba
+    from amoeba.integrations.fully_sharded import shard_fully
+    from amoeba.integrations.own_tensors import sharded_modules
+    from amoeba.jobs.sharded_model import shard_model
     from amoeba.parallel import clip_gradients
     from tiny_models import build
 
-    mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep")), init_device_mesh("cpu", (4,))
-    make = functools.partial(shard_experts, ranks=Ranks(mesh["ep"].get_group(), 30.0))
-    amoeba.register_placement(replace(RANKS, name="two ranks", make=make))
-    model, ranks = build("qwen3_moe").train(), Ranks(deadline=30.0)
-    amoeba.place_experts(model, "two ranks")
-    for layer in model.model.layers:
-        fully_shard(layer.mlp.experts, mesh=mesh["efsdp"])
-        fully_shard(layer, mesh=every)
-    fully_shard(model, mesh=every)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    model, ranks = build(family).train(), Ranks(deadline=30.0)
+    mesh = make_mesh(ranks, 2, "fsdp", torch.device("cpu"))
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    shard_model(model, mesh.experts)
+    shard_fully(model, mesh)
+    held = [t for _, placed in sharded_modules(model).values() for t in placed.tensors() if t is not None]
+    assert all(is_shard(tensor) for tensor in held)  # and not still all of a share
+    here = torch.tensor(sum(local_part(parameter).numel() for parameter in model.parameters()))
+    assert ranks.add_up(here, "numbers") == numbers  # each of them on one rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
     history = []
@@ -407,7 +406,7 @@ def save_and_load(rank: int, family: str, folder: str) -> dict[str, torch.Tensor
 
     ranks, model = Ranks(first_processes(2), deadline=60.0), build(family)
     shard_model(model, ranks)
-    together, kept = Together(ranks), ShardedModel(ranks)
+    together, kept = Together(ranks), ShardedModel(RankMesh(ranks, ranks))
     kept.gather(model)
     with together.all_or_none("saving"):
         kept.save(model, Path(folder))

@@ -7,6 +7,7 @@ import torch
 
 import rank_jobs
 from amoeba.parallel.processes import LocalRanks
+from selection import quick
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
@@ -25,10 +26,14 @@ def test_twenty_steps_have_the_losses_and_norms_of_one_process_with_the_same_bat
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=1e-5, atol=0)
 
 
-def test_a_placed_model_under_fsdp_trains_as_in_one_process(processes: LocalRanks) -> None:
-    """FSDP2 puts other tensors in the place of the experts' parameters in each pass."""
-    ((alone, _),) = processes.run(rank_jobs.train_a_model, [(0, 1, 5)])
-    for history in processes.run(rank_jobs.train_fully_sharded, [(rank, 5) for rank in range(4)]):
+@quick(lambda family: family == "qwen3_moe")
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3", "glm4_moe", "nemotron_h", "olmoe"]
+)
+def test_a_placed_model_under_fsdp_trains_as_in_one_process(processes: LocalRanks, family: str) -> None:
+    """FSDP2 puts other tensors in the place of the experts' parameters in each pass, and hooks their output."""
+    ((alone, _),) = processes.run(rank_jobs.train_a_model, [(0, 1, 5, family)])
+    for history in processes.run(rank_jobs.train_fully_sharded, [(rank, 5, family) for rank in range(4)]):
         torch.testing.assert_close(torch.tensor(history), torch.tensor(alone), rtol=1e-5, atol=0)
 
 

@@ -113,6 +113,8 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
     told = (read_file(config, kind) if config else {}) | given
     if "out" in told and Path(told["out"]).resolve() != Path(resume).resolve():
         raise bad_value("--out", f"the folder of --resume ({resume}), or nothing", told["out"], "leave --out out")
+    if told.get("experts", "ranks") != "ranks":  # then nothing is left of how ranks shared the model
+        earlier = {name: value for name, value in earlier.items() if name not in ("expert_ranks", "dense")}
     return kind(**(earlier | told | {"out": resume}))
 
 
