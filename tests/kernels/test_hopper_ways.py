@@ -19,6 +19,7 @@ from amoeba.layout import build_layout
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 ALL = ",".join(Ways._fields)
+CARRYING = "rounds,brisk,place,carry"
 COUNTS = (0, 2, 64, 65, 127, 128, 129, 300, 0, 1)
 K = 2
 
@@ -32,24 +33,39 @@ def test_names_are_parted_by_commas() -> None:
 
 def test_rounds_are_taken_only_where_a_tile_is_whole_turns_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert chosen_constants(True) == {"ROUNDS": True, "QUARTERS": False, "BRISK": True}
-    assert chosen_constants(False) == {"ROUNDS": False, "QUARTERS": False, "BRISK": True}
+    assert taken(whole_turns=True) == {"ROUNDS", "BRISK"}
+    assert taken(whole_turns=False) == {"BRISK"}
     monkeypatch.setenv(VARIABLE, "")
-    assert not any(chosen_constants(True).values())
+    assert not taken(whole_turns=True)
+
+
+def test_what_needs_rounds_or_the_whole_buffer_is_left_out_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "rounds,place,carry")
+    assert taken(whole_turns=True) == {"ROUNDS", "PLACE", "CARRY"}
+    assert not taken(whole_turns=False)
+    monkeypatch.setenv(VARIABLE, "rounds,quarters,carry")
+    assert taken(whole_turns=True) == {"ROUNDS", "QUARTERS"}
+
+
+def taken(whole_turns: bool) -> set[str]:
+    return {name for name, value in chosen_constants(whole_turns).items() if value}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ways", [TAKEN, ALL])
-def test_all_stays_in_registers(ways: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ways", "wgmma"), [(TAKEN, 32), (ALL, 64), (CARRYING, 64)])
+def test_all_stays_in_registers(ways: str, wgmma: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four stages of four products each, of two warpgroups; twice where the first turn has code of its own."""
     monkeypatch.setenv(VARIABLE, ways)
     for name, found in compiled(("up", "down"), tmp_path).items():
-        assert found["wgmma"] == 32, f"{name}: four stages of four products each, twice"
-        assert found["local_accesses_between_products"] == 0, f"{name} does not keep its sums in registers"
+        assert found["wgmma"] == wgmma, name
+        # with `place`, what lives from one tile to the next may be put aside behind the first turn
+        at_most = 2 if "place" in ways else 0
+        assert found["local_accesses_between_products"] <= at_most, f"{name} does not keep its sums in registers"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
-@pytest.mark.parametrize("ways", [*Ways._fields, TAKEN, ALL])
+@pytest.mark.parametrize("ways", ["rounds", "quarters", "brisk", "rounds,place", "rounds,carry", TAKEN, CARRYING, ALL])
 @pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (320, 192)])
 def test_each_way_has_the_bits_of_the_plain_one(
     ways: str, hidden: int, inner: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

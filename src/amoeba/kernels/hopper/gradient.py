@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.gradient_rounds import fill_rounds, sum_rest, sum_turns, whole_turns
+from amoeba.kernels.hopper.descriptor import bulk_load, descriptor, gather, shared_layout
+from amoeba.kernels.hopper.gradient_rounds import consume_rounds, fill_rounds
+from amoeba.kernels.hopper.gradient_store import place_of_turn, store_gradient
 from amoeba.kernels.hopper.product_kernel import Constants
-from amoeba.kernels.hopper.product_store import column_parts, wait_for_buffer
 from amoeba.kernels.hopper.ways import GradientWays, gradient_ways
 from amoeba.kernels.launch import quick
 from amoeba.kernels.programs import programs
@@ -40,27 +40,6 @@ from amoeba.kernels.programs import programs
 BLOCK_H, BLOCK_W, BLOCK_N, STAGES = 128, 256, 64, 4
 # Tiles along H that sweep W together.
 GROUP = 8
-
-
-@gluon.jit
-def _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexpr):
-    """Expert, tile along H and along W, and the expert's rows, of a multiprocessor's turn-th tile.
-
-    Experts come by falling number of rows, and every second turn runs backwards: so each multiprocessor gets its share
-    of the long and of the short ones. In the last turn there may be no tile for it: no rows then, and `tile` says so.
-    """
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    tile = turn * programs + (program if turn % 2 == 0 else programs - 1 - program)
-    inside = gl.minimum(tile, tiles - 1)
-    expert = gl.load(heaviest_E + inside // (h_tiles * w_tiles))
-    inside = inside % (h_tiles * w_tiles)
-    group = inside // (GROUP * w_tiles)
-    height = gl.minimum(h_tiles - group * GROUP, GROUP)
-    inside = inside % (GROUP * w_tiles)
-    start = gl.load(offs_E + expert - 1, mask=expert > 0, other=0)
-    end = gl.load(offs_E + expert)
-    return tile, expert, group * GROUP + inside % height, inside // height, start, gl.where(tile < tiles, end, start)
 
 
 @gluon.jit
@@ -76,7 +55,7 @@ def _produce(
     tiles = experts * h_tiles * w_tiles
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
-        _, _, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        _, _, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
         if WAYS.ROUNDS:
             count = fill_rounds(
                 right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, count, h, w, start, end,
@@ -141,7 +120,7 @@ def _consume_tiles(
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of each tile along H."""
+    """... tile by tile."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
     w_tiles = gl.cdiv(width, BLOCK_W)
     tiles = experts * h_tiles * w_tiles
@@ -149,7 +128,7 @@ def _consume_tiles(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
-        tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        tile, expert, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
         acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
         for row in range(start, end, BLOCK_N):
             acc = sum_stage(acc, left_bufs, right_bufs, full, empty, count, row > start, WARPGROUP, STAGES)
@@ -165,82 +144,14 @@ def _consume_tiles(
 
 
 @gluon.jit
-def _consume_rounds(
-    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
-):  # fmt: skip
-    """`_consume_tiles` by whole turns of the ring."""
-    h_tiles = gl.cdiv(hidden, BLOCK_H)
-    w_tiles = gl.cdiv(width, BLOCK_W)
-    tiles = experts * h_tiles * w_tiles
-    HALF: gl.constexpr = BLOCK_H // 2
-    TURN: gl.constexpr = STAGES * BLOCK_N
-    dtype: gl.constexpr = out.dtype.element_ty
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
-    zeros = gl.zeros((HALF, BLOCK_W), gl.float32, mma)
-    carried = column_parts(zeros, 2)[1].to(dtype)
-    carried_expert, carried_h, carried_w, phases = 0, 0, 0, 0
-    is_carried = False
-    tile, expert, h, w, start, end = _place(0, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-    for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
-        if not WAYS.PLACE:
-            tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        behind = whole_turns(start, end, BLOCK_N, STAGES)
-        turned = start
-        acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
-        if WAYS.CARRY:
-            turned = gl.minimum(start + TURN, behind)
-            acc, phases = sum_turns(
-                acc, left_bufs, right_bufs, full, empty, phases, start, start, turned, WARPGROUP, BLOCK_N, STAGES
-            )
-            if is_carried:
-                _store_part(
-                    carried, 1, staging, out, out_desc, carried_expert, carried_h, carried_w, hidden, width, WARPGROUP,
-                    TRANSPOSED, BLOCK_H, BLOCK_W, 1,
-                )  # fmt: skip
-        acc, phases = sum_turns(
-            acc, left_bufs, right_bufs, full, empty, phases, start, turned, behind, WARPGROUP, BLOCK_N, STAGES
-        )
-        if WAYS.PLACE:  # of the next tile, while a product of this one runs
-            following = _place(turn + 1, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        acc, phases = sum_rest(
-            acc, left_bufs, right_bufs, full, empty, phases, start, behind, end, WARPGROUP, BLOCK_N, STAGES
-        )
-        if WAYS.CARRY:
-            left, right = column_parts(acc, 2)
-            is_carried = tile < tiles
-            if is_carried:
-                _store_part(
-                    left, 0, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H,
-                    BLOCK_W, 1,
-                )  # fmt: skip
-            carried = right.to(dtype)
-            carried_expert, carried_h, carried_w = expert, h, w
-        elif tile < tiles:
-            store_gradient(
-                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W,
-                WAYS.BUFFERS,
-            )  # fmt: skip
-        if WAYS.PLACE:
-            tile, expert, h, w, start, end = following
-    if WAYS.CARRY:
-        if is_carried:
-            _store_part(
-                carried, 1, staging, out, out_desc, carried_expert, carried_h, carried_w, hidden, width, WARPGROUP,
-                TRANSPOSED, BLOCK_H, BLOCK_W, 1,
-            )  # fmt: skip
-    tma.store_wait(0)
-
-
-@gluon.jit
 def _consume(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
 ):  # fmt: skip
+    """One warpgroup's half of each tile along H."""
     if WAYS.ROUNDS:
-        _consume_rounds(
+        consume_rounds(
             offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
             WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
         )  # fmt: skip
@@ -264,64 +175,13 @@ def sum_stage(acc, left_bufs, right_bufs, full, empty, count, more, WARPGROUP: g
     return acc
 
 
-@gluon.jit
-def store_gradient(
-    acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BUFFERS: gl.constexpr = 1,
-):  # fmt: skip
-    """One warpgroup's half of a tile along H, in two parts for each of its buffers, which take turns."""
-    parts = column_parts(acc, 2 * BUFFERS)
-    for part in gl.static_range(2 * BUFFERS):
-        _store_part(
-            parts[part], part, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H,
-            BLOCK_W, BUFFERS,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _store_part(
-    value, part, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr,
-    TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BUFFERS: gl.constexpr,
-):  # fmt: skip
-    first_h = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
-    first_w = w * BLOCK_W + part * (BLOCK_W // (2 * BUFFERS))
-    buffer = staging.index(WARPGROUP * BUFFERS + part % BUFFERS)
-    if TRANSPOSED:
-        turned = buffer.permute((1, 0))
-        _store(value, out, out_desc, buffer, turned, expert, first_w, width, first_h, hidden, BUFFERS - 1)
-    else:
-        _store(value, out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1)
-
-
-@gluon.jit
-def _store(value, out, out_desc, buffer, turned, expert, row, rows, column, columns, PENDING: gl.constexpr):
-    """A part of an expert's (rows, columns) to memory: by the copy engine where it is whole, else under a mask.
-
-    turned: the buffer as `value` lies. PENDING: as for `store_tile`.
-    """
-    HEIGHT: gl.constexpr = buffer.shape[0]
-    WIDTH: gl.constexpr = buffer.shape[1]
-    whole = (row + HEIGHT <= rows) & (column + WIDTH <= columns)
-    wait_for_buffer(whole, PENDING)
-    turned.store(value.to(out.dtype.element_ty))
-    if whole:
-        fence_async_shared()
-        bulk_store(out_desc, [expert * rows + row, column], buffer)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-        m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-        n = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-        pointers = out + (expert.to(gl.int64) * rows + m)[:, None] * columns + n[None, :]
-        gl.store(pointers, buffer.load(layout), mask=(m < rows)[:, None] & (n < columns)[None, :])
-
-
 @quick
 @gluon.jit
 def gradient_kernel(
     right_desc, out_desc, left, right, order, offs_E, heaviest_E, out, experts, hidden, width, left_stride,
     right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, WAYS: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, WAYS: gl.constexpr,
 ):  # fmt: skip
     """TOP_K: where it is asked for at compile time, else 0. WAYS: see `amoeba.kernels.hopper.ways`."""
     dtype: gl.constexpr = out.dtype.element_ty

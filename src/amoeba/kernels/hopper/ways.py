@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from amoeba.errors import bad_value
 
@@ -43,7 +43,7 @@ class Ways(NamedTuple):
 
 class GradientWays(NamedTuple):
     """
-    rounds:   where H is a multiple of 128, tiles go by whole turns of the ring (`amoeba.kernels.hopper.gradient_rounds`).
+    rounds:   where H is a multiple of 128: as above, see `amoeba.kernels.hopper.gradient_rounds`.
     quarters: as above.
     place:    with rounds: where the next tile lies is found while one of this tile's products runs.
     carry:    with rounds and without quarters: half of a tile's sums leave while the next tile is computed.
@@ -66,20 +66,29 @@ class GradientWays(NamedTuple):
             return [216, 72]
         return [200, 104] if self.rounds else [208, 88]
 
-    ROUNDS = property(lambda self: self.rounds)
-    PLACE = property(lambda self: self.place)
-    CARRY = property(lambda self: self.carry)
+    @property
+    def ROUNDS(self) -> bool:
+        return self.rounds
+
+    @property
+    def PLACE(self) -> bool:
+        return self.place
+
+    @property
+    def CARRY(self) -> bool:
+        return self.carry
 
 
-Either = TypeVar("Either", Ways, GradientWays)
-
-
-def ways_named(names: str, what: str = VARIABLE, kind: type[Either] = Ways, usual: str = TAKEN) -> Either:
+def ways_named(names: str, what: str = VARIABLE) -> Ways:
     """names: parted by commas; none for the plain way."""
+    return Ways(**_named(names, Ways._fields, what, TAKEN))
+
+
+def _named(names: str, possible: tuple[str, ...], what: str, usual: str) -> dict[str, bool]:
     wanted = [name for name in names.split(",") if name]
-    if any(name not in kind._fields for name in wanted):
-        raise bad_value(what, f"some of {', '.join(kind._fields)}", repr(names), f"leave it out for {usual or 'none'}")
-    return kind(**dict.fromkeys(wanted, True))
+    if any(name not in possible for name in wanted):
+        raise bad_value(what, f"some of {', '.join(possible)}", repr(names), f"leave it out for {usual or 'none'}")
+    return dict.fromkeys(wanted, True)
 
 
 def chosen_constants(whole_turns: bool) -> dict[str, bool]:
@@ -91,9 +100,7 @@ def chosen_constants(whole_turns: bool) -> dict[str, bool]:
 def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
     rounds = ways.rounds and whole_turns
-    taken = ways._replace(
-        rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters
-    )
+    taken = ways._replace(rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters)
     return {name.upper(): value for name, value in taken._asdict().items()}
 
 
@@ -104,6 +111,6 @@ def gradient_ways(whole_tiles: bool) -> GradientWays:
 
 @cache
 def _gradient_ways(names: str, whole_tiles: bool) -> GradientWays:
-    ways = ways_named(names, GRADIENT_VARIABLE, GradientWays, GRADIENT_TAKEN)
+    ways = GradientWays(**_named(names, GradientWays._fields, GRADIENT_VARIABLE, GRADIENT_TAKEN))
     rounds = ways.rounds and whole_tiles
     return ways._replace(rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters)
