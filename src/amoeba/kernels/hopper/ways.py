@@ -1,11 +1,13 @@
-"""Ways of `amoeba.kernels.hopper.product` to the same bits.
+"""Ways of `amoeba.kernels.hopper.product` and `amoeba.kernels.hopper.gradient` to the same bits.
 
     AMOEBA_PRODUCT_WAYS=rounds amoeba bench --shape qwen3_30b --ours triton --sustained 4      # others, for one process
+    AMOEBA_GRADIENT_WAYS=rounds,place amoeba bench ...                                         # of the weights' gradients
 
 Where power limits a GPU, a product's time is its joules, and these spare instructions. On an H200, back to back,
 `rounds,brisk` takes 5 % less time and 5 to 8 % fewer joules for the up projection of qwen3_30b, olmoe and sonic_b, and
 nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16). The bits are the same in each (`brisk`: what
-is below 2^-126 is zero, see `amoeba.kernels.activation`).
+is below 2^-126 is zero, see `amoeba.kernels.activation`). `place`, `carry` and those of the gradients have not been
+timed yet and are taken by name only.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ class Ways(NamedTuple):
               own: which stage it is and where its rows lie need not be computed.
     quarters: sums leave through two buffers in turns, and the activation is computed while the first ones leave.
     brisk:    a sigmoid of five instructions.
-    place:    with rounds: where a tile lies is found while its last product runs, not before its first one.
+    place:    with rounds: where a tile lies is found while its products run, not before the first one.
     carry:    with rounds and without quarters, where nothing is activated: half of a tile's sums leave while the next
-              tile is computed.
+              tile's products run; its place is found there as well.
     """
 
     rounds: bool = False
