@@ -1,13 +1,13 @@
 """Ways of `amoeba.kernels.hopper.product` and `amoeba.kernels.hopper.gradient` to the same bits.
 
     AMOEBA_PRODUCT_WAYS=rounds amoeba bench --shape qwen3_30b --ours triton --sustained 4      # others, for one process
-    AMOEBA_GRADIENT_WAYS=rounds,place amoeba bench ...                                         # of the weights' gradients
+    AMOEBA_GRADIENT_WAYS=rounds,place amoeba bench ...                                         # of weight gradients
 
 Where power limits a GPU, a product's time is its joules, and these spare instructions. On an H200, back to back,
 `rounds,brisk` takes 5 % less time and 5 to 8 % fewer joules for the up projection of qwen3_30b, olmoe and sonic_b, and
 nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16). The bits are the same in each (`brisk`: what
-is below 2^-126 is zero, see `amoeba.kernels.activation`). `place`, `carry` and those of the gradients have not been
-timed yet and are taken by name only.
+is below 2^-126 is zero, see `amoeba.kernels.activation`). `place`, `carry`, `hold` and those of the gradients have not
+been timed yet and are taken by name only.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Ways(NamedTuple):
     place:    with rounds: where a tile lies is found while its products run, not before the first one.
     carry:    with rounds and without quarters, where nothing is activated: half of a tile's sums leave while the next
               tile's products run; its place is found there as well.
+    hold:     with carry, where rows are not gathered (that takes the registers): all of its sums do.
     """
 
     rounds: bool = False
@@ -41,6 +42,7 @@ class Ways(NamedTuple):
     brisk: bool = False
     place: bool = False
     carry: bool = False
+    hold: bool = False
 
 
 class GradientWays(NamedTuple):
@@ -102,7 +104,8 @@ def chosen_constants(whole_turns: bool) -> dict[str, bool]:
 def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
     rounds = ways.rounds and whole_turns
-    taken = ways._replace(rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters)
+    carry = ways.carry and rounds and not ways.quarters
+    taken = ways._replace(rounds=rounds, place=ways.place and rounds, carry=carry, hold=ways.hold and carry)
     return {name.upper(): value for name, value in taken._asdict().items()}
 
 
