@@ -61,8 +61,8 @@ def test_all_stays_in_registers(
     monkeypatch.setenv(VARIABLE, ways)
     for (name, found), count in zip(compiled(("up", "down"), tmp_path).items(), turns, strict=True):
         assert found["wgmma"] == 32 * count, name
-        # with `place`, what lives from one tile to the next may be put aside behind the first turn
-        at_most = 2 if "place" in ways else 0
+        # what lives from one tile to the next may be put aside; with `hold` there are 192 registers of sums
+        at_most = 16 if "hold" in ways else 2 if "place" in ways else 0
         assert found["local_accesses_between_products"] <= at_most, f"{name} does not keep its sums in registers"
 
 
