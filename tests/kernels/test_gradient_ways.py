@@ -13,32 +13,29 @@ import torch
 from test_hopper_compiles import compiled
 from torch import Tensor
 
-from amoeba.kernels.hopper.ways import GRADIENT_VARIABLE, GradientWays, gradient_ways
+from amoeba.kernels.hopper.ways import GRADIENT_VARIABLE, gradients_by_rounds
 from amoeba.kernels.weight_gradient import heaviest_first
 from amoeba.layout import build_layout
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 # Rows of an expert: none, less than a stage of 64, whole stages and turns of 256, one more and one less.
 COUNTS = (0, 1, 63, 64, 65, 128, 191, 192, 193, 255, 256, 257, 320, 511, 512, 513, 0, 1000, 3)
-WAYS = ("rounds", "quarters", "rounds,place", "rounds,quarters,place", "rounds,carry", "rounds,place,carry")
 
 
-def test_rounds_are_for_whole_tiles_and_others_for_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_taken_where_tiles_are_whole_along_h(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GRADIENT_VARIABLE, raising=False)
-    assert gradient_ways(whole_tiles=True) == GradientWays()
-    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds,place,carry")
-    assert gradient_ways(whole_tiles=True) == GradientWays(rounds=True, place=True, carry=True)
-    assert gradient_ways(whole_tiles=False) == GradientWays()
-    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds,quarters,carry")
-    assert gradient_ways(whole_tiles=True) == GradientWays(rounds=True, quarters=True)
+    assert gradients_by_rounds(whole_tiles=True)
+    assert not gradients_by_rounds(whole_tiles=False)
+    monkeypatch.setenv(GRADIENT_VARIABLE, "")
+    assert not gradients_by_rounds(whole_tiles=True)
     monkeypatch.setenv(GRADIENT_VARIABLE, "brisk")
-    with pytest.raises(ValueError, match=r"AMOEBA_GRADIENT_WAYS.*rounds, quarters.*'brisk'"):
-        gradient_ways(whole_tiles=True)
+    with pytest.raises(ValueError, match=r"AMOEBA_GRADIENT_WAYS.*rounds.*'brisk'"):
+        gradients_by_rounds(whole_tiles=True)
 
 
 @pytest.mark.thorough
 def test_rounds_put_nothing_aside_but_the_number_of_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds,place")
+    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds")
     for name, found in compiled(("down_gradient", "up_gradient"), tmp_path).items():
         assert found["wgmma"] == 40, f"{name}: four stages with code of their own and one for the rest, twice"
         assert found["local_accesses"] <= found["stack_bytes"] <= 8, f"{name} does not keep all in registers"
@@ -46,15 +43,14 @@ def test_rounds_put_nothing_aside_but_the_number_of_programs(tmp_path: Path, mon
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
-@pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize(("hidden", "width", "top_k"), [(256, 320, 2), (384, 192, 3), (320, 192, 2)])
-def test_each_way_has_the_bits_of_the_plain_one(
-    ways: str, hidden: int, width: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_rounds_have_the_bits_of_the_plain_way(
+    hidden: int, width: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(GRADIENT_VARIABLE, "")
     plain = gradients(hidden, width, top_k, device)
     assert all(one[: len(COUNTS)].isfinite().all() for one in plain.values())
-    monkeypatch.setenv(GRADIENT_VARIABLE, ways)
+    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds")
     for programs in (None, 3, 528):
         if programs is not None:
             monkeypatch.setattr("amoeba.kernels.hopper.gradient.programs", lambda device, count=programs: count)

@@ -31,8 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from amoeba.kernels.hopper.descriptor import bulk_load, descriptor, gather, shared_layout
 from amoeba.kernels.hopper.gradient_rounds import consume_rounds, fill_rounds
 from amoeba.kernels.hopper.gradient_store import place_of_turn, store_gradient
-from amoeba.kernels.hopper.product_kernel import Constants
-from amoeba.kernels.hopper.ways import GradientWays, gradient_ways
+from amoeba.kernels.hopper.ways import gradients_by_rounds
 from amoeba.kernels.launch import quick
 from amoeba.kernels.programs import programs
 
@@ -46,7 +45,7 @@ GROUP = 8
 def _produce(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, WAYS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr,
     BLOCK_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
@@ -56,7 +55,7 @@ def _produce(
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
         _, _, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        if WAYS.ROUNDS:
+        if TOP_K > 0:
             count = fill_rounds(
                 right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, count, h, w, start, end,
                 width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT,
@@ -118,7 +117,7 @@ def _copy_last_rows(source, stride, column, width, row, end, buffer):
 def _consume_tiles(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """... tile by tile."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
@@ -137,9 +136,8 @@ def _consume_tiles(
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
         if tile < tiles:
             store_gradient(
-                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W,
-                WAYS.BUFFERS,
-            )  # fmt: skip
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
+            )
     tma.store_wait(0)
 
 
@@ -147,18 +145,18 @@ def _consume_tiles(
 def _consume(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile along H."""
-    if WAYS.ROUNDS:
+    if ROUNDS:
         consume_rounds(
             offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
         )  # fmt: skip
     else:
         _consume_tiles(
             offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
         )  # fmt: skip
 
 
@@ -181,21 +179,20 @@ def gradient_kernel(
     right_desc, out_desc, left, right, order, offs_E, heaviest_E, out, experts, hidden, width, left_stride,
     right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, WAYS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
 ):  # fmt: skip
-    """TOP_K: where it is asked for at compile time, else 0. WAYS: see `amoeba.kernels.hopper.ways`."""
+    """TOP_K: where tiles go by whole turns of the ring, else 0."""
     dtype: gl.constexpr = out.dtype.element_ty
-    if WAYS.ROUNDS:
+    if TOP_K > 0:
         left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_H], LEFT_LAYOUT)
     else:
         left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, BLOCK_H // 2], LEFT_LAYOUT)
     right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_W], RIGHT_LAYOUT)
-    PART: gl.constexpr = BLOCK_W // (2 * WAYS.BUFFERS)
     if TRANSPOSED:
-        staging = gl.allocate_shared_memory(dtype, [2 * WAYS.BUFFERS, PART, BLOCK_H // 2], OUT_LAYOUT)
+        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_W // 2, BLOCK_H // 2], OUT_LAYOUT)
     else:
-        staging = gl.allocate_shared_memory(dtype, [2 * WAYS.BUFFERS, BLOCK_H // 2, PART], OUT_LAYOUT)
-    if WAYS.ROUNDS:
+        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_H // 2, BLOCK_W // 2], OUT_LAYOUT)
+    if TOP_K > 0:
         places = gl.allocate_shared_memory(gl.uint32, [STAGES * BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
         places = left_bufs
@@ -208,43 +205,42 @@ def gradient_kernel(
         [
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0,
             )),
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0,
             )),
             (_produce, (
                 right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
                 width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places,
-                TOP_K, WAYS, BLOCK_LAYOUT,
+                TOP_K, BLOCK_LAYOUT,
             )),
         ],
         [4, 4],
-        WAYS.REGISTERS,
+        [200, 104] if TOP_K > 0 else [208, 88],
     )  # fmt: skip
 
 
-def _staged(transposed: bool, ways: GradientWays) -> tuple[int, int]:
-    part = BLOCK_W // (2 * ways.BUFFERS)
-    return (part, BLOCK_H // 2) if transposed else (BLOCK_H // 2, part)
+def _staged(transposed: bool) -> tuple[int, int]:
+    return (BLOCK_W // 2, BLOCK_H // 2) if transposed else (BLOCK_H // 2, BLOCK_W // 2)
 
 
 @cache
-def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int) -> Any:
+def _bound(transposed: bool, dtype: torch.dtype, top_k: int) -> Any:
+    """top_k: 0 where it need not be known."""
     return gradient_kernel.bound(
         TRANSPOSED=transposed,
-        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if ways.rounds else BLOCK_H // 2), dtype),
+        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if top_k else BLOCK_H // 2), dtype),
         RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
         BLOCK_LAYOUT=shared_layout((BLOCK_N, 64), dtype),
-        OUT_LAYOUT=shared_layout(_staged(transposed, ways), dtype),
+        OUT_LAYOUT=shared_layout(_staged(transposed), dtype),
         BLOCK_H=BLOCK_H,
         BLOCK_W=BLOCK_W,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
         GROUP=GROUP,
         TOP_K=top_k,
-        WAYS=Constants(ways),
         num_warps=4,
     )
 
@@ -265,10 +261,10 @@ def weight_gradient(
     experts, hidden, width = out_EHW.shape
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
-    ways = gradient_ways(whole_tiles=hidden % BLOCK_H == 0)
-    _bound(transposed, out_EHW.dtype, ways, top_k if ways.rounds else 0)[(programs(out_EHW.device),)](
+    by_rounds = gradients_by_rounds(whole_tiles=hidden % BLOCK_H == 0)
+    _bound(transposed, out_EHW.dtype, top_k if by_rounds else 0)[(programs(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
-        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed, ways)),
+        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
         left_TH,
         right_NW,
         order_N,

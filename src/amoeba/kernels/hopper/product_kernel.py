@@ -49,7 +49,6 @@ class Plan:
     ROUNDS: bool = False
     QUARTERS: bool = False
     BRISK: bool = False
-    PLACE: bool = False
     CARRY: bool = False
     HOLD: bool = False
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
@@ -61,11 +60,11 @@ class Plan:
 
     @property
     def CARRIES(self) -> bool:
-        return self.CARRY and not self.ACTIVATE
+        return self.CARRY and not self.ACTIVATE and not self.GATHER
 
     @property
     def HOLDS(self) -> bool:
-        return self.HOLD and self.CARRIES and not self.GATHER
+        return self.HOLD and self.CARRIES
 
     @property
     def PAIRED(self) -> bool:
@@ -259,18 +258,10 @@ def _consume_whole(
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
-        if not PLAN.PLACE:
-            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         if PLAN.ROUNDS:
-            turned = 0
-            if PLAN.PLACE:  # while the first turn's last product runs
-                turned = STAGES * BLOCK_K
-                acc, count = _begin_rounds(
-                    acc, row_bufs, matrix_bufs, full, empty, count, 0, turned, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
-                )
-                expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
             acc, count = _begin_rounds(
-                acc, row_bufs, matrix_bufs, full, empty, count, turned, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+                acc, row_bufs, matrix_bufs, full, empty, count, 0, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
             )
             acc = _end_rounds(acc, empty, STAGES)
         else:
