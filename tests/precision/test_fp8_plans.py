@@ -131,5 +131,5 @@ def test_another_way_to_the_same_bits_is_another_kind(layer, monkeypatch):
     for _ in range(2):
         step(layer, "fp8")
     forbid(monkeypatch)
-    with pytest.raises(TypeError), scaled_product.way("ahead"):
+    with pytest.raises(TypeError), scaled_product.way("under"):
         step(layer, "fp8")

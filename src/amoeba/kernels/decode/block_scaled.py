@@ -38,8 +38,8 @@ FEWEST_SLOTS, WEIGHT_ROWS, WARPS = 8, 64, 2
 # By the bits of a code: bytes of a row in a step, stages, and the order of four-bit numbers (`Configuration.by_lanes`),
 # which takes 0.70 of the integer instructions: 138 us at 64 tokens where pairs of neighbours take 166 (docs/log.md).
 DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: True}
-# Whether rows of four-bit numbers are turned (`Configuration.turned`): 397 instead of 442 instructions for 64 rows by 128
-# numbers of MXFP4, 486 instead of 576 of NVFP4 (sm_90, Triton 3.6). Not run on a GPU yet.
+# Whether rows of four-bit numbers are turned (`Configuration.turned`): 397 instead of 442 instructions for 64 rows by
+# 128 numbers of MXFP4, 486 instead of 576 of NVFP4 (sm_90, Triton 3.6). Not run on a GPU yet.
 TURNED = False
 # Times the slots that an expert gets on average: 8 at 64 tokens of that layer, which was faster than 16 (docs/log.md).
 HEADROOM = 2
@@ -137,7 +137,7 @@ def by_expert(problem: Problem) -> Configuration:
     bits = weights.format.element.bits
     depth = DEPTH_BYTES[bits] * 8 // bits
     depth = depth * SMALLEST_CHUNK // max(rows, SMALLEST_CHUNK)  # both operands take registers
-    # Two tiles of down in a program: 136 us at 64 tokens instead of 138. Tiles twice as high by four warps took 133,
+    # Two tiles of down in a program: 130 us at 64 tokens instead of 133. Tiles twice as high by four warps took 133,
     # but a newer Triton multiplies those by the instruction that reads shared memory: numbers in another order.
     repeats = 2 if weights.format is MXFP4 and problem.rows >= weights.num_experts else 1
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once

@@ -225,8 +225,8 @@ def turned(given, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr
 
 @triton.jit
 def turned_places(DEPTH: tl.constexpr):
-    """Which column stands at each place of a `turned` row. Loaded so, eight side by side at a time, a tile needs no more
-    turns in shared memory, where they would collide."""
+    """Which column stands at each place of a `turned` row. Values are loaded so, eight side by side at a time: turned
+    in shared memory they would collide there."""
     place = tl.arange(0, DEPTH)
     return place // 128 * 128 + place // 8 % 4 * 32 + place // 32 % 4 * 8 + place % 8
 
