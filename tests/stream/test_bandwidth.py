@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 import torch
@@ -19,12 +20,13 @@ E, H, I = 5, 4, 3
 class SlowToOpen(MemoryStore):
     """As one whose reading threads are compiled by the first read."""
 
-    is_open = False
+    opening, is_open = threading.Lock(), False
 
     def _read(self, layer, expert, memory) -> None:
-        if not self.is_open:
+        with self.opening:
+            if not self.is_open:
+                time.sleep(0.1)
             self.is_open = True
-            time.sleep(0.1)
         super()._read(layer, expert, memory)
 
 
