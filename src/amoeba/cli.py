@@ -16,11 +16,12 @@ from amoeba.commands.exits import finish, usage
 from amoeba.commands.finetune import finetune
 from amoeba.commands.front import typer
 from amoeba.commands.generate import generate
-from amoeba.commands.head_start import open_driver
 from amoeba.commands.merge import merge
 from amoeba.commands.options import (
     DTYPES,
     Compile,
+    DenseParameters,
+    ExpertRanks,
     Json,
     OptimizerStates,
     Seed,
@@ -257,6 +258,8 @@ def train(
         str | None,
         typer.Option("--experts", help="Where they are: resident, or over the ranks that torchrun started: ranks."),
     ] = None,
+    expert_ranks: ExpertRanks = None,
+    dense: DenseParameters = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the faster), float32 or bfloat16.")] = None,
     precision: Annotated[
         str | None,
@@ -285,14 +288,14 @@ def train(
     flags = {
         "model": model, "data": data, "out": out, "steps": steps, "minutes": minutes, "batch_size": batch_size,
         "accumulation": accumulation, "sequence_length": sequence_length, "learning_rate": learning_rate,
-        "vocab_size": vocab_size, "balance": balance, "experts": experts, "dtype": dtype, "precision": precision,
+        "vocab_size": vocab_size, "balance": balance, "experts": experts, "expert_ranks": expert_ranks,
+        "dense": dense, "dtype": dtype, "precision": precision,
         "compile": compile_layers,
         "optimizer_states": optimizer_states, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
         "gradient_checkpointing": gradient_checkpointing or None,
     }  # fmt: skip
     output = start(verbose)
-    open_driver()
     with loading():
         from amoeba.commands import train as train_command
         from amoeba.jobs.resume import settings_of

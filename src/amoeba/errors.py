@@ -8,6 +8,11 @@ def bad_value(name: str, expected: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"{name}: expected {expected}; got {got}. {remedy[0].upper()}{remedy[1:]}.")
 
 
+def counted(number: int, thing: str) -> str:
+    """counted(1, "prompt") is "1 prompt", counted(2, "prompt") "2 prompts"."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def one_line(error: BaseException) -> str:
     """What an exception of another package says, in one line, without a full stop; its kind where it says nothing."""
     return " ".join(str(error).split()).rstrip(" .:") or type(error).__name__

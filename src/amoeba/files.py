@@ -4,6 +4,7 @@ write_whole(path, text)         # over what was there
 write_new(path, text)           # FileExistsError where something is there
 replace_folder(staged, target)  # over what was there
 default_folder()                # for what is kept between processes
+model_folder("models/base")      # of this machine, or an error that tells how to get one
 """
 
 from __future__ import annotations
@@ -17,6 +18,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from amoeba.errors import bad_value
+
+
+def model_folder(model: str | Path) -> Path:
+    name, folder = str(model), Path(model).expanduser()
+    if not name or not folder.is_dir():
+        got = f"the file {name!r}" if folder.is_file() else f"{name!r}, which is not here"
+        remedy = "download a model of the hub first: hf download NAME --local-dir FOLDER"
+        raise bad_value("MODEL", "a folder", got, remedy)
+    return folder
 
 
 def write_whole(path: Path, text: str) -> None:

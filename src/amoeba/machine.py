@@ -31,7 +31,7 @@ ARM_FLAGS = ("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2")
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "safetensors", "numpy", "tensorboard")
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+_CGROUP = Path("/sys/fs/cgroup")  # of this process, in a container
 _NOT_IN_A_NAME = re.compile(r"\((?:r|tm|c)\)|\b(?:processor|cpu)\b|@.*", re.IGNORECASE)
 
 
@@ -113,7 +113,7 @@ def total_memory() -> int | None:
     total = _meminfo("MemTotal")
     if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read(_CGROUP_MEMORY).strip()
+    limit = _read(_CGROUP / "memory.max").strip()
     return min(total, int(limit)) if total is not None and limit.isdigit() else total
 
 
@@ -123,7 +123,17 @@ def available_memory(device: torch.device) -> int | None:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     available = _meminfo("MemAvailable")
-    return available if available is not None else total_memory()
+    found = (total_memory() if available is None else available, _left_in_container())
+    return min((each for each in found if each is not None), default=None)
+
+
+def _left_in_container() -> int | None:
+    """What its limit leaves; None where there is none. Files in memory that the kernel may drop count as left."""
+    limit, used = (_read(_CGROUP / f"memory.{name}").strip() for name in ("max", "current"))
+    if not (limit.isdigit() and used.isdigit()):
+        return None
+    droppable = re.search(r"^inactive_file (\d+)$", _read(_CGROUP / "memory.stat"), re.MULTILINE)
+    return max(int(limit) - int(used) + (int(droppable.group(1)) if droppable else 0), 0)
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -9,7 +9,6 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,18 +28,11 @@ class Travel(ABC):
     own:      the tokens whose rows are there from the beginning: of x in forward, of dy in backward; see `own_rows`.
     travels:  whether those of the others are still under way when the pass begins, until `wait`.
     straight: whether rows are given to it before they are summed, to `send_sums` and what follows, and not to `leave`.
-    beside:   whether products of the others' rows run next to those of own ones, inside `aside`.
     """
 
     own: slice
     travels: bool = True
     straight: bool = False
-    beside: bool = False
-
-    def aside(self) -> AbstractContextManager[None]:
-        """What is launched inside comes after all that was launched before and after rows that are under way, and runs
-        next to what is launched behind it, until `wait`. Memory has to be there: nothing is allocated inside."""
-        return nullcontext()
 
     @abstractmethod
     def wait(self) -> None:

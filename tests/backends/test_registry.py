@@ -48,6 +48,14 @@ def test_a_second_pass_finds_what_the_first_one_was_compiled_for(device: str) ->
 
 
 @pytest.mark.usefixtures("_as_before")
+def test_a_backend_that_is_registered_again_replaces_itself() -> None:
+    first, second = (backend_of(Kind, "planted", preference) for preference in (9, 1))
+    for backend in (first, second):
+        register_backend(backend)
+    assert backends_of(Kind, torch.device("cpu")) == [second]
+
+
+@pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_a_backend_is_found_once_it_is_registered_and_the_preferred_one_comes_first(device: str) -> None:
     for name, preference in (("low", 1), ("high", 9), ("middle", 5)):

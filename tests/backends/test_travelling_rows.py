@@ -5,8 +5,6 @@ The products of Hopper are stood in for by torch, tile by tile as the lists say;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -89,32 +87,6 @@ class Straight(Watched):
         return combine(rows_NH, slot_row_TK, weight_TK, torch.empty(T, H))
 
 
-class Beside(Straight):
-    """The others' rows are there inside `aside`, where sums leave, and for own tiles they are not."""
-
-    beside = True
-
-    def __init__(self, coming: Tensor) -> None:
-        super().__init__(coming)
-        self.came, self.times = False, 0
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        before = self.coming.clone()
-        self.coming.copy_(self.true)
-        yield
-        self.coming.copy_(before)
-        self.times += 1
-
-    def wait(self) -> None:
-        super().wait()
-        self.came = True
-
-    def keep_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, d_weight_TK: Tensor | None) -> Tensor:
-        assert self.times == 2 and self.came  # dy's product and that of dx
-        return super().keep_sums(rows_NH, slot_row_TK, d_weight_TK)
-
-
 def tiles_of(table: Tensor) -> list[tuple[int, int, int]]:
     count = int(table[0])
     entries = table[4 : 4 + 4 * count].view(-1, 4).tolist()
@@ -167,7 +139,7 @@ class Whole(HopperRows):
 
 
 @quick(lambda kind: kind is not Watched)  # Straight is Watched, and sums itself
-@pytest.mark.parametrize("kind", [Watched, Elsewhere, Straight, Beside])
+@pytest.mark.parametrize("kind", [Watched, Elsewhere, Straight])
 def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
     without_gpu: None, kind: type[Watched]
 ) -> None:
@@ -195,9 +167,7 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
         )
     for name, one, other in zip(Needs._fields, gradients, expected, strict=True):
         assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
-    assert torch.equal(back.left["d_weight"], expected.weight)
-    assert torch.equal(back.left["rows"][others], expected.x[others])
-    assert torch.equal(back.left["rows"][OWN], expected.x[OWN]) == (kind is not Beside)
+    assert torch.equal(back.left["rows"], expected.x) and torch.equal(back.left["d_weight"], expected.weight)
 
 
 def test_what_reads_rows_ahead_of_the_products_waits_for_all_of_them(without_gpu: None) -> None:

@@ -155,6 +155,13 @@ def test_joules_come_from_the_counter_between_its_moves(clock):
     assert found.joules_per_step == pytest.approx(found.watts * found.ms / 1e3)
 
 
+def test_watts_are_the_mean_of_all_turns(clock):
+    meter, order = FakeMeter(clock, 680.0, counts=False), []
+    meter.watts = lambda: 300.0 if order == ["a"] else 500.0  # in its first turn, and in its second
+    found = sustain_in_turns(steps_of(clock, order, a=10, b=10), CPU, 2.0, meter)["a"]
+    assert found.watts == pytest.approx(400.0, rel=0.01)
+
+
 def test_without_a_counter_joules_come_from_the_watts_that_were_read(clock):
     (found,) = sustain_in_turns(steps_of(clock, [], a=10), CPU, 2.0, FakeMeter(clock, 680.0, counts=False)).values()
     assert found.watts == pytest.approx(400.0)

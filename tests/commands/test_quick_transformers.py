@@ -169,58 +169,6 @@ def test_the_gpu_of_this_process_is_opened_beside_the_imports(monkeypatch: pytes
     assert opened == [torch.device("cuda", 3)] and multiplied == [True]
 
 
-class Driver:
-    """libcuda, as far as it is called."""
-
-    def __init__(self, result: int) -> None:
-        self.result, self.called = result, list[tuple]()
-
-    def __getattr__(self, name: str):
-        return lambda *given: self.called.append((name, *given)) or self.result
-
-
-@pytest.mark.parametrize(
-    ("built_with_cuda", "result", "called"),
-    [
-        (True, 0, ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]),
-        (True, 100, ["cuInit"]),  # no device
-        (False, 0, []),
-    ],
-)
-def test_the_driver_is_opened_before_torch_where_torch_will_want_it(
-    built_with_cuda: bool, result: int, called: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lib").mkdir()
-    if built_with_cuda:
-        (tmp_path / "lib" / "libtorch_cuda.so").touch()
-    driver = Driver(result)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(head_start, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
-    begun(head_start._open_driver)
-    assert [name for name, *_ in driver.called] == called
-    if "cuDeviceGet" in called:
-        assert driver.called[1][2] == 3, "of this process"
-
-
-def test_torch_asks_for_the_gpu_when_the_driver_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, asked = threading.Event(), []
-
-    def _open_driver() -> None:
-        opened.wait(10)
-
-    def is_available() -> bool:
-        asked.append(opened.is_set())
-        return False
-
-    monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    monkeypatch.setattr(head_start, "_open_driver", _open_driver)
-    head_start.open_driver()
-    threading.Timer(0.05, opened.set).start()
-    begun(head_start._open_gpu)
-    assert asked == [True]
-
-
 def test_what_goes_wrong_beside_the_imports_is_left_to_whoever_meets_it_next(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,8 +176,6 @@ def test_what_goes_wrong_beside_the_imports_is_left_to_whoever_meets_it_next(
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(torch.cuda, "is_available", fails)
-    monkeypatch.setattr("ctypes.CDLL", fails)
-    begun(head_start._open_driver)
     begun(head_start._open_gpu)
     begun(head_start._hash_triton)
     assert capfd.readouterr() == ("", "")

@@ -78,8 +78,8 @@ def test_a_chosen_token_is_penalised_from_then_on():
     sampler.begin(torch.tensor([[3]]), seed=0)
     scores_BV = torch.tensor([[2.0, 1.9, 1.0, 2.5]])
     assert [int(sampler.choose(scores_BV)) for _ in range(4)] == [0, 1, 2, 3]
-    sampler.begin(torch.tensor([[0]]), seed=0)
-    assert int(sampler.choose(scores_BV)) == 3  # and forgotten with the next prompt
+    sampler.begin(torch.tensor([[3]]), seed=0)
+    assert int(sampler.choose(scores_BV)) == 0, "with the next prompt the others are no longer penalised"
 
 
 def test_samples_come_as_often_as_their_shares_say():

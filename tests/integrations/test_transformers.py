@@ -414,6 +414,13 @@ class Scaled(nn.Module):
         return F.silu(x) * self.scale
 
 
+class Hardened(nn.Module):
+    """Smooth while it is trained."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) if self.training else nn.functional.relu(x)
+
+
 class WithBuffer(nn.SiLU):
     def __init__(self) -> None:
         super().__init__()
@@ -512,7 +519,13 @@ def test_gate_that_reads_a_tensor_is_called(extra: str) -> None:
 
 @pytest.mark.parametrize(
     "act_fn",
-    [Scaled(nn.Parameter(torch.ones(()))), WithBuffer(), nn.Sequential(nn.SiLU(), nn.Dropout(0.5)), nn.RReLU()],
+    [
+        Scaled(nn.Parameter(torch.ones(()))),
+        WithBuffer(),
+        nn.Sequential(nn.SiLU(), nn.Dropout(0.5)),
+        nn.RReLU(),
+        Hardened(),
+    ],
 )
 def test_act_fn_with_state_or_chance_is_called(act_fn: nn.Module) -> None:
     for training in (True, False):

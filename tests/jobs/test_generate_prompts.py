@@ -13,6 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from amoeba.commands import generate as command
+from amoeba.data.prompts import Prompt
 from amoeba.jobs import prompt_batches, token_steps
 from amoeba.jobs.generate import GenerationOptions, generate
 from amoeba.jobs.prompt_batches import Row, batches_of
@@ -125,7 +126,7 @@ def test_a_later_run_goes_on_after_the_results_that_are_there(folder, prompts, a
     assert {record["prompt"]: record["text"] for record in records(out.read_text()).values()} == alone
     assert result.stdout == ""
     before = out.read_text()
-    assert "all 4 prompts are answered already" in invoke(folder, "--prompts", prompts, "--out", out).stderr
+    assert "all prompts are answered already" in invoke(folder, "--prompts", prompts, "--out", out).stderr
     assert out.read_text() == before
     assert len(calls) == 3
 
@@ -240,6 +241,23 @@ def test_batches_hold_rows_of_like_length_the_longest_first():
     lengths = lambda batches: [[len(row.ids) for row in batch] for batch in batches]  # noqa: E731
     assert lengths(batches_of(rows, 2, equal_lengths=False)) == [[9, 5], [5, 2], [2]]
     assert lengths(batches_of(rows, 2, equal_lengths=True)) == [[9], [5, 5], [2, 2]]
+
+
+def test_no_batch_repeats_the_random_numbers_of_another_and_a_run_repeats_its_own():
+    seeds = []
+
+    class Model:
+        device, generation_config = torch.device("cpu"), SimpleNamespace(eos_token_id=None)
+
+        def generate(self, input_ids, **_):
+            seeds.append(torch.initial_seed())
+            return torch.cat([input_ids, input_ids], dim=1)
+
+    batches = [[Row(Prompt(line, "", "x"), [5, 6], 2)] for line in (1, 2, 4)]
+    for _ in range(2):
+        answers = list(prompt_batches.padded(Model(), batches, 1, token_steps.Steps("plain", "", None, 0.0), seed=3))
+        assert [ids for _, ids in answers] == [[5, 6]] * 3
+    assert len(set(seeds[:3])) == 3 and seeds[:3] == seeds[3:]
 
 
 @pytest.mark.gpu

@@ -130,6 +130,8 @@ def test_an_interrupted_run_goes_on_and_leaves_no_model_before(
         assert all(torch.equal(t.view(torch.uint8), resumed[n].view(torch.uint8)) for n, t in once.items() if t.dim())
     with pytest.raises(ValueError, match="which is there"):
         quantise_folder(models["qwen3_moe"], out, "fp8")
+    with pytest.raises(ValueError, match=r"which is the model itself\. Choose another name\.$"):
+        quantise_folder(models["qwen3_moe"], models["qwen3_moe"], "fp8")
 
 
 def test_the_command(models: dict[str, Path], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,17 @@ def test_a_resumed_run_has_the_steps_that_were_decided_and_the_same_bits(inputs:
     assert kept_weights(run, "train") == kept_weights(whole, "train")
     state = json.loads((run / "checkpoints" / f"checkpoint-{FITTING}" / "trainer_state.json").read_text())
     assert state["max_steps"] == FITTING
+
+
+def test_evaluations_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter((0.0, 10.0, 17.0))  # when it is made, after three steps, after ten: one second a step
+    monkeypatch.setattr(time_budget, "monotonic", lambda: next(looks))
+    settings = TrainSettings(minutes=1, warmup_steps=0, eval_every=5)
+    budget = time_budget.TimeBudget(None, settings, lambda said: None)
+    budget.on_evaluate(None, None, None, metrics={"eval_runtime": 2.0})
+    budget.on_step_end(None, SimpleNamespace(global_step=3, max_steps=STEPS), None)
+    # 43 s are left, of which the last evaluation takes 2 and each step 1 and a fifth of an evaluation
+    assert budget._fitting(SimpleNamespace(global_step=10, max_steps=STEPS)) == 10 + int(41 / 1.4)
 
 
 @pytest.mark.parametrize("minutes", [0, -1.0, float("nan"), float("inf"), "2"])

@@ -272,7 +272,7 @@ def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
 
 
 def test_an_unknown_model_lists_the_presets(tmp_path: Path, corpus_file: str) -> None:
-    with pytest.raises(ValueError, match="preset: expected one of demo"):
+    with pytest.raises(ValueError, match="--model: expected one of demo"):
         train(settings(tmp_path / "x", corpus_file, model="no-such"), Quiet())
 
 

@@ -7,13 +7,11 @@ its own, this file as a program, since Triton's interpreter cannot compile.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
+from test_hopper_compiles import compiled_by
 
 pytestmark = pytest.mark.thorough  # speed, and bits that tests/optim/test_adamw_gpu.py compares where they are computed
 
@@ -22,14 +20,7 @@ ACCESSES = re.compile(r"\b(?:ld|st)\.global(?:\.\w+)*")
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
-    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    surroundings |= {
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cubins")),
-    }
-    finished = subprocess.run([sys.executable, __file__], env=surroundings, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout)
+    return compiled_by(__file__, tmp_path_factory.mktemp("cubins"))
 
 
 def test_states_in_fp32_are_read_and_written_16_bytes_at_a_time_and_bf16_8(kernels):

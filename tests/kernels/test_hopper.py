@@ -308,7 +308,7 @@ def test_an_addend_is_more_of_the_depth(
 
 @quick(lambda routing, hidden, dtype, transposed: often(routing, hidden) and (dtype == torch.bfloat16 or transposed))
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("hidden", "width"), [*SIZES, (192, 448)])
+@pytest.mark.parametrize(("hidden", "width"), [*SIZES, (192, 448), (256, 320)])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", BOTH)
 def test_weight_gradient(

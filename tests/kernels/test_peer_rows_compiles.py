@@ -44,7 +44,7 @@ def test_ids_take_no_memory_for_registers(order, kernel: str) -> None:
     assert "spilled=0" in order[f"{kernel} figures"]
 
 
-@pytest.mark.parametrize("kernel", ["send sums", "send sums in turns", "add sums"])
+@pytest.mark.parametrize("kernel", ["send sums", "add sums"])
 def test_sums_are_read_and_written_16_bytes_at_a_time_and_no_register_spills(order, kernel: str) -> None:
     assert re.search(r"load16 .*store16", order[kernel]), order[kernel]
     figures = dict(each.split("=") for each in order[f"{kernel} figures"].split())
@@ -91,14 +91,13 @@ def main() -> dict[str, str]:
     }
     kernels |= {"take ids": peer_rows._take_slots, "push ids": peer_rows._push_slots}
     sums = {"send sums": peer_sums._send_sums, "add sums": peer_sums._add_sums}
-    in_turns = {"send sums in turns": peer_sums._send_sums_in_turns}
     alone = {
         "wait": peer_counters.wait_for_arrivals,
         "taken": peer_counters.wait_until_taken,
         "everywhere": peer_counters.add_everywhere,
     }
     found = {}
-    for name, function in (kernels | sums | in_turns | alone).items():
+    for name, function in (kernels | sums | alone).items():
         kernel = function.kernel
         arguments = kernel.arg_names
         signature = {each: (pointers | numbers).get(each, "constexpr") for each in arguments}
@@ -106,7 +105,6 @@ def main() -> dict[str, str]:
         attributes = {(arguments.index(each),): [["tt.divisibility", 16]] for each in whole}
         known = {each: value for each, value in constants.items() if each in arguments}
         known |= {"AHEAD": True} if name == "push ahead" else {"BLOCK_T": 256} if "ids" in name else {}
-        known |= {"BLOCK_T": peer_sums.FEW.tokens} if name in in_turns else {}
         source = ASTSource(kernel, signature, constexprs=known, attrs=attributes)
         warps = 1 if name in alone else 4 if name in sums else 8 if "ids" in name else 16
         compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})

@@ -9,7 +9,7 @@ import torch
 
 from amoeba.kernels.combine import combine
 from amoeba.kernels.peer_post import SUMS, Plan, Post, heap_layout
-from amoeba.kernels.peer_sums import FEW, Few, add_sums, send_sums
+from amoeba.kernels.peer_sums import add_sums, send_sums
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
 TOKENS, K, H = (3, 0, 5), 2, 24
@@ -17,9 +17,8 @@ TOKENS, K, H = (3, 0, 5), 2, 24
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cuts bf16 off
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("few", [None, FEW], ids=["many programs", "few"])
 def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(
-    dtype: torch.dtype, weighted: bool, few: Few | None
+    dtype: torch.dtype, weighted: bool
 ) -> None:
     ranks, rows = len(TOKENS), sum(TOKENS)
     generator = torch.Generator().manual_seed(0)
@@ -45,7 +44,7 @@ def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(
     plans = [Plan(back, back, TOKENS[rank], rows, places) for rank in range(ranks)]
     for _ in range(2):  # the second time in the same cells
         for rank in range(ranks):
-            send_sums(posts[rank], plans[rank], *given[rank], comes[rank], few)
+            send_sums(posts[rank], plans[rank], *given[rank], comes[rank])
         for rank in range(ranks):
             goes_WT = torch.stack([comes[other][places[rank]] for other in range(ranks)])
             found = add_sums(posts[rank], plans[rank], *given[rank], goes_WT)

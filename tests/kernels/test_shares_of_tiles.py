@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amoeba.kernels import programs
 from amoeba.kernels.hopper.product import multiply, tile_table
 from amoeba.kernels.hopper.product_kernel import share_of_tiles
 from amoeba.kernels.programs import share_the_gpu, sharing
@@ -36,16 +35,6 @@ def test_a_gpu_of_ones_own_has_one_program_for_each_multiprocessor() -> None:
     assert sharing() == (8, 0)
     share_the_gpu(False)
     assert sharing() == (1, 0)
-
-
-def test_two_parts_next_to_each_other_have_as_many_programs_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "multiprocessors", lambda device: 66)
-    device = torch.device("cuda")
-    for shared, whole, of_a_part in ((True, 66 * 8, 66 * 4), (False, 66, 66)):  # one is the least
-        share_the_gpu(shared)
-        with programs.in_parts():
-            assert programs.programs(device) == of_a_part
-        assert programs.programs(device) == whole
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba import lora
+from amoeba.integrations.experts_module import LORA
 from amoeba.lora.experts_lora import ExpertsLora
 from selection import quick
 from tiny_models import EXPERTS, HIDDEN, TOLERANCE, build, relative, token_ids
@@ -129,12 +130,23 @@ def test_a_merge_in_bf16_is_undone_bit_for_bit() -> None:
     lora.attach(model, RANK, ALPHA, ["experts", "q_proj"])
     shake(model)
     lora.merge(model)
-    assert not torch.equal(model.state_dict()["model.layers.0.mlp.experts.down_proj"], base[
-        "model.layers.0.mlp.experts.down_proj"
-    ])  # fmt: skip
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert not torch.equal(model.state_dict()[name], base[name])
     lora.unmerge(model)
     lora.detach(model)
     assert_same(model, base)
+
+
+def test_a_merge_in_bf16_adds_in_fp32_and_rounds_once() -> None:
+    model = tiny("qwen3_moe").bfloat16()
+    lora.attach(model, RANK, ALPHA, ["experts"])
+    shake(model)
+    module = model.model.layers[0].mlp.experts
+    factors = getattr(module, LORA).factors()
+    expected = module.down_proj.float() + factors.scaling * (factors.down_lora_b.float() @ factors.down_lora_a.float())
+    lora.merge(model)
+    others = module.down_proj != expected.bfloat16()
+    assert others.float().mean() < 1e-3, "a sum in another order may round to the other neighbour, but seldom does"
 
 
 def test_a_final_merge_keeps_nothing_and_says_so() -> None:

@@ -162,3 +162,20 @@ def test_a_second_watch_takes_over():
     second.close()
     first.close()
     assert [type(module) for module in model.modules()] == classes
+
+
+def test_slots_without_an_expert_are_dropped_ones_and_forgetting_empties_every_count():
+    model = build("qwen3_moe").train()
+    model.set_experts_implementation("amoeba")
+    watch = RouterWatch(model)
+    module, experts = watch.experts[0], watch.ledger.experts[0]
+    x_TH = torch.randn(4, model.config.hidden_size)
+    expert_TK = torch.tensor([[0, 1], [0, experts], [1, 2], [0, 2]])  # one of eight has no expert
+    module(x_TH, expert_TK, torch.ones(4, 2))
+    assert sum(map(sum, watch.take_coactivation()[0]["counts"])) > 0
+    layer = watch.take()[0]
+    assert layer["load"][:3] == [3, 2, 2] and layer["drop_rate"] == 1 / 8
+    module(x_TH, expert_TK, torch.ones(4, 2))
+    watch.forget()
+    assert sum(watch.take()[0]["load"]) == sum(map(sum, watch.take_coactivation()[0]["counts"])) == 0
+    watch.close()

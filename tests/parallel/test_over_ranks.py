@@ -158,8 +158,6 @@ def test_tracing_and_unknown_words_are_refused_with_a_reason(monkeypatch: pytest
     layer, (x_TH, routing) = rank_jobs.owners_of_one(), rank_jobs.tokens()
     with pytest.raises(ValueError, match=r"tokens: expected own or same; got 'all'"):
         ShardedExperts(layer.local, layer.owners, layer.ranks, tokens="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"overlap: expected True, False or beside; got 'yes'"):
-        ShardedExperts(layer.local, layer.owners, layer.ranks, overlap="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"transport: expected one of auto, peers, shmem, collective; got 'pigeons'"):
         experts(x_TH, routing, ShardedExperts(layer.local, layer.owners, layer.ranks, transport="pigeons"))
     with pytest.raises(ValueError, match=r"local: expected the 5 experts that rank 0 owns; got 2 of them"):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,13 +23,13 @@ SECONDS = 60.0
 
 
 class Launched:
-    """`torchrun --standalone --nproc-per-node 2 -m amoeba train ... --experts ranks`."""
+    """`torchrun --standalone --nproc-per-node COUNT -m amoeba train ... --experts ranks`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = 2, more: Sequence[str] = ()) -> None:
         make_inputs(folder)
         self.run, self.log = folder / "run", folder / "log"
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        words += ["-m", "amoeba", "train", "--experts", "ranks", "--model", str(folder / "base")]
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        words += ["-m", "amoeba", "train", "--experts", "ranks", *more, "--model", str(folder / "base")]
         words += ["--data", str(folder / "train.jsonl"), "--out", str(self.run), "--steps", "100000"]
         words += ["--log-every", "2", "--sequence-length", "32", "--dtype", "float32"]
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
@@ -57,7 +57,16 @@ class Launched:
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Launched]:
-    started = Launched(tmp_path)
+    yield from running(Launched(tmp_path))
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Iterator[Launched]:
+    """Two groups of two ranks, all of it sharded by FSDP2."""
+    yield from running(Launched(tmp_path, 4, ["--expert-ranks", "2", "--dense", "fsdp"]))
+
+
+def running(started: Launched) -> Iterator[Launched]:
     try:
         started.wait(lambda: "step 2/100000" in started.said())
         yield started
@@ -87,3 +96,24 @@ def test_a_killed_rank_ends_the_other_which_says_who_it_was(launched: Launched) 
     assert time.monotonic() - began < 30
     assert "amoeba: rank 0 waited" in said and "from rank 1, who left no word" in said
     assert checkpoints(launched.run) == [] and not (launched.run / "model").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the ranks in /proc")
+def test_a_rank_that_fsdp_waits_for_in_vain_ends_all_others_in_words(grid: Launched) -> None:
+    os.kill(grid.ranks()[3], signal.SIGKILL)
+    began = time.monotonic()
+    said = grid.end()
+    assert time.monotonic() - began < 45
+    assert "rank 3, who left no word" in said and "unexpected" not in said
+    assert said.count("exitcode  : 75") == 3  # of each of the others
+
+
+@pytest.mark.thorough
+def test_a_signal_stops_two_by_two_ranks_with_a_checkpoint(grid: Launched) -> None:
+    grid.process.send_signal(signal.SIGINT)
+    said = grid.end()
+    (checkpoint,) = checkpoints(grid.run)
+    assert said.count("stopping after this step") == 1
+    assert "go on with: torchrun --nproc-per-node 4 -m amoeba train --resume" in said
+    assert (checkpoint / "optimizer-00003-of-00004.safetensors").is_file()

@@ -141,6 +141,15 @@ def test_what_is_where_and_what_is_written_where():
     assert settle(cache, [0, 2]).from_disk == [], "four experts on two and three slots"
 
 
+def test_of_the_copies_on_the_host_the_hottest_gives_its_place_up_first():
+    cache = lru(3, 3)
+    settle(cache, [0, 1, 2])
+    settle(cache, [2])
+    settle(cache, [1])
+    # 0 leaves the top tier. Of 1 and 2, which are on both tiers, 1 will stay on the top for longer.
+    assert settle(cache, [3]).from_disk == [(3, 1, 0)]
+
+
 def test_with_all_experts_in_memory_the_host_slot_is_the_expert_and_nothing_is_written():
     cache = lru(2, None)
     assert settle(cache, [7, 4]).from_host == [(7, 7, 0), (4, 4, 1)]
@@ -269,6 +278,7 @@ def test_rates_and_the_floor_follow_from_the_counters():
     assert counters.per_token(counters.disk_bytes) == 50
     assert counters.floor_seconds(link=100, disk=1000) == 2.0, "what comes from the disk crosses the link too"
     assert counters.floor_seconds(link=1000, disk=10) == 5.0
+    assert replace(counters, written_bytes=5000).floor_seconds(link=100, disk=1000) == 5.0, "copies down take time too"
     assert Counters().top_hit_rate == Counters().host_hit_rate == Counters().floor_seconds(1, 1) == 0
 
 

@@ -12,9 +12,11 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
@@ -24,6 +26,7 @@ from typer.testing import CliRunner
 from amoeba.cli import app
 from amoeba.stream.store import StoreError, aligned_buffer, folder, is_store, open_store, packing
 from amoeba.stream.store.packing import pack
+from amoeba.stream.store.tensor_files import TensorEntry
 from hostile_folders import save_model
 
 LAYERS = 2
@@ -315,3 +318,13 @@ def test_interrupted_the_command_keeps_what_is_whole(model, tmp_path, monkeypatc
     assert "run the same command again" in done.stderr
     done = CliRunner().invoke(app, ["pack", str(model), "--out", str(tmp_path / "store")])
     assert "1 of 2 layers were packed already" in done.stdout
+
+
+def test_every_tensor_of_the_rest_begins_at_a_multiple_of_its_width(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.touch()
+    rest = {"a": TensorEntry(file, 0, torch.bfloat16, (3,)), "b": TensorEntry(file, 6, torch.float32, (2,))}
+    source = SimpleNamespace(layers=[], pieces=[], rest=rest, folder=tmp_path)
+    header = packing._Packing(source, tmp_path / "store", lambda now: None).header
+    tensors = json.loads(header[8:])
+    assert len(header) % 8 == 0 and tensors["a"]["data_offsets"] == [8, 14] and tensors["b"]["data_offsets"] == [0, 8]

@@ -113,8 +113,6 @@ class TestOnHopper:
             *(("small", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
             *(("small tokens", name) for name in ("ragged", "many slots")),
             *(("lean", name) for name in ("ragged", "one expert", "one row")),  # of the second, s·a is wider than dx
-            *(("turns", name) for name in ("ragged", "skew", "one expert", "wide lines")),
-            *(("small turns", name) for name in ("empty experts", "one row", "many slots")),
         ],
     )
     def test_each_order_has_the_same_bits(self, order, name):
@@ -236,23 +234,6 @@ def test_a_wave_is_two_turns_of_all_programs_and_some_weights_are_left_for_the_s
     assert waves <= plan.BLOCK_G and 1 <= layout.kept <= waves and layout.late == (waves - kept) * wave
     tiles = max(1, tokens * plan.TOP_K // plan.EXPERTS // 128) * plan.TN
     assert min(wave, plan.EXPERTS) * tiles >= 2 * 132 or waves == 1
-
-
-def test_the_stages_of_a_turn_are_those_that_come_next_whichever_it_begins_with():
-    from triton.language import constexpr
-
-    from amoeba.tasks.hopper_fill import place_in_turn
-
-    for count in range(24):
-        for turn in range(4):
-            stage, parity = place_in_turn.fn(*map(constexpr, (count % 4, count, turn)))
-            assert (stage.value, parity.value) == ((count + turn) % 4, (count + turn) // 4 % 2)
-
-
-def test_products_are_filled_by_turns_where_their_depth_is_whole_turns():
-    for hidden, intermediate, whole in ((1536, 256, True), (2048, 768, True), (2880, 256, False), (2048, 192, False)):
-        plan = plan_of(hidden, intermediate, 8, 2, Activation(), ORDERS["turns"], False)
-        assert plan.WHOLE_TURNS is whole
 
 
 def test_a_stage_holds_whole_tokens_for_their_sums():

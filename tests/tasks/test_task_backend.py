@@ -79,18 +79,19 @@ def test_auto_takes_it_where_the_table_says_that_it_is_faster_and_nowhere_else(m
     monkeypatch.setattr(measured, "gpu_name", lambda device: "this one")
     monkeypatch.setattr(measured, "gpu_bytes", lambda device: 1 << 30)
 
-    def chosen(entry, gpu="this one", rival=usual, request=request):
-        monkeypatch.setattr(measured, "FASTER", {(gpu, rival): (entry,)})
+    def chosen(*ratios, gpu="this one", rival=usual, request=request):
+        monkeypatch.setattr(measured, "RATIOS", {(gpu, rival): ratios})
         return registry.explain(request).backend.name
 
-    entry = measured.Faster("tasks", *layer, (tokens, tokens), 1.05)
-    assert chosen(entry) == "tasks"
-    assert chosen(entry, gpu="another") == chosen(entry, rival="another") == usual
-    assert chosen(entry._replace(tokens=(tokens + 1, 2 * tokens))) == usual
-    assert chosen(entry._replace(hidden=hidden + 64)) == chosen(entry._replace(top_k=layer[3] + 1)) == usual
-    assert chosen(entry, request=request_of(Layer(bias=True))) == usual, "has no tasks for biases"
+    ratio = measured.Ratio("tasks", *layer, tokens, measured.AT_LEAST)
+    assert chosen(ratio) == chosen(ratio._replace(tokens=tokens + 1, times=0.9), ratio) == "tasks"
+    assert chosen(ratio, gpu="another") == chosen(ratio, rival="another") == chosen() == usual
+    assert chosen(ratio._replace(tokens=tokens + 1)) == chosen(ratio._replace(hidden=hidden + 64)) == usual
+    assert chosen(ratio._replace(top_k=layer[3] + 1)) == usual
+    assert chosen(ratio, ratio._replace(times=measured.AT_LEAST - 0.001)) == usual, "not with skewed routing, say"
+    assert chosen(ratio, request=request_of(Layer(bias=True))) == usual, "has no tasks for biases"
     monkeypatch.setattr(measured, "gpu_bytes", lambda device: 1 << 16)
-    assert chosen(entry) == usual, "needs too much of such a memory"
+    assert chosen(ratio) == usual, "needs too much of such a memory"
 
 
 def test_it_needs_as_much_more_memory_than_triton_as_was_measured():
@@ -103,9 +104,9 @@ def test_it_needs_as_much_more_memory_than_triton_as_was_measured():
         (8192, Sizes(4096, 14336, 8, 2), 4288, 3712),
     ):
         assert extra_bytes(sizes, tokens * sizes.top_k, 2) == (tasks - triton) << 20
-    largest = max(measured.FASTER["NVIDIA H200", "triton"], key=lambda entry: entry.tokens[1] * entry.hidden)
-    sizes = Sizes(largest.hidden, largest.intermediate, largest.experts, largest.top_k)
-    assert extra_bytes(sizes, largest.tokens[1] * largest.top_k, 2) < 3 << 30
+    for ratio in measured.RATIOS["NVIDIA H200", "triton"]:
+        sizes = Sizes(ratio.hidden, ratio.intermediate, ratio.experts, ratio.top_k)
+        assert extra_bytes(sizes, ratio.tokens * ratio.top_k, 2) < 3 << 30
 
 
 def test_where_there_is_no_memory_for_it_the_kernels_of_triton_compute_and_do_so_from_then_on(monkeypatch):
@@ -128,11 +129,6 @@ def test_where_there_is_no_memory_for_it_the_kernels_of_triton_compute_and_do_so
     assert all(one.equal(other) for one, other in zip(found, expected, strict=True)) and len(asked) == 1
     experts(x_TH, request.routing, weights, backend="tasks").sum().backward()
     assert len(asked) == 1
-
-
-def test_the_table_has_no_layer_where_it_is_slower():
-    for entries in measured.FASTER.values():
-        assert all(entry.times >= 1.01 and entry.tokens[0] <= entry.tokens[1] for entry in entries)
 
 
 def test_it_is_there_for_who_asks_for_it_by_name(monkeypatch):

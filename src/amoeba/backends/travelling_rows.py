@@ -7,16 +7,12 @@ rows of both is one of these). Own rows are read where they lie, if they are sti
 Forward up: own tiles, wait, the others. Down: the others, whose sums then leave, and own tiles while they travel.
 Backward begins as up does, with dy; dx leaves ahead of the last weight gradient. These are the tiles of a pass without
 travel, and weight gradients see all rows at once in their order: every bit is the same.
-
-*Beside*, the two parts of a product are launched at once, so that no multiprocessor waits for the end of one before it
-begins with the other: a part begins when its rows are there. Those of the others' rows are ahead, with the sums that
-leave, which few programs make while own tiles are multiplied; so are dx and its sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, partial
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,8 +22,7 @@ from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.triton_rows import HopperRows, TritonRows, sorted_maps, why_not_hopper, with_plain_rows
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.combine import combine
-from amoeba.kernels.programs import in_parts
-from amoeba.problem import Needs, Problem, Saved, Travel
+from amoeba.problem import Problem, Saved, Travel
 
 
 def why_not_travelling(problem: Problem) -> str | None:
@@ -53,37 +48,23 @@ class TravellingRows(HopperRows):
         return TritonRows.dispatch(problem, saved)
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
-        self._as_rows_come(partial(super()._multiply_x_and_activate, h_NJ, a_NI, addend))
+        for part in self._as_rows_come():
+            self._part = part
+            super()._multiply_x_and_activate(h_NJ, a_NI, addend)
+        self._part = None
         return h_NJ
 
     def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor, addend: Addend | None) -> None:
-        self._as_rows_come(partial(super()._multiply_dy, dy_TH, da_NI, addend))
+        for part in self._as_rows_come():
+            self._part = part
+            super()._multiply_dy(dy_TH, da_NI, addend)
+        self._part = None
 
-    def _as_rows_come(self, multiply: Callable[[], object]) -> None:
+    def _as_rows_come(self) -> Iterator[Tensor]:
         own, rest = self._parts
-        if self._travel.beside:
-            self._beside(multiply)
-            return
-        self._multiply_part(own, multiply)
+        yield own
         self._travel.wait()
-        self._multiply_part(rest, multiply)
-
-    def _multiply_part(self, part: Tensor, multiply: Callable[[], object]) -> None:
-        self._part = part
-        try:
-            multiply()
-        finally:
-            self._part = None
-
-    def _beside(self, multiply: Callable[[], object], send: Callable[[], object] = lambda: None) -> None:
-        """send: what is done with the others' rows."""
-        own, rest = self._parts
-        with in_parts():
-            with self._travel.aside():
-                self._multiply_part(rest, multiply)
-                send()
-            self._multiply_part(own, multiply)
-        self._travel.wait()
+        yield rest
 
     def _gathered(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         if isinstance(rows, ByToken) and self._part is not None and self._part is self._parts[0]:
@@ -101,9 +82,9 @@ class TravellingRows(HopperRows):
     def sums_to_travel(self, a_NI: Any) -> Tensor:
         problem, weights = self.problem, self.problem.weights
         y_NH = self.new_rows(weights.hidden)
+        own, rest = self._parts
         if self._travel.straight:
             return self._straight(a_NI, y_NH)
-        own, rest = self._parts
         y_TH = torch.empty_like(problem.x_TH)
         tokens = self._travel.own
         for self._part, ranges in ((rest, (slice(0, tokens.start), slice(tokens.stop, None))), (own, (tokens,))):
@@ -118,33 +99,13 @@ class TravellingRows(HopperRows):
 
     def _straight(self, a_NI: Any, y_NH: Tensor) -> Tensor:
         weights, given = self.problem.weights, (y_NH, self.slot_row_TK, self.problem.weight_TK)
-        multiply = partial(self._multiply, a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH)
         own, rest = self._parts
-        if self._travel.beside:
-            self._beside(multiply, partial(self._travel.send_sums, *given))
-        else:
-            self._multiply_part(rest, multiply)
-            self._travel.send_sums(*given)
-            self._multiply_part(own, multiply)
+        for self._part in (rest, own):
+            self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH)
+            if self._part is rest:
+                self._travel.send_sums(*given)
+        self._part = None
         return self._travel.add_sums(*given)
-
-    def up_backward(self, dh_NJ: Tensor, needs: Needs) -> tuple[Tensor | None, dict[str, Tensor]]:
-        if not (self._sends_dx_beside and needs.x):
-            return super().up_backward(dh_NJ, needs)
-        weights = self.problem.weights
-        dx_NH = self.new_rows(weights.hidden)
-        multiply = partial(self._multiply, dh_NJ, weights.gate_up_EJH.mT, dx_NH)
-        self._beside(multiply, partial(self._travel.send_sums, dx_NH, self.slot_row_TK, None))
-        return dx_NH, {}
-
-    def gradients_to_travel(self, dx_NH: Tensor, d_weight_TK: Tensor | None) -> Tensor:
-        if not self._sends_dx_beside:
-            return super().gradients_to_travel(dx_NH, d_weight_TK)
-        return self._travel.keep_sums(dx_NH, self.slot_row_TK, d_weight_TK)
-
-    @property
-    def _sends_dx_beside(self) -> bool:
-        return self._travel.straight and self._travel.beside
 
     @property
     def _travel(self) -> Travel:

@@ -58,9 +58,8 @@ def choose_ours(names: Sequence[str]) -> Sequence[str] | None:
     """None, for all of them, unless some are named."""
     for name in names:
         if name not in names_of_ours():
-            raise bad_value(
-                "--ours", f"one of {', '.join(names_of_ours())}", repr(name), "leave it out for all of them"
-            )
+            wanted = "; ".join(names_of_ours())  # some have a comma in them
+            raise bad_value("--ours", f"one of: {wanted}", repr(name), "leave it out for all of them")
     return tuple(names) or None
 
 
@@ -218,10 +217,18 @@ def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
     if any(measurement.sustained for measurement in timed):
         _print_sustained(title, report, timed, limits, output)
     print_captured(title, timed, output)
-    for measurement in report.measurements:
-        if measurement.status != "timed":
-            style = "bold red" if measurement.status == "refused" else None
-            output.line(f"  {measurement.implementation}: {measurement.status}, {measurement.reason}", style=style)
+    for (status, reason), names in _untimed(report.measurements).items():
+        style = "bold red" if status == "refused" else None
+        output.line(f"  {'; '.join(names)}: {status}, {reason}", style=style)
+
+
+def _untimed(measurements: Sequence[Measurement]) -> dict[tuple[str, str | None], list[str]]:
+    """Names by what became of them: many share one reason."""
+    found: dict[tuple[str, str | None], list[str]] = {}
+    for each in measurements:
+        if each.status != "timed":
+            found.setdefault((each.status, each.reason), []).append(each.implementation)
+    return found
 
 
 def _notes(report: Report, timed: Sequence[Measurement]) -> Iterator[str]:

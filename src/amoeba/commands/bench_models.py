@@ -18,7 +18,7 @@ from amoeba.bench.models.suite import ModelReport, run_models
 from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.exits import need
 from amoeba.commands.output import Output, strict_json
-from amoeba.errors import bad_value
+from amoeba.errors import bad_value, counted
 
 __all__ = ["check_options", "choose_candidates", "choose_problems", "run"]
 
@@ -180,7 +180,7 @@ def _decode_row(found: ModelMeasurement, measured: Mapping[str | None, ModelMeas
     row, other = {"": found.candidate}, measured.get(found.against)
     compared = any(each.against in measured for each in measured.values())
     for number, each in enumerate(found.decodes):
-        row[f"ms, {each.rows} row{'s' if each.rows > 1 else ''}"] = three_digits(each.ms)
+        row[f"ms, {counted(each.rows, 'row')}"] = three_digits(each.ms)
         row[f"first ms, {each.rows}"] = three_digits(each.first_token_ms)
         if compared:
             row[f"x, {each.rows}"] = "-" if other is None else f"{each.ms / other.decodes[number].ms:.2f}"

@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
-from amoeba.commands.head_start import load_trainer, open_driver
-from amoeba.commands.options import Compile, Json, OptimizerStates, Seed, TrustRemoteCode, Verbose, speaks
+from amoeba.commands.head_start import load_trainer
+from amoeba.commands.options import (
+    Compile,
+    DenseParameters,
+    ExpertRanks,
+    Json,
+    OptimizerStates,
+    Seed,
+    TrustRemoteCode,
+    Verbose,
+    speaks,
+)
 from amoeba.commands.output import Output
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT
 from amoeba.commands.start import start
@@ -42,6 +52,8 @@ def finetune(
     experts: Annotated[
         str | None, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8, ranks or auto.")
     ] = None,
+    expert_ranks: ExpertRanks = None,
+    dense: DenseParameters = None,
     ram: Annotated[
         str | None,
         typer.Option("--ram", help="Stream the experts through a budget of memory for the model: 8GiB, or auto."),
@@ -84,7 +96,8 @@ def finetune(
     """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
     flags: dict[str, Any] = {
         "model": model, "data": data, "out": out, "r": r, "alpha": alpha, "train_router": train_router or None,
-        "experts": experts, "ram": ram, "vram": vram, "epochs": epochs, "steps": steps, "minutes": minutes,
+        "experts": experts, "expert_ranks": expert_ranks, "dense": dense,
+        "ram": ram, "vram": vram, "epochs": epochs, "steps": steps, "minutes": minutes,
         "batch_size": batch_size, "accumulation": accumulation,
         "sequence_length": sequence_length, "learning_rate": learning_rate,
         "gradient_checkpointing": gradient_checkpointing or None, "dtype": dtype, "compile": compile_layers,
@@ -94,7 +107,6 @@ def finetune(
         "held_out": None if held_out is None else _share_or_file(held_out),
     }  # fmt: skip
     output = start(verbose)
-    open_driver()
     with loading():
         from amoeba.jobs.resume import settings_of
         from amoeba.jobs.settings import FinetuneSettings

@@ -16,7 +16,7 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, parse_device, parse_dtypes, speaks
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT, quick_transformers
 from amoeba.commands.start import hide_loading_bars, start
-from amoeba.errors import bad_value
+from amoeba.errors import bad_value, counted
 from amoeba.loading import loading
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def summary(report: GenerationReport) -> str:
-    parts = [f"{report.prompt_tokens} prompt tokens{_rate(report.prompt_tokens_per_second)}"]
+    parts = [f"{counted(report.prompt_tokens, 'prompt token')}{_rate(report.prompt_tokens_per_second)}"]
     if report.steps != "plain":
         parts.append(f"steps {report.steps} in {report.prepare_seconds:.1f} s")
     if report.seconds_to_first_token is not None:
@@ -265,7 +265,7 @@ def summary(report: GenerationReport) -> str:
 
 
 def summary_of_prompts(report: PromptsReport) -> str:
-    parts = [f"{report.prompts} prompts answered"]
+    parts = [f"{counted(report.prompts, 'prompt')} answered"]
     if report.skipped:
         parts.append(f"{report.skipped} were before")
     parts.append(f"{report.generated_tokens} generated{_rate(report.generated_tokens_per_second)}")

@@ -1,12 +1,10 @@
 """The imports of a command that trains, and beside them what else it will wait for.
 
-    open_driver()                               # before torch is imported
     load_trainer(without=NOT_FOR_TEXT)          # inside `usage`: a package may be missing
 
 Python imports one module after the other, for seconds. The driver opens the GPU, cuBLAS is loaded and Triton hashes its
-library without Python's lock, so they need no time of their own. (torch would open the driver with that lock held.)
-Whoever needs one of them next finds it done, or does it as if nothing had been begun. The process does not end before
-they do, half a second at most.
+library without Python's lock, so they need no time of their own. Whoever needs one of them next finds it done, or does
+it as if nothing had been begun. The process does not end before they do, half a second at most.
 """
 
 from __future__ import annotations
@@ -14,20 +12,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
+from threading import Thread
 
 from amoeba.commands.exits import need
 from amoeba.commands.quick_transformers import quick_transformers
 
 logger = logging.getLogger("amoeba")
-
-
-def open_driver() -> None:
-    _begin(_open_driver)
 
 
 def load_trainer(without: tuple[str, ...]) -> None:
@@ -46,34 +38,14 @@ def _begin(work: Callable[[], None]) -> None:
         with suppress(Exception):  # it is told where the GPU or the compiler is used
             work()
 
-    threading.Thread(target=run, name=work.__name__).start()
-
-
-def _open_driver() -> None:
-    """What torch does first on a GPU: the driver, and the context that all of a process share."""
-    import ctypes
-
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
-        return
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it
-    driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), _local_rank()) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), device)
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
+    Thread(target=run, name=work.__name__).start()
 
 
 def _open_gpu() -> None:
-    for thread in threading.enumerate():
-        if thread.name == _open_driver.__name__:
-            thread.join()  # or torch would wait for the driver with Python's lock held
     import torch
 
     if torch.cuda.is_available():
-        device = torch.device("cuda", _local_rank())
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         some = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
         some.mm(some)  # the first product loads cuBLAS
 

@@ -40,6 +40,15 @@ OptimizerStates = Annotated[
     str | None,
     typer.Option("--optimizer-states", help="AdamW's moments on a GPU: float32, or bfloat16 for less memory."),
 ]
+# With --experts ranks, for every command that trains.
+ExpertRanks = Annotated[
+    int | None,
+    typer.Option("--expert-ranks", help="Over so many ranks are a layer's experts, default all; FSDP2 does the rest."),
+]
+DenseParameters = Annotated[
+    str | None,
+    typer.Option("--dense", help="All other parameters: ddp, a copy on each rank, or fsdp, shards by FSDP2."),
+]
 
 
 def speaks() -> bool:

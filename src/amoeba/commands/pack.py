@@ -14,6 +14,7 @@ from amoeba.commands.output import Output
 from amoeba.commands.run_console import duration
 from amoeba.commands.start import start
 from amoeba.errors import bad_value
+from amoeba.files import model_folder
 
 if TYPE_CHECKING:
     from amoeba.stream.store.packing import Progress
@@ -39,7 +40,7 @@ def pack(
     with usage():
         from amoeba.stream.store.index import is_store
 
-        folder = _folder(model)
+        folder = model_folder(model)
         store = Path(model if is_store(folder) and check else out or f"{str(folder).rstrip('/')}.store")
         if not (is_store(folder) and check):
             need("transformers")
@@ -52,17 +53,8 @@ def pack(
     finish(output, document, not damaged, json)
 
 
-def _folder(model: str) -> Path:
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        got = f"the file {model!r}" if folder.exists() else f"{model!r}, which is not here"
-        raise bad_value(
-            "MODEL", "a folder", got, "download a model of the hub first: hf download NAME --local-dir FOLDER"
-        )
-    return folder
-
-
 def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) -> dict[str, Any]:
+    from amoeba.stream.sizes import show_size
     from amoeba.stream.store.index import is_store
     from amoeba.stream.store.packing import pack as pack_folder
 
@@ -82,7 +74,7 @@ def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) ->
         output.line(
             f"left out: {len(report.left_out)} tensors that the model has no place for ({report.left_out[0]}, ...)"
         )
-    size = f"{report.expert_bytes / 2**30:.2f} GiB of experts, {report.rest_bytes / 2**30:.2f} GiB of the rest"
+    size = f"{show_size(report.expert_bytes)} of experts, {show_size(report.rest_bytes)} of the rest"
     output.line(f"packed into {report.store}: {report.experts} experts in {report.layers} layers, {size}")
     return asdict(report)
 

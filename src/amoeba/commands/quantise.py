@@ -12,7 +12,7 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import Json, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.errors import bad_value
+from amoeba.files import model_folder
 
 if TYPE_CHECKING:
     from amoeba.jobs.quantise import Progress
@@ -35,10 +35,7 @@ def quantise(
     """Write a model again with its experts quantised; generate and finetune take it as it is."""
     output = start(verbose)
     with usage():
-        folder = Path(model).expanduser()
-        if not folder.is_dir():
-            got = f"{model!r}, which is not here"
-            raise bad_value("MODEL", "a folder", got, "download a model of the hub first: hf download NAME")
+        folder = model_folder(model)
         need("transformers")
         target = Path(out or f"{str(folder).rstrip('/')}-{format}")
         document = {"document": "amoeba quantise"} | _run(folder, target, format, trust_remote_code, output)

@@ -11,7 +11,7 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.errors import bad_value
+from amoeba.errors import bad_value, counted
 
 if TYPE_CHECKING:
     from amoeba.bench.shapes import Shape
@@ -242,7 +242,7 @@ def _estimate(
 
 def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: Output) -> None:
     output.line(
-        f"{shape.experts} experts over {ranks} rank{'s' if ranks > 1 else ''}, hidden {shape.hidden}, intermediate "
+        f"{shape.experts} experts over {counted(ranks, 'rank')}, hidden {shape.hidden}, intermediate "
         f"{shape.intermediate}; {shape.tokens} tokens a rank, {shape.top_k} experts per token"
     )
     output.line(f"{workers} workers a rank, {passes} pass{'es' if passes > 1 else ''}; {how}")
@@ -263,8 +263,8 @@ def print_summary(summary: Summary, output: Output, title: str, unit: str = "us"
         for kind, each in summary.kinds.items()
         if each.tasks
     ]
-    columns = ["kind", "in the seeds", "tasks", "time %", f"waited {unit} each"]
-    output.table(title, columns, rows, text=("kind", "in the seeds"))
+    columns = ["kind", "in FlashMoE", "tasks", "time %", f"waited {unit} each"]
+    output.table(title, columns, rows, text=("kind", "in FlashMoE"))
     output.line(
         f"workers were busy {100 * summary.busy:.0f} % of {summary.span:.1f} {unit} "
         f"({100 * summary.idlest:.0f} to {100 * summary.busiest:.0f}), and waited {100 * summary.waited:.0f} % at gates"

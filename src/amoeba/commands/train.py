@@ -36,7 +36,7 @@ def run(
                 f"{report.start_loss:.3f} -> {report.final_loss:.3f} (perplexity {report.perplexity:.1f})",
             ),
             ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
-            ("dead experts", f"{report.dead_experts} in the last {settings.log_every} steps"),
+            ("dead experts", f"{report.dead_experts} at the end"),
             ("model", f"{report.model}    try: {shell_command('generate', report.model, 'The with statement')}"),
             ("run", f"{report.folder}    look: {shell_command('report', report.folder)}"),
         ]

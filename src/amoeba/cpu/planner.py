@@ -22,6 +22,7 @@ from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU
+from amoeba.errors import counted
 from amoeba.machine import available_memory
 from amoeba.placement import LayerSizes
 from amoeba.problem import Save
@@ -102,8 +103,8 @@ def plan(
         found = _gradients(sizes, partition, ranks, factor_itemsize)
         items.append(Item("factor gradients", found, "of one layer, fp32 and as the factors are"))
     title = (
-        f"{layers} layer{'s' if layers > 1 else ''} of {sizes.experts} experts, H={sizes.hidden} "
-        f"I={sizes.intermediate}, {kind}, {nodes} node{'s' if nodes > 1 else ''}, "
+        f"{counted(layers, 'layer')} of {sizes.experts} experts, H={sizes.hidden} "
+        f"I={sizes.intermediate}, {kind}, {counted(nodes, 'node')}, "
         f"{max_len} tokens of {top_k} experts{', recompute' if recompute else ''}"
     )
     return Plan(tuple(items), title)

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from amoeba.data.chat_template import by_template
 from amoeba.data.documents import Completion, Conversation, Document, Text
 from amoeba.data.token_rows import NO_LABEL, begin_tokens
-from amoeba.errors import bad_value
+from amoeba.errors import bad_value, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ class AnswerRows(Dataset[dict[str, Tensor]]):
             )
         tokens, answers = sum(len(row.ids) for row in self.rows), sum(map(_labelled, self.rows))
         self.tokens_per_row = tokens / len(self.rows)
-        self.description = f"{len(self.rows)} rows of {self.tokens_per_row:.0f} tokens on average, "
+        self.description = f"{counted(len(self.rows), 'row')} of {self.tokens_per_row:.0f} tokens on average, "
         self.description += f"{answers / tokens:.0%} of them answers"
         shortened = sum(len(row.ids) > most_tokens for row in rows)
         if shortened:

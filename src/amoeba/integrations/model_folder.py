@@ -48,7 +48,9 @@ def check_model(name: str) -> str:
     if not path.exists():
         if _HUB_NAME.fullmatch(name):
             return name
-        raise bad_value("MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), "mend the path")
+        raise bad_value(
+            "MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), "correct the path"
+        )
     if not path.is_dir():
         raise bad_value("MODEL", "a folder", f"the file {name!r}", "give the folder it lies in")
     trained = path / MODEL_FOLDER
@@ -213,9 +215,11 @@ def check_json(path: Path) -> None:
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise bad_value(str(path), "a JSON object", f"what is not JSON ({one_line(error)})", "mend the file") from error
+        raise bad_value(
+            str(path), "a JSON object", f"what is not JSON ({one_line(error)})", "correct the file"
+        ) from error
     if not isinstance(found, dict):
-        raise bad_value(str(path), "a JSON object", f"a {type(found).__name__}", "mend the file")
+        raise bad_value(str(path), "a JSON object", f"a {type(found).__name__}", "correct the file")
 
 
 @contextmanager
@@ -247,5 +251,5 @@ def _unreadable(name: str, part: str, error: Exception) -> ValueError:
         "MODEL",
         f"a folder or a hub name whose {part} loads",
         f"{name!r} ({here}): {words[:MOST_QUOTED]}",
-        "mend the name or the folder",
+        "correct the name or the folder",
     )

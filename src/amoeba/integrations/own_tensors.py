@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from amoeba.integrations.experts_module import LORA, described, experts_modules, placed_in
 from amoeba.parallel.sharded import ShardedExperts
+from amoeba.parallel.shards import rows_here
 
 
 class OwnTensor(NamedTuple):
     """
     name:       of the tensor of all experts, in a process that has them.
-    experts:    whose entries this rank has, in order; of: so many in all.
+    experts:    whose entries this rank has in its memory, in order; of: so many in all.
     transposed: whether that process stores it as (E, in, out), and this one as (E, out, in).
     """
 
@@ -44,14 +45,21 @@ def own_tensors(model: nn.Module) -> dict[str, OwnTensor]:
     """By the names that the parameters have here."""
     found: dict[str, OwnTensor] = {}
     for name, (module, placed) in sharded_modules(model).items():
-        about = placed.owners.experts_of(placed.ranks.rank), placed.owners.num_experts
+        share, count = placed.owners.experts_of(placed.ranks.rank), placed.owners.num_experts
         for place, leaf in enumerate(_leaves(module)):
             if f"placed_{place}" in module._parameters:
-                found[f"{name}.placed_{place}"] = OwnTensor(f"{name}.{leaf}", *about, described(module).transposed)
+                here = _here(share, module._parameters[f"placed_{place}"])
+                found[f"{name}.placed_{place}"] = OwnTensor(f"{name}.{leaf}", here, count, described(module).transposed)
         factors = module._modules.get(LORA)
-        for leaf, _ in [] if factors is None else factors.named_parameters():
-            found[f"{name}.{LORA}.{leaf}"] = OwnTensor(f"{name}.{LORA}.{leaf}", *about, False)
+        for leaf, factor in [] if factors is None else factors.named_parameters():
+            found[f"{name}.{LORA}.{leaf}"] = OwnTensor(f"{name}.{LORA}.{leaf}", _here(share, factor), count, False)
     return found
+
+
+def _here(share: list[int], tensor: Any) -> list[int]:
+    """Of the experts of a share those that FSDP2 has left on this rank."""
+    rows = rows_here(tensor)
+    return share if rows is None else share[rows.start : rows.stop]
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:

@@ -18,11 +18,15 @@ from transformers import Trainer
 from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.errors import bad_value
 from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.fully_sharded import shard_fully
+from amoeba.integrations.own_tensors import own_tensors
 from amoeba.jobs.captured_step import CapturedStep, on_stream
 from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
 from amoeba.parallel.gradients import add_up_gradients, clip_gradients
+from amoeba.parallel.mesh import RankMesh
+from amoeba.parallel.shards import hand_over_gradients, is_shard, local_parameter
 from amoeba.parallel.together import ALONE, Together
 
 logger = logging.getLogger("amoeba")
@@ -44,6 +48,7 @@ IDLE = "amoeba_idle"  # in a batch: its row is there for the others' sake
 class FastTrainer(Trainer):
     optimizer: Any
     together: Together = ALONE
+    mesh: RankMesh | None = None  # how the ranks share the model
     rows: Rows
     watch: RouterWatch
     optimizer_states: Literal["float32", "bfloat16"] = "float32"
@@ -139,24 +144,60 @@ class FastTrainer(Trainer):
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         """Ours on a GPU, where parameters in bf16 need fp32 masters; else transformers' own, which a CPU computes
-        faster (the factors of experts that are packed there)."""
+        faster (the factors of experts that are packed there). Of sharded parameters it steps what is here."""
         model: Any = self.model
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if self.optimizer is None and all(p.device.type == "cuda" for _, p in trained):
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        sharded = any(is_shard(p) for p in trained.values())
+        ours = all(p.device.type == "cuda" for p in trained.values())
+        if self.optimizer is None and (ours or sharded):
             decayed = set(self.get_decay_parameter_names(model))
-            groups = [
-                {"params": [p for name, p in trained if name in decayed], "weight_decay": self.args.weight_decay},
-                {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
+            stepped = {name: local_parameter(p) for name, p in trained.items()}
+            groups: list[dict[str, Any]] = [
+                {
+                    "params": [p for name, p in stepped.items() if name in decayed],
+                    "weight_decay": self.args.weight_decay,
+                },
+                {"params": [p for name, p in stepped.items() if name not in decayed], "weight_decay": 0.0},
             ]
-            self.optimizer = AdamW(
-                [group for group in groups if group["params"]],
-                lr=self.args.learning_rate,
-                betas=(self.args.adam_beta1, self.args.adam_beta2),
-                eps=self.args.adam_epsilon,
-                states=self.optimizer_states,
-                seed=self.args.seed,
-            )
+            self.optimizer = self._our_optimizer(groups) if ours else self._their_optimizer(groups)
+            hand_over_gradients(self.optimizer, trained.values())
         return super().create_optimizer(*arguments, **options)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """As in a process with all experts; a share's biases have names that do not say so."""
+        own = own_tensors(model)
+        found = super().get_decay_parameter_names(model)
+        return [name for name in found if name not in own or "bias" not in own[name].name]
+
+    def _our_optimizer(self, groups: list[dict[str, Any]]) -> AdamW:
+        return AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.args.learning_rate,
+            betas=(self.args.adam_beta1, self.args.adam_beta2),
+            eps=self.args.adam_epsilon,
+            states=self.optimizer_states,
+            seed=self.args.seed,
+        )
+
+    def _their_optimizer(self, groups: list[dict[str, Any]]) -> Any:
+        """As Trainer makes it of a model that is not sharded; of a sharded one it makes more groups than two."""
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        return kind(groups, **options)
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        """Never so that Trainer clips by itself: `clipping` knows of meshes, and of what ranks have alone."""
+        return False
+
+    def shard(self) -> None:
+        """By FSDP2, where it is asked for; once all that looks at whole parameters has done so."""
+        if self.mesh is not None:
+            shard_fully(self.model, self.mesh)
+
+    def lost_ranks_told(self) -> AbstractContextManager:
+        """Also those that FSDP2 waits for."""
+        if self.mesh is None or not self.mesh.shards:
+            return nullcontext()
+        return self.mesh.every.told_of("parameters or gradients that FSDP2 shards")
 
     def clipping(self) -> Callable[..., Any]:
         """What takes the place of Accelerator.clip_grad_norm_."""

@@ -37,6 +37,7 @@ from amoeba.jobs.fast_paths import why_not_by_documents
 from amoeba.jobs.fast_trainer import Rows
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on, weights_of
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
+from amoeba.jobs.run_mesh import check_ranks, mesh_of
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.sharded_model import count_parameters, load_share
 from amoeba.jobs.stream_parts import StreamParts
@@ -44,8 +45,8 @@ from amoeba.jobs.training_loop import make_trainer, run_to_end
 from amoeba.lora.adapter_folder import adapter_of
 from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.observe.router_watch import check_balance
+from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
-from amoeba.parallel.transports.choice import chosen_by_auto
 from amoeba.placement import Load
 from amoeba.stream.attaching import Streamed, attach, home_of
 from amoeba.stream.store import Store, is_store
@@ -76,12 +77,17 @@ class AdapterAlone:
     name = ADAPTER_FOLDER
     _adapter: Adapter | None = None
 
+    def __init__(self, first: bool = True) -> None:
+        """first: whether this is the rank that writes."""
+        self._first = first
+
     def gather(self, model: Any) -> None:
-        self._adapter = adapter_of(model)
+        found = adapter_of(model)
+        self._adapter = found if self._first else None
 
     def save(self, model: Any, folder: Path) -> None:
         adapter, self._adapter = self._adapter, None
-        if adapter is not None:  # of several ranks the first has it
+        if adapter is not None:
             write_adapter(folder, adapter)
 
     def finish(self, folder: Path) -> None:
@@ -110,6 +116,7 @@ def finetune(
     _check_streaming(name, settings)
     tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
     _check_tokenizer(tokenizer)
+    check_ranks(settings, resume, together)
     with run_folder(settings.out, resume, console.say, together) as folder, ExitStack() as at_end:
         return _finetune(
             settings,
@@ -142,7 +149,8 @@ def _finetune(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # the run has one of its own
-    kept = AdapterAlone()
+    mesh = mesh_of(settings, folder, console, resume, together)
+    kept = AdapterAlone(together.first)
     if resume and not start_from:
         names = {"adapter": str(folder / kept.name)}
         ended = finished_run(folder, settings, kept.name, COMMAND, FinetuneReport, names)
@@ -183,15 +191,15 @@ def _finetune(
             )
         )
         model = streamed.model
-    elif together.ranks is not None:
+    elif mesh is not None:
         dtype = _dtype(settings.dtype, model_config)
-        model = load_share(name, dtype, together.ranks, trust_remote_code=trust_remote_code)
+        model = load_share(name, dtype, mesh.experts, trust_remote_code=trust_remote_code)
     else:
         model = load_model(name, _dtype(settings.dtype, model_config), trust_remote_code=trust_remote_code)
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:
         console.say(f"experts by {covered}; only those of amoeba get factors")
-    placed = _placed(model, settings, streamed, together)
+    placed = _placed(model, settings, streamed, mesh)
     lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
     model.config.use_cache = False
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
@@ -201,7 +209,7 @@ def _finetune(
     steps = settings.steps or math.ceil(
         settings.epochs * math.ceil(len(rows.train) / (settings.batch_size * settings.accumulation))
     )
-    trainable = count_parameters(model, together.ranks, trained=True)
+    trainable = count_parameters(model, None if mesh is None else mesh.experts, trained=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.say(
         f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}; "
@@ -222,7 +230,7 @@ def _finetune(
             describe_run(folder, settings.as_dict(), model.config.to_dict(), began)
 
     trainer = make_trainer(
-        model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND, together
+        model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND, together, mesh
     )
     parts = StreamParts(streamed)
     parts.begin("training")
@@ -274,14 +282,11 @@ def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
     return numbers * (4 + 4 + 2 * (4 if settings.optimizer_states == "float32" else 2))
 
 
-def _placed(model: Any, settings: FinetuneSettings, streamed: Streamed | None, together: Together) -> Placed:
+def _placed(model: Any, settings: FinetuneSettings, streamed: Streamed | None, mesh: RankMesh | None) -> Placed:
     if streamed is not None:
         return Placed(streamed.memory.layers[0].placement, str(streamed.memory))
-    if together.ranks is not None:
-        if together.count == 1:
-            return Placed("ranks", "one has all")
-        way = chosen_by_auto(together.ranks)
-        return Placed("ranks", f"over {together.count}, which share each batch and exchange rows by {way}")
+    if mesh is not None:
+        return Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
     tokens = settings.batch_size * settings.sequence_length
     return place_experts(model, settings.experts, Load(tokens, settings.r, recompute=settings.gradient_checkpointing))
 

@@ -108,7 +108,7 @@ def generate_prompts(
         rows.append(Row(prompt, ids, most_new_tokens(found.config, ids, options.max_new_tokens, prompt.place)))
     run = _Run(results, len(rows), progress)
     if not rows:
-        say(f"all {results.skipped} prompts are answered already")
+        say("all prompts are answered already")
         return run.report(None, None, {})
     with closing(load(found, options, rows[0].ids[0], say, together)) as loaded:
         return _generate(run, loaded, rows, batches, options, together)

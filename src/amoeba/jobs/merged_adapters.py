@@ -47,7 +47,7 @@ def _merged_into(model: str) -> list[dict[str, Any]]:
     check_json(path)
     entries = json.loads(path.read_bytes()).get("adapters")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise bad_value(str(path), '"adapters", a list of objects', repr(entries)[:60], "mend or remove the file")
+        raise bad_value(str(path), '"adapters", a list of objects', repr(entries)[:60], "correct or remove the file")
     return entries
 
 

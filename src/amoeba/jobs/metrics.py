@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from amoeba.errors import counted
 from amoeba.files import finite, write_whole
 from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
 from amoeba.jobs.settings import RunSettings
@@ -101,7 +102,7 @@ class RunLog(TrainerCallback):
                 self.dead_experts = line.get("dead_experts", 0)
                 self.tokens_per_second = line.get("tokens_per_second") or 0.0
         if torn:
-            self.console.say(f"{self.path}: {torn} torn line{'s' if torn > 1 else ''} left out")
+            self.console.say(f"{self.path}: {counted(torn, 'torn line')} left out")
         write_whole(self.path, "".join(kept))
 
     def first_evaluation(self) -> float | None:

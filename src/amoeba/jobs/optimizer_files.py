@@ -1,4 +1,4 @@
-"""The optimizer's state in a checkpoint, written by each rank for its own experts and read by any number of ranks.
+"""The optimizer's state in a checkpoint, written by each rank for what it has and read by any number of ranks.
 
 E experts
 
@@ -7,7 +7,8 @@ E experts
 
     optimizer.json                          {"groups": [{"lr": ..., "parameters": [names]}]}
     optimizer-00000-of-00002.safetensors    NAME/exp_avg and so on; of experts' tensors the rank's entries, and in the
-                                            header under "experts" which these are
+                                            header under "experts" which these are; of other tensors that FSDP2 has
+                                            sharded the rank's rows, under "rows" the first and the one behind the last
 
 Names are those of a process with all experts. What all ranks have alike is in the first file. The optimizer.pt that
 such a process writes is read, too.
@@ -16,6 +17,7 @@ such a process writes is read, too.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.files import write_whole
-from amoeba.integrations.own_tensors import own_tensors, plain_names
+from amoeba.integrations.own_tensors import OwnTensor, own_tensors, plain_names
+from amoeba.parallel.shards import local_parameter, rows_here
 from amoeba.parallel.together import Together
 
 GROUPS, SCHEDULER, WHOLE = "optimizer.json", "scheduler.pt", "optimizer.pt"
 _PARTS = "optimizer-{rank:05d}-of-{count:05d}.safetensors"
-_EXPERTS = "experts"  # in a file's header
+_EXPERTS, _ROWS = "experts", "rows"  # in a file's header
 
 
 def has_optimizer(folder: Path) -> bool:
@@ -40,51 +43,53 @@ def save_optimizer(optimizer: Any, model: Any, folder: Path, together: Together)
     from safetensors.torch import save_file
 
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's is around ours
-    own = own_tensors(model)
-    named = {parameter: name for name, parameter in model.named_parameters()}
+    own, named, rows_of = _here(model)
     tensors: dict[str, Tensor] = {}
     experts: dict[str, list[int]] = {}
+    rows: dict[str, tuple[int, int]] = {}
     groups = []
     for group in optimizer.param_groups:
         names = []
         for parameter in group["params"]:
-            mine = own.get(named[parameter])
+            mine, sharded = own.get(named[parameter]), rows_of[named[parameter]]
             name = named[parameter] if mine is None else mine.name
             names.append(name)
-            if mine is None and not together.first:
+            if mine is None and sharded is None and not together.first:
                 continue
             for key, value in optimizer.state[parameter].items():
                 value = _as_tensor(value).detach().cpu()
                 if mine is not None and value.dim():
                     experts[f"{name}/{key}"] = mine.experts
                     value = mine.turned(value)
+                elif sharded is not None and value.dim():
+                    rows[f"{name}/{key}"] = sharded.start, sharded.stop
                 tensors[f"{name}/{key}"] = value.contiguous()
         groups.append({key: value for key, value in group.items() if key != "params"} | {"parameters": names})
     path = folder / _PARTS.format(rank=together.rank, count=together.count)
-    save_file(tensors, path, metadata={"format": "pt", _EXPERTS: json.dumps(experts)})
+    save_file(tensors, path, metadata={"format": "pt", _EXPERTS: json.dumps(experts), _ROWS: json.dumps(rows)})
     if together.first:
         write_whole(folder / GROUPS, json.dumps({"groups": groups}, default=float, indent=1) + "\n")
 
 
 def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
-    """Reads of experts' states those of the experts that are here."""
+    """Reads of experts' states those of the experts that are here, and of sharded ones the rows that are."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     stored = _Parts(folder) if has_optimizer(folder) else _Whole(folder, optimizer, model)
-    own = own_tensors(model)
-    named = {parameter: name for name, parameter in model.named_parameters()}
+    own, named, rows_of = _here(model)
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     place = 0
     if len(stored.groups) != len(optimizer.param_groups):
         raise _another_model(folder, f"{len(stored.groups)} groups of parameters")
+    known = {name for group in stored.groups for name in group["parameters"]}
     for group, saved in zip(optimizer.param_groups, stored.groups, strict=True):
         places = []
         for parameter in group["params"]:
             mine = own.get(named[parameter])
             name = named[parameter] if mine is None else mine.name
-            if name not in saved["parameters"]:
+            if name not in known:
                 raise _another_model(folder, f"none for {name}")
-            found = stored.state_of(name, None if mine is None else mine.experts)
+            found = stored.state_of(name, rows_of[named[parameter]] if mine is None else mine.experts)
             if mine is not None:
                 found = {key: mine.turned(value) if value.dim() else value for key, value in found.items()}
             state[place] = found
@@ -95,6 +100,13 @@ def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def _here(model: Any) -> tuple[dict[str, OwnTensor], dict[Any, str], dict[str, range | None]]:
+    """What a rank has alone; the names of what the optimizer steps; and by name the rows of it that are here."""
+    parameters = dict(model.named_parameters())
+    named = {local_parameter(parameter): name for name, parameter in parameters.items()}
+    return own_tensors(model), named, {name: rows_here(parameter) for name, parameter in parameters.items()}
+
+
 class _Parts:
     """What `save_optimizer` wrote."""
 
@@ -103,27 +115,44 @@ class _Parts:
 
         self.groups: list[dict[str, Any]] = json.loads((folder / GROUPS).read_bytes())["groups"]
         self._files = [safe_open(path, "pt") for path in sorted(folder.glob("optimizer-*.safetensors"))]
-        self._experts = [json.loads(file.metadata()[_EXPERTS]) for file in self._files]
+        self._entries: list[dict[str, Sequence[int]]] = []  # of each file: which entries of all that there are
+        for file in self._files:
+            experts, rows = (json.loads(file.metadata().get(name, "{}")) for name in (_EXPERTS, _ROWS))
+            self._entries.append(experts | {key: range(*each) for key, each in rows.items()})
         self._holders: dict[str, list[int]] = {}  # of a tensor, which files have it or some of it
         for place, file in enumerate(self._files):
             for key in file.keys():  # noqa: SIM118  it is no mapping
                 self._holders.setdefault(key, []).append(place)
 
-    def state_of(self, name: str, experts: list[int] | None) -> dict[str, Tensor]:
-        """experts: those whose entries are wanted; None for all that there are."""
+    def state_of(self, name: str, wanted: Sequence[int] | None) -> dict[str, Tensor]:
+        """wanted: the experts, or the rows, whose entries; None for all that there are."""
         keys = [key for key in self._holders if key.rpartition("/")[0] == name]
-        return {key.rpartition("/")[2]: self._tensor(key, experts) for key in keys}
+        return {key.rpartition("/")[2]: self._tensor(key, wanted) for key in keys}
 
-    def _tensor(self, key: str, wanted: list[int] | None) -> Tensor:
+    def _tensor(self, key: str, wanted: Sequence[int] | None) -> Tensor:
         holders = self._holders[key]
-        lists = {place: self._experts[place].get(key) for place in holders}
-        if None in lists.values():  # no expert's, or one number for all of them
+        lists = {place: self._entries[place].get(key) for place in holders}
+        if None in lists.values():  # all of it in one file, or one number for all entries
+            part = self._files[holders[0]].get_slice(key)
+            if isinstance(wanted, range) and part.get_shape():
+                return part[wanted.start : wanted.stop]
             return self._files[holders[0]].get_tensor(key)
-        where = {expert: (place, at) for place, ids in lists.items() for at, expert in enumerate(ids)}
+        where = {each: (place, at) for place, ids in lists.items() for at, each in enumerate(ids or ())}
         slices = {place: self._files[place].get_slice(key) for place in holders}
-        ids = sorted(where) if wanted is None else wanted
-        entries = [slices[place][at : at + 1] for place, at in (where[expert] for expert in ids)]
+        places = [where[each] for each in (sorted(where) if wanted is None else wanted)]
+        entries = [slices[place][begin:end] for place, begin, end in _runs(places)]
         return torch.cat(entries) if entries else slices[holders[0]][:0]
+
+
+def _runs(places: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Entries, each by file and place in it, put together where they follow each other: file, begin, end."""
+    found: list[tuple[int, int, int]] = []
+    for file, at in places:
+        if found and found[-1][0] == file and found[-1][2] == at:
+            found[-1] = file, found[-1][1], at + 1
+        else:
+            found.append((file, at, at + 1))
+    return found
 
 
 class _Whole:
@@ -134,7 +163,7 @@ class _Whole:
         self._state, self.groups = saved["state"], []
         theirs = {mine: name for name, mine in plain_names(model).items()}
         order = {name: place for place, name in enumerate(plain_names(model))}
-        named = {parameter: theirs[name] for name, parameter in model.named_parameters()}
+        named = {local_parameter(parameter): theirs[name] for name, parameter in model.named_parameters()}
         self._numbers: dict[str, int] = {}
         for group, entry in zip(optimizer.param_groups, saved["param_groups"], strict=False):
             names = sorted((named[parameter] for parameter in group["params"]), key=order.__getitem__)
@@ -143,11 +172,11 @@ class _Whole:
             self._numbers |= dict(zip(names, entry["params"], strict=True))
             self.groups.append({key: value for key, value in entry.items() if key != "params"} | {"parameters": names})
 
-    def state_of(self, name: str, experts: list[int] | None) -> dict[str, Tensor]:
+    def state_of(self, name: str, wanted: Sequence[int] | None) -> dict[str, Tensor]:
         found = {key: _as_tensor(value) for key, value in self._state[self._numbers[name]].items()}
-        if experts is None:
+        if wanted is None:
             return found
-        return {key: value[experts] if value.dim() else value for key, value in found.items()}
+        return {key: value[list(wanted)] if value.dim() else value for key, value in found.items()}
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:

@@ -125,5 +125,6 @@ def training_defaults(model: str) -> dict[str, Any]:
 
 def find_preset(name: str) -> Preset:
     if name not in PRESETS:
-        raise bad_value("preset", f"one of {', '.join(PRESETS)}", repr(name), "or pass a folder with a config.json")
+        wanted = f"one of {', '.join(PRESETS)}, or a folder with a config.json"
+        raise bad_value("--model", wanted, repr(name), "check the spelling, or the path")
     return PRESETS[name]

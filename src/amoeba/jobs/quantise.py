@@ -124,8 +124,10 @@ class _Quantising:
         unfinished = self.out / _UNFINISHED
         told = json.loads(unfinished.read_text()) if unfinished.is_file() else None
         if told != self.facts and any(self.out.iterdir()):
-            got = f"{str(self.out)!r}, which " + ("holds another model or format" if told else "is there")
-            raise bad_value("--out", "a new folder, or one to go on with", got, "choose another name, or remove it")
+            own = self.out.resolve() == self.source.folder.resolve()
+            found = "is the model itself" if own else "holds another model or format" if told else "is there"
+            remedy = "choose another name" if own else "choose another name, or remove it"
+            raise bad_value("--out", "a new folder, or one to go on with", f"{str(self.out)!r}, which {found}", remedy)
 
     def _layer(self, number: int) -> dict[str, Tensor]:
         """All tensors of a layer's experts, by the names of the checkpoint's own where it has one for each expert."""

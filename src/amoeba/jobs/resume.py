@@ -104,7 +104,9 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
     if resume is None:
         return load_settings(config, given, kind)
     if not (Path(resume) / "config.json").is_file():
-        raise bad_value("--resume", "the folder of an earlier run", resume, "check the path, or leave --resume out")
+        raise bad_value(
+            "--resume", "the folder of an earlier run", repr(resume), "check the path, or leave --resume out"
+        )
     earlier = settings_of_run(Path(resume))
     unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
     if unknown:
@@ -113,6 +115,8 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
     told = (read_file(config, kind) if config else {}) | given
     if "out" in told and Path(told["out"]).resolve() != Path(resume).resolve():
         raise bad_value("--out", f"the folder of --resume ({resume}), or nothing", told["out"], "leave --out out")
+    if told.get("experts", "ranks") != "ranks":  # then nothing is left of how ranks shared the model
+        earlier = {name: value for name, value in earlier.items() if name not in ("expert_ranks", "dense")}
     return kind(**(earlier | told | {"out": resume}))
 
 

@@ -76,7 +76,7 @@ def run_folder(out: str, resume: bool, say: Callable[[str], None], together: Tog
 @contextmanager
 def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator[None]:
     if resume and not (folder / "config.json").is_file():
-        raise bad_value("--resume", "a folder of an earlier run", str(folder), "check the path, or train anew")
+        raise bad_value("--resume", "the folder of an earlier run", repr(str(folder)), "check the path, or train anew")
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

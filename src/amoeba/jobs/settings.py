@@ -17,6 +17,7 @@ from amoeba.precision.recipes import UNCHANGED, check_precision
 Balance = Literal["aux", "bias", "none"]
 Compile = Literal["auto", "on", "off"]
 States = Literal["float32", "bfloat16"]
+Dense = Literal["ddp", "fsdp"]
 Settings = TypeVar("Settings", bound="RunSettings")
 
 # What a setting may do when a run is resumed. Of each:
@@ -60,6 +61,8 @@ AT_RESUME: dict[str, AtResume] = {
     "train_router": "fixed",
     "precision": "fixed",
     "experts": "fixed",  # packed ones are rounded
+    "expert_ranks": "changeable",  # as many ranks as there are then; the numbers are the same
+    "dense": "changeable",
 }
 
 
@@ -73,6 +76,9 @@ class RunSettings:
     minutes:  no more steps than fit into these; how many, the speed of the machine decides (jobs/time_budget.py).
     compile:  decoder layers by torch.compile; "auto" where there is a GPU and the run is long enough.
     optimizer_states: dtype of AdamW's two moments on a GPU; bfloat16 takes 4 bytes a parameter less.
+    expert_ranks: with experts over ranks, over how many of them each layer's are; the groups of so many ranks share
+              them by FSDP2. None for all ranks.
+    dense:    then also: of all other parameters "ddp", a copy on each rank, or "fsdp", shards by FSDP2.
     """
 
     model: str
@@ -98,6 +104,9 @@ class RunSettings:
     dtype: str = "auto"
     compile: Compile = "auto"
     optimizer_states: States = "float32"
+    experts: str = "resident"
+    expert_ranks: int | None = None
+    dense: Dense = "ddp"
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation", "sequence_length", "log_every", "eval_every", "save_every"):
@@ -111,11 +120,17 @@ class RunSettings:
             raise bad_value("minutes", "a number above 0", repr(minutes), "leave it out for all steps")
         if not isinstance(self.held_out, str) and not 0 < self.held_out < 1:
             raise bad_value("held_out", "a share between 0 and 1, or a file", self.held_out, "0.05 is customary")
-        for name, kind in (("balance", Balance), ("compile", Compile), ("optimizer_states", States)):
+        kinds = (("balance", Balance), ("compile", Compile), ("optimizer_states", States), ("dense", Dense))
+        for name, kind in kinds:
             if getattr(self, name) not in get_args(kind):
                 raise bad_value(name, f"one of {', '.join(get_args(kind))}", repr(getattr(self, name)), "choose one")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise bad_value("dtype", "auto, float32 or bfloat16", repr(self.dtype), "choose one")
+        if self.expert_ranks is not None:
+            _check_count("expert_ranks", self.expert_ranks)
+        if self.experts != "ranks" and (self.expert_ranks is not None or self.dense != "ddp"):
+            option = "--dense fsdp" if self.expert_ranks is None else f"--expert-ranks {self.expert_ranks}"
+            raise bad_value(option, "--experts ranks with it", f"experts {self.experts}", "add it, or leave this out")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -135,7 +150,6 @@ class TrainSettings(RunSettings):
     model: str = "demo"
     steps: int = 400
     vocab_size: int = 4096
-    experts: str = "resident"
     precision: str = UNCHANGED
 
     def __post_init__(self) -> None:
@@ -224,7 +238,7 @@ def read_file(yaml_file: str, kind: type[RunSettings]) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise bad_value(str(path), "YAML", f"{error}".replace("\n", " "), "mend the file") from error
+        raise bad_value(str(path), "YAML", f"{error}".replace("\n", " "), "correct the file") from error
     known = {entry.name for entry in fields(kind)}
     if not isinstance(found, dict) or not set(found) <= known:
         unknown = sorted(set(found) - known) if isinstance(found, dict) else type(found).__name__

@@ -4,7 +4,7 @@ E experts · H hidden · I intermediate · J = 2I or I
 
     shard_model(model, ranks)                                    # of a model that has all experts here
     model = load_share("models/qwen3", None, ranks)              # reads this rank's experts, and what all have
-    save_share(model, folder); finish_folder(folder)             # each rank, then the first
+    save_share(model, folder, mesh, None, {}); finish_folder(folder)     # each rank, then the first
 
 The folder has Hugging Face's names and an index, so that `from_pretrained` reads it as any other, in one process or
 in several. Where a family keeps all experts of a layer in one tensor on disk, the first rank gathers and writes them.
@@ -35,10 +35,12 @@ from amoeba.integrations.model_folder import (
     load_without_weights,
 )
 from amoeba.integrations.own_tensors import own_tensors, sharded_modules
+from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts, Tokens, gather_share, own_parameter, shard_experts
+from amoeba.parallel.shards import copy_here, is_shard, local_part, whole
 from amoeba.stream.store import Store, aligned_buffer, open_store
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, tensors_of
 from amoeba.weights import ExpertWeights
@@ -136,41 +138,44 @@ class ShardedModel:
 
     name = MODEL_FOLDER
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._gathered: dict[str, Tensor] = {}
+    def __init__(self, mesh: RankMesh) -> None:
+        self._mesh = mesh
+        self._experts: dict[str, Tensor] | None = None
+        self._dense: dict[str, Tensor] = {}
 
     def gather(self, model: Any) -> None:
-        if not _kept_one_by_one(model):
-            self._gathered = gather_experts(model, self._ranks)
+        self._experts = None if _kept_one_by_one(model) else gather_experts(model)
+        self._dense = _gather_dense(model, self._mesh.every.rank == 0)
 
     def save(self, model: Any, folder: Path) -> None:
-        gathered, self._gathered = self._gathered, {}
-        save_share(model, folder, self._ranks, gathered if not _kept_one_by_one(model) else None)
+        experts, dense, self._experts, self._dense = self._experts, self._dense, None, {}
+        save_share(model, folder, self._mesh, experts, dense)
 
     def finish(self, folder: Path) -> None:
         finish_folder(folder)
 
     def load(self, model: Any, folder: Path) -> None:
-        stored = load_share(str(folder), model.dtype, self._ranks)
+        stored = load_share(str(folder), model.dtype, self._mesh.experts)
         theirs = {**dict(stored.named_parameters()), **dict(stored.named_buffers())}
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                tensor.copy_(theirs[name])
+                copy_here(tensor, theirs[name])
 
 
-def save_share(model: Any, folder: Path, ranks: Ranks, gathered: dict[str, Tensor] | None) -> None:
-    """gathered: the experts of all ranks, on the first, where the family keeps them in one tensor; else None."""
+def save_share(
+    model: Any, folder: Path, mesh: RankMesh, experts: dict[str, Tensor] | None, dense: dict[str, Tensor]
+) -> None:
+    """experts: those of all ranks, on the first, where the family keeps them in one tensor; else None.
+    dense: on the first rank what FSDP2 has sharded of all else, whole."""
     from safetensors.torch import save_file
 
-    layers = sharded_modules(model)
-    owning = [
-        rank for rank in range(ranks.count) if any(placed.owners.experts_of(rank) for _, placed in layers.values())
-    ]
-    owning = owning if gathered is None else []
+    layers, ranks = sharded_modules(model), mesh.every
+    owners = [placed.owners for _, placed in layers.values()]
+    owning = [rank for rank in range(ranks.count) if any(mesh.experts_of(each, rank) for each in owners)]
+    owning = owning if experts is None else []
     count = 1 + len(owning)
     if ranks.rank == 0:
-        shared = _shared_tensors(model) | (gathered or {})
+        shared = _shared_tensors(model) | dense | (experts or {})
         apart = folder / _APART  # save_pretrained removes what it takes for shards of an earlier model
         model.save_pretrained(apart, state_dict=shared, max_shard_size=_NO_LIMIT)
         for path in apart.iterdir():
@@ -183,8 +188,8 @@ def save_share(model: Any, folder: Path, ranks: Ranks, gathered: dict[str, Tenso
     own, parameters = own_tensors(model), dict(model.named_parameters())
     for name in layers:
         mine = {here: each for here, each in own.items() if here.startswith(f"{name}.placed_")}
-        stacked = {each.name: each.turned(parameters[here].detach()) for here, each in mine.items()}
-        ids = layers[name][1].owners.experts_of(ranks.rank)
+        stacked = {each.name: each.turned(local_part(parameters[here])) for here, each in mine.items()}
+        ids = mesh.experts_of(layers[name][1].owners, ranks.rank)
         for key, tensor in _on_disk(model, stacked).items() if ids else ():
             match = _ONE_EXPERT.fullmatch(key)
             assert match is not None
@@ -212,27 +217,42 @@ def finish_folder(folder: Path) -> None:
     write_whole(folder / SHARDS, json.dumps(index, indent=2) + "\n")
 
 
-def gather_experts(model: Any, ranks: Ranks) -> dict[str, Tensor]:
-    """On the first rank the experts of all, by the names of a process that has them; elsewhere nothing."""
+def gather_experts(model: Any) -> dict[str, Tensor]:
+    """On the first rank of each group that has all experts those of the group, by the names of a process that has them;
+    elsewhere nothing."""
     parameters = dict(model.named_parameters())
-    owners = {name: placed.owners for name, (_, placed) in sharded_modules(model).items()}
+    layers = {name: placed for name, (_, placed) in sharded_modules(model).items()}
     found: dict[str, Tensor] = {}
     for here, own in own_tensors(model).items():
-        share = own.turned(parameters[here].detach()).cpu()
-        whole = gather_share(share, owners[here.rpartition(".")[0]], ranks, own.name)
-        if whole is not None:
-            found[own.name] = whole
+        placed = layers[here.rpartition(".")[0]]
+        share = own.turned(whole(parameters[here])).cpu()
+        experts = gather_share(share, placed.owners, placed.ranks, own.name)
+        if experts is not None:
+            found[own.name] = experts
+    return found
+
+
+def _gather_dense(model: Any, first: bool) -> dict[str, Tensor]:
+    """On the first rank what FSDP2 has sharded over all of them, one tensor after another; elsewhere nothing."""
+    own = own_tensors(model)
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in own and is_shard(parameter):
+            tensor = whole(parameter)
+            if first:
+                found[name] = tensor.cpu()
     return found
 
 
 def _shared_tensors(model: Any) -> dict[str, Tensor]:
-    """The state dict without what a rank has alone."""
+    """The state dict without what a rank has alone, and without shards."""
     own = own_tensors(model)
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for leaf, tensor in (module._parameters | module._buffers).items():
             name = f"{prefix}.{leaf}" if prefix else leaf
-            if tensor is not None and name not in own and leaf not in module._non_persistent_buffers_set:
+            kept = tensor is not None and name not in own and leaf not in module._non_persistent_buffers_set
+            if kept and not is_shard(tensor):
                 found[name] = tensor.detach()
     return found
 
@@ -240,7 +260,7 @@ def _shared_tensors(model: Any) -> dict[str, Tensor]:
 def _kept_one_by_one(model: Any) -> bool:
     """Whether on disk each expert has tensors of its own."""
     own, parameters = own_tensors(model), dict(model.named_parameters())
-    shares = {each.name: each.turned(parameters[here]) for here, each in own.items()}
+    shares = {each.name: each.turned(local_part(parameters[here])) for here, each in own.items()}
     two = {name: torch.empty((2, *t.shape[1:]), dtype=t.dtype, device="meta") for name, t in shares.items()}
     return all(_ONE_EXPERT.fullmatch(name) for name in _on_disk(model, two))
 

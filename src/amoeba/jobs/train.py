@@ -29,10 +29,11 @@ from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
+from amoeba.jobs.run_mesh import check_ranks, mesh_of
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import check_balance
+from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
-from amoeba.parallel.transports.choice import chosen_by_auto
 from amoeba.precision.recipes import UNCHANGED, Fp8Experts, summary_of
 from amoeba.shell import shell_words
 
@@ -62,6 +63,7 @@ def train(
         check_json(Path(settings.model) / "config.json")
         config = load_config(settings.model, trust_remote_code=trust_remote_code)
         check_sequence_length(config, settings.sequence_length)
+    check_ranks(settings, resume, together)
     with run_folder(settings.out, resume, console.say, together) as folder:
         return _train(settings, console, folder, config, resume, start_from, trust_remote_code, together)
 
@@ -88,7 +90,8 @@ def _train(
 
     register()
     transformers_logging.disable_progress_bar()  # the run has one of its own
-    kept: Artifact = WholeModel() if together.ranks is None else ShardedModel(together.ranks)
+    mesh = mesh_of(settings, folder, console, resume, together)
+    kept: Artifact = WholeModel() if mesh is None else ShardedModel(mesh)
     if resume and not start_from:
         names = {"model": str(folder / kept.name)}
         ended = finished_run(folder, settings, kept.name, COMMAND, TrainReport, names)
@@ -118,7 +121,7 @@ def _train(
         f"a tokenizer of {len(tokenizer)} tokens"
     )
 
-    model = _build_model(settings, tokenizer, config, AutoModelForCausalLM, trust_remote_code, together)
+    model = _build_model(settings, tokenizer, config, AutoModelForCausalLM, trust_remote_code, mesh)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = _compute_dtype(settings, earlier, model, train_rows, console, together)
     if device == "cuda":
@@ -126,12 +129,12 @@ def _train(
     else:
         content["dtype"] = str(dtype).removeprefix("torch.")
     covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
-    if together.ranks is not None and not sharded_modules(model):
-        shard_model(model, together.ranks)
-    parameters = count_parameters(model, together.ranks)
+    if mesh is not None and not sharded_modules(model):
+        shard_model(model, mesh.experts)
+    parameters = count_parameters(model, None if mesh is None else mesh.experts)
     console.say(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "
-        f"{str(dtype).removeprefix('torch.')}, experts by {covered}{_shared_out(together)}"
+        f"{str(dtype).removeprefix('torch.')}, experts by {covered}{'' if mesh is None else f' {mesh}'}"
     )
     if settings.precision != UNCHANGED:
         set_precision(model, settings.precision)
@@ -149,7 +152,7 @@ def _train(
     documents = max(train_rows.documents_per_row(), held_out_rows.documents_per_row())
     rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents, settings.sequence_length)
     trainer = make_trainer(
-        model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND, together
+        model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND, together, mesh
     )
     outcome, kept_in = run_to_end(trainer, folder, earlier)
     report = TrainReport(**asdict(outcome), model=kept_in)
@@ -161,16 +164,8 @@ def _on(model: str) -> str:
     return f"{shell_words('--model', model)} --data ... --out ANOTHER"
 
 
-def _shared_out(together: Together) -> str:
-    if together.ranks is None:
-        return ""
-    if together.count == 1:
-        return " on one rank"
-    return f" over {together.count} ranks, which share each batch and exchange rows by {chosen_by_auto(together.ranks)}"
-
-
 def _build_model(
-    settings: TrainSettings, tokenizer: Any, config: Any, auto: Any, trust_remote_code: bool, together: Together
+    settings: TrainSettings, tokenizer: Any, config: Any, auto: Any, trust_remote_code: bool, mesh: RankMesh | None
 ) -> Any:
     """config: of the folder that settings.model is; None for a preset. Weights that are read are this rank's; new ones
     are drawn as one process draws them, and shared out afterwards."""
@@ -179,11 +174,9 @@ def _build_model(
     if config is None:
         config = find_preset(settings.model).build(len(tokenizer), settings.sequence_length)
     elif has_weights(Path(settings.model)):
-        if together.ranks is None:
+        if mesh is None:
             return load_model(settings.model, torch.float32, trust_remote_code=trust_remote_code)
-        return load_share(
-            settings.model, torch.float32, together.ranks, trains=True, trust_remote_code=trust_remote_code
-        )
+        return load_share(settings.model, torch.float32, mesh.experts, trains=True, trust_remote_code=trust_remote_code)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     if hasattr(config, "output_router_logits"):

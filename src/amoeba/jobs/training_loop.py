@@ -47,6 +47,8 @@ from amoeba.jobs.run_folder import (
 from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.signals import stop_at_signals
 from amoeba.jobs.time_budget import TimeBudget
+from amoeba.parallel.mesh import RankMesh
+from amoeba.parallel.shards import local_part
 from amoeba.parallel.together import ALONE, Together
 from amoeba.shell import shell_command, shell_words
 
@@ -174,8 +176,10 @@ class WatchedTrainer(FastTrainer):
         next one is refused, and the one before it is still there, since two are kept."""
         self.run_log.check_finite(self.state.global_step)
         # a rank without experts has empty ones
-        trained = [parameter.detach() for parameter in self.run_log.trained_parameters if parameter.numel()]
-        # the largest number is a NaN or an infinity if any is
+        model: Any = self.model
+        trained = [local_part(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in trained if parameter.numel()]
+        # the largest number is a NaN or an infinity if any is; of a rank that has none it is 0
         norm = torch.nn.utils.get_total_norm(trained, math.inf).double()
         largest = float(self.together.add_up(norm, "the largest parameters"))
         if not math.isfinite(largest):
@@ -246,8 +250,9 @@ def make_trainer(
     kept: Artifact,
     command: str,
     together: Together = ALONE,
+    mesh: RankMesh | None = None,
 ) -> WatchedTrainer:
-    """together: the ranks that share each batch of settings.batch_size rows."""
+    """together: the ranks that share each batch of settings.batch_size rows. mesh: how they share the model."""
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         max_steps=steps,
@@ -297,7 +302,7 @@ def make_trainer(
         logger.info("%d routers by our kernels", found)
     trainer.data_collator = trainer.collate
     trainer.kept, trainer.command, trainer.folder, trainer.rows = kept, command, folder, rows
-    trainer.together = together
+    trainer.together, trainer.mesh = together, mesh
     trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row, together)
     trainer.watch, trainer.optimizer_states = log.watch, settings.optimizer_states
     clip = trainer.clipping()
@@ -329,7 +334,9 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -
     log = trainer.run_log
     try:
         with trainer.while_it_runs, fast_paths(trainer, log.settings.compile, log.console.say):
-            return _run_to_end(trainer, folder, earlier)
+            trainer.shard()
+            with trainer.lost_ranks_told():
+                return _run_to_end(trainer, folder, earlier)
     except NotFinite as error:
         raise trainer._diverged(error) from None
     except OSError as error:
@@ -361,7 +368,8 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
     if last is not None and step_of(last) >= trainer.args.max_steps:
         trainer.take_up(last)
     else:
-        with stop_at_signals(log):
+        # inside: who tells of a lost rank asks the others first, and the launcher's signal is not to end that
+        with stop_at_signals(log), trainer.lost_ranks_told():
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     if log.stopped_by is not None:
         again = shell_command(trainer.command, "--resume", folder)

@@ -56,9 +56,6 @@ from amoeba.phases import mark
 _BYTES_OF_TILE = 131072  # of fp32, by 16 warps: 128 bytes of bf16 of each thread are under way at once
 _MOST_LINES = 512  # of a tile, so that all programs have some of narrow rows
 _WARPS = 16
-# Programs that add up what came while a product runs beside them: a divisor of the parts in which taking is counted.
-# Not measured.
-ADDERS_BESIDE = 16
 
 
 class Push(NamedTuple):
@@ -155,32 +152,19 @@ def _copy_rows(post: Post, plan: Plan, rows: Tensor, out_RH: Tensor, comes_R: Te
 
 
 def add_rows(
-    post: Post,
-    plan: Plan,
-    channel: int,
-    rows_RH: Tensor,
-    goes_WT: Tensor,
-    out_TH: Tensor | None = None,
-    *,
-    own_alone: bool = False,
-    programs: int | None = None,
+    post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor, *, own_alone: bool = False
 ) -> Tensor:
     """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere.
 
-    out_TH: for the sums; None: memory of its own. programs: a divisor of `post.takers`; None: so many.
     own_alone: rows_RH has those of this rank's tokens and no others.
     """
-    tokens, width, programs = goes_WT.shape[1], rows_RH.shape[1], programs or post.takers
-    if post.takers % programs:
-        raise bad_value("programs", f"a divisor of {post.takers}", programs, "leave it out")
+    tokens, width = goes_WT.shape[1], rows_RH.shape[1]
     wait_for_all(post, channel)
-    if out_TH is None:
-        out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
-    _add_rows[(programs,)](
+    out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
+    _add_rows[(post.takers,)](
         rows_RH, goes_WT, out_TH, plan.back, post.addresses, post.trouble, post.cell_at[channel],
-        post.cell_size[channel], tokens, post.rank, post.takers // programs, OWN_ALONE=own_alone,
-        WIDE=rows_RH.dtype == torch.float64, TELLS=post.reaches, **_tile(rows_RH, width), **post.constants(channel),
-        num_warps=_WARPS,
+        post.cell_size[channel], tokens, post.rank, OWN_ALONE=own_alone, WIDE=rows_RH.dtype == torch.float64,
+        TELLS=post.reaches, **_tile(rows_RH, width), **post.constants(channel), num_warps=_WARPS,
     )  # fmt: skip
     return out_TH
 
@@ -373,9 +357,9 @@ def _take_rows(
 
 
 @quick
-@triton.jit(do_not_specialize=["tokens", "rank", "parts"])
+@triton.jit(do_not_specialize=["tokens", "rank"])
 def _add_rows(
-    rows_RH, goes_WT, out_TH, places, addresses, trouble, cell_at, cell_size, tokens, rank, parts,
+    rows_RH, goes_WT, out_TH, places, addresses, trouble, cell_at, cell_size, tokens, rank,
     OWN_ALONE: tl.constexpr, WIDE: tl.constexpr, TELLS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
@@ -399,4 +383,4 @@ def _add_rows(
             total = tl.where(lost, float("nan"), total)
             tl.store(out_TH + at, total.to(out_TH.dtype.element_ty), mask=inside)
     for step in range(1, RANKS if TELLS else 1):
-        add_parts(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS), parts)
+        add_one(counter_of(addresses, (rank + step) % RANKS, rank, TAKEN, CHANNEL, RANKS))

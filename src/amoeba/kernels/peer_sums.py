@@ -8,13 +8,10 @@ H columns · W ranks
 
 A rank's sum of a token is rounded to the dtype of the rows, and those of the ranks are added in their order in fp32:
 the bits of `combine`, then `push_rows` and `add_rows`. What arrived and what was taken is counted as these count it, so
-one rank may do one and another the other. Sums that are sent while a product runs beside them are made by few programs,
-which go through the tokens in turns: they take some multiprocessors, and leave the others to the product.
+one rank may do one and another the other.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,40 +26,15 @@ from amoeba.kernels.peer_post import SUMS, Plan, Post
 from amoeba.kernels.peer_rows import is_aligned, rows_at, wait_for_all
 
 
-class Few(NamedTuple):
-    """How few programs make sums: how many, of how many tokens at once, with how many warps. One has the registers of
-    a multiprocessor, and 128 KiB of bf16 on their way (H=2048, K=8). Not measured."""
-
-    programs: int = 24
-    tokens: int = 8
-    warps: int = 16
-
-
-FEW = Few()
-
-
 def send_sums(
-    post: Post,
-    plan: Plan,
-    rows_NH: Tensor,
-    slot_row_RK: Tensor,
-    weight_RK: Tensor | None,
-    comes_R: Tensor,
-    few: Few | None = None,
+    post: Post, plan: Plan, rows_NH: Tensor, slot_row_RK: Tensor, weight_RK: Tensor | None, comes_R: Tensor
 ) -> None:
-    """comes_R: of tokens that have no expert here nothing is written. few: by so few programs; None: by many."""
+    """comes_R: of tokens that have no expert here nothing is written."""
     hidden, top_k = rows_NH.shape[1], slot_row_RK.shape[1]
     at_once, block = combine_block(hidden, top_k)
     tokens = max((place.stop - place.start for place in plan.places), default=0)
     wait_for_room(post, SUMS)
-    if tokens and post.count > 1 and few is not None:
-        _send_sums_in_turns[(few.programs if rows_NH.is_cuda else 2,)](
-            rows_NH, slot_row_RK, weight_RK, comes_R, plan.back, post.addresses, post.cell_at[SUMS],
-            post.cell_size[SUMS], slot_row_RK.numel(), post.rank, K=top_k, H=hidden, ROW_STRIDE=rows_NH.stride(0),
-            HAS_WEIGHT=weight_RK is not None, AT_ONCE=at_once, BLOCK_T=few.tokens, BLOCK=block,
-            ALIGNED=is_aligned(rows_NH, hidden), RANKS=post.count, num_warps=few.warps,
-        )  # fmt: skip
-    elif tokens and post.count > 1:
+    if tokens and post.count > 1:
         _send_sums[(tokens * cdiv(hidden, block), post.count - 1)](
             rows_NH, slot_row_RK, weight_RK, comes_R, plan.back, post.addresses, post.cell_at[SUMS],
             post.cell_size[SUMS], slot_row_RK.numel(), post.rank, K=top_k, H=hidden, ROW_STRIDE=rows_NH.stride(0),
@@ -111,38 +83,6 @@ def _send_sums(
                 first + token, program % COLUMN_BLOCKS, rows, slot_row, weight, out, num_rows, K, H, ROW_STRIDE, H,
                 HAS_WEIGHT, AT_ONCE, BLOCK,
             )  # fmt: skip
-
-
-@quick
-@triton.jit(do_not_specialize=["num_rows", "rank"])
-def _send_sums_in_turns(
-    rows, slot_row, weight, comes_R, places, addresses, cell_at, cell_size, num_rows, rank,
-    K: tl.constexpr, H: tl.constexpr, ROW_STRIDE: tl.constexpr, HAS_WEIGHT: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Each number as `sum_of_slots` makes it: in fp32, in the order of k."""
-    COLUMN_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
-    for step in range(1, RANKS):
-        dest = (rank + step) % RANKS
-        first, count = tl.load(places + dest), tl.load(places + 2 * RANKS + dest)
-        cell = rows_at(tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size, rows, ALIGNED)
-        blocks = tl.cdiv(count.to(tl.int32), BLOCK_T) * COLUMN_BLOCKS
-        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            t = (block // COLUMN_BLOCKS * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
-            column = (block % COLUMN_BLOCKS * BLOCK + tl.arange(0, BLOCK))[None, :]
-            comes = tl.load(comes_R + first + t, mask=t < count, other=0) != 0
-            total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
-            for at in range(0, K, AT_ONCE):
-                for k in tl.static_range(AT_ONCE):  # unrolled: the loads do not wait for one another
-                    slot = (first + t) * K + at + k
-                    row = tl.load(slot_row + slot, mask=comes & (at + k < K), other=num_rows).to(tl.int64)
-                    real = row < num_rows  # a sentinel has none
-                    place = rows + row * ROW_STRIDE + column
-                    values = tl.load(place, mask=real & (column < H), other=0.0).to(tl.float32)
-                    if HAS_WEIGHT:
-                        values *= tl.load(weight + slot, mask=real, other=0.0).to(tl.float32)
-                    total += values
-            tl.store(cell + t * H + column, total.to(rows.dtype.element_ty), mask=comes & (column < H))
 
 
 @quick

@@ -9,8 +9,6 @@ program that finds no place begins when they are through, with its whole share l
 several for each multiprocessor, with fewer tiles each, and whichever is free takes the next. A tile is computed as
 before, so the bits are the same.
 
-A product in two parts that run next to each other has its programs divided between them (`in_parts`).
-
 Shares may also halve: the first programs have half of the tiles together, the next ones a quarter, and so on, the last
 ones as much as those before. Then fewer programs end closer together. Of the products in bf16 and fp16 alone, and only
 where it is asked for: not measured yet.
@@ -18,8 +16,6 @@ where it is asked for: not measured yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -27,9 +23,7 @@ import torch
 # Programs of a multiprocessor, one after the other, where it is shared. Of 1, 4, 8 and 16: docs/log.md, 2026-11-16.
 TURNS_SHARED = 8
 HALVINGS_SHARED = 0
-# Parts of a product that run next to each other, where it is in parts.
-PARTS = 2
-_turns, _halvings, _parts = 1, 0, 1
+_turns, _halvings = 1, 0
 
 
 @cache
@@ -53,19 +47,8 @@ def share_the_gpu(shared: bool = True, halvings: int | None = None) -> None:
     _turns, _halvings = (TURNS_SHARED, HALVINGS_SHARED if halvings is None else halvings) if shared else (1, 0)
 
 
-@contextmanager
-def in_parts() -> Iterator[None]:
-    """What is launched inside is one of several parts of a product, which run next to each other."""
-    global _parts
-    _parts = PARTS
-    try:
-        yield
-    finally:
-        _parts = 1
-
-
 def programs(device: torch.device) -> int:
-    return multiprocessors(device) * max(_turns // _parts, 1)
+    return multiprocessors(device) * _turns
 
 
 def programs_in_halves(device: torch.device) -> int:

@@ -36,6 +36,7 @@ from amoeba.lora.experts_lora import SHARED_A, ExpertsLora, stored_tensors
 from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
 from amoeba.lora.targets import routers_of
 from amoeba.parallel.sharded import ShardedExperts, gather_share
+from amoeba.parallel.shards import copy_here, whole
 from amoeba.weights import LoraFactors
 
 
@@ -52,14 +53,16 @@ def save(model: nn.Module, folder: str | Path) -> None:
 def adapter_of(model: nn.Module) -> Adapter | None:
     """What `save` writes. Over ranks each sends its factors to the first; None elsewhere."""
     state = attached_to(model)
+    others = linears.tensors_of(state.linears)
+    others |= {f"{linears.PREFIX}{name}": tensor for name, tensor in whole_tensors(model, state).items()}
+    others = {name: whole(tensor) for name, tensor in others.items()}
     experts = {name: _whole_factors(model.get_submodule(name), layer) for name, layer in state.experts.items()}
     if None in experts.values():
         return None
     layouts = [state.layouts[name] for name in state.experts] or list(state.layouts.values())
-    whole = {f"{linears.PREFIX}{name}": tensor for name, tensor in whole_tensors(model, state).items()}
     return Adapter(
         experts={name: factors for name, factors in experts.items() if factors is not None},
-        others=linears.tensors_of(state.linears) | whole,
+        others=others,
         config=state.config,
         gated=all(layout.gated for layout in layouts),
         interleaved=any(layout.interleaved for layout in layouts),
@@ -75,9 +78,9 @@ def _whole_factors(module: Any, layer: ExpertsLora) -> LoraFactors | None:
         return factors
     found: dict[str, Tensor] = {}
     for name, share in stored_tensors(factors).items():
-        whole = gather_share(share.detach().cpu(), placed.owners, placed.ranks, f"factors {name}")
-        if whole is not None:
-            found[name] = whole
+        gathered = gather_share(whole(share).cpu(), placed.owners, placed.ranks, f"factors {name}")
+        if gathered is not None:
+            found[name] = gathered
     shared = found.pop(SHARED_A, None)
     if shared is not None:
         found |= {"gate_lora_a": shared, "up_lora_a": shared}
@@ -143,7 +146,7 @@ def _fill(model: nn.Module, state: Attached, adapter: Adapter, folder: str | Pat
                 "the adapter is another model's, or was trained with another rank or other targets",
             )
     for name, tensor in ours.items():
-        tensor.copy_(theirs[name])
+        copy_here(tensor, theirs[name])
 
 
 def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[list[str], list[str]]:

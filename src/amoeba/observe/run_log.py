@@ -101,9 +101,11 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_bytes())
     except ValueError as error:
-        raise bad_value(str(path), "a JSON object", f"what is not JSON ({error})", "mend or remove the file") from None
+        raise bad_value(
+            str(path), "a JSON object", f"what is not JSON ({error})", "correct or remove the file"
+        ) from None
     if not isinstance(found, dict):
-        raise bad_value(str(path), "a JSON object", f"a {type(found).__name__}", "mend or remove the file")
+        raise bad_value(str(path), "a JSON object", f"a {type(found).__name__}", "correct or remove the file")
     return found
 
 

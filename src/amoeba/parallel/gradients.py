@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import is_own
+from amoeba.parallel.shards import is_shard
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
@@ -69,14 +70,14 @@ def _square(parameters: list[nn.Parameter]) -> Tensor:
 
 def _is_apart(parameter: Tensor) -> bool:
     """Whether ranks have different parts of it: experts of their own, or shards, which FSDP adds up itself."""
-    return is_own(parameter) or hasattr(parameter, "to_local")
+    return is_own(parameter) or is_shard(parameter)
 
 
 def _here(parameter: Tensor) -> tuple[Tensor, int]:
     """What of the gradient is in this rank's memory, and how many ranks have that same part."""
     gradient: Any = parameter.grad
     assert gradient is not None
-    if not hasattr(gradient, "to_local"):  # a DTensor has it
+    if not is_shard(gradient):
         return gradient, 1
     mesh = gradient.device_mesh
     copies = math.prod(mesh.size(place) for place, each in enumerate(gradient.placements) if each.is_replicate())

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +107,11 @@ class Ranks:
         """Whether numbers of the host travel without a GPU."""
         return "cpu" in self._backends
 
+    @property
+    def has_own_gpu(self) -> bool:
+        """Whether tensors on GPUs travel by NCCL, which does not let two ranks share one."""
+        return self._backends.get("cuda") == "nccl"
+
     def post(self, about: str, text: str) -> list[str]:
         """What each rank has to say about something, by way of the group's store: said once, and read at any time."""
         store, keys = default_store(), [f"amoeba {about} {self._members} {name}" for name in self._names]
@@ -126,6 +133,16 @@ class Ranks:
             f"rank {self._names[self.rank]} waited {self.deadline:g} s on its device for {what}, from {who.rstrip('.')}"
             f"; {seen}. {_advice([name])}"
         )
+
+    @contextmanager
+    def told_of(self, what: str) -> Iterator[None]:
+        """Inside, others wait for these ranks, as FSDP2 does. What fails of that is told as of a wait of our own."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RankLost) or not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+                raise
+            raise RankLost(self._told(what, None, error)) from error
 
     def leave_word(self, text: str) -> None:
         """For the others, who will wait for this rank in vain."""
@@ -161,7 +178,7 @@ class Ranks:
         except RuntimeError as error:
             raise RankLost(self._told(what, time.monotonic() - began, error)) from error
 
-    def _told(self, what: str, seconds: float, error: RuntimeError) -> str:
+    def _told(self, what: str, seconds: float | None, error: RuntimeError) -> str:
         name = self._names[self.rank]
         missing, elsewhere = self._others(what)
         failed = self._failed()
@@ -178,8 +195,9 @@ class Ranks:
         said = re.sub(r"^\[.*?\] ", "", one_line(error)).partition(". ")[0]
         reason = f"; the connection says: {said[:200]}" if dead else ""
         suspects = list(failed) or missing or list(elsewhere) or self._names
+        waited = "" if seconds is None else f" {seconds:.1f} s"
         return (
-            f"rank {name} waited {seconds:.1f} s (deadline {self.deadline:g} s) for {what}, "
+            f"rank {name} waited{waited} (deadline {self.deadline:g} s) for {what}, "
             f"exchange {self._exchanges}, from {whom.rstrip('.')}{reason}. "
             f"{_advice(suspects)}"
         )
@@ -202,11 +220,12 @@ class Ranks:
         # the store may be gone together with the rank that kept it
         with contextlib.suppress(RuntimeError, ValueError):
             store = default_store()
-            store.set(f"amoeba waits {self._members} {self._names[self.rank]}", mine)
+            for about in (self._members, "anywhere"):
+                store.set(f"amoeba waits {about} {self._names[self.rank]}", mine)
             ends = time.monotonic() + _SECONDS_FOR_NOTES
             while len(notes) < len(others) and time.monotonic() < ends:
-                for name in others:
-                    key = f"amoeba waits {self._members} {name}"
+                for name, about in itertools.product(others, (self._members, "anywhere")):  # also in other groups
+                    key = f"amoeba waits {about} {name}"
                     if name not in notes and store.check([key]):
                         notes[name] = store.get(key).decode()
                 time.sleep(0.05)

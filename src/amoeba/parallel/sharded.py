@@ -29,7 +29,6 @@ from amoeba.parallel.ranks import Ranks
 from amoeba.weights import AnyExperts, ExpertWeights, LoraFactors
 
 Tokens = Literal["own", "same"]
-Overlap = bool | Literal["beside"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +46,7 @@ class ShardedExperts:
                other between the passes, as in a CUDA graph; all ranks' rows are then so many, most of them maybe empty.
     most_rows: of slots with an expert here, in any pass. With it `peers` has buffers between the products of that size,
                and not of one row for each slot of all ranks' tokens; more are an error, and are never dropped.
-    overlap:   with `peers`, rows travel by the copy engines of the GPU while own rows are computed. "beside": others'
-               rows are also computed next to own ones, and sums made for their ranks, by few programs meanwhile.
+    overlap:   with `peers`, rows travel by the copy engines of the GPU while own rows are computed.
     straight:  with `peers` and `triton`, sums for other ranks are written into their memory and not first into this
                rank's; None: where there are many rows. No bit changes.
     """
@@ -61,7 +59,7 @@ class ShardedExperts:
     local_backend: str = "auto"
     most_tokens: int | None = None
     most_rows: int | None = None
-    overlap: Overlap = False
+    overlap: bool = False
     straight: bool | None = None
 
     placement = "ranks"
@@ -69,8 +67,6 @@ class ShardedExperts:
     def __post_init__(self) -> None:
         if self.tokens not in get_args(Tokens):
             raise bad_value("tokens", "own or same", repr(self.tokens), "own: each rank has its own batch")
-        if self.overlap not in (False, True, "beside"):
-            raise bad_value("overlap", "True, False or beside", repr(self.overlap), "False: rows are waited for")
         if self.owners.ranks != self.ranks.count:
             expected = f"owners among the {self.ranks.count} ranks of the group"
             raise bad_value("owners", expected, f"{self.owners.ranks} ranks", "make them with Owners.even(E, W)")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
+from amoeba.files import model_folder
 from amoeba.integrations.experts_module import experts_modules, hand_over, layout_of, router_matrix
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.machine import available_memory, total_memory
@@ -156,8 +157,10 @@ def attach(
         got = "no vram" if vram is None else f"miss={miss!r}"
         raise bad_value("prefetch", "vram beside it, and misses that are moved", got, "leave it out")
     home_of(vram)
-    loaded = model if isinstance(model, nn.Module) else None
-    source = _source_of(model if loaded is None else store or getattr(loaded, "name_or_path", ""))
+    if isinstance(model, nn.Module):
+        loaded, source = model, model_folder(str(store or getattr(model, "name_or_path", "")))
+    else:
+        loaded, source = None, model_folder(model)
     opened = open_store(source, trust_remote_code=trust_remote_code)
     closing: Store | ExpertMemory | DeviceMemory = opened
     try:
@@ -219,14 +222,6 @@ def _ways(
 
 def _router(model: nn.Module, entry: LayerEntry) -> Tensor | None:
     return router_matrix(model.get_submodule(entry.name.rpartition(".")[0]), entry.experts, entry.hidden)
-
-
-def _source_of(path: Any) -> Path:
-    source = Path(path).expanduser()
-    if not str(path) or not source.is_dir():
-        remedy = "download a model of the hub first: hf download NAME --local-dir FOLDER"
-        raise bad_value("MODEL", "a folder, to read experts from", repr(str(path)), remedy)
-    return source
 
 
 def _shapes(store: Store) -> list[LayerShape]:

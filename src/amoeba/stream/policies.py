@@ -133,5 +133,5 @@ DEFAULT_POLICY = LFRU.name
 
 def make_policy(name: str) -> Policy:
     if name not in POLICIES:
-        raise bad_value("policy", f"one of {', '.join(POLICIES)}", repr(name), f"{DEFAULT_POLICY} is the default")
+        raise bad_value("policy", f"one of {', '.join(POLICIES)}", repr(name), f"the default is {DEFAULT_POLICY}")
     return POLICIES[name]()

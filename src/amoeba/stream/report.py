@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from amoeba.errors import counted
 from amoeba.stream.sizes import show_size
 
 
@@ -12,6 +13,10 @@ from amoeba.stream.sizes import show_size
 class Bandwidth:
     bytes_per_second: float
     source: Literal["measured now", "measured before", "seen in this run"]
+
+
+def _show(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,12 @@ class PartOfRun:
 
     def __str__(self) -> str:
         bound = "disk" if self.disk_seconds >= self.link_seconds else "link"
-        floor = f"no less than {self.floor_seconds:.3g} s by the {bound}" if self.floor_seconds else "nothing was moved"
+        floor = (
+            f"no less than {_show(self.floor_seconds)} by the {bound}" if self.floor_seconds else "nothing was moved"
+        )
         return (
-            f"{self.name}: {self.tokens} tokens in {self.seconds:.3g} s ({self.tokens_per_second:.1f}/s), "
-            f"waited {self.waited_seconds:.3g} s; {floor}"
+            f"{self.name}: {counted(self.tokens, 'token')} in {_show(self.seconds)} ({self.tokens_per_second:.1f}/s), "
+            f"waited {_show(self.waited_seconds)}; {floor}"
         )
 
 

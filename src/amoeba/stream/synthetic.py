@@ -56,7 +56,8 @@ def synthetic_trace(locality: Locality, layers: Sequence[LayerShape], tokens: in
     shares_are_right = 0 <= locality.next_token <= locality.within_window <= 1
     if not (shares_are_right and 0 <= locality.skew <= _MOST_SKEW and locality.drift >= 0):
         wanted = f"0 <= next_token <= within_window <= 1, 0 <= skew <= {_MOST_SKEW}, drift >= 0"
-        raise bad_value("locality", wanted, tuple(locality), "the selections of the token before are in the window too")
+        got = ", ".join(f"{name}={value:g}" for name, value in locality._asdict().items())
+        raise bad_value("locality", wanted, got, "the selections of the token before are in the window too")
     if tokens < 1:
         raise bad_value("tokens", "at least 1", tokens, "a few hundred show what a cache does")
     check_layers(layers)

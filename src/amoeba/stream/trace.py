@@ -174,7 +174,7 @@ def _read_first_line(path: Path, line: bytes) -> tuple[tuple[LayerShape, ...], i
         version, tokens = header["version"], header["tokens"]
         layers = tuple(LayerShape(**layer) for layer in header["layers"])
     except (ValueError, KeyError, TypeError):
-        raise _no_trace(path, repr(line[:40])) from None
+        raise _no_trace(path, f"a file that begins with {line[:40]!r}") from None
     if version != VERSION:
         raise bad_value(str(path), f"a trace of version {VERSION}", version, "record it again, or update aMoEba")
     check_layers(layers)

@@ -74,7 +74,7 @@ class Task(NamedTuple):
 
 class Counter(NamedTuple):
     """
-    rows (a row tile):   its tiles of dA', its row pass, its tiles of dx: the seeds' tQS.
+    rows (a row tile):   its tiles of dA', its row pass, its tiles of dx: FlashMoE's tQS.
     expert:              row passes of an expert.
     down:                tasks of an expert's gradient of down, where dx is written over what they read.
     tokens (a block):    1 as soon as its dx is combined.
@@ -130,7 +130,7 @@ class Graph(Reach):
         super().__init__(rank, rows, sizes, tiling, remote)
         self.router = router
 
-    # --- sizes, by the seeds' names ---
+    # --- sizes, by FlashMoE's names ---
 
     @property
     def tN(self) -> int:
@@ -147,7 +147,7 @@ class Graph(Reach):
 
     @property
     def complete(self) -> int:
-        """And after its last tile of dx: the seeds' tN + tNx, with the row pass."""
+        """And after its last tile of dx: FlashMoE's tN + tNx, with the row pass."""
         return self.tN + 1 + self.tNx
 
     @property

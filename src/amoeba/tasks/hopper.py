@@ -22,7 +22,7 @@ from amoeba.config import Activation
 from amoeba.kernels.activate import WIDEST_BACKWARD
 from amoeba.kernels.activation import constants
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.product_kernel import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, Constants
+from amoeba.kernels.hopper.product_kernel import BLOCK_K, BLOCK_M, BLOCK_N, Constants
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.programs import multiprocessors
 from amoeba.kernels.row_tiles import column_block
@@ -69,9 +69,6 @@ class Plan:
     HALVES: bool = False
     BUNDLED: bool = False
     IN_PLACE: bool = False
-    FILL_TURNS: bool = False
-    WEIGHT_TURNS: bool = False
-    PRODUCT_TURNS: bool = False
 
     @property
     def J(self) -> int:
@@ -95,11 +92,6 @@ class Plan:
     def ROW_COUNTERS(self) -> int:
         """Behind the ticket: the experts' counters; where dx is in place, those of their gradients of down."""
         return 1 + self.EXPERTS * (2 if self.IN_PLACE else 1)
-
-    @property
-    def WHOLE_TURNS(self) -> bool:
-        """Of the ring, all tiles of products."""
-        return self.H % (STAGES * BLOCK_K) == self.J % (STAGES * BLOCK_K) == 0
 
     @property
     def H_TILES(self) -> int:
@@ -188,11 +180,6 @@ class Plan:
     def BLOCK(self) -> int:
         """Columns of a line of the row pass, those of `activate_backward`."""
         return column_block(self.I, WIDEST_BACKWARD)
-
-    @property
-    def WIDE_LAYOUT(self) -> Any:
-        """Of both halves of the gathered rows of a weight's gradient, as they lie one behind the other."""
-        return shared_layout((BLOCK_K, BLOCK_M), torch.bfloat16)
 
     @property
     def LINES(self) -> int:
@@ -336,7 +323,6 @@ def plan_of(
 ) -> Plan:
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
     flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place}
-    flags |= {"FILL_TURNS": order.fill_turns, "WEIGHT_TURNS": order.weight_turns, "PRODUCT_TURNS": order.product_turns}
     return replace(plan, TOKENS=order.tokens, BUNDLED=bundled, **flags)  # type: ignore[arg-type]
 
 

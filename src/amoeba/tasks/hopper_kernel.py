@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from amoeba.kernels.hopper.descriptor import reinterpret
-from amoeba.kernels.hopper.product_fill import row_pointers
+from amoeba.kernels.hopper.product_fill import fill_product, row_pointers
 from amoeba.kernels.launch import quick
 from amoeba.tasks.clock import note_task, now
 from amoeba.tasks.decoder import (
@@ -63,7 +63,6 @@ from amoeba.tasks.hopper_arrivals import (
     wait_for_tile,
     wait_until_taken,
 )
-from amoeba.tasks.hopper_fill import fill_gradients, fill_tile
 from amoeba.tasks.hopper_queue import (
     BLOCK_K,
     BLOCK_M,
@@ -83,7 +82,7 @@ from amoeba.tasks.hopper_queue import (
     wait_for_tokens,
 )
 from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines, fill_tokens
-from amoeba.tasks.hopper_tiles import multiply, pass_over, sum_tile
+from amoeba.tasks.hopper_tiles import fill_gradients, multiply, pass_over, sum_tile
 from amoeba.tasks.own_first import own_tiles_first
 
 
@@ -168,14 +167,14 @@ def _produce(
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
         if kind == DOWN:
             pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
-            count = fill_tile(
+            count = fill_product(
                 dh_rows_desc, down_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.H,
-                PLAN.I, True, PLAN,
+                PLAN.I, PLAN.I, True, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif kind == UP:
-            count = fill_tile(
+            count = fill_product(
                 dh_rows_desc, gate_up_desc, dy, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.J,
-                PLAN.H, False, PLAN,
+                PLAN.H, PLAN.H, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif kind == DOWN_WEIGHTS:
             count = fill_gradients(

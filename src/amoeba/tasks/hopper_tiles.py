@@ -1,26 +1,19 @@
 """The products of the kernel for Hopper: a task's tiles of dA', of dx and of weights' gradients, and their stages.
 
-See `amoeba.tasks.hopper_kernel`. The tiles are the functions of the kernels that do nothing else. By turns (see
-`Order.product_turns`) each stage of the ring has code of its own; products and sums come in the same order.
+See `amoeba.tasks.hopper_kernel`. The tiles are the functions of the kernels that do nothing else.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from amoeba.kernels.hopper.gradient import store_gradient, sum_stage
+from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
 from amoeba.kernels.hopper.product_kernel import multiply_stage
 from amoeba.kernels.hopper.product_store import column_parts, store_tile
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.decoder import DOWN, DOWN_WEIGHTS
-from amoeba.tasks.hopper_fill import place_in_turn
 from amoeba.tasks.hopper_queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, is_there, take, tell
 
 # A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
@@ -29,23 +22,25 @@ TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 
 @gluon.jit
-def _stage(acc, left, right, full, empty, stage, parity, add, more, gathered):
-    """`multiply_stage` and `sum_stage` of a stage that is found elsewhere. add: to acc, else it is written over.
-    gathered: some of it was written by threads, which the matrix unit reads as another party."""
-    mbarrier.wait(full.index(stage), parity)
-    if gathered:
-        fence_async_shared()
-    acc = warpgroup_mma(left, right, acc, use_acc=add, is_async=True)
-    acc = warpgroup_mma_wait(1, deps=(acc,))
-    mbarrier.arrive(empty.index((stage + STAGES - 1) & (STAGES - 1)), count=1, pred=more)
-    return acc
-
-
-@gluon.jit
-def _before_turns(stages):
-    """Of a tile's stages those that are not whole turns, and the first turn: where its stages lie in all others is
-    found out while these multiply. All of them where there are few."""
-    return gl.where(stages > 3 * STAGES, STAGES + stages % STAGES, stages)
+def fill_gradients(
+    right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, part, row, end, bundle,
+    WIDTH: gl.constexpr, STRIDE: gl.constexpr, WIDTH_TILES: gl.constexpr, TILES: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """The stages of a task's tiles of a weight's gradient."""
+    if PLAN.BUNDLED:
+        for tile in range(part * bundle, gl.minimum((part + 1) * bundle, TILES)):
+            h, w = grouped_order(tile, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
+            count = fill_gradient(
+                right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, PLAN.H,
+                WIDTH, PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+    else:
+        h, w = grouped_order(part, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
+        count = fill_gradient(
+            right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, PLAN.H,
+            WIDTH, PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
+    return count
 
 
 @gluon.jit
@@ -58,33 +53,14 @@ def multiply(
     row_bufs, matrix_bufs, _, _, _, _, full, empty = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)
-    if PLAN.PRODUCT_TURNS:
-        stages = depth // BLOCK_K
-        before = _before_turns(stages)
-        for at in range(0, before):
-            stage = count % STAGES
-            rows = row_bufs.index(stage).slice(WARPGROUP * 64, 64, 0)
-            parity = (count // STAGES) & 1
-            acc = _stage(acc, rows, matrix_bufs.index(stage), full, empty, stage, parity, at > 0, at > 0, kind == DOWN)
-            count += 1
-            if at == gl.minimum(TELL_AT + WARPGROUP, before - 1):
-                tell(untold, counters, PLAN)
-        start = count & (STAGES - 1)
-        for _ in range(before, stages, STAGES):
-            for turn in gl.static_range(STAGES):
-                stage, parity = place_in_turn(start, count, turn)
-                rows = row_bufs.index(stage).slice(WARPGROUP * 64, 64, 0)
-                acc = _stage(acc, rows, matrix_bufs.index(stage), full, empty, stage, parity, True, True, kind == DOWN)
-            count += STAGES
-    else:
-        tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
-        for k in range(0, depth, BLOCK_K):
-            acc = multiply_stage(
-                acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
-            )
-            count += 1
-            if k == tell_at:
-                tell(untold, counters, PLAN)
+    tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
+    for k in range(0, depth, BLOCK_K):
+        acc = multiply_stage(
+            acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
+        )
+        count += 1
+        if k == tell_at:
+            tell(untold, counters, PLAN)
     next_task = task
     ahead = is_there(queue, taken)
     if ahead:  # while the last stage is multiplied
@@ -125,31 +101,12 @@ def sum_tile(
     _, matrix_bufs, left_bufs, _, _, _, full, empty = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
-    if PLAN.WEIGHT_TURNS:
-        stages = gl.cdiv(end - row, BLOCK_K)
-        before = _before_turns(stages)
-        for at in range(0, before):
-            stage = count % STAGES
-            left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
-            parity = (count // STAGES) & 1
-            acc = _stage(acc, left, matrix_bufs.index(stage), full, empty, stage, parity, True, at > 0, True)
-            count += 1
-            if at == gl.minimum(TELL_AT + WARPGROUP, before - 1):
-                tell(untold, counters, PLAN)
-        start = count & (STAGES - 1)
-        for _ in range(before, stages, STAGES):
-            for turn in gl.static_range(STAGES):
-                stage, parity = place_in_turn(start, count, turn)
-                left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
-                acc = _stage(acc, left, matrix_bufs.index(stage), full, empty, stage, parity, True, True, True)
-            count += STAGES
-    else:
-        tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
-        for first in range(row, end, BLOCK_K):
-            acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
-            count += 1
-            if (first <= tell_at) & (tell_at < first + BLOCK_K):
-                tell(untold, counters, PLAN)
+    tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
+    for first in range(row, end, BLOCK_K):
+        acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
+        count += 1
+        if (first <= tell_at) & (tell_at < first + BLOCK_K):
+            tell(untold, counters, PLAN)
     ahead = last & is_there(queue, taken)
     if ahead:
         next_task = take(queue, taken)

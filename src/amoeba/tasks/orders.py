@@ -31,9 +31,6 @@ class Order(NamedTuple):
     behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
     mixed, in_place: as in `Tiling`.
     tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
-    fill_turns: whole turns of the ring are filled by code for each of their stages: those of products where a tile is
-            whole turns (H a multiple of 256, I of 128), those of gradients where H is a multiple of 128.
-    weight_turns, product_turns: whole turns behind a tile's first one are multiplied by code for each of their stages.
     """
 
     ahead: bool = False
@@ -43,9 +40,6 @@ class Order(NamedTuple):
     mixed: bool = False
     tokens: int = 32
     in_place: bool = False
-    fill_turns: bool = False
-    weight_turns: bool = False
-    product_turns: bool = False
 
 
 # N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
@@ -65,14 +59,6 @@ ORDERS = {
     "small tokens": _SMALL._replace(tokens=8),
     "small bundles": _SMALL._replace(stages=8),
     "small lean": _SMALL._replace(in_place=True),
-    "fills": Order(fill_turns=True),
-    "weight turns": Order(fill_turns=True, weight_turns=True),
-    "turns": Order(fill_turns=True, weight_turns=True, product_turns=True),
-    "small fills": _SMALL._replace(fill_turns=True),
-    "small weight turns": _SMALL._replace(fill_turns=True, weight_turns=True),
-    "small turns": _SMALL._replace(fill_turns=True, weight_turns=True, product_turns=True),
-    "small full turns": _SMALL._replace(fill_turns=True, weight_turns=True, product_turns=True, halves=False),
-    "lean turns": Order(fill_turns=True, weight_turns=True, product_turns=True, in_place=True),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 

@@ -51,7 +51,7 @@ def _config(model: str) -> Any:
             "--model",
             f"a folder with a config.json, or one of {', '.join(PRESETS)}",
             repr(model),
-            "mend the path, or give the sizes: --shape T,H,I,E,K",
+            "correct the path, or give the sizes: --shape T,H,I,E,K",
         )
     check_json(path)
     return load_config(model)

@@ -45,10 +45,8 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "peers": {"transport": "peers"},
     "peers, sums by rows": {"transport": "peers", "straight": False},
     "peers, overlapped": {"transport": "peers", "overlap": True},
-    "peers, beside": {"transport": "peers", "overlap": "beside"},
     "peers, fixed room": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15},
     "peers, fixed room, overlapped": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15, "overlap": True},
-    "peers, fixed room, beside": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15, "overlap": "beside"},
     "peers, fixed room, tasks": {
         "transport": "peers",
         "most_tokens": 1.0,
@@ -57,7 +55,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     },  # the scheduled backward, whose tasks send rows and sums
 }
 # What of a name says that something is computed while rows travel.
-HIDING = (", overlapped", ", beside", ", tasks")
+HIDING = (", overlapped", ", tasks")
 # Rows there and back and their gradients, with nothing computed; behind the name that of the exchange.
 BARE = "exchange alone: "
 # Until a rank gives up: compiling kernels takes some seconds.

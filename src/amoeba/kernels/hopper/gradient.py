@@ -28,11 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.gradient_rounds import fill_rounds, sum_rest, sum_turns, whole_turns
-from amoeba.kernels.hopper.product_kernel import Constants
-from amoeba.kernels.hopper.product_store import column_parts, wait_for_buffer
-from amoeba.kernels.hopper.ways import GradientWays, gradient_ways
+from amoeba.kernels.hopper.descriptor import bulk_load, descriptor, gather, shared_layout
+from amoeba.kernels.hopper.gradient_rounds import consume_rounds, fill_rounds
+from amoeba.kernels.hopper.gradient_store import place_of_turn, store_gradient
+from amoeba.kernels.hopper.ways import gradients_by_rounds
 from amoeba.kernels.launch import quick
 from amoeba.kernels.programs import programs
 
@@ -43,31 +42,10 @@ GROUP = 8
 
 
 @gluon.jit
-def _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexpr):
-    """Expert, tile along H and along W, and the expert's rows, of a multiprocessor's turn-th tile.
-
-    Experts come by falling number of rows, and every second turn runs backwards: so each multiprocessor gets its share
-    of the long and of the short ones. In the last turn there may be no tile for it: no rows then, and `tile` says so.
-    """
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    tile = turn * programs + (program if turn % 2 == 0 else programs - 1 - program)
-    inside = gl.minimum(tile, tiles - 1)
-    expert = gl.load(heaviest_E + inside // (h_tiles * w_tiles))
-    inside = inside % (h_tiles * w_tiles)
-    group = inside // (GROUP * w_tiles)
-    height = gl.minimum(h_tiles - group * GROUP, GROUP)
-    inside = inside % (GROUP * w_tiles)
-    start = gl.load(offs_E + expert - 1, mask=expert > 0, other=0)
-    end = gl.load(offs_E + expert)
-    return tile, expert, group * GROUP + inside % height, inside // height, start, gl.where(tile < tiles, end, start)
-
-
-@gluon.jit
 def _produce(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, WAYS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr,
     BLOCK_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
@@ -76,8 +54,8 @@ def _produce(
     tiles = experts * h_tiles * w_tiles
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
-        _, _, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        if WAYS.ROUNDS:
+        _, _, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        if TOP_K > 0:
             count = fill_rounds(
                 right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, count, h, w, start, end,
                 width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT,
@@ -139,9 +117,9 @@ def _copy_last_rows(source, stride, column, width, row, end, buffer):
 def _consume_tiles(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of each tile along H."""
+    """... tile by tile."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
     w_tiles = gl.cdiv(width, BLOCK_W)
     tiles = experts * h_tiles * w_tiles
@@ -149,7 +127,7 @@ def _consume_tiles(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
-        tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        tile, expert, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
         acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
         for row in range(start, end, BLOCK_N):
             acc = sum_stage(acc, left_bufs, right_bufs, full, empty, count, row > start, WARPGROUP, STAGES)
@@ -158,78 +136,8 @@ def _consume_tiles(
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
         if tile < tiles:
             store_gradient(
-                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W,
-                WAYS.BUFFERS,
-            )  # fmt: skip
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _consume_rounds(
-    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
-):  # fmt: skip
-    """`_consume_tiles` by whole turns of the ring."""
-    h_tiles = gl.cdiv(hidden, BLOCK_H)
-    w_tiles = gl.cdiv(width, BLOCK_W)
-    tiles = experts * h_tiles * w_tiles
-    HALF: gl.constexpr = BLOCK_H // 2
-    TURN: gl.constexpr = STAGES * BLOCK_N
-    dtype: gl.constexpr = out.dtype.element_ty
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
-    zeros = gl.zeros((HALF, BLOCK_W), gl.float32, mma)
-    carried = column_parts(zeros, 2)[1].to(dtype)
-    carried_expert, carried_h, carried_w, phases = 0, 0, 0, 0
-    is_carried = False
-    tile, expert, h, w, start, end = _place(0, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-    for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
-        if not WAYS.PLACE:
-            tile, expert, h, w, start, end = _place(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        behind = whole_turns(start, end, BLOCK_N, STAGES)
-        turned = start
-        acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
-        if WAYS.CARRY:
-            turned = gl.minimum(start + TURN, behind)
-            acc, phases = sum_turns(
-                acc, left_bufs, right_bufs, full, empty, phases, start, start, turned, WARPGROUP, BLOCK_N, STAGES
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
             )
-            if is_carried:
-                _store_part(
-                    carried, 1, staging, out, out_desc, carried_expert, carried_h, carried_w, hidden, width, WARPGROUP,
-                    TRANSPOSED, BLOCK_H, BLOCK_W, 1,
-                )  # fmt: skip
-        acc, phases = sum_turns(
-            acc, left_bufs, right_bufs, full, empty, phases, start, turned, behind, WARPGROUP, BLOCK_N, STAGES
-        )
-        if WAYS.PLACE:  # of the next tile, while a product of this one runs
-            following = _place(turn + 1, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        acc, phases = sum_rest(
-            acc, left_bufs, right_bufs, full, empty, phases, start, behind, end, WARPGROUP, BLOCK_N, STAGES
-        )
-        if WAYS.CARRY:
-            left, right = column_parts(acc, 2)
-            is_carried = tile < tiles
-            if is_carried:
-                _store_part(
-                    left, 0, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H,
-                    BLOCK_W, 1,
-                )  # fmt: skip
-            carried = right.to(dtype)
-            carried_expert, carried_h, carried_w = expert, h, w
-        elif tile < tiles:
-            store_gradient(
-                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W,
-                WAYS.BUFFERS,
-            )  # fmt: skip
-        if WAYS.PLACE:
-            tile, expert, h, w, start, end = following
-    if WAYS.CARRY:
-        if is_carried:
-            _store_part(
-                carried, 1, staging, out, out_desc, carried_expert, carried_h, carried_w, hidden, width, WARPGROUP,
-                TRANSPOSED, BLOCK_H, BLOCK_W, 1,
-            )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -237,17 +145,18 @@ def _consume_rounds(
 def _consume(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WAYS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    if WAYS.ROUNDS:
-        _consume_rounds(
+    """One warpgroup's half of each tile along H."""
+    if ROUNDS:
+        consume_rounds(
             offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
         )  # fmt: skip
     else:
         _consume_tiles(
             offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
         )  # fmt: skip
 
 
@@ -264,78 +173,26 @@ def sum_stage(acc, left_bufs, right_bufs, full, empty, count, more, WARPGROUP: g
     return acc
 
 
-@gluon.jit
-def store_gradient(
-    acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BUFFERS: gl.constexpr = 1,
-):  # fmt: skip
-    """One warpgroup's half of a tile along H, in two parts for each of its buffers, which take turns."""
-    parts = column_parts(acc, 2 * BUFFERS)
-    for part in gl.static_range(2 * BUFFERS):
-        _store_part(
-            parts[part], part, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H,
-            BLOCK_W, BUFFERS,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _store_part(
-    value, part, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr,
-    TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BUFFERS: gl.constexpr,
-):  # fmt: skip
-    first_h = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
-    first_w = w * BLOCK_W + part * (BLOCK_W // (2 * BUFFERS))
-    buffer = staging.index(WARPGROUP * BUFFERS + part % BUFFERS)
-    if TRANSPOSED:
-        turned = buffer.permute((1, 0))
-        _store(value, out, out_desc, buffer, turned, expert, first_w, width, first_h, hidden, BUFFERS - 1)
-    else:
-        _store(value, out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1)
-
-
-@gluon.jit
-def _store(value, out, out_desc, buffer, turned, expert, row, rows, column, columns, PENDING: gl.constexpr):
-    """A part of an expert's (rows, columns) to memory: by the copy engine where it is whole, else under a mask.
-
-    turned: the buffer as `value` lies. PENDING: as for `store_tile`.
-    """
-    HEIGHT: gl.constexpr = buffer.shape[0]
-    WIDTH: gl.constexpr = buffer.shape[1]
-    whole = (row + HEIGHT <= rows) & (column + WIDTH <= columns)
-    wait_for_buffer(whole, PENDING)
-    turned.store(value.to(out.dtype.element_ty))
-    if whole:
-        fence_async_shared()
-        bulk_store(out_desc, [expert * rows + row, column], buffer)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-        m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-        n = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-        pointers = out + (expert.to(gl.int64) * rows + m)[:, None] * columns + n[None, :]
-        gl.store(pointers, buffer.load(layout), mask=(m < rows)[:, None] & (n < columns)[None, :])
-
-
 @quick
 @gluon.jit
 def gradient_kernel(
     right_desc, out_desc, left, right, order, offs_E, heaviest_E, out, experts, hidden, width, left_stride,
     right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr, WAYS: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
 ):  # fmt: skip
-    """TOP_K: where it is asked for at compile time, else 0. WAYS: see `amoeba.kernels.hopper.ways`."""
+    """TOP_K: where tiles go by whole turns of the ring, else 0."""
     dtype: gl.constexpr = out.dtype.element_ty
-    if WAYS.ROUNDS:
+    if TOP_K > 0:
         left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_H], LEFT_LAYOUT)
     else:
         left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, BLOCK_H // 2], LEFT_LAYOUT)
     right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_W], RIGHT_LAYOUT)
-    PART: gl.constexpr = BLOCK_W // (2 * WAYS.BUFFERS)
     if TRANSPOSED:
-        staging = gl.allocate_shared_memory(dtype, [2 * WAYS.BUFFERS, PART, BLOCK_H // 2], OUT_LAYOUT)
+        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_W // 2, BLOCK_H // 2], OUT_LAYOUT)
     else:
-        staging = gl.allocate_shared_memory(dtype, [2 * WAYS.BUFFERS, BLOCK_H // 2, PART], OUT_LAYOUT)
-    if WAYS.ROUNDS:
+        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_H // 2, BLOCK_W // 2], OUT_LAYOUT)
+    if TOP_K > 0:
         places = gl.allocate_shared_memory(gl.uint32, [STAGES * BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
         places = left_bufs
@@ -348,43 +205,42 @@ def gradient_kernel(
         [
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0,
             )),
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WAYS,
+                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0,
             )),
             (_produce, (
                 right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
                 width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places,
-                TOP_K, WAYS, BLOCK_LAYOUT,
+                TOP_K, BLOCK_LAYOUT,
             )),
         ],
         [4, 4],
-        WAYS.REGISTERS,
+        [200, 104] if TOP_K > 0 else [208, 88],
     )  # fmt: skip
 
 
-def _staged(transposed: bool, ways: GradientWays) -> tuple[int, int]:
-    part = BLOCK_W // (2 * ways.BUFFERS)
-    return (part, BLOCK_H // 2) if transposed else (BLOCK_H // 2, part)
+def _staged(transposed: bool) -> tuple[int, int]:
+    return (BLOCK_W // 2, BLOCK_H // 2) if transposed else (BLOCK_H // 2, BLOCK_W // 2)
 
 
 @cache
-def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int) -> Any:
+def _bound(transposed: bool, dtype: torch.dtype, top_k: int) -> Any:
+    """top_k: 0 where it need not be known."""
     return gradient_kernel.bound(
         TRANSPOSED=transposed,
-        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if ways.rounds else BLOCK_H // 2), dtype),
+        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if top_k else BLOCK_H // 2), dtype),
         RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
         BLOCK_LAYOUT=shared_layout((BLOCK_N, 64), dtype),
-        OUT_LAYOUT=shared_layout(_staged(transposed, ways), dtype),
+        OUT_LAYOUT=shared_layout(_staged(transposed), dtype),
         BLOCK_H=BLOCK_H,
         BLOCK_W=BLOCK_W,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
         GROUP=GROUP,
         TOP_K=top_k,
-        WAYS=Constants(ways),
         num_warps=4,
     )
 
@@ -405,10 +261,10 @@ def weight_gradient(
     experts, hidden, width = out_EHW.shape
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
-    ways = gradient_ways(whole_tiles=hidden % BLOCK_H == 0)
-    _bound(transposed, out_EHW.dtype, ways, top_k if ways.rounds else 0)[(programs(out_EHW.device),)](
+    by_rounds = gradients_by_rounds(whole_tiles=hidden % BLOCK_H == 0)
+    _bound(transposed, out_EHW.dtype, top_k if by_rounds else 0)[(programs(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
-        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed, ways)),
+        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
         left_TH,
         right_NW,
         order_N,

@@ -1,8 +1,7 @@
 """A weight gradient's tile by whole turns of the ring of stages: which stage it is need not be computed.
 
-    phases = fill_rounds(..., phases, h, w, start, end, ...)              # the gathering warpgroup
-    acc, phases = sum_turns(acc, ..., phases, start, start, behind, ...)  # a multiplying one; the same bits
-    acc, phases = sum_rest(acc, ..., phases, start, behind, end, ...)
+    phases = fill_rounds(..., phases, h, w, start, end, ...)      # a tile's stages, by the gathering warpgroup
+    consume_rounds(...)                                           # all tiles' sums, by a multiplying one
 
 For `amoeba.kernels.hopper.gradient`. A tile begins at the first stage, whatever the one before it has left: the stages
 behind its last rows are passed over, and `phases` has the parity of each stage as a bit. Rows of whole turns come
@@ -17,11 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, gather, reinterpret
+from amoeba.kernels.hopper.gradient_store import place_of_turn, store_gradient
 
 
 @gluon.jit
@@ -105,12 +106,12 @@ def whole_turns(start, end, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def sum_turns(
-    acc, left_bufs, right_bufs, full, empty, phases, start, begin, behind, WARPGROUP: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+def _sum_turns(
+    acc, left_bufs, right_bufs, full, empty, phases, start, behind, WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """acc += leftᵀ · right over whole turns of an expert's rows; the last product is begun, the one before given back."""
-    for row in range(begin, behind, STAGES * BLOCK_N):
+    """acc += leftᵀ · right over whole turns of an expert's rows; the last product is begun."""
+    for row in range(start, behind, STAGES * BLOCK_N):
         for stage in gl.static_range(STAGES):
             more = True if stage > 0 else row > start
             acc = _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, phases, more, WARPGROUP)
@@ -119,11 +120,11 @@ def sum_turns(
 
 
 @gluon.jit
-def sum_rest(
+def _sum_rest(
     acc, left_bufs, right_bufs, full, empty, phases, start, behind, end, WARPGROUP: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """... and over the rows behind these; all is computed."""
+    """... and over the rows behind these; all is computed and given back."""
     stage = 0
     for row in range(behind, end, BLOCK_N):
         acc = _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, phases, row > start, WARPGROUP)
@@ -131,3 +132,34 @@ def sum_rest(
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=end > start)
     return acc, phases ^ ((1 << stage) - 1)
+
+
+@gluon.jit
+def consume_rounds(
+    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of each tile along H. Where the next tile lies is found while a product of this one runs."""
+    h_tiles = gl.cdiv(hidden, BLOCK_H)
+    w_tiles = gl.cdiv(width, BLOCK_W)
+    tiles = experts * h_tiles * w_tiles
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
+    phases = 0
+    tile, expert, h, w, start, end = place_of_turn(0, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+    for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
+        behind = whole_turns(start, end, BLOCK_N, STAGES)
+        acc = gl.zeros((BLOCK_H // 2, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
+        acc, phases = _sum_turns(
+            acc, left_bufs, right_bufs, full, empty, phases, start, behind, WARPGROUP, BLOCK_N, STAGES
+        )
+        following = place_of_turn(turn + 1, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        acc, phases = _sum_rest(
+            acc, left_bufs, right_bufs, full, empty, phases, start, behind, end, WARPGROUP, BLOCK_N, STAGES
+        )
+        if tile < tiles:
+            store_gradient(
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
+            )
+        tile, expert, h, w, start, end = following
+    tma.store_wait(0)

@@ -19,9 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.activation import gated, plain
 from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, row_pointers
-from amoeba.kernels.hopper.product_store import add_bias, column_parts, store_tile
+from amoeba.kernels.hopper.product_store import add_bias, column_parts, finish_tile, store_tile
 from amoeba.kernels.launch import quick
 
 # A tile, and how much of the depth one stage holds. 4 stages and the buffers of the epilogue take 224 KB of the 227.
@@ -50,8 +49,8 @@ class Plan:
     ROUNDS: bool = False
     QUARTERS: bool = False
     BRISK: bool = False
-    PLACE: bool = False
     CARRY: bool = False
+    HOLD: bool = False
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
 
     @property
@@ -61,7 +60,11 @@ class Plan:
 
     @property
     def CARRIES(self) -> bool:
-        return self.CARRY and not self.ACTIVATE
+        return self.CARRY and not self.ACTIVATE and not self.GATHER
+
+    @property
+    def HOLDS(self) -> bool:
+        return self.HOLD and self.CARRIES
 
     @property
     def PAIRED(self) -> bool:
@@ -241,58 +244,12 @@ def _multiply_tile(
 
 
 @gluon.jit
-def _finish(
-    acc, buffers, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride, out_stride,
-    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Add the bias, activate, store. A part goes through another buffer than the one before, where there are two: then
-    it waits for the one before that, and the activation is computed while two parts leave."""
-    PART: gl.constexpr = BLOCK_N // PLAN.PARTS
-    BUFFERS: gl.constexpr = PLAN.PARTS // 2
-    STORES: gl.constexpr = 3 if PLAN.KEEP else 1
-    PENDING: gl.constexpr = BUFFERS - 1
-    OWN: gl.constexpr = WARPGROUP * BUFFERS
-    column = n * PLAN.COLUMNS
-    bias_row = bias + expert.to(gl.int64) * width
-    parts = column_parts(acc, PLAN.PARTS)
-    if PLAN.PAIRED:
-        for i in gl.static_range(BUFFERS):
-            gate, up = parts[i], parts[i + BUFFERS]
-            at = column + i * PART
-            first = buffers.index(OWN + i * STORES % BUFFERS)
-            second = buffers.index(OWN + (i * STORES + 1) % BUFFERS)
-            if PLAN.BIAS:
-                gate = add_bias(gate, bias_row, at, columns, PART)
-                up = add_bias(up, bias_row + columns, at, columns, PART)
-            if PLAN.KEEP:
-                store_tile(gate, h, h_desc, first, h_stride, row, end, at, columns, 0, PENDING)
-                store_tile(up, h, h_desc, second, h_stride, row, end, at, columns, columns, PENDING)
-            a = gated(gate, up, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            store_tile(a, out, out_desc, first, out_stride, row, end, at, columns, 0, PENDING)
-    else:
-        for i in gl.static_range(PLAN.PARTS):
-            value = parts[i]
-            at = column + i * PART
-            if PLAN.BIAS:
-                value = add_bias(value, bias_row, at, width, PART)
-            if PLAN.ACTIVATE:
-                buffer = buffers.index(OWN)
-                if PLAN.KEEP:
-                    store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
-                value = plain(value, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
-            else:
-                buffer = buffers.index(OWN + i % BUFFERS)
-                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0, PENDING)
-
-
-@gluon.jit
 def _consume_whole(
     table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
     h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of each tile's rows."""
+    """... tile by tile."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
@@ -301,25 +258,17 @@ def _consume_whole(
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
-        if not PLAN.PLACE:
-            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         if PLAN.ROUNDS:
-            turned = 0
-            if PLAN.PLACE:  # while the first turn's last product runs
-                turned = STAGES * BLOCK_K
-                acc, count = _begin_rounds(
-                    acc, row_bufs, matrix_bufs, full, empty, count, 0, turned, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
-                )
-                expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
             acc, count = _begin_rounds(
-                acc, row_bufs, matrix_bufs, full, empty, count, turned, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+                acc, row_bufs, matrix_bufs, full, empty, count, 0, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
             )
             acc = _end_rounds(acc, empty, STAGES)
         else:
             acc, count = _multiply_tile(
                 acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
             )
-        _finish(
+        finish_tile(
             acc, staging, h_desc, out_desc, bias, h, out, expert, row + WARPGROUP * HEIGHT, end, n, width, columns,
             h_stride, out_stride, WARPGROUP, PLAN, BLOCK_N,
         )  # fmt: skip
@@ -332,7 +281,8 @@ def _consume_carrying(
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """`_consume` where the right half of a tile's sums is carried along, rounded, and leaves while the next one runs."""
+    """... where the right half of a tile's sums is carried along, rounded, and leaves while the next tile runs; with
+    HOLDS the left half is held as well, and leaves first."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(width, BLOCK_N)
     HEIGHT: gl.constexpr = BLOCK_M // 2
@@ -342,6 +292,7 @@ def _consume_carrying(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros((HEIGHT, BLOCK_N), gl.float32, mma)
     carried = column_parts(acc, 2)[1].to(dtype)
+    held = carried
     own = staging.index(WARPGROUP)
     carried_row, carried_end, carried_column, count = 0, 0, 0, 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
@@ -349,11 +300,20 @@ def _consume_carrying(
         acc, count = _begin_rounds(
             acc, row_bufs, matrix_bufs, full, empty, count, 0, TURN, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
+        turned = TURN
+        if PLAN.HOLDS:
+            if tile > first:
+                at = carried_column - HALF
+                store_tile(held, out, out_desc, own, out_stride, carried_row, carried_end, at, width, 0)
+            turned = gl.minimum(2 * TURN, depth)
+            acc, count = _begin_rounds(
+                acc, row_bufs, matrix_bufs, full, empty, count, TURN, turned, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+            )
         if tile > first:
             store_tile(carried, out, out_desc, own, out_stride, carried_row, carried_end, carried_column, width, 0)
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         acc, count = _begin_rounds(
-            acc, row_bufs, matrix_bufs, full, empty, count, TURN, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+            acc, row_bufs, matrix_bufs, full, empty, count, turned, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
         acc = _end_rounds(acc, empty, STAGES)
         row += WARPGROUP * HEIGHT
@@ -363,10 +323,16 @@ def _consume_carrying(
             bias_row = bias + expert.to(gl.int64) * width
             left = add_bias(left, bias_row, column, width, HALF)
             right = add_bias(right, bias_row, column + HALF, width, HALF)
-        store_tile(left, out, out_desc, own, out_stride, row, end, column, width, 0)
+        if PLAN.HOLDS:
+            held = left.to(dtype)
+        else:
+            store_tile(left, out, out_desc, own, out_stride, row, end, column, width, 0)
         carried = right.to(dtype)
         carried_row, carried_end, carried_column = row, end, column + HALF
     if first < behind:
+        if PLAN.HOLDS:
+            at = carried_column - HALF
+            store_tile(held, out, out_desc, own, out_stride, carried_row, carried_end, at, width, 0)
         store_tile(carried, out, out_desc, own, out_stride, carried_row, carried_end, carried_column, width, 0)
     tma.store_wait(0)
 
@@ -377,6 +343,7 @@ def _consume(
     h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
+    """One warpgroup's half of each tile's rows."""
     if PLAN.CARRIES:
         _consume_carrying(
             table, row_bufs, matrix_bufs, full, empty, staging, out_desc, bias, out, depth, width, out_stride,
@@ -426,5 +393,5 @@ def product_kernel(
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
-        [216, 72 if PLAN.GATHER else (40 if PLAN.ROUNDS else 24)],
+        [232 if PLAN.HOLDS else 216, 72 if PLAN.GATHER else (40 if PLAN.ROUNDS else 24)],
     )  # fmt: skip

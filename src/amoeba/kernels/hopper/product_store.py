@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from amoeba.kernels.activation import gated, plain
 from amoeba.kernels.hopper.descriptor import bulk_store
 
 
@@ -66,3 +67,49 @@ def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift,
         n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
         pointers = out + m.to(gl.int64)[:, None] * stride + (n + shift)[None, :]
         gl.store(pointers, buffer.load(layout), mask=(m < end)[:, None] & (n < width)[None, :])
+
+
+@gluon.jit
+def finish_tile(
+    acc, buffers, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride, out_stride,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Add the bias, activate, store. A part goes through another buffer than the one before, where there are two: then
+    it waits for the one before that, and the activation is computed while two parts leave."""
+    PART: gl.constexpr = BLOCK_N // PLAN.PARTS
+    BUFFERS: gl.constexpr = PLAN.PARTS // 2
+    STORES: gl.constexpr = 3 if PLAN.KEEP else 1
+    PENDING: gl.constexpr = BUFFERS - 1
+    OWN: gl.constexpr = WARPGROUP * BUFFERS
+    column = n * PLAN.COLUMNS
+    bias_row = bias + expert.to(gl.int64) * width
+    parts = column_parts(acc, PLAN.PARTS)
+    if PLAN.PAIRED:
+        for i in gl.static_range(BUFFERS):
+            gate, up = parts[i], parts[i + BUFFERS]
+            at = column + i * PART
+            first = buffers.index(OWN + i * STORES % BUFFERS)
+            second = buffers.index(OWN + (i * STORES + 1) % BUFFERS)
+            if PLAN.BIAS:
+                gate = add_bias(gate, bias_row, at, columns, PART)
+                up = add_bias(up, bias_row + columns, at, columns, PART)
+            if PLAN.KEEP:
+                store_tile(gate, h, h_desc, first, h_stride, row, end, at, columns, 0, PENDING)
+                store_tile(up, h, h_desc, second, h_stride, row, end, at, columns, columns, PENDING)
+            a = gated(gate, up, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+            store_tile(a, out, out_desc, first, out_stride, row, end, at, columns, 0, PENDING)
+    else:
+        for i in gl.static_range(PLAN.PARTS):
+            value = parts[i]
+            at = column + i * PART
+            if PLAN.BIAS:
+                value = add_bias(value, bias_row, at, width, PART)
+            if PLAN.ACTIVATE:
+                buffer = buffers.index(OWN)
+                if PLAN.KEEP:
+                    store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
+                value = plain(value, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
+            else:
+                buffer = buffers.index(OWN + i % BUFFERS)
+                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0, PENDING)

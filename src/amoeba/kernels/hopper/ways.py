@@ -1,18 +1,20 @@
-"""Ways of `amoeba.kernels.hopper.product` to the same bits.
+"""Ways of `amoeba.kernels.hopper.product` and `amoeba.kernels.hopper.gradient` to the same bits.
 
     AMOEBA_PRODUCT_WAYS=rounds amoeba bench --shape qwen3_30b --ours triton --sustained 4      # others, for one process
+    AMOEBA_GRADIENT_WAYS= amoeba bench ...                                                     # of weight gradients
 
 Where power limits a GPU, a product's time is its joules, and these spare instructions. On an H200, back to back,
 `rounds,brisk` takes 5 % less time and 5 to 8 % fewer joules for the up projection of qwen3_30b, olmoe and sonic_b, and
-nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16). The bits are the same in each (`brisk`: what
-is below 2^-126 is zero, see `amoeba.kernels.activation`).
+nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16); `rounds` of weight gradients 2 to 3 % less
+time at qwen3_30b, olmoe and dsv3, and 4 to 5 % where the GPU rests (2026-11-17). The bits are the same in each
+(`brisk`: what is below 2^-126 is zero, see `amoeba.kernels.activation`).
 """
 
 from __future__ import annotations
 
 import os
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from amoeba.errors import bad_value
 
@@ -20,7 +22,7 @@ VARIABLE = "AMOEBA_PRODUCT_WAYS"
 TAKEN = "rounds,brisk"
 # Of the weights' gradients.
 GRADIENT_VARIABLE = "AMOEBA_GRADIENT_WAYS"
-GRADIENT_TAKEN = ""
+GRADIENT_TAKEN = "rounds"
 
 
 class Ways(NamedTuple):
@@ -29,57 +31,28 @@ class Ways(NamedTuple):
               own: which stage it is and where its rows lie need not be computed.
     quarters: sums leave through two buffers in turns, and the activation is computed while the first ones leave.
     brisk:    a sigmoid of five instructions.
-    place:    with rounds: where a tile lies is found while its last product runs, not before its first one.
-    carry:    with rounds and without quarters, where nothing is activated: half of a tile's sums leave while the next
-              tile is computed.
+    carry:    with rounds and without quarters, where rows are not gathered and nothing is activated: half of a tile's
+              sums leave while the next tile's products run, and its place is found there.
+    hold:     with carry: all of its sums do.
     """
 
     rounds: bool = False
     quarters: bool = False
     brisk: bool = False
-    place: bool = False
     carry: bool = False
+    hold: bool = False
 
 
-class GradientWays(NamedTuple):
-    """
-    rounds:   where H is a multiple of 128, tiles go by whole turns of the ring (`amoeba.kernels.hopper.gradient_rounds`).
-    quarters: as above.
-    place:    with rounds: where the next tile lies is found while one of this tile's products runs.
-    carry:    with rounds and without quarters: half of a tile's sums leave while the next tile is computed.
-    """
-
-    rounds: bool = False
-    quarters: bool = False
-    place: bool = False
-    carry: bool = False
-
-    @property
-    def BUFFERS(self) -> int:
-        """Of a warpgroup's sums on their way to memory."""
-        return 2 if self.quarters else 1
-
-    @property
-    def REGISTERS(self) -> list[int]:
-        """Of a thread that multiplies, and of one that gathers."""
-        if self.carry:
-            return [216, 72]
-        return [200, 104] if self.rounds else [208, 88]
-
-    ROUNDS = property(lambda self: self.rounds)
-    PLACE = property(lambda self: self.place)
-    CARRY = property(lambda self: self.carry)
-
-
-Either = TypeVar("Either", Ways, GradientWays)
-
-
-def ways_named(names: str, what: str = VARIABLE, kind: type[Either] = Ways, usual: str = TAKEN) -> Either:
+def ways_named(names: str, what: str = VARIABLE) -> Ways:
     """names: parted by commas; none for the plain way."""
+    return Ways(**_named(names, Ways._fields, what, TAKEN))
+
+
+def _named(names: str, possible: tuple[str, ...], what: str, usual: str) -> dict[str, bool]:
     wanted = [name for name in names.split(",") if name]
-    if any(name not in kind._fields for name in wanted):
-        raise bad_value(what, f"some of {', '.join(kind._fields)}", repr(names), f"leave it out for {usual or 'none'}")
-    return kind(**dict.fromkeys(wanted, True))
+    if any(name not in possible for name in wanted):
+        raise bad_value(what, f"some of {', '.join(possible)}", repr(names), f"leave it out for {usual}")
+    return dict.fromkeys(wanted, True)
 
 
 def chosen_constants(whole_turns: bool) -> dict[str, bool]:
@@ -91,19 +64,16 @@ def chosen_constants(whole_turns: bool) -> dict[str, bool]:
 def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
     rounds = ways.rounds and whole_turns
-    taken = ways._replace(
-        rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters
-    )
+    carry = ways.carry and rounds and not ways.quarters
+    taken = ways._replace(rounds=rounds, carry=carry, hold=ways.hold and carry)
     return {name.upper(): value for name, value in taken._asdict().items()}
 
 
-def gradient_ways(whole_tiles: bool) -> GradientWays:
-    """whole_tiles: H is a multiple of a tile's."""
-    return _gradient_ways(os.environ.get(GRADIENT_VARIABLE, GRADIENT_TAKEN), whole_tiles)
+def gradients_by_rounds(whole_tiles: bool) -> bool:
+    """Whether weight gradients go by `amoeba.kernels.hopper.gradient_rounds`. whole_tiles: H is a multiple of 128."""
+    return whole_tiles and _by_rounds(os.environ.get(GRADIENT_VARIABLE, GRADIENT_TAKEN))
 
 
 @cache
-def _gradient_ways(names: str, whole_tiles: bool) -> GradientWays:
-    ways = ways_named(names, GRADIENT_VARIABLE, GradientWays, GRADIENT_TAKEN)
-    rounds = ways.rounds and whole_tiles
-    return ways._replace(rounds=rounds, place=ways.place and rounds, carry=ways.carry and rounds and not ways.quarters)
+def _by_rounds(names: str) -> bool:
+    return bool(_named(names, ("rounds",), GRADIENT_VARIABLE, GRADIENT_TAKEN))

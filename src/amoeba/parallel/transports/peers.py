@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,9 +56,8 @@ class Peers(Transport):
 
     def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
         exchange = planned(PeerExchange, office_of(sharded.ranks, x_TH.device), sharded, x_TH, routing, gradients)
-        exchange.travels = bool(sharded.overlap)
+        exchange.travels = sharded.overlap
         exchange.straight = _goes_straight(sharded.straight, exchange.plan.rows, x_TH)
-        exchange.beside = sharded.overlap == "beside"
         exchange.leaves_early = exchange.travels or exchange.straight
         return exchange
 
@@ -91,7 +88,7 @@ def planned(
     kind: type[PeerExchange], office: Office, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool
 ) -> PeerExchange:
     """On all ranks at once."""
-    if shares_its_gpu(sharded.ranks, x_TH.device) or sharded.overlap == "beside":
+    if shares_its_gpu(sharded.ranks, x_TH.device):
         share_the_gpu()
     facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
     tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
@@ -117,8 +114,7 @@ class PeerExchange(Exchange):
         self._dy_RH: Tensor | None = None  # of a backward whose dx may take its place
         self._started_RH: Tensor | None = None  # rows of dy that a backward is to send itself
         self._own_TH: Tensor | None = None  # sums of own tokens, to which those that come are to be added
-        self._sums_TH: Tensor | None = None  # to which they were added, or are being added beside
-        self._is_aside = False
+        self._sums_TH: Tensor | None = None  # to which they were added
         self.owners, self.expert_TK = owners, expert_TK.contiguous()
         device, tokens = expert_TK.device, expert_TK.shape[0]
         self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
@@ -202,15 +198,6 @@ class PeerExchange(Exchange):
         self._kept.clear()
         self._under_way = None
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        self._is_aside = True
-        try:
-            with self.office.beside():
-                yield
-        finally:
-            self._is_aside = False
-
     def own_rows(self, rows_RH: Tensor) -> Tensor | None:
         place, own_TH = self._under_way or (None, None)
         return own_TH if rows_RH.data_ptr() == place else None
@@ -235,11 +222,10 @@ class PeerExchange(Exchange):
             self._gone.add(GRADIENTS)
 
     def send_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> None:
-        from amoeba.kernels.peer_sums import FEW, send_sums
+        from amoeba.kernels.peer_sums import send_sums
 
         mark("products")
-        few = FEW if self._is_aside else None
-        send_sums(self.office.checked(), self.plan, rows_NH, slot_row_TK, weight_TK, self.comes_R, few)
+        send_sums(self.office.checked(), self.plan, rows_NH, slot_row_TK, weight_TK, self.comes_R)
         mark("sums: sent")
 
     def add_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
@@ -259,26 +245,10 @@ class PeerExchange(Exchange):
         own_TH = rows_NH.new_empty((self.goes_WT.shape[1], rows_NH.shape[1]))
         if self._dy_RH is not None:
             own_TH, self._dy_RH = self._dy_RH[tokens], None
-        combine(rows_NH, slot_row_TK[tokens], None, own_TH, sentinel=slot_row_TK.numel())
+        self._own_TH = combine(rows_NH, slot_row_TK[tokens], None, own_TH, sentinel=slot_row_TK.numel())
         self._leave_gradients(d_weight_TK)
         mark("sums: own ones")
-        if self.beside:
-            self._add_beside(own_TH)
-        else:
-            self._own_TH = own_TH
         return self._stand_in(rows_NH)
-
-    def _add_beside(self, own_TH: Tensor) -> None:
-        """What the others send, by few programs while the pass goes on."""
-        from amoeba.kernels.peer_post import SUMS
-        from amoeba.kernels.peer_rows import ADDERS_BESIDE, add_rows
-
-        post, out_TH = self.office.checked(), torch.empty_like(own_TH)
-        programs = ADDERS_BESIDE if own_TH.is_cuda else 1  # the interpreter runs one after another
-        with self.office.beside():
-            add_rows(post, self.plan, SUMS, own_TH, self.goes_WT, out_TH, own_alone=True, programs=programs)
-        self._kept.append(own_TH)
-        self._sums_TH = out_TH
 
     def _stand_in(self, rows_NH: Tensor) -> Tensor:
         """For rows of all tokens, which nobody reads: one number."""
@@ -322,8 +292,6 @@ class PeerExchange(Exchange):
         own_TH, found, self._dy_RH = self._own_TH, self._sums_TH, None
         if channel == SUMS and found is not None:
             self._sums_TH = None
-            if self._kept:  # by who adds beside
-                self.wait()
             return found
         mark("products" if channel == SUMS else "after the sums")
         if channel == SUMS and own_TH is not None:

@@ -1,0 +1,38 @@
+"""How a command that cannot go on ends: one sentence, whose it is, and the exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from amoeba.commands.exits import BAD_USAGE, RANK_LOST, usage
+from amoeba.commands.front import typer
+from amoeba.errors import TOLD, RankLost
+
+
+def ends_with(error: Exception) -> int:
+    with pytest.raises(typer.Exit) as ended, usage():
+        raise error
+    return ended.value.exit_code
+
+
+@pytest.mark.parametrize(("rank", "who"), [(None, "amoeba"), ("0", "amoeba"), ("2", "amoeba, rank 2")])
+def test_a_rank_other_than_the_first_says_which_it_is(rank, who, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert ends_with(ValueError("x: expected 1;\n  got 2.")) == BAD_USAGE
+    assert capsys.readouterr().err == f"{who}: x: expected 1; got 2.\n"
+
+
+def test_a_lost_rank_has_a_code_of_its_own_and_what_was_told_is_not_told_again(capsys):
+    assert ends_with(RankLost("rank 1 is gone")) == RANK_LOST
+    assert "rank 1 is gone" in capsys.readouterr().err
+    error = ValueError("the same on every rank")
+    error.add_note(TOLD)
+    assert ends_with(error) == BAD_USAGE
+    assert capsys.readouterr().err == ""
+
+
+def test_what_only_a_bug_raises_is_not_taken_for_the_users():
+    with pytest.raises(KeyError), usage():
+        raise KeyError("place")

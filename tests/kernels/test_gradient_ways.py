@@ -1,0 +1,84 @@
+"""Ways of Hopper's weight gradients: the same bits on a GPU; elsewhere their names and their registers.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · W width of the sorted rows
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from test_hopper_compiles import compiled
+from torch import Tensor
+
+from amoeba.kernels.hopper.ways import GRADIENT_VARIABLE, gradients_by_rounds
+from amoeba.kernels.weight_gradient import heaviest_first
+from amoeba.layout import build_layout
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+# Rows of an expert: none, less than a stage of 64, whole stages and turns of 256, one more and one less.
+COUNTS = (0, 1, 63, 64, 65, 128, 191, 192, 193, 255, 256, 257, 320, 511, 512, 513, 0, 1000, 3)
+
+
+def test_rounds_are_taken_where_tiles_are_whole_along_h(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GRADIENT_VARIABLE, raising=False)
+    assert gradients_by_rounds(whole_tiles=True)
+    assert not gradients_by_rounds(whole_tiles=False)
+    monkeypatch.setenv(GRADIENT_VARIABLE, "")
+    assert not gradients_by_rounds(whole_tiles=True)
+    monkeypatch.setenv(GRADIENT_VARIABLE, "brisk")
+    with pytest.raises(ValueError, match=r"AMOEBA_GRADIENT_WAYS.*rounds.*'brisk'"):
+        gradients_by_rounds(whole_tiles=True)
+
+
+@pytest.mark.thorough
+def test_rounds_put_nothing_aside_but_the_number_of_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds")
+    for name, found in compiled(("down_gradient", "up_gradient"), tmp_path).items():
+        assert found["wgmma"] == 40, f"{name}: four stages with code of their own and one for the rest, twice"
+        assert found["local_accesses"] <= found["stack_bytes"] <= 8, f"{name} does not keep all in registers"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
+@pytest.mark.parametrize(("hidden", "width", "top_k"), [(256, 320, 2), (384, 192, 3), (320, 192, 2)])
+def test_rounds_have_the_bits_of_the_plain_way(
+    hidden: int, width: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GRADIENT_VARIABLE, "")
+    plain = gradients(hidden, width, top_k, device)
+    assert all(one[: len(COUNTS)].isfinite().all() for one in plain.values())
+    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds")
+    for programs in (None, 3, 528):
+        if programs is not None:
+            monkeypatch.setattr("amoeba.kernels.hopper.gradient.programs", lambda device, count=programs: count)
+        for name, one in gradients(hidden, width, top_k, device).items():
+            assert torch.equal(plain[name].view(torch.int16), one.view(torch.int16)), (name, programs)
+
+
+def gradients(hidden: int, width: int, top_k: int, device: torch.device) -> dict[str, Tensor]:
+    """Stored (H, W) and (W, H). Rows and tokens of nobody are NaN, and so is what is not written."""
+    from amoeba.kernels.hopper.gradient import weight_gradient
+
+    generator = torch.Generator().manual_seed(3)
+    owner_N = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS))
+    owner_N = owner_N[torch.randperm(len(owner_N), generator=generator)]
+    unowned = -len(owner_N) % top_k + 7 * top_k
+    shuffled = torch.cat((owner_N, torch.full((unowned,), len(COUNTS))))
+    layout = build_layout(shuffled.view(-1, top_k).to(device), len(COUNTS))
+    order_N, offs_E = layout.order_N.int(), layout.offs_E.int()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    left_TH, right_NW = normal(len(shuffled) // top_k, hidden), normal(len(shuffled), width)
+    left_TH[-7:] = math.nan
+    right_NW[len(owner_N) :] = math.nan
+    made = {}
+    for name, shape in (("plain", (hidden, width)), ("turned", (width, hidden))):
+        made[name] = torch.full((len(COUNTS) + 1, *shape), math.nan, dtype=torch.bfloat16, device=device)
+        out_EHW = made[name][:-1] if name == "plain" else made[name][:-1].transpose(1, 2)
+        weight_gradient(left_TH, order_N, top_k, right_NW, offs_E, heaviest_first(offs_E), out_EHW)
+    return made
