@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 
 import torch
 from simulated_device import SimulatedDevice
@@ -15,8 +17,21 @@ from amoeba.stream.placement import MemoryStore
 E, H, I = 5, 4, 3
 
 
-def store() -> MemoryStore:
-    return MemoryStore(ExpertWeights(torch.randn(E, 2 * I, H), torch.randn(E, H, I)))
+class SlowToOpen(MemoryStore):
+    """As one whose reading threads are compiled by the first read."""
+
+    opening, is_open = threading.Lock(), False
+
+    def _read(self, layer, expert, memory) -> None:
+        with self.opening:
+            if not self.is_open:
+                time.sleep(0.1)
+            self.is_open = True
+        super()._read(layer, expert, memory)
+
+
+def store(kind: type[MemoryStore] = MemoryStore) -> MemoryStore:
+    return kind(ExpertWeights(torch.randn(E, 2 * I, H), torch.randn(E, H, I)))
 
 
 def test_the_link_is_measured_by_copies_and_by_waiting_for_them_alone() -> None:
@@ -33,3 +48,9 @@ def test_the_disk_is_measured_by_reading_each_expert_once_at_most(monkeypatch) -
     monkeypatch.setattr(bandwidth, "READS", 1)
     monkeypatch.setattr(bandwidth, "_MOST_READ", 2 * opened.expert_bytes(0))
     assert read_rate(opened).bytes == 2 * opened.expert_bytes(0)
+
+
+def test_what_the_first_read_has_to_prepare_is_not_the_disks_time(monkeypatch) -> None:
+    monkeypatch.setattr(bandwidth, "_MOST_SECONDS", 0.05)
+    opened = store(SlowToOpen)
+    assert read_rate(opened).bytes == E * opened.expert_bytes(0)

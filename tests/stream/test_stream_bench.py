@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from amoeba.bench.stream.problem import SIZES, StreamProblem, choose_problem
 from amoeba.commands import bench_stream
 from amoeba.commands.output import Output
 from amoeba.replays import Member
+from amoeba.weights import ExpertWeights
 
 CPU = torch.device("cpu")
 TINY = StreamProblem(SIZES["tiny"], CPU)
@@ -84,7 +86,8 @@ class SimulatedPlace(place.LinkedPlace):
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch) -> None:
-    for name, value in (("WARM", 3), ("COMPARED", 1), ("HITS", 1)):
+    few = {"WARM": 3, "WARM_FROM_DISK": 3, "COMPARED": 1, "AHEAD": 1, "NOTED": 2, "HITS": 1}
+    for name, value in few.items():
         monkeypatch.setattr(decode, name, value)
     monkeypatch.setattr(suite, "WARM", 3)
 
@@ -125,6 +128,27 @@ def test_every_setting_is_right_and_timed(has_link: bool, tmp_path: Path) -> Non
         check_lora(report)
 
 
+def test_rounds_go_on_in_the_trace_and_each_has_its_own_bytes(tmp_path: Path, monkeypatch) -> None:
+    seen, step = dict[decode.Tokens, list](), decode.Tokens.step
+    monkeypatch.setattr(
+        decode.Tokens, "step", lambda self, ids: (seen.setdefault(self, []).append(ids), step(self, ids))
+    )
+    report = suite.run_stream(replace(TINY, parts=("disk",)), 4 * 40, tmp_path)
+    for found in report.decodes:
+        assert [each.tokens for each in found.rounds] == [8] * 5 and found.tokens == 40
+        assert found.us == statistics.median(each.us for each in found.rounds)
+        for name in ("bytes_up_per_token", "bytes_from_disk_per_token", "hit_rate"):
+            of_rounds = [getattr(each, name) for each in found.rounds]
+            assert statistics.fmean(of_rounds) == pytest.approx(getattr(found, name)) and len({*of_rounds}) > 1
+        for each in found.rounds:
+            moved = each.bytes_up_per_token / 55e9 * 1e6 / found.layers
+            assert each.bar_us == pytest.approx(1.1 * (each.resident_us + moved) + 15) and each.resident_us > 0
+    streamed = [ids for tokens, ids in seen.items() if not isinstance(tokens._kinds[0], ExpertWeights)]
+    assert len(streamed) == 2
+    for ids in streamed:
+        assert len(ids) == len({*map(id, ids)}) == 3 + 5 * (1 + 8) + 1  # warm, rounds, and once more the last of all
+
+
 def check_lora(report: suite.StreamSuiteReport) -> None:
     lora = report.lora
     assert lora.same_bits and lora.ms > 0 and lora.resident_ms > 0 and lora.share_of_link > 0
@@ -151,7 +175,7 @@ def test_copies_that_begin_early_are_right_timed_and_counted(tmp_path: Path) -> 
 def test_two_sequences_in_turns_are_right_and_timed_beside_a_batch(tmp_path: Path, monkeypatch, capsys) -> None:
     for name, value in (("TURNS_SHARES", (4,)), ("TURNS_PAUSES", (0.0,)), ("WARM", 1)):
         monkeypatch.setattr(suite, name, value)
-    monkeypatch.setattr(decode, "WARM", 1)
+    monkeypatch.setattr(suite.turns, "WARM", 2)
     problem = replace(TINIEST, parts=("turns",))
     report = suite.run_stream(problem, 2, tmp_path, make_place=SimulatedPlace)
     assert not report.wrong and not report.decodes and report.resident_us > 0

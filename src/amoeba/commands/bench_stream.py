@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from amoeba.bench.document import make_document, write_again, write_new
-from amoeba.bench.stream.decode import WARM, DecodeMeasurement
+from amoeba.bench.stream.decode import DecodeMeasurement
 from amoeba.bench.stream.place import Place
 from amoeba.bench.stream.problem import PARTS, StreamProblem, choose_problem
+from amoeba.bench.stream.rounds import BAR_BYTES_PER_SECOND, BAR_TIMES, BAR_US
 from amoeba.bench.stream.suite import StreamSuiteReport, run_stream
 from amoeba.bench.stream.turns import TurnsMeasurement
 from amoeba.commands.bench import three_digits, warn_if_busy
@@ -71,7 +72,9 @@ def run(
     def keep(report: StreamSuiteReport) -> None:
         """After each setting: what is measured is not lost where the rest is stopped, and can be seen."""
         written_down(report, finished=False)
-        of_decodes = [line for each in report.decodes for line in (_in_short(each), *_wait_lines(each))]
+        of_decodes = [
+            line for each in report.decodes for line in (_in_short(each), *_round_lines(each), *_wait_lines(each))
+        ]
         lines = *of_decodes, *map(_turns_line, report.turns), *_lora_lines(report)
         for line in lines:
             if line not in said:
@@ -117,6 +120,18 @@ def _in_short(found: DecodeMeasurement) -> str:
     return said
 
 
+def _round_lines(found: DecodeMeasurement) -> list[str]:
+    if not found.rounds:
+        return []
+    said = ", ".join(
+        three_digits(each.us) + ("" if found.over_bar is None else f" (bar {three_digits(each.bar_us)})")
+        for each in found.rounds
+    )
+    rates = [each.link_bytes_per_second for each in found.rounds if each.link_bytes_per_second is not None]
+    link = f"; link {', '.join(f'{rate / 1e9:.3g}' for rate in rates)} GB/s" if rates else ""
+    return [f"  {found.setting}; rounds: {said}{link}"]
+
+
 def _wait_lines(found: DecodeMeasurement) -> list[str]:
     """Of each kind of question: mean and 90 % of its phases."""
     return [
@@ -144,6 +159,7 @@ def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
         row |= {
             "MB up": _mb(found.bytes_up_per_token),
             "x least": f"{found.over_least:.2f}",
+            "x bar": "-" if found.over_bar is None else f"{found.over_bar:.2f}",
             "of link": "-" if found.share_of_link is None else f"{found.share_of_link:.0%}",
             "ids us": "-" if found.export_us is None else three_digits(found.export_us),
             "by CPU": "-" if not found.computed_per_token else three_digits(found.computed_per_token / found.layers),
@@ -167,13 +183,17 @@ def _notes(report: StreamSuiteReport, timed: Sequence[DecodeMeasurement]) -> lis
     if known:
         lines.append(f"measured here: {', '.join(known)}; an expert has {report.expert_bytes / 1e6:.3g} MB")
     if timed:
+        rounds = max(len(each.rounds) for each in timed)
         lines.append(
-            f"MB: a token; {WARM} tokens ahead of those that are timed; all there: a token that asks for the same again"
+            f"us a layer, x: medians of {rounds} rounds, in turns with resident layers; MB: a token; "
+            "all there: a token that asks for the same again"
         )
         if report.link_bytes_per_second is not None:
             lines.append(
                 "x least: over resident + bytes at the link's rate; ids us: from the kernel's end to the ids read"
             )
+            at = f"{BAR_BYTES_PER_SECOND / 1e9:g} GB/s"
+            lines.append(f"x bar: over {BAR_TIMES:.2f} x (resident + bytes at {at}) + {BAR_US:g} us")
         if report.disk_bytes_per_second is not None:
             lines.append("x disk: over the bytes from the disk at its rate")
     if any(each.pause_us for each in timed):

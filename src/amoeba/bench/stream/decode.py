@@ -1,7 +1,10 @@
 """One token after another through streamed layers, beside the same layers resident: right first, then timed.
 
 The routing repeats itself as often as a model's does (stream/synthetic.py). A setting whose numbers are not those of
-the resident layers gets no times.
+the resident layers gets no times. The others are timed in rounds (rounds.py), in turns with the resident layers, and
+every token comes by once:
+
+    fill ─> compared ─> warm ─> [ahead, timed] [ahead, timed] ... ─> waits written down ─> the last token repeated
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import operator
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,18 +22,25 @@ from torch import Tensor
 
 from amoeba.bench.stream.place import Place, StreamedMemory
 from amoeba.bench.stream.problem import Part, StreamProblem
+from amoeba.bench.stream.rounds import Round, summed, timed_rounds
 from amoeba.bench.stream.waits import WaitRecord, Waits
 from amoeba.bench.workload import relative_error
 from amoeba.experts import experts
 from amoeba.proof.conformance import TOLERANCE
 from amoeba.routing import Routing
+from amoeba.stream.cache import Counters
 from amoeba.stream.simulate import replay
 from amoeba.stream.store.store import Store
+from amoeba.stream.trace import Trace
 from amoeba.weights import ExpertWeights
 
-# Tokens ahead of those that are timed, tokens that are compared, and runs of one token whose experts are all there;
-# tokens behind all that, whose waits are written down question by question.
-WARM, COMPARED, HITS, NOTED = 32, 8, 50, 16
+# Tokens ahead of the rounds: slots need about 60 to hold what they will hold (a disk takes a second for a dozen). Of
+# these the first are compared.
+WARM, WARM_FROM_DISK, COMPARED = 64, 32, 8
+# Rounds, and tokens of each that are not timed.
+ROUNDS, AHEAD = 5, 4
+# Behind the rounds: tokens whose waits are written down question by question, and runs of the last one.
+NOTED, HITS = 16, 50
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class DecodeMeasurement:
-    """us: microseconds of one layer. least_us: resident, plus what came over the link at its rate.
+    """us: microseconds of one layer, the median of the rounds. Bytes and hits are of all of them.
 
-    median_us: of the tokens: below `us` where a few of them took long. hits_us: where all experts are there, and only
-    asking is left.
+    least_us: resident, plus what came over the link at its rate, the best that was seen; over_least, over_bar and
+    over_disk are medians of the rounds, each by its own bytes.
+    median_us: of the tokens. It is below `us`, since the layers of a synthetic trace choose new experts at the same
+    tokens. hits_us: where all experts are there, and only asking is left.
     simulated_hit_rate: of the same trace, by `amoeba stream simulate`.
     over_disk: the time over that of the bytes from the disk at its rate, the better of one ahead and one behind.
     waits: what questions of some further tokens waited for, and how long each part of that took (waits.py).
@@ -90,6 +102,8 @@ class DecodeMeasurement:
     early_per_token: float | None = None  # copies that began early
     early_recall: float | None = None  # of what would have missed
     waits: list[Waits] = field(default_factory=list)
+    over_bar: float | None = None  # where all experts are in pinned memory or in slots, and misses are moved
+    rounds: list[Round] = field(default_factory=list)
 
 
 class Tokens:
@@ -115,7 +129,7 @@ class Tokens:
         self._ids = torch.arange(size.top_k, dtype=torch.int64, device=problem.device).expand(shape).clone()
         self._weight_TK = torch.full((rows, size.top_k), 1 / size.top_k, dtype=torch.float32, device=problem.device)
         self.y: list[Tensor] = []  # of each layer, of the latest step
-        self.median = 0.0  # seconds of a token of the latest run
+        self.seconds: list[float] = []  # of each token of the latest run
         self._step = place.repeated(self.run_once, memory) if captured else None
 
     def run_once(self) -> None:
@@ -150,7 +164,7 @@ class Tokens:
             self.step(ids)
             ended.append(time.perf_counter())
         self.place.wait()
-        self.median = statistics.median(map(operator.sub, ended, [began, *ended]))
+        self.seconds = [*map(operator.sub, ended, [began, *ended])]
         return (time.perf_counter() - began) / len(routes)
 
 
@@ -172,17 +186,20 @@ def measure(
     place: Place,
     store: Store,
     setting: Setting,
-    resident: Callable[..., list[Tensor]],
-    resident_us: float,
+    resident: Tokens,
     tokens: int,
     link: float | None,
     disk: float | None,
 ) -> DecodeMeasurement:
-    """resident: outputs of the same layers. link, disk: bytes/s."""
-    layers = len(store.layers)
-    trace = problem.trace(layers, WARM + tokens)
+    """resident: the same layers. link, disk: bytes/s."""
+    layers, warm = len(store.layers), WARM_FROM_DISK if setting.is_on_disk else WARM
+    rounds = min(ROUNDS, tokens)
+    of_round = AHEAD + tokens // rounds
+    behind = warm + rounds * of_round
+    trace = problem.trace(layers, behind + NOTED)
     routes = problem.routes(trace)
     hints: Sequence[Any] = problem.hints(routes) if setting.pause_us else ()
+    parts = [(routes[at : at + of_round], hints[at : at + of_round]) for at in range(warm, behind, of_round)]
     with closing(place.memory(store, setting.slots, setting.host_slots, setting.miss, setting.early)) as memory:
         fill(memory)
         place.wait()
@@ -190,58 +207,77 @@ def measure(
             memory.replays.predict_by(problem.routers(layers))
         streamed = Tokens(problem, place, memory.layers, memory, setting.pause_us)
         worst, same_bits = 0.0, True
-        for ids, hint in zip(routes[-COMPARED:], hints[-COMPARED:] or [None] * COMPARED, strict=False):
-            found, truth = streamed.outputs(ids, hint), resident(ids, hint)
+        for ids, hint in zip(routes[:COMPARED], hints[:COMPARED] or [None] * COMPARED, strict=False):
+            found, truth = streamed.outputs(ids, hint), resident.outputs(ids, hint)
             place.check(memory)
             same_bits &= all(map(torch.equal, found, truth))
             worst = max(worst, *map(relative_error, found, truth))
-        begun = setting.name, layers, setting.slots, setting.host_slots, tokens, worst, same_bits
+        begun = setting.name, layers, setting.slots, setting.host_slots, rounds * (of_round - AHEAD), worst, same_bits
         if not worst <= TOLERANCE[problem.dtype]:
             reason = f"out of tolerance: {worst:.1e} from the resident layers"
             return DecodeMeasurement(*begun, reason=reason, miss=setting.miss)
         if memory.miss != setting.miss:
             return DecodeMeasurement(*begun, reason="the CPU cannot compute experts here", miss=setting.miss)
-        streamed.run(routes[:WARM], hints[:WARM])
-        memory.cache.restart_counters()
-        waited = memory.waited_seconds
-        seconds = streamed.run(routes[WARM:], hints[WARM:])
-        median = streamed.median
-        place.check(memory)
-        counters, waited = memory.cache.restart_counters(), memory.waited_seconds - waited
+        streamed.run(routes[COMPARED:warm], hints[COMPARED:warm])
+        timed, every, of_tokens = list[Round](), list[Counters](), list[float]()
+        for each, counters in timed_rounds(streamed, resident, memory, place, parts, AHEAD):
+            timed.append(each)
+            every.append(counters)
+            of_tokens += streamed.seconds
         computed_seconds = 0.0 if setting.miss == "move" else memory.computing.seconds
+        waits = _waits_of(streamed, memory, routes[behind:], link) if place.has_link else []
         hits = streamed.run([routes[-1]] * HITS)
         slots, export = memory.slots, None
-        waits = _waits_of(streamed, memory, routes[WARM : WARM + NOTED], link) if place.has_link else []
         if place.has_link and setting.slots < problem.size.experts:
             export = place.export_us(memory, routes[-1][0])
-    simulated = None if setting.miss != "move" else replay(trace, slots, warm_up=WARM).top_hit_rate
-    per_layer, up = 1e6 / layers, counters.per_token(counters.host_bytes + counters.disk_bytes)
-    from_disk = counters.per_token(counters.disk_bytes)
-    least = resident_us + (0.0 if link is None else up / link * per_layer)
+    simulated = None
+    if setting.miss == "move":
+        simulated = replay(Trace(trace.layers, trace.passes[:behind]), slots, warm_up=warm).top_hit_rate
+    per_layer, counters = 1e6 / layers, summed(every)
+    link = max(
+        (rate for rate in (link, *(each.link_bytes_per_second for each in timed)) if rate is not None), default=None
+    )
+    least = [each.resident_us + (0.0 if link is None else each.bytes_up_per_token / link * per_layer) for each in timed]
+    up, from_disk = (
+        counters.per_token(each) for each in (counters.host_bytes + counters.disk_bytes, counters.disk_bytes)
+    )
+    has_bar = place.has_link and not setting.is_on_disk and setting.miss == "move" and not setting.pause_us
     return DecodeMeasurement(
         *begun,
-        us=seconds * per_layer,
+        us=statistics.median(each.us for each in timed),
         hits_us=hits * per_layer,
-        least_us=least,
-        over_least=seconds * per_layer / least,
+        least_us=statistics.median(least),
+        over_least=statistics.median(each.us / of_it for each, of_it in zip(timed, least, strict=True)),
         hit_rate=counters.top_hit_rate,
         bytes_up_per_token=up,
         bytes_down_per_token=counters.per_token(counters.written_bytes),
         bytes_from_disk_per_token=from_disk,
-        share_of_link=None if link is None or not up else up / link / seconds,
-        over_disk=None if disk is None or not from_disk else seconds / (from_disk / disk),
-        waited_us=waited / tokens * per_layer,
+        share_of_link=None
+        if link is None or not up
+        else up / link * per_layer / statistics.fmean(each.us for each in timed),
+        over_disk=None if disk is None else _over_disk(timed, disk, per_layer),
+        waited_us=statistics.fmean(each.waited_us for each in timed),
         export_us=export,
         miss=setting.miss,
         computed_per_token=counters.per_token(counters.computed),
         computed_us=computed_seconds * 1e6 or None,
-        median_us=median * per_layer,
+        median_us=statistics.median(of_tokens) * per_layer,
         simulated_hit_rate=simulated,
         pause_us=setting.pause_us,
         early_per_token=counters.per_token(counters.prefetched) if setting.early else None,
         early_recall=counters.prefetch_recall if setting.early else None,
         waits=waits,
+        over_bar=statistics.median(each.us / each.bar_us for each in timed) if has_bar else None,
+        rounds=timed,
     )
+
+
+def _over_disk(rounds: Sequence[Round], disk: float, per_layer: float) -> float | None:
+    """None where nothing was read."""
+    read = [each for each in rounds if each.bytes_from_disk_per_token]
+    if not read:
+        return None
+    return statistics.median(each.us / (each.bytes_from_disk_per_token / disk * per_layer) for each in read)
 
 
 def _waits_of(streamed: Tokens, memory: StreamedMemory, routes: Sequence[Tensor], link: float | None) -> list[Waits]:

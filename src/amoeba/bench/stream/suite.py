@@ -158,12 +158,11 @@ class _Decodes:
         is_read = setting.is_on_disk or not place.has_link
         layers = problem.hinted_layers if setting.pause_us else problem.size.layers
         store: Store = self._files() if is_read else ResidentStore(problem, self._resident[:layers])
-        resident_us = self._time_resident(layers, setting.pause_us) if setting.pause_us else report.resident_us
         self._progress(f"{problem.size.name}: {setting.name}")
         count = max(1, tokens // _TOKENS_FROM_DISK) if setting.is_on_disk else tokens
-        truth = self._of_resident(len(store.layers), setting.pause_us).outputs
+        resident = self._of_resident(len(store.layers), setting.pause_us)
         rates = report.link_bytes_per_second, report.disk_bytes_per_second
-        found = measure(problem, place, store, setting, truth, resident_us, count, *rates)
+        found = measure(problem, place, store, setting, resident, count, *rates)
         if is_read:
             found = self._beside_the_best_rate(found, store)
         report.decodes.append(found)
@@ -198,8 +197,8 @@ class _Decodes:
             self._so_far(report)
             gc.collect()
 
-    def _time_resident(self, layers: int, pause_us: float = 0.0) -> float:
-        problem, resident = self._problem, self._of_resident(layers, pause_us)
+    def _time_resident(self, layers: int) -> float:
+        problem, resident = self._problem, self._of_resident(layers)
         routes = problem.routes(problem.trace(layers, WARM + self._tokens))
         self._progress(f"{problem.size.name}: {layers} layers, resident")
         resident.run(routes[:WARM])

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.bench.stream import decode
 from amoeba.bench.stream.decode import Tokens, fill
 from amoeba.bench.stream.place import Place, StreamedMemory
 from amoeba.bench.stream.problem import StreamProblem
@@ -24,6 +23,8 @@ from amoeba.proof.conformance import TOLERANCE
 from amoeba.stream.store.store import Store
 
 SEQUENCES = 2
+WAYS = "alone", "one_after_the_other", "batch", "turns"
+WARM = 32  # tokens of each way, ahead of those that are timed
 _COMPARED = 2  # steps of each
 
 
@@ -111,12 +112,14 @@ def measure(
 ) -> list[TurnsMeasurement]:
     """resident: outputs of the same layers for a token of one of the sequences. pauses: one measurement with each."""
     layers, found = len(store.layers), []
-    warm = decode.WARM
-    routes = [problem.routes(problem.trace(layers, warm + tokens, seed)) for seed in range(SEQUENCES)]
     with closing(place.memory(store, slots, problem.size.experts)) as memory:
         fill(memory)
         place.wait()
-        for pause_us in pauses:
+        for number_of_pause, pause_us in enumerate(pauses):
+            # what came by before would be hit more often: its favourites are known
+            seeds = range(number_of_pause * SEQUENCES, (number_of_pause + 1) * SEQUENCES)
+            whole = [problem.routes(problem.trace(layers, len(WAYS) * (WARM + tokens), seed)) for seed in seeds]
+            routes = [each[:WARM] for each in whole]
             both = _Sequences(problem, place, memory, pause_us)
             worst, same_bits = 0.0, True
             for last in range(1, _COMPARED + 1):
@@ -131,10 +134,11 @@ def measure(
                 found.append(TurnsMeasurement(*begun, reason=f"out of tolerance: {worst:.1e} from the resident layers"))
                 continue
             times: dict[str, Any] = {}
-            for name in ("alone", "one_after_the_other", "batch", "turns"):
-                both.run(name, [each[:warm] for each in routes])
+            for way, name in enumerate(WAYS):
+                first = way * (WARM + tokens)
+                both.run(name, [each[first : first + WARM] for each in whole])
                 memory.cache.restart_counters()
-                seconds = both.run(name, [each[warm:] for each in routes])
+                seconds = both.run(name, [each[first + WARM :][:tokens] for each in whole])
                 place.check(memory)
                 counters = memory.cache.restart_counters()
                 sequences = 1 if name == "alone" else SEQUENCES

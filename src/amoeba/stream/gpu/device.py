@@ -61,14 +61,11 @@ class Device(ABC):
     device: where the slots are.
     copies: the stream of all copies of experts to the device: they come to pass in the order of their calls.
     downs:  that of copies back to the host, for which nothing that is needed now should wait.
-    words_by_copy: whether compiled code tells the GPU that copies have arrived by one more copy, of four bytes, and not
-            by CUDA's call for words. Not timed yet, so it is off.
     """
 
     device: torch.device
     copies: Stream
     downs: Stream
-    words_by_copy = False
 
     def why_not_captured(self) -> str | None:
         """Why passes that wait for copies cannot be captured here, or None."""

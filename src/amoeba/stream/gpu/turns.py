@@ -129,7 +129,10 @@ class _Turns:
         self._replays._count_all()
 
     def _rest(self, idle: int, every: int) -> None:
-        time.sleep(0)  # other threads need Python too
+        if any(place.load is not None for place in self._places):
+            time.sleep(0)  # those who read need Python
+        else:
+            self._fast.rest()
         if idle % 64:
             return
         if self._replays.groups.in_trouble:

@@ -64,20 +64,7 @@ struct Calls {
                            uint64_t stream);
   uint64_t stream, word;
   uint64_t least_at_once;  // bytes of each
-  int32_t* words;          // WORDS of them in memory for copies, each with a serial in its turn; null: words are written
 };
-
-constexpr uint32_t WORDS = 1024;  // of fast_path.py
-
-// Behind all copies: by a call of its own, or as the last of the copies, for which the engine that copies need not hand
-// over to another.
-int tell(const Calls& calls, int32_t serial) {
-  if (calls.words == nullptr) return calls.write_word(calls.stream, calls.word, serial, 0);
-  int32_t* word = calls.words + uint32_t(serial) % WORDS;
-  *word = serial;
-  std::atomic_thread_fence(std::memory_order_release);
-  return calls.to_device(calls.word, reinterpret_cast<uint64_t>(word), sizeof(serial), calls.stream);
-}
 
 constexpr int64_t MOST_COPIES = 64;                       // in one call
 constexpr int INVALID_VALUE = 1, NOT_SUPPORTED = 801;  // errors of CUDA's driver
@@ -223,7 +210,7 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
   std::atomic_thread_fence(std::memory_order_release);
   if (left == 0) return SERVED;
   if (compute) compute->computer->called(serial, left);
-  if (const int code = tell(*calls, serial)) return -code;
+  if (const int code = calls->write_word(calls->stream, calls->word, serial, 0)) return -code;
   return SERVED;
 }
 
