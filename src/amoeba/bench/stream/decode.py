@@ -231,7 +231,7 @@ def measure(
         if place.has_link and setting.slots < problem.size.experts:
             export = place.export_us(memory, routes[-1][0])
     simulated = None
-    if setting.miss == "move":
+    if setting.miss == "move" and setting.slots < problem.size.experts:  # else nothing ever misses here
         simulated = replay(Trace(trace.layers, trace.passes[:behind]), slots, warm_up=warm).top_hit_rate
     per_layer, counters = 1e6 / layers, summed(every)
     link = max(

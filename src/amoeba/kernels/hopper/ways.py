@@ -5,8 +5,9 @@
 
 Where power limits a GPU, a product's time is its joules, and these spare instructions. On an H200, back to back,
 `rounds,brisk` takes 5 % less time and 5 to 8 % fewer joules for the up projection of qwen3_30b, olmoe and sonic_b, and
-nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16); `rounds` of weight gradients 2 to 3 % less
-time at qwen3_30b, olmoe and dsv3, and 4 to 5 % where the GPU rests (2026-11-17). The bits are the same in each
+nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16); `carry,hold` 5 % less time for dx and 8 %
+for the down projection of qwen3_30b, and 4 and 12 % fewer joules (2026-11-17); `rounds` of weight gradients 2 to 4 %
+less time at qwen3_30b, olmoe and dsv3, and 4 to 5 % where the GPU rests (2026-11-17). The bits are the same in each
 (`brisk`: what is below 2^-126 is zero, see `amoeba.kernels.activation`).
 """
 
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from amoeba.errors import bad_value
 
 VARIABLE = "AMOEBA_PRODUCT_WAYS"
-TAKEN = "rounds,brisk"
+TAKEN = "rounds,brisk,carry,hold"
 # Of the weights' gradients.
 GRADIENT_VARIABLE = "AMOEBA_GRADIENT_WAYS"
 GRADIENT_TAKEN = "rounds"
