@@ -95,28 +95,6 @@ def test_several_tiles_in_one_program_have_the_bits_of_one_in_each(format: Forma
     assert torch.isfinite(found[0]).all() and torch.equal(*found)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("sizes", [(256, 128), (288, 160)], ids=str)  # whole steps; a rest of blocks
-@pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
-def test_turned_rows_give_the_same_sums(
-    format: Format, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> None:
-    hidden, inner = sizes
-    expert_TK = torch.tensor([[0, 3], [E, 3], [3, 0]])
-    layer = Layer(SILU, tokens=3, hidden=hidden, inner=inner, expert_TK=expert_TK)
-    named = {name: tensor.detach().to(device, dtype) for name, tensor in layer.tensors.items()}
-    weights = quantise_experts(layer.weights(named), format)
-    problem = Problem(named["x"], expert_TK.to(device), named["weight"].float(), weights)
-    tile = Tile(16, 128, warps=1)
-    chosen = block_scaled.by_expert(problem)._replace(up=tile, down=tile, rows=16, by_lanes=True)
-    expected, found = (
-        block_scaled.decode(problem, configuration=chosen._replace(turned=turned)) for turned in (False, True)
-    )
-    if dtype == torch.float32:  # which is not rounded again
-        assert not torch.equal(found, expected), "nothing was turned"
-    assert (found - expected).norm() <= TOLERANCE[dtype] / 5 * expected.norm()
-
-
 def test_few_tokens_without_gradients_and_factors_are_decoded_and_no_others(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,9 +38,6 @@ FEWEST_SLOTS, WEIGHT_ROWS, WARPS = 8, 64, 2
 # By the bits of a code: bytes of a row in a step, stages, and the order of four-bit numbers (`Configuration.by_lanes`),
 # which takes 0.70 of the integer instructions: 138 us at 64 tokens where pairs of neighbours take 166 (docs/log.md).
 DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: True}
-# Whether rows of four-bit numbers are turned (`Configuration.turned`): 397 instead of 442 instructions for 64 rows by
-# 128 numbers of MXFP4, 486 instead of 576 of NVFP4 (sm_90, Triton 3.6). Not run on a GPU yet.
-TURNED = False
 # Times the slots that an expert gets on average: 8 at 64 tokens of that layer, which was faster than 16 (docs/log.md).
 HEADROOM = 2
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
@@ -149,7 +146,7 @@ def by_expert(problem: Problem) -> Configuration:
 
     up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
     down = tile(weights.hidden, height, weights.intermediate)._replace(repeats=repeats)
-    return Configuration(False, up, down, rows, can_overlap(problem.x_TH.device), BY_LANES[bits], TURNED)
+    return Configuration(False, up, down, rows, can_overlap(problem.x_TH.device), BY_LANES[bits])
 
 
 def _piece(length: int, widest: int) -> int:

@@ -28,7 +28,6 @@ from amoeba.kernels.decode.codes import (
     scaled,
     scaled_lanes_e2m1,
     scaled_pair_e2m1,
-    turned_places,
 )
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
@@ -86,7 +85,6 @@ def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
         "HAS_MATRIX_SCALE": problem.weights.format.has_matrix_scale,
         "OVERLAP": chosen.overlap,
         "BY_LANES": chosen.by_lanes,
-        "TURNED": chosen.turned,
     }
 
 
@@ -113,7 +111,6 @@ def _products(
     STRIDE_SCALE_ROW: tl.constexpr,
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
-    TURNED: tl.constexpr,
 ):
     """(HEIGHT, ROWS) in fp32: these rows of the matrix times the chunk's. values: pointers to the first of each row."""
     WIDTH: tl.constexpr = DEPTH * BITS // 8
@@ -122,16 +119,14 @@ def _products(
     EVEN: tl.constexpr = REDUCTION % DEPTH == 0
     dtype: tl.constexpr = values.dtype.element_ty
     codes = data + row_R.to(tl.int64)[:, None] * STRIDE_ROW + tl.arange(0, WIDTH)[None, :]
-    TURN: tl.constexpr = TURNED and BY_LANES and BITS == 4 and DEPTH % 128 == 0
-    column = turned_places(DEPTH) if TURN else tl.arange(0, DEPTH)
-    values = values[:, None] + column[None, :]
+    values = values[:, None] + tl.arange(0, DEPTH)[None, :]
     total = tl.zeros((HEIGHT, ROWS), tl.float32)
     for step in tl.range(0, (REDUCTION + DEPTH - 1) // DEPTH, num_stages=STAGES):
         inside = row_ok[:, None]
         value_ok = slot_ok[:, None]
         if not EVEN:
             inside &= (tl.arange(0, WIDTH) < ROW_BYTES - step * WIDTH)[None, :]
-            value_ok &= (column < REDUCTION - step * DEPTH)[None, :]
+            value_ok &= (tl.arange(0, DEPTH) < REDUCTION - step * DEPTH)[None, :]
         code = tl.load(codes + step * WIDTH, mask=inside, other=0)
         value = tl.load(values + step * DEPTH, mask=value_ok, other=0.0)
         places, there = places_of_scales(
@@ -149,7 +144,7 @@ def _products(
         else:
             if BY_LANES:
                 even, odd = lanes(value, ROWS, WIDTH)
-                low, high = scaled_lanes_e2m1(code, places, there, dtype, SCALE, HEIGHT, LINES, WIDTH, TURN)
+                low, high = scaled_lanes_e2m1(code, places, there, dtype, SCALE, HEIGHT, LINES, WIDTH)
             else:
                 even, odd = tl.split(tl.reshape(value, (ROWS, WIDTH, 2)))
                 low, high = scaled_pair_e2m1(code, places, there, dtype, SCALE, HEIGHT, LINES, WIDTH)
@@ -199,7 +194,6 @@ def _up_by_expert(
     STRIDE_SCALE_EXPERT: tl.constexpr,
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
-    TURNED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -227,7 +221,7 @@ def _up_by_expert(
             h = _products(
                 data, scales, j, row_ok, x_TH + (slot // K).to(tl.int64) * REDUCTION, slot_ok, HEIGHT, ROWS, DEPTH,
                 STAGES, REDUCTION, BITS, SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW,
-                STRIDE_SCALE_ROW, HARDWARE, BY_LANES, TURNED,
+                STRIDE_SCALE_ROW, HARDWARE, BY_LANES,
             )  # fmt: skip
             if HAS_MATRIX_SCALE:
                 h *= tl.load(matrix_scale + expert)
@@ -279,7 +273,6 @@ def _down_by_expert(
     STRIDE_SCALE_EXPERT: tl.constexpr,
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
-    TURNED: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (H + COLUMNS * REPEATS - 1) // (COLUMNS * REPEATS)
     block = tl.program_id(0) % BLOCKS
@@ -299,7 +292,7 @@ def _down_by_expert(
             y = _products(
                 data, scales, h, row_ok, a_NI + slot * REDUCTION, slot_ok, COLUMNS, ROWS, DEPTH, STAGES, REDUCTION,
                 BITS, SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW,
-                HARDWARE, BY_LANES, TURNED,
+                HARDWARE, BY_LANES,
             )  # fmt: skip
             if HAS_MATRIX_SCALE:
                 y *= tl.load(matrix_scale + expert)

@@ -187,7 +187,7 @@ def scaled_pair_e2m1(
     """Of codes (HEIGHT, WIDTH) and pointers to scales (HEIGHT, LINES): the numbers of the low four bits and of the high
     ones, by one instruction for two of them and their scale; see `is_lowered`."""
     if dtype == tl.bfloat16 and not BY_BITS:
-        return _by_instructions(code, scales, there, _SCALED_PAIR_E2M1, SCALE, HEIGHT, LINES, WIDTH, False)
+        return _by_instructions(code, scales, there, _SCALED_PAIR_E2M1, SCALE, HEIGHT, LINES, WIDTH)
     low, high = pair_e2m1(code)
     scale = decode_scales(scales, there, 1.0, SCALE) * PAIR_SCALE
     return scaled(low, scale, HEIGHT, LINES, WIDTH).to(dtype), scaled(high, scale, HEIGHT, LINES, WIDTH).to(dtype)
@@ -203,32 +203,12 @@ def scaled_lanes_e2m1(
     HEIGHT: tl.constexpr,
     LINES: tl.constexpr,
     WIDTH: tl.constexpr,
-    TURN: tl.constexpr,
 ):
-    """As `scaled_pair_e2m1`, in the order of `lanes`: of eight numbers 0, 4, 1, 5, and 2, 6, 3, 7. TURN: of rows that
-    are `turned`."""
+    """As `scaled_pair_e2m1`, in the order of `lanes`: of eight numbers 0, 4, 1, 5, and 2, 6, 3, 7."""
     if dtype == tl.bfloat16 and not BY_BITS:
-        return _by_instructions(code, scales, there, _SCALED_LANES_E2M1, SCALE, HEIGHT, LINES, WIDTH, TURN)
+        return _by_instructions(code, scales, there, _SCALED_LANES_E2M1, SCALE, HEIGHT, LINES, WIDTH)
     low, high = scaled_pair_e2m1(code, scales, there, dtype, SCALE, HEIGHT, LINES, WIDTH)
-    number = tl.reshape(tl.join(low, high), (HEIGHT, 2 * WIDTH))
-    return lanes(turned(number, HEIGHT, 2 * WIDTH, 8) if TURN else number, HEIGHT, WIDTH)
-
-
-@triton.jit
-def turned(given, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """Rows in another order: of each sixteen groups, which are the words of 128 codes of four bits, 0, 4, 8, 12, 1, 5
-    and so on. The tensor core's instruction gives a thread every fourth word of a row: now four side by side, whose
-    scales are those of one block of 32, or of two of 16."""
-    groups = tl.reshape(given, (HEIGHT, WIDTH // (16 * GROUP), 4, 4, GROUP))
-    return tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), (HEIGHT, WIDTH))
-
-
-@triton.jit
-def turned_places(DEPTH: tl.constexpr):
-    """Which column stands at each place of a `turned` row. Values are loaded so, eight side by side at a time: turned
-    in shared memory they would collide there."""
-    place = tl.arange(0, DEPTH)
-    return place // 128 * 128 + place // 8 % 4 * 32 + place // 32 % 4 * 8 + place % 8
+    return lanes(tl.reshape(tl.join(low, high), (HEIGHT, 2 * WIDTH)), HEIGHT, WIDTH)
 
 
 @triton.jit
@@ -250,12 +230,9 @@ def _by_instructions(
     HEIGHT: tl.constexpr,
     LINES: tl.constexpr,
     WIDTH: tl.constexpr,
-    TURN: tl.constexpr,
 ):
     # the scale in bf16, twice in a word
-    if SCALE == "e8m0" and TURN:  # a thread has one of each row
-        words = tl.minimum(tl.load(scales, mask=there, other=0).to(tl.int32) + 63, 255) * 0x00800080
-    elif SCALE == "e8m0":
+    if SCALE == "e8m0":
         words = tl.inline_asm_elementwise(
             _RAISED_E8M0,
             "=&r,=&r,=&r,=&r,r",
@@ -268,13 +245,11 @@ def _by_instructions(
         raised = decode_scales(scales, there, 1.0, SCALE) * RAISED
         half = raised.to(tl.int32, bitcast=True).to(tl.uint32, bitcast=True) >> 16  # exact: e4m3 has 3 bits
         words = (half * 0x00010001).to(tl.int32, bitcast=True)
-    words = tl.reshape(tl.broadcast_to(words[:, :, None], (HEIGHT, LINES, WIDTH // LINES)), (HEIGHT, WIDTH))
-    if TURN:
-        code, words = turned(code, HEIGHT, WIDTH, 4), turned(words, HEIGHT, WIDTH, 4)
+    words = tl.broadcast_to(words[:, :, None], (HEIGHT, LINES, WIDTH // LINES))
     return tl.inline_asm_elementwise(
         INSTRUCTIONS,
         "=&r,=&r,=&r,=&r,r,r,r,r,r",
-        [code, words],
+        [code, tl.reshape(words, (HEIGHT, WIDTH))],
         dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=4,

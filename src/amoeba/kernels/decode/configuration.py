@@ -72,8 +72,6 @@ class Configuration(NamedTuple):
     by slot, where down is at once in flight.
     by_lanes: by expert, numbers of four bits are decoded in the order that takes the fewest integer instructions, see
     `codes.scaled_lanes_e2m1`.
-    turned: besides, where a step is a multiple of 128 numbers, a thread's numbers of a row are of as few blocks as can
-    be, which leaves fewer scales to decode, see `codes.turned`.
     """
 
     by_slot: bool
@@ -82,7 +80,6 @@ class Configuration(NamedTuple):
     rows: int = SMALLEST_CHUNK
     overlap: bool = False
     by_lanes: bool = False
-    turned: bool = False
 
 
 def configuration(
