@@ -50,7 +50,6 @@ class Plan:
     QUARTERS: bool = False
     BRISK: bool = False
     CARRY: bool = False
-    HOLD: bool = False
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
 
     @property
@@ -61,10 +60,6 @@ class Plan:
     @property
     def CARRIES(self) -> bool:
         return self.CARRY and not self.ACTIVATE and not self.GATHER
-
-    @property
-    def HOLDS(self) -> bool:
-        return self.HOLD and self.CARRIES
 
     @property
     def PAIRED(self) -> bool:
@@ -281,8 +276,7 @@ def _consume_carrying(
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """... where the right half of a tile's sums is carried along, rounded, and leaves while the next tile runs; with
-    HOLDS the left half is held as well, and leaves first."""
+    """... where the right half of a tile's sums is carried along, rounded, and leaves while the next tile runs."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(width, BLOCK_N)
     HEIGHT: gl.constexpr = BLOCK_M // 2
@@ -292,7 +286,6 @@ def _consume_carrying(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros((HEIGHT, BLOCK_N), gl.float32, mma)
     carried = column_parts(acc, 2)[1].to(dtype)
-    held = carried
     own = staging.index(WARPGROUP)
     carried_row, carried_end, carried_column, count = 0, 0, 0, 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
@@ -300,20 +293,11 @@ def _consume_carrying(
         acc, count = _begin_rounds(
             acc, row_bufs, matrix_bufs, full, empty, count, 0, TURN, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
-        turned = TURN
-        if PLAN.HOLDS:
-            if tile > first:
-                at = carried_column - HALF
-                store_tile(held, out, out_desc, own, out_stride, carried_row, carried_end, at, width, 0)
-            turned = gl.minimum(2 * TURN, depth)
-            acc, count = _begin_rounds(
-                acc, row_bufs, matrix_bufs, full, empty, count, TURN, turned, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
-            )
         if tile > first:
             store_tile(carried, out, out_desc, own, out_stride, carried_row, carried_end, carried_column, width, 0)
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         acc, count = _begin_rounds(
-            acc, row_bufs, matrix_bufs, full, empty, count, turned, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+            acc, row_bufs, matrix_bufs, full, empty, count, TURN, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
         acc = _end_rounds(acc, empty, STAGES)
         row += WARPGROUP * HEIGHT
@@ -323,16 +307,10 @@ def _consume_carrying(
             bias_row = bias + expert.to(gl.int64) * width
             left = add_bias(left, bias_row, column, width, HALF)
             right = add_bias(right, bias_row, column + HALF, width, HALF)
-        if PLAN.HOLDS:
-            held = left.to(dtype)
-        else:
-            store_tile(left, out, out_desc, own, out_stride, row, end, column, width, 0)
+        store_tile(left, out, out_desc, own, out_stride, row, end, column, width, 0)
         carried = right.to(dtype)
         carried_row, carried_end, carried_column = row, end, column + HALF
     if first < behind:
-        if PLAN.HOLDS:
-            at = carried_column - HALF
-            store_tile(held, out, out_desc, own, out_stride, carried_row, carried_end, at, width, 0)
         store_tile(carried, out, out_desc, own, out_stride, carried_row, carried_end, carried_column, width, 0)
     tma.store_wait(0)
 
@@ -393,5 +371,5 @@ def product_kernel(
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
-        [232 if PLAN.HOLDS else 216, 72 if PLAN.GATHER else (40 if PLAN.ROUNDS else 24)],
+        [216, 72 if PLAN.GATHER else (40 if PLAN.ROUNDS else 24)],
     )  # fmt: skip

@@ -5,8 +5,8 @@
 
 Where power limits a GPU, a product's time is its joules, and these spare instructions. On an H200, back to back,
 `rounds,brisk` takes 5 % less time and 5 to 8 % fewer joules for the up projection of qwen3_30b, olmoe and sonic_b, and
-nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16); `carry,hold` 5 % less time for dx and 8 %
-for the down projection of qwen3_30b, and 4 and 12 % fewer joules (2026-11-17); `rounds` of weight gradients 2 to 4 %
+nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16); `carry` 5 % less time for dx and 10 %
+for the down projection of qwen3_30b (2026-11-17); `rounds` of weight gradients 2 to 4 %
 less time at qwen3_30b, olmoe and dsv3, and 4 to 5 % where the GPU rests (2026-11-17). The bits are the same in each
 (`brisk`: what is below 2^-126 is zero, see `amoeba.kernels.activation`).
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from amoeba.errors import bad_value
 
 VARIABLE = "AMOEBA_PRODUCT_WAYS"
-TAKEN = "rounds,brisk,carry,hold"
+TAKEN = "rounds,brisk,carry"
 # Of the weights' gradients.
 GRADIENT_VARIABLE = "AMOEBA_GRADIENT_WAYS"
 GRADIENT_TAKEN = "rounds"
@@ -34,14 +34,12 @@ class Ways(NamedTuple):
     brisk:    a sigmoid of five instructions.
     carry:    with rounds and without quarters, where rows are not gathered and nothing is activated: half of a tile's
               sums leave while the next tile's products run, and its place is found there.
-    hold:     with carry: all of its sums do.
     """
 
     rounds: bool = False
     quarters: bool = False
     brisk: bool = False
     carry: bool = False
-    hold: bool = False
 
 
 def ways_named(names: str, what: str = VARIABLE) -> Ways:
@@ -66,7 +64,7 @@ def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
     rounds = ways.rounds and whole_turns
     carry = ways.carry and rounds and not ways.quarters
-    taken = ways._replace(rounds=rounds, carry=carry, hold=ways.hold and carry)
+    taken = ways._replace(rounds=rounds, carry=carry)
     return {name.upper(): value for name, value in taken._asdict().items()}
 
 
