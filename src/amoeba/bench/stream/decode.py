@@ -230,8 +230,8 @@ def measure(
         slots, export = memory.slots, None
         if place.has_link and setting.slots < problem.size.experts:
             export = place.export_us(memory, routes[-1][0])
-    simulated = None
-    if setting.miss == "move" and setting.slots < problem.size.experts:  # else nothing ever misses here
+    simulated, is_whole = None, setting.slots >= problem.size.experts  # then nothing misses, and the host runs ahead
+    if setting.miss == "move" and not is_whole:
         simulated = replay(Trace(trace.layers, trace.passes[:behind]), slots, warm_up=warm).top_hit_rate
     per_layer, counters = 1e6 / layers, summed(every)
     link = max(
@@ -261,7 +261,7 @@ def measure(
         miss=setting.miss,
         computed_per_token=counters.per_token(counters.computed),
         computed_us=computed_seconds * 1e6 or None,
-        median_us=statistics.median(of_tokens) * per_layer,
+        median_us=None if is_whole else statistics.median(of_tokens) * per_layer,
         simulated_hit_rate=simulated,
         pause_us=setting.pause_us,
         early_per_token=counters.per_token(counters.prefetched) if setting.early else None,

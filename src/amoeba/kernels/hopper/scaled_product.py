@@ -90,15 +90,15 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
     dx                under    1191            plain 1157                               a depth of 1536
     dx                plain          1223      under 1207                               a depth of 4096
 
-    Biases and half blocks under `under` have not run on a GPU: they keep what they had."""
+    Biases and half blocks have the same bits under `under`, but were not timed so: they keep what they had."""
     if plan.ACTIVATE and plan.KEEP:
         return PLAIN if plan.CODED else WAYS["brisk"]
-    seen = not (plan.BIAS or _cut(depth, columns))
-    if plan.PAIRED and seen:
+    timed = not (plan.BIAS or _cut(depth, columns))
+    if plan.PAIRED and timed:
         return WAYS["under"]
     if plan.ACTIVATE or (plan.GATHER and plan.WIDE):
         return WAYS["all"]
-    return WAYS["under"] if seen and not plan.GATHER and depth <= DEEPEST_UNDER else PLAIN
+    return WAYS["under"] if timed and not plan.GATHER and depth <= DEEPEST_UNDER else PLAIN
 
 
 def _with_ways(plan: Plan, depth: int, columns: int) -> Plan:
