@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,6 +181,24 @@ def test_in_the_interpreter_nothing_changes_but_that_constants_can_be_bound() ->
     kernel[(2,)](7, BLOCK=16)
     kernel.bound(BLOCK=32)[(3,)](8)
     assert calls == [((2,), (7,), {"BLOCK": 16}), ((3,), (8,), {"BLOCK": 32})]
+
+
+def test_whoever_asks_to_be_told_of_compiled_kernels_does_not_stop_those_that_triton_cannot_tell_of() -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    kernel = jit.JITFunction(rows)
+
+    def tell(hook: Any, constants: Any) -> Any:
+        return hook(json.dumps(constants))
+
+    kernel._call_hook = tell
+    quick(kernel)
+    told: list[str] = []
+    assert kernel._call_hook(told.append, {"BLOCK": 16}) is None
+    assert told == ['{"BLOCK": 16}']
+    assert kernel._call_hook(told.append, {"PLAN": SimpleNamespace()}) is None
+    assert len(told) == 1
+    with pytest.raises(TypeError, match="no number"):
+        kernel._call_hook(lambda constants: (_ for _ in ()).throw(TypeError("no number")), {})
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (199, 64, 4)])

@@ -21,6 +21,7 @@ alignment of pointers, divisibility of integers, and the constants. In the inter
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -200,7 +201,26 @@ class _Interpreted:
 
 
 def quick(kernel: Any) -> Any:
-    return Quick(kernel) if isinstance(kernel, JITFunction) else _Interpreted(kernel)
+    if not isinstance(kernel, JITFunction):
+        return _Interpreted(kernel)
+    kernel._call_hook = _tolerant(kernel._call_hook)  # type: ignore[method-assign]
+    return Quick(kernel)
+
+
+def _tolerant(call_hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Whoever asked Triton to be told of compiled kernels, as torch's NVSHMEM does in all of a process, gets a kernel's
+    constants as JSON. Triton has none for layouts and plans, and would fail instead of the hook: these are not told."""
+
+    @functools.wraps(call_hook)
+    def tell(*arguments: Any, **named: Any) -> Any:
+        try:
+            return call_hook(*arguments, **named)
+        except TypeError as error:
+            if "JSON serializable" not in str(error):
+                raise
+            return None
+
+    return tell
 
 
 def _same(argument: Any) -> Any:
