@@ -33,7 +33,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from amoeba.kernels.hopper.descriptor import reinterpret
-from amoeba.kernels.hopper.product_fill import fill_product, row_pointers
 from amoeba.kernels.launch import quick
 from amoeba.tasks.clock import note_task, now
 from amoeba.tasks.decoder import (
@@ -63,6 +62,8 @@ from amoeba.tasks.hopper_arrivals import (
     wait_for_tile,
     wait_until_taken,
 )
+from amoeba.tasks.hopper_fill import fill_task
+from amoeba.tasks.hopper_listed import produce_listed
 from amoeba.tasks.hopper_queue import (
     BLOCK_K,
     BLOCK_M,
@@ -81,8 +82,8 @@ from amoeba.tasks.hopper_queue import (
     wait,
     wait_for_tokens,
 )
-from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines, fill_tokens
-from amoeba.tasks.hopper_tiles import fill_gradients, multiply, pass_over, sum_tile
+from amoeba.tasks.hopper_row_passes import activate, combine
+from amoeba.tasks.hopper_tiles import multiply, pass_over, sum_tile
 from amoeba.tasks.own_first import own_tiles_first
 
 
@@ -92,14 +93,27 @@ def _produce(
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
-    down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
-    dy, x, da, dh, expert_TK = sources
-    order, slot_row, offs_E, heaviest_E = maps
+    if PLAN.LISTED:
+        produce_listed(
+            descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule[4], PLAN
+        )
+    else:
+        _produce_decoding(
+            descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule, PLAN
+        )
+
+
+@gluon.jit
+def _produce_decoding(
+    descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """... where each ticket's task is found out by arithmetic."""
+    _, _, _, _, expert_TK = sources
+    order, slot_row, offs_E, heaviest_E, records = maps
     wave, late, mixed, behind, bundle = schedule
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1
-    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
-    dx = da + rows.to(gl.int64) * PLAN.DX_AT  # they lie one behind the other: fewer pointers in registers
     expert_counters = counters + 1
     row_counters = counters + PLAN.ROW_COUNTERS
     wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
@@ -165,33 +179,10 @@ def _produce(
             elif PLAN.RANKS > 1:
                 wait_for_tile(letter, order, row, end, PLAN)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
-        if kind == DOWN:
-            pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
-            count = fill_product(
-                dh_rows_desc, down_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.H,
-                PLAN.I, PLAN.I, True, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
-        elif kind == UP:
-            count = fill_product(
-                dh_rows_desc, gate_up_desc, dy, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.J,
-                PLAN.H, PLAN.H, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
-        elif kind == DOWN_WEIGHTS:
-            count = fill_gradients(
-                scaled_a_desc, dy, da, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
-                PLAN.I, PLAN.DA_STRIDE, PLAN.I_TILES, PLAN.DOWN_TILES, PLAN,
-            )  # fmt: skip
-        elif kind == UP_WEIGHTS:
-            count = fill_gradients(
-                dh_desc, x, dh, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
-                PLAN.J, PLAN.J, PLAN.J_TILES, PLAN.UP_TILES, PLAN,
-            )  # fmt: skip
-        elif kind == ACTIVATE:
-            count = fill_lines(
-                da_lines_desc, h_lines_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN
-            )
-        elif kind == COMBINE:
-            count = fill_tokens(item, dx, slot_row, token_bufs, full, empty, count, tokens, rows, PLAN)
+        count = fill_task(
+            descriptors, sources, order, slot_row, ring, count, kind, item, part, expert, row, end, tokens, rows,
+            intermediate, bundle, PLAN,
+        )  # fmt: skip
         if PLAN.AHEAD:
             ticket = drawn_ticket(drawn)
         else:
@@ -299,7 +290,7 @@ def _consume(
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
-    slot_row, offs_E, heaviest_E, counters, letter, trace, tokens, rows, intermediate, wave, late, mixed,
+    slot_row, offs_E, heaviest_E, records, counters, letter, trace, tokens, rows, intermediate, wave, late, mixed,
     behind, bundle, PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
@@ -335,7 +326,7 @@ def backward_kernel(
     stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)
     loads = (down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc)
     results = (da, dh, ds, d_x, d_weight, d_down, d_gate_up)
-    maps = (order, slot_row, offs_E, heaviest_E)
+    maps = (order, slot_row, offs_E, heaviest_E, records)
     gl.warp_specialize(
         [
             (_consume, (

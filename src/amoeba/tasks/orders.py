@@ -40,6 +40,8 @@ class Order(NamedTuple):
     mixed: bool = False
     tokens: int = 32
     in_place: bool = False
+    once: bool = False
+    listed: bool = False
 
 
 # N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
@@ -59,6 +61,10 @@ ORDERS = {
     "small tokens": _SMALL._replace(tokens=8),
     "small bundles": _SMALL._replace(stages=8),
     "small lean": _SMALL._replace(in_place=True),
+    "once": Order(once=True),
+    "small once": _SMALL._replace(once=True),
+    "listed": Order(once=True, listed=True),
+    "small listed": _SMALL._replace(once=True, listed=True),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 
