@@ -72,6 +72,7 @@ class Plan:
     IN_PLACE: bool = False
     ONCE: bool = False
     LISTED: bool = False
+    HELD: bool = False
 
     @property
     def J(self) -> int:
@@ -261,7 +262,7 @@ def hopper_backward(
     counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
     table, letter, sends = make_table(offs_E, BLOCK_M, counters), None, 0
     if arrival is not None:
-        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers)
+        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers, LISTED=False, HELD=False)
         own = make_own_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
         letter, sends = write_letter(arrival, own), arrival.sends
     programs = multiprocessors(device)
@@ -332,6 +333,7 @@ def plan_of(
 ) -> Plan:
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
     flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "ONCE": order.once, "LISTED": order.listed}
+    flags["HELD"] = order.held and hidden > BLOCK_K  # two stages of dA' at least
     return replace(plan, TOKENS=order.tokens, BUNDLED=bundled, **flags)  # type: ignore[arg-type]
 
 

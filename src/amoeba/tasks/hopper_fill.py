@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from amoeba.kernels.hopper.product_fill import fill_product, row_pointers
 from amoeba.tasks.decoder import ACTIVATE, COMBINE, DOWN, DOWN_WEIGHTS, UP, UP_WEIGHTS
@@ -25,8 +24,6 @@ def fill_task(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
     dy, x, da, dh, _ = sources
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
-    if PLAN.ONCE:
-        fence_async_shared()
     if kind == DOWN:
         pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
         count = fill_product(

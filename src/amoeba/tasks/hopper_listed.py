@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from amoeba.tasks.decoder import COMBINE, count_tickets
 from amoeba.tasks.hopper_fill import fill_task
@@ -53,6 +54,8 @@ def produce_listed(
         elif least > 0:
             look(counters + gate, least)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
+        if PLAN.ONCE:
+            fence_async_shared()
         ticket = drawn_ticket(drawn)
         line = _line(records, ticket, total)
         count = fill_task(

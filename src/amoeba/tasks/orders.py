@@ -42,6 +42,7 @@ class Order(NamedTuple):
     in_place: bool = False
     once: bool = False
     listed: bool = False
+    held: bool = False
 
 
 # N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
@@ -65,6 +66,8 @@ ORDERS = {
     "small once": _SMALL._replace(once=True),
     "listed": Order(once=True, listed=True),
     "small listed": _SMALL._replace(once=True, listed=True),
+    "held": Order(once=True, listed=True, held=True),
+    "small held": _SMALL._replace(once=True, listed=True, held=True),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 
