@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from amoeba.kernels.hopper.descriptor import barrier, bulk_store
-from amoeba.kernels.hopper.gradient import sum_stage
-from amoeba.kernels.hopper.product_kernel import multiply_stage
 from amoeba.kernels.hopper.product_store import column_parts
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.clock import note_task, now
@@ -155,12 +159,31 @@ def _stages_of(task, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _compute_stage(
+    acc, left_bufs, matrix_bufs, full, empty, count, i, stages, TURNED: gl.constexpr, WARPGROUP: gl.constexpr
+):
+    """The i-th of a tile, begun: `multiply_stage`, or, turned, `sum_stage`; but the last two are not given back."""
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    fence_async_shared()  # threads may have written the rows, the matrix unit reads them as another party
+    left = left_bufs.index(stage * 2 + WARPGROUP)
+    if TURNED:
+        acc = warpgroup_mma(left.permute((1, 0)), matrix_bufs.index(stage), acc, is_async=True)
+    else:
+        acc = warpgroup_mma(left, matrix_bufs.index(stage), acc, use_acc=i > 0, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    give_back = (i > 0) & (i + 1 < stages)
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=give_back)
+    return acc
+
+
+@gluon.jit
 def _compute_tile(
     task, next_task, tile, last, results, descriptors, counters, queue, ring, count, taken, untold, held,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    kind, _, part, expert, row, end, _ = task
-    row_bufs, matrix_bufs, left_bufs, _, _, _, full, empty = ring
+    kind, _, _, _, _, _, _ = task
+    _, matrix_bufs, left_bufs, _, _, _, full, empty = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
     stages = _stages_of(task, PLAN)
@@ -168,11 +191,7 @@ def _compute_tile(
     of_rows = (kind == DOWN) | (kind == UP)
     if of_rows:
         for i in range(stages):
-            give_back = (i > 0) & (i + 1 < stages)
-            acc = multiply_stage(
-                acc, row_bufs, matrix_bufs, full, empty, count, i > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES, None,
-                give_back,
-            )  # fmt: skip
+            acc = _compute_stage(acc, left_bufs, matrix_bufs, full, empty, count, i, stages, False, WARPGROUP)
             if i == 0:
                 settle(held, empty, count)
             count += 1
@@ -181,8 +200,7 @@ def _compute_tile(
         acc, ahead, next_task = _end_of_sums(acc, next_task, last, queue, taken)
     else:
         for i in range(stages):
-            give_back = (i > 0) & (i + 1 < stages)
-            acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, give_back, WARPGROUP, STAGES)
+            acc = _compute_stage(acc, left_bufs, matrix_bufs, full, empty, count, i, stages, True, WARPGROUP)
             if i == 0:
                 settle(held, empty, count)
             count += 1

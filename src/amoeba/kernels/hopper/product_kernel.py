@@ -170,10 +170,10 @@ def _produce(
 @gluon.jit
 def multiply_stage(
     acc, row_bufs, matrix_bufs, full, empty, count, more, DEPTH: gl.constexpr, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr, STAGE: gl.constexpr = None, give_back=None,
+    PLAN: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr, STAGE: gl.constexpr = None,
 ):  # fmt: skip
     """acc (+)= rows · matrix over the first DEPTH of a stage, begun; the stage before it is given back. more: not the
-    first of a tile. STAGE: where it is known; count is then of turns of the ring. give_back: whether, instead."""
+    first of a tile. STAGE: where it is known; count is then of turns of the ring."""
     if STAGE is None:
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -189,10 +189,7 @@ def multiply_stage(
         matrix = matrix_bufs.index(stage).slice(0, DEPTH, 0)
     acc = warpgroup_mma(rows, matrix, acc, use_acc=more, is_async=True)
     acc = warpgroup_mma_wait(1, deps=(acc,))
-    if give_back is None:
-        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
-    else:
-        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=give_back)
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
     return acc
 
 
