@@ -66,9 +66,9 @@ def test_the_next_ticket_is_not_waited_for_where_it_is_drawn(found):
 
 
 def test_rows_are_gathered_without_a_fence_in_each_stage_where_there_is_one_a_task(found):
-    """A fence waits for what was gathered. Left is one in each gradient, of an expert's last rows."""
-    assert found["small held"]["fences_among_gathers"] == [0, 1, 1]
-    assert sum(found["small"]["fences_among_gathers"]) > 3
+    """A fence waits for what was gathered. Left is one for an expert's last rows, in the loops of gradients."""
+    assert set(found["small held"]["fences_among_gathers"]) == {0, 1}
+    assert set(found["small"]["fences_among_gathers"]) == {1, 2}
 
 
 def test_over_ranks_rows_go_16_bytes_at_a_time_and_flags_are_raised_behind_them_for_the_whole_system(found):

@@ -332,8 +332,8 @@ def plan_of(
     hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, order: Order, bundled: bool
 ) -> Plan:
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "ONCE": order.once, "LISTED": order.listed}
-    flags["HELD"] = order.held and hidden > BLOCK_K  # two stages of dA' at least
+    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "ONCE": order.once}
+    flags |= {"LISTED": order.listed, "HELD": order.held and hidden > BLOCK_K}  # dA' has two stages at least then
     return replace(plan, TOKENS=order.tokens, BUNDLED=bundled, **flags)  # type: ignore[arg-type]
 
 

@@ -1,9 +1,9 @@
 """Tiles of products and gradients whose sums leave all at once, by one code for all kinds.
 
-See `amoeba.tasks.hopper_kernel`. A warpgroup's sums are 32 KB, its two buffers 16: so the second half of them waited for
-the copy engine to read the first, and nothing was multiplied meanwhile. Here that half goes where the warpgroup's own
+See `amoeba.tasks.hopper_kernel`. A warpgroup's sums are 32 KB, its two buffers 16: so the second half of them waits
+for the copy engine to read the first, and nothing is multiplied meanwhile. Here that half goes where the warpgroup's own
 rows of the tile's last two stages were, which nobody else reads, and these are given back when the next tile's first
-product is under way and the engine has read them: `held`. The other two stages of the ring hold that tile's beginning.
+product is under way and the engine has read them: `held`. The other two stages of the ring have that tile's beginning.
 
 Kinds differ in where a block of 64 x 64 sums goes, in its descriptor and in whether it is turned; not in the code.
 """
@@ -32,7 +32,7 @@ from amoeba.tasks.hopper_tiles import TELL_AT, TELL_LATER, pass_over
 
 @gluon.jit
 def settle(held, empty, count):
-    """The engine has read all sums; stages in whose place they lay are given back. count: of stages before this tile."""
+    """The engine has read all sums; stages where they lay are given back. count: of stages before this tile."""
     tma.store_wait(0)
     barrier()
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=held)
@@ -134,7 +134,7 @@ def compute_tiles(
     kind, _, part, _, _, _, _ = task
     first = part
     stop = part + 1
-    if PLAN.BUNDLED:
+    if PLAN.BUNDLED:  # noqa: SIM102 - known when it is compiled, unlike the next
         if (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             first = part * bundle
             stop = gl.minimum(first + bundle, gl.where(kind == DOWN_WEIGHTS, PLAN.DOWN_TILES, PLAN.UP_TILES))
@@ -249,9 +249,7 @@ def _place(task, tile, results, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _store_sums(
-    acc, kind, place, descriptors, bufs, count, deep, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
-):
+def _store_sums(acc, kind, place, descriptors, bufs, count, deep, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """In quarters: the first two through the warpgroup's own buffers, the others through its rows of the last two
     stages if there are two (deep), else through the same buffers when they have been read."""
     out, stride, row, end, column, width = place

@@ -95,9 +95,7 @@ def _produce(
 ):  # fmt: skip
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
     if PLAN.LISTED:
-        produce_listed(
-            descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule[4], PLAN
-        )
+        produce_listed(descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule[4], PLAN)
     else:
         _produce_decoding(
             descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule, PLAN
@@ -111,7 +109,7 @@ def _produce_decoding(
 ):  # fmt: skip
     """... where each ticket's task is found out by arithmetic."""
     _, _, _, _, expert_TK = sources
-    order, slot_row, offs_E, heaviest_E, records = maps
+    order, slot_row, offs_E, heaviest_E, _ = maps
     wave, late, mixed, behind, bundle = schedule
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1

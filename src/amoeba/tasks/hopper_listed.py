@@ -1,9 +1,9 @@
 """The producer of the kernel for Hopper where tasks come from a list: `amoeba.tasks.listing`.
 
-See `amoeba.tasks.hopper_kernel`. Between two tasks the ring of stages lasts for two microseconds. Finding out what a
-ticket is, looking at its gate and asking for its first rows took longer than that, one after the other, in the warpgroup
-that fills the stages. Here a task's line of the list is on its way while the stages of the one before it are filled, and
-each thread looks at the gate by itself, without an atomic that is handed around.
+See `amoeba.tasks.hopper_kernel`. Between two tasks the ring of stages lasts for two microseconds. To find out what a
+ticket is, to look at its gate and to ask for its first rows takes longer than that, one after the other, in the
+warpgroup that fills the stages. Here a task's line of the list is on its way while the stages of the one before it are
+filled, and each thread looks at the gate by itself, without an atomic that is handed around.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ def _line(records, ticket, total):
     """The eight numbers of a task; behind the last one, the last one's again."""
     at = records + gl.minimum(ticket, total - 1).to(gl.int64) * 8
     four: gl.constexpr = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-    kind, item, part, expert = gl.inline_asm_elementwise(four, "=r,=r,=r,=r,l", [at], (gl.int32, gl.int32, gl.int32, gl.int32), False, 1)
-    row, end, gate, least = gl.inline_asm_elementwise(four, "=r,=r,=r,=r,l", [at + 4], (gl.int32, gl.int32, gl.int32, gl.int32), False, 1)
+    kind, item, part, expert = gl.inline_asm_elementwise(
+        four, "=r,=r,=r,=r,l", [at], (gl.int32, gl.int32, gl.int32, gl.int32), False, 1
+    )
+    row, end, gate, least = gl.inline_asm_elementwise(
+        four, "=r,=r,=r,=r,l", [at + 4], (gl.int32, gl.int32, gl.int32, gl.int32), False, 1
+    )
     return kind, item, part, expert, row, end, gate, least
 
 

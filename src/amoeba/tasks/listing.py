@@ -123,7 +123,10 @@ def _decode(
     weights_of = tl.load(heaviest_E + tl.minimum(place, EXPERTS - 1))
     third, third_item = tl.where(is_late, UP_WEIGHTS, COMBINE), tl.where(is_late, weights_of, block)
     second, second_item = tl.where(is_up, UP, DOWN_WEIGHTS), tl.where(is_up, tile_begin + up_tile, weights_of)
-    first, first_item = tl.where(is_pass, ACTIVATE, DOWN), tl.where(is_pass, tile_begin + pass_index, tile_end + down_tile)
+    first, first_item = (
+        tl.where(is_pass, ACTIVATE, DOWN),
+        tl.where(is_pass, tile_begin + pass_index, tile_end + down_tile),
+    )
     kind = tl.where(in_first, first, tl.where(in_second, second, third))
     item = tl.where(in_first, first_item, tl.where(in_second, second_item, third_item))
     part = tl.where(in_first, tl.where(is_pass, 0, down_part), tl.where(is_up, up_part, weight_part))

@@ -31,6 +31,10 @@ class Order(NamedTuple):
     behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
     mixed, in_place: as in `Tiling`.
     tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
+    once:   threads that gather rows join their way to shared memory and the copy engine's once a task; by itself the
+            compiler does so in each stage, and that waits for what was gathered.
+    listed: tasks come from a list that a launch ahead of the kernel makes (`amoeba.tasks.listing`). Not over ranks.
+    held:   a tile's sums leave all at once (`amoeba.tasks.hopper_held`). Not over ranks, and not where H is 64.
     """
 
     ahead: bool = False
