@@ -1,8 +1,8 @@
 """Tiles of products and gradients whose sums leave all at once, by one code for all kinds.
 
 See `amoeba.tasks.hopper_kernel`. A warpgroup's sums are 32 KB, its two buffers 16: so the second half of them waits
-for the copy engine to read the first, and nothing is multiplied meanwhile. Here that half goes where the warpgroup's own
-rows of the tile's last two stages were, which nobody else reads, and these are given back when the next tile's first
+for the copy engine to read the first, and nothing is multiplied meanwhile. Here that half goes where the warpgroup's
+own rows of the tile's last two stages were, which nobody else reads; these are given back when the next tile's first
 product is under way and the engine has read them: `held`. The other two stages of the ring have that tile's beginning.
 
 Kinds differ in where a block of 64 x 64 sums goes, in its descriptor and in whether it is turned; not in the code.

@@ -44,10 +44,10 @@ def make_list(
     which those up to `intermediate` wait for the gradient of down where dx is in place."""
     records = torch.empty((tickets, len(FIELDS)), dtype=torch.int32, device=offs_E.device)
     _make_list[(cdiv(tickets, _BLOCK),)](
-        table.heaviest_E, table.first_tile, offs_E, records, tickets, layout.token_blocks, layout.down_weight_parts,
+        table.heaviest_E, table.first_tile, offs_E, records, layout.token_blocks, layout.down_weight_parts,
         layout.up_weight_parts, layout.wave, cdiv(layout.experts, layout.wave), layout.late, layout.among,
         layout.behind, EXPERTS=layout.experts, TN=layout.down_parts, TNX=layout.up_parts, GROUP=layout.group,
-        BLOCK_E=next_power_of_2(layout.experts), BLOCK_G=next_power_of_2(cdiv(layout.experts, layout.wave)),
+        STEPS=(layout.experts - 1).bit_length(), BLOCK_G=next_power_of_2(cdiv(layout.experts, layout.wave)),
         BLOCK_M=layout.row_block, ROW_COUNTERS=row_counters, BESIDE=cdiv(intermediate, columns), BLOCK=_BLOCK,
     )  # fmt: skip
     return records
@@ -135,10 +135,10 @@ def _decode(
 
 
 @quick
-@triton.jit(do_not_specialize=["tickets", "token_blocks", "down_parts", "up_parts", "wave", "late", "among", "behind"])
+@triton.jit(do_not_specialize=["token_blocks", "down_parts", "up_parts", "wave", "waves", "late", "among", "behind"])
 def _make_list(
-    heaviest_E, first_tile, offs_E, records, tickets, token_blocks, down_parts, up_parts, wave, waves, late, among,
-    behind, EXPERTS: tl.constexpr, TN: tl.constexpr, TNX: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr,
+    heaviest_E, first_tile, offs_E, records, token_blocks, down_parts, up_parts, wave, waves, late, among,
+    behind, EXPERTS: tl.constexpr, TN: tl.constexpr, TNX: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, ROW_COUNTERS: tl.constexpr, BESIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -152,14 +152,16 @@ def _make_list(
         of_weights = (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS)
         of_tokens = kind == COMBINE
         of_tile = ~of_weights & ~of_tokens
-        # Whose rows.
-        place_E = tl.arange(0, BLOCK_E)
-        first_E = tl.load(first_tile + place_E, mask=place_E < EXPERTS, other=2147483647)
-        place = tl.sum((first_E[None, :] <= item[:, None]).to(tl.int32), 1) - 1
-        expert = tl.where(of_tile, tl.load(heaviest_E + tl.maximum(place, 0), mask=of_tile, other=0), item)
+        # Whose rows: of the experts, heaviest first, the last one that begins at or before the tile.
+        place = 0 * item
+        for step in tl.static_range(STEPS):
+            further = place + (1 << (STEPS - 1 - step))
+            first = tl.load(first_tile + further, mask=further < EXPERTS, other=2147483647)
+            place = tl.where(first <= item, further, place)
+        expert = tl.where(of_tile, tl.load(heaviest_E + place, mask=of_tile, other=0), item)
         start = tl.load(offs_E + expert - 1, mask=(expert > 0) & ~of_tokens, other=0)
         end = tl.load(offs_E + expert, mask=~of_tokens, other=0)
-        tile = item - tl.load(first_tile + tl.maximum(place, 0), mask=of_tile, other=0)
+        tile = item - tl.load(first_tile + place, mask=of_tile, other=0)
         row = start + tl.where(of_tile, tile, 0) * BLOCK_M
         # Its gate. Each of the two warpgroups adds to a counter.
         gate, least = ROW_COUNTERS + item, 2 * (TN + (kind == UP).to(tl.int32))
