@@ -112,6 +112,8 @@ class TestOnHopper:
             *((order, "many waves") for order in ORDERS if order != "measured"),
             *(("small", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
             *(("small tokens", name) for name in ("ragged", "many slots")),
+            *(("small held", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
+            *(("held", name) for name in ("skew", "one expert", "a part of a line")),
             *(("lean", name) for name in ("ragged", "one expert", "one row")),  # of the second, s·a is wider than dx
         ],
     )

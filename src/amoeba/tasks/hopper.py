@@ -31,6 +31,7 @@ from amoeba.tasks.arrivals import Arrival
 from amoeba.tasks.decoder import Layout, make_table
 from amoeba.tasks.hopper_arrivals import write_letter
 from amoeba.tasks.hopper_kernel import backward_kernel
+from amoeba.tasks.listing import make_list
 from amoeba.tasks.orders import LEAST_WAVE, MEASURED, Order, bundle_of, chosen_order, tiling_of
 from amoeba.tasks.own_first import make_own_table
 from amoeba.tasks.plain import GROUP, Scheduled
@@ -69,6 +70,9 @@ class Plan:
     HALVES: bool = False
     BUNDLED: bool = False
     IN_PLACE: bool = False
+    ONCE: bool = False
+    LISTED: bool = False
+    HELD: bool = False
 
     @property
     def J(self) -> int:
@@ -258,11 +262,16 @@ def hopper_backward(
     counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
     table, letter, sends = make_table(offs_E, BLOCK_M, counters), None, 0
     if arrival is not None:
-        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers)
+        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers, LISTED=False, HELD=False)
         own = make_own_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
         letter, sends = write_letter(arrival, own), arrival.sends
     programs = multiprocessors(device)
     layout = plan.layout(tokens, rows, programs, order)
+    most_tickets, records = layout.most_tickets(most_tiles), offs_E
+    if plan.LISTED:
+        records = make_list(
+            table, offs_E, layout, most_tickets, row_counters=plan.ROW_COUNTERS, columns=BLOCK_N, intermediate=plan.I
+        )
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
     da_NI, dx_NH = _rows_of_both(h_NJ, plan)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
@@ -294,9 +303,10 @@ def hopper_backward(
         slot_row_N,
         offs_E,
         table.heaviest_E,
+        records,
         counters,
         letter,
-        None if trace is None else trace(sends + layout.most_tickets(most_tiles), BLOCK_M),
+        None if trace is None else trace(sends + most_tickets, BLOCK_M),
         tokens,
         rows,
         intermediate,
@@ -322,7 +332,8 @@ def plan_of(
     hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, order: Order, bundled: bool
 ) -> Plan:
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place}
+    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "ONCE": order.once}
+    flags |= {"LISTED": order.listed, "HELD": order.held and hidden > BLOCK_K}  # dA' has two stages at least then
     return replace(plan, TOKENS=order.tokens, BUNDLED=bundled, **flags)  # type: ignore[arg-type]
 
 

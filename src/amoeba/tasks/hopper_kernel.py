@@ -30,10 +30,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from amoeba.kernels.hopper.descriptor import reinterpret
-from amoeba.kernels.hopper.product_fill import fill_product, row_pointers
 from amoeba.kernels.launch import quick
 from amoeba.tasks.clock import note_task, now
 from amoeba.tasks.decoder import (
@@ -63,6 +62,9 @@ from amoeba.tasks.hopper_arrivals import (
     wait_for_tile,
     wait_until_taken,
 )
+from amoeba.tasks.hopper_fill import fill_task
+from amoeba.tasks.hopper_held import consume_held
+from amoeba.tasks.hopper_listed import produce_listed
 from amoeba.tasks.hopper_queue import (
     BLOCK_K,
     BLOCK_M,
@@ -81,8 +83,8 @@ from amoeba.tasks.hopper_queue import (
     wait,
     wait_for_tokens,
 )
-from amoeba.tasks.hopper_row_passes import activate, combine, fill_lines, fill_tokens
-from amoeba.tasks.hopper_tiles import fill_gradients, multiply, pass_over, sum_tile
+from amoeba.tasks.hopper_row_passes import activate, combine
+from amoeba.tasks.hopper_tiles import multiply, pass_over, sum_tile
 from amoeba.tasks.own_first import own_tiles_first
 
 
@@ -92,14 +94,25 @@ def _produce(
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
-    down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
-    dy, x, da, dh, expert_TK = sources
-    order, slot_row, offs_E, heaviest_E = maps
+    if PLAN.LISTED:
+        produce_listed(descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule[4], PLAN)
+    else:
+        _produce_decoding(
+            descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule, PLAN
+        )
+
+
+@gluon.jit
+def _produce_decoding(
+    descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """... where each ticket's task is found out by arithmetic."""
+    _, _, _, _, expert_TK = sources
+    order, slot_row, offs_E, heaviest_E, _ = maps
     wave, late, mixed, behind, bundle = schedule
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1
-    row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
-    dx = da + rows.to(gl.int64) * PLAN.DX_AT  # they lie one behind the other: fewer pointers in registers
     expert_counters = counters + 1
     row_counters = counters + PLAN.ROW_COUNTERS
     wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
@@ -165,33 +178,12 @@ def _produce(
             elif PLAN.RANKS > 1:
                 wait_for_tile(letter, order, row, end, PLAN)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
-        if kind == DOWN:
-            pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
-            count = fill_product(
-                dh_rows_desc, down_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.H,
-                PLAN.I, PLAN.I, True, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
-        elif kind == UP:
-            count = fill_product(
-                dh_rows_desc, gate_up_desc, dy, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.J,
-                PLAN.H, PLAN.H, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
-        elif kind == DOWN_WEIGHTS:
-            count = fill_gradients(
-                scaled_a_desc, dy, da, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
-                PLAN.I, PLAN.DA_STRIDE, PLAN.I_TILES, PLAN.DOWN_TILES, PLAN,
-            )  # fmt: skip
-        elif kind == UP_WEIGHTS:
-            count = fill_gradients(
-                dh_desc, x, dh, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
-                PLAN.J, PLAN.J, PLAN.J_TILES, PLAN.UP_TILES, PLAN,
-            )  # fmt: skip
-        elif kind == ACTIVATE:
-            count = fill_lines(
-                da_lines_desc, h_lines_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN
-            )
-        elif kind == COMBINE:
-            count = fill_tokens(item, dx, slot_row, token_bufs, full, empty, count, tokens, rows, PLAN)
+        if PLAN.ONCE:
+            fence_async_shared()
+        count = fill_task(
+            descriptors, sources, order, slot_row, ring, count, kind, item, part, expert, row, end, tokens, rows,
+            intermediate, bundle, PLAN,
+        )  # fmt: skip
         if PLAN.AHEAD:
             ticket = drawn_ticket(drawn)
         else:
@@ -205,6 +197,24 @@ def _consume(
     bundle, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each task."""
+    if PLAN.HELD:
+        consume_held(
+            descriptors, results, sources, counters, queue, ring, staging, trace, tokens, rows, intermediate, bundle,
+            WARPGROUP, PLAN,
+        )  # fmt: skip
+    else:
+        _consume_in_turns(
+            descriptors, results, sources, counters, queue, ring, staging, letter, trace, tokens, rows, intermediate,
+            bundle, WARPGROUP, PLAN,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _consume_in_turns(
+    descriptors, results, sources, counters, queue, ring, staging, letter, trace, tokens, rows, intermediate,
+    bundle, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """... whose sums leave through two buffers in turns."""
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.DX_AT
@@ -299,7 +309,7 @@ def _consume(
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
-    slot_row, offs_E, heaviest_E, counters, letter, trace, tokens, rows, intermediate, wave, late, mixed,
+    slot_row, offs_E, heaviest_E, records, counters, letter, trace, tokens, rows, intermediate, wave, late, mixed,
     behind, bundle, PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
@@ -308,11 +318,16 @@ def backward_kernel(
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rowwise: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
+    if PLAN.HELD:  # the warpgroups' buffers, two of each, lie behind the rows
+        left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2 + 4, 64, 64], LEFT_LAYOUT)
+        row_bufs = reinterpret(left_bufs, dtype, [STAGES + 2, BLOCK_M, BLOCK_K], ROW_LAYOUT)
+        buffers = left_bufs
+    else:
+        row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
+        left_bufs = reinterpret(row_bufs, dtype, [STAGES * 2, 64, 64], LEFT_LAYOUT)
+        buffers = gl.allocate_shared_memory(dtype, [4, 64, 64], OUT_LAYOUT)  # two of each warpgroup, which take turns
     matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], MATRIX_LAYOUT)
-    buffers = gl.allocate_shared_memory(dtype, [4, 64, 64], OUT_LAYOUT)  # two of each warpgroup, which take turns
-    left_bufs = reinterpret(row_bufs, dtype, [STAGES * 2, 64, 64], LEFT_LAYOUT)
-    da_bufs = reinterpret(row_bufs, dtype, [STAGES, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
+    da_bufs = reinterpret(row_bufs, dtype, [row_bufs.shape[0], PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
     h_bufs = reinterpret(matrix_bufs, dtype, [STAGES * 2, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
     token_bufs = reinterpret(matrix_bufs, dtype, [STAGES, BLOCK_K, BLOCK_N], rowwise)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
@@ -335,7 +350,7 @@ def backward_kernel(
     stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)
     loads = (down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc)
     results = (da, dh, ds, d_x, d_weight, d_down, d_gate_up)
-    maps = (order, slot_row, offs_E, heaviest_E)
+    maps = (order, slot_row, offs_E, heaviest_E, records)
     gl.warp_specialize(
         [
             (_consume, (

@@ -38,6 +38,16 @@ def wait(counter, at_least):
 
 
 @gluon.jit
+def look(counter, at_least):
+    """`wait`, by each thread for itself."""
+    acquire: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
+    seen = gl.inline_asm_elementwise(acquire, "=r,l", [counter], gl.int32, False, 1)
+    while seen < at_least:
+        seen = gl.inline_asm_elementwise(acquire, "=r,l", [counter], gl.int32, False, 1)
+    _fence()
+
+
+@gluon.jit
 def tell(untold, counters, PLAN: gl.constexpr):
     """That this half of a task is done: a counter, mostly the row tile's, and after a row pass also the expert's; both
     in one number. -1: of none."""

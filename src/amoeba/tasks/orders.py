@@ -31,6 +31,10 @@ class Order(NamedTuple):
     behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
     mixed, in_place: as in `Tiling`.
     tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
+    once:   threads that gather rows join their way to shared memory and the copy engine's once a task; by itself the
+            compiler does so in each stage, and that waits for what was gathered.
+    listed: tasks come from a list that a launch ahead of the kernel makes (`amoeba.tasks.listing`). Not over ranks.
+    held:   a tile's sums leave all at once (`amoeba.tasks.hopper_held`). Not over ranks, and not where H is 64.
     """
 
     ahead: bool = False
@@ -40,6 +44,9 @@ class Order(NamedTuple):
     mixed: bool = False
     tokens: int = 32
     in_place: bool = False
+    once: bool = False
+    listed: bool = False
+    held: bool = False
 
 
 # N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
@@ -59,6 +66,12 @@ ORDERS = {
     "small tokens": _SMALL._replace(tokens=8),
     "small bundles": _SMALL._replace(stages=8),
     "small lean": _SMALL._replace(in_place=True),
+    "once": Order(once=True),
+    "small once": _SMALL._replace(once=True),
+    "listed": Order(once=True, listed=True),
+    "small listed": _SMALL._replace(once=True, listed=True),
+    "held": Order(once=True, listed=True, held=True),
+    "small held": _SMALL._replace(once=True, listed=True, held=True),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 

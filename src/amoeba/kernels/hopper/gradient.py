@@ -111,6 +111,7 @@ def _copy_last_rows(source, stride, column, width, row, end, buffer):
     c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     pointers = source + n.to(gl.int64)[:, None] * stride + c[None, :]
     gather(buffer, pointers, mask=(n < end)[:, None] & (c < width)[None, :])
+    fence_async_shared()  # here, seldom; else the compiler has one in each stage, before the engine writes there
 
 
 @gluon.jit
