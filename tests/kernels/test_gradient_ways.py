@@ -63,7 +63,7 @@ def test_rounds_put_nothing_aside_but_the_number_of_programs(tmp_path: Path, mon
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("way", "stack"), [("onward", 0), ("onward,carry", 48)])
+@pytest.mark.parametrize(("way", "stack"), [("onward", 0), ("onward,carry", 32)])
 def test_tiles_in_a_row_keep_their_sums_in_registers(
     way: str, stack: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +71,7 @@ def test_tiles_in_a_row_keep_their_sums_in_registers(
     for name, found in compiled(("down_gradient", "up_gradient"), tmp_path).items():
         assert found["wgmma"] == 56, f"{name}: head, four stages with code of their own, tail and last rows, twice"
         assert found["stack_bytes"] <= stack, f"{name} does not keep all in registers"
-        assert found["local_accesses_in_steps"] <= stack // 8, f"{name} puts sums aside"
+        assert found["local_accesses_in_steps"] == 0, f"{name} puts sums aside"
         assert found["waits_in_steps"] < 24, f"{name} waits for each product: the compiler has given up"
 
 

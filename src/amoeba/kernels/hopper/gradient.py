@@ -248,7 +248,7 @@ def gradient_kernel(
             )),
         ],
         [4, 4],
-        [200, 104] if TOP_K > 0 else [208, 88],
+        [208, 88] if TOP_K == 0 or CARRY else [200, 104],
     )  # fmt: skip
 
 

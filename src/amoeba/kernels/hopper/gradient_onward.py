@@ -1,5 +1,4 @@
-"""A weight gradient's tiles one behind the other in the ring of stages: the first rows of one are on their way while the
-last ones of the tile before it are multiplied.
+"""A weight gradient's tiles one behind the other in the ring of stages, without a pause between them.
 
     fill_onward(...)          # all tiles' stages, by the gathering warpgroup
     consume_onward(...)       # all tiles' sums, by a multiplying one
@@ -7,7 +6,8 @@ last ones of the tile before it are multiplied.
 For `amoeba.kernels.hopper.gradient`, where `amoeba.kernels.hopper.gradient_rounds` begins each tile at the first stage.
 A tile begins at whichever stage comes next: the stages up to the ring's end are its head, then come whole turns of the
 ring, in which each stage has code of its own, then its tail, and last the rows that do not fill a stage, multiplied
-sixteen at a time. An expert without rows has sixteen zeros there. Where the next tile lies, and its first row numbers, are found on the way.
+sixteen at a time. An expert without rows has sixteen zeros there. Where the next tile lies, and its first row numbers,
+are found on the way.
 
 All tiles are whole ones. CARRY: half of a tile's sums is kept, rounded, and leaves behind the head of the next tile,
 under its products.
@@ -105,18 +105,17 @@ def fill_onward(
     start, end = rows_of_turn(expert, offs_E)
     slot = gl.load(order + (start + turn_n), mask=start + turn_n < end, other=0)
     for turn in range(turns_of_program(tiles)):
-        columns = left + (h * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(0, layout)))[None, :]
+        columns = (left + h * BLOCK_H) + gl.arange(0, BLOCK_H, gl.SliceLayout(0, layout))[None, :]
         head, behind, filled = ring_parts(start, end, count, BLOCK_N, STAGES)
         places.store((slot // TOP_K).to(gl.uint32) * pieces)
         slot = gl.load(order + (head + turn_n), mask=head + turn_n < end, other=0)
         expert, next_h, next_w = expert_of_turn(turn + 1, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        at = 0
+        began = count
         for row in range(start, head, BLOCK_N):
             _fill_stage(
-                right_desc, columns, place_bufs.index(at).load(of_stage), left_bufs, right_bufs, full, empty,
-                count % STAGES, ((count // STAGES) & 1) ^ 1, row, w, BLOCK_W, BLOCK_N,
+                right_desc, columns, place_bufs.index(count - began).load(of_stage), left_bufs, right_bufs, full,
+                empty, count % STAGES, ((count // STAGES) & 1) ^ 1, row, w, BLOCK_W, BLOCK_N,
             )  # fmt: skip
-            at += 1
             count += 1
         next_start, next_end = rows_of_turn(expert, offs_E)
         for row in range(head, behind, TURN):
@@ -133,18 +132,17 @@ def fill_onward(
         places.store((slot // TOP_K).to(gl.uint32) * pieces)
         ahead = next_start + turn_n
         slot = gl.load(order + ahead, mask=ahead < next_end, other=0)
-        at = 0
+        began = count
         for row in range(behind, filled, BLOCK_N):
             _fill_stage(
-                right_desc, columns, place_bufs.index(at).load(of_stage), left_bufs, right_bufs, full, empty,
-                count % STAGES, ((count // STAGES) & 1) ^ 1, row, w, BLOCK_W, BLOCK_N,
+                right_desc, columns, place_bufs.index(count - began).load(of_stage), left_bufs, right_bufs, full,
+                empty, count % STAGES, ((count // STAGES) & 1) ^ 1, row, w, BLOCK_W, BLOCK_N,
             )  # fmt: skip
-            at += 1
             count += 1
         if (filled < end) | (start == end):
             _fill_last_rows(
-                columns, place_bufs.index(at).load(of_stage), right, left_bufs, right_bufs, full, empty, count, filled,
-                end, w, right_stride, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT, layout,
+                columns, place_bufs.index(count - began).load(of_stage), right, left_bufs, right_bufs, full, empty,
+                count, filled, end, w, right_stride, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT, layout,
             )  # fmt: skip
             count += 1
         h, w, start, end = next_h, next_w, next_start, next_end
@@ -212,7 +210,7 @@ def consume_onward(
                 acc, left_bufs, right_bufs, full, empty, count % STAGES, (count // STAGES) & 1, row > start, WARPGROUP
             )
             count += 1
-        if CARRY:
+        if CARRY:  # noqa: SIM102 - known when the kernel is compiled
             if turn > 0:
                 _store(carried, own, out_desc, first, second, TRANSPOSED)
         next_expert, next_h, next_w = expert_of_turn(turn + 1, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
@@ -253,7 +251,7 @@ def consume_onward(
         if not CARRY:
             _store(carried, own, out_desc, first, second, TRANSPOSED)
         expert, h, w, start, end = next_expert, next_h, next_w, next_start, next_end
-    if CARRY:
+    if CARRY:  # noqa: SIM102
         if turns > 0:
             _store(carried, own, out_desc, first, second, TRANSPOSED)
     tma.store_wait(0)
