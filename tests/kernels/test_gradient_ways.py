@@ -13,7 +13,8 @@ import torch
 from test_hopper_compiles import compiled
 from torch import Tensor
 
-from amoeba.kernels.hopper.ways import GRADIENT_VARIABLE, gradients_by_rounds
+from amoeba.kernels.hopper.gradient_onward import ring_parts
+from amoeba.kernels.hopper.ways import GRADIENT_VARIABLE, GradientWays, gradient_ways
 from amoeba.kernels.weight_gradient import heaviest_first
 from amoeba.layout import build_layout
 
@@ -22,15 +23,35 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
 COUNTS = (0, 1, 63, 64, 65, 128, 191, 192, 193, 255, 256, 257, 320, 511, 512, 513, 0, 1000, 3)
 
 
-def test_rounds_are_taken_where_tiles_are_whole_along_h(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_are_taken_where_tiles_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GRADIENT_VARIABLE, raising=False)
-    assert gradients_by_rounds(whole_tiles=True)
-    assert not gradients_by_rounds(whole_tiles=False)
+    assert gradient_ways(True, True) == gradient_ways(True, False) == GradientWays(rounds=True)
+    assert gradient_ways(False, True) == GradientWays()
+    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds,onward,carry")
+    assert gradient_ways(True, True) == GradientWays(rounds=True, onward=True, carry=True)
+    assert gradient_ways(True, False) == GradientWays(rounds=True)
+    assert gradient_ways(False, True) == GradientWays()
     monkeypatch.setenv(GRADIENT_VARIABLE, "")
-    assert not gradients_by_rounds(whole_tiles=True)
+    assert gradient_ways(True, True) == GradientWays()
     monkeypatch.setenv(GRADIENT_VARIABLE, "brisk")
     with pytest.raises(ValueError, match=r"AMOEBA_GRADIENT_WAYS.*rounds.*'brisk'"):
-        gradients_by_rounds(whole_tiles=True)
+        gradient_ways(True, True)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 256, 300, 511, 512, 777])
+@pytest.mark.parametrize("count", range(4))
+def test_parts_of_a_tile_fill_the_ring_from_where_the_tile_before_it_ended(
+    rows: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("amoeba.kernels.hopper.gradient_onward.gl.minimum", min)  # of numbers
+    start, stage, stages = 100, 64, 4
+    head, behind, filled = ring_parts.fn(start, start + rows, count, stage, stages)
+    assert start <= head <= behind <= filled <= start + rows < filled + stage
+    assert (behind - head) % (stages * stage) == 0, "whole turns"
+    assert filled - behind < stages * stage, "no whole turn is left for the tail"
+    if head < filled:
+        assert (count + (head - start) // stage) % stages == 0, "whole turns begin at the first stage"
+        assert head > start, "something is multiplied while sums are stored behind the head"
 
 
 @pytest.mark.thorough
@@ -41,16 +62,37 @@ def test_rounds_put_nothing_aside_but_the_number_of_programs(tmp_path: Path, mon
         assert found["local_accesses"] <= found["stack_bytes"] <= 8, f"{name} does not keep all in registers"
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(("way", "stack"), [("onward", 0), ("onward,carry", 32)])
+def test_tiles_in_a_row_keep_their_sums_in_registers(
+    way: str, stack: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GRADIENT_VARIABLE, f"rounds,{way}")
+    for name, found in compiled(("down_gradient", "up_gradient"), tmp_path).items():
+        assert found["wgmma"] == 56, f"{name}: head, four stages with code of their own, tail and last rows, twice"
+        assert found["stack_bytes"] <= stack, f"{name} does not keep all in registers"
+        assert found["local_accesses_in_steps"] == 0, f"{name} puts sums aside"
+        assert found["waits_in_steps"] < 24, f"{name} waits for each product: the compiler has given up"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
-@pytest.mark.parametrize(("hidden", "width", "top_k"), [(256, 320, 2), (384, 192, 3), (320, 192, 2)])
-def test_rounds_have_the_bits_of_the_plain_way(
-    hidden: int, width: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("way", "hidden", "width", "top_k"),
+    [
+        *(("rounds", *sizes) for sizes in ((256, 320, 2), (384, 192, 3), (320, 192, 2))),
+        ("rounds,once", 256, 320, 2),
+        *(("rounds,onward", *sizes) for sizes in ((256, 512, 2), (384, 256, 3), (256, 320, 2))),
+        *(("rounds,onward,carry", *sizes) for sizes in ((256, 512, 2), (384, 256, 3))),
+    ],
+)
+def test_each_way_has_the_bits_of_the_plain_one(
+    way: str, hidden: int, width: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(GRADIENT_VARIABLE, "")
     plain = gradients(hidden, width, top_k, device)
     assert all(one[: len(COUNTS)].isfinite().all() for one in plain.values())
-    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds")
+    monkeypatch.setenv(GRADIENT_VARIABLE, way)
     for programs in (None, 3, 528):
         if programs is not None:
             monkeypatch.setattr("amoeba.kernels.hopper.gradient.programs", lambda device, count=programs: count)

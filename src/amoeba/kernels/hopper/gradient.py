@@ -29,9 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, descriptor, gather, shared_layout
+from amoeba.kernels.hopper.gradient_onward import consume_onward, fill_onward
 from amoeba.kernels.hopper.gradient_rounds import consume_rounds, fill_rounds
 from amoeba.kernels.hopper.gradient_store import place_of_turn, store_gradient
-from amoeba.kernels.hopper.ways import gradients_by_rounds
+from amoeba.kernels.hopper.ways import GradientWays, gradient_ways
 from amoeba.kernels.launch import quick
 from amoeba.kernels.programs import programs
 
@@ -45,10 +46,30 @@ GROUP = 8
 def _produce(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr,
-    BLOCK_LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
+    ONCE: gl.constexpr, ONWARD: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
+    if ONWARD:
+        fill_onward(
+            right_desc, left, right, order, offs_E, heaviest_E, places, left_bufs, right_bufs, full, empty, experts,
+            hidden, width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, BLOCK_LAYOUT,
+        )  # fmt: skip
+    else:
+        _produce_tiles(
+            right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
+            width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places, TOP_K,
+            BLOCK_LAYOUT, ONCE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _produce_tiles(
+    right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
+    left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
+    ONCE: gl.constexpr,
+):  # fmt: skip
     h_tiles = gl.cdiv(hidden, BLOCK_H)
     w_tiles = gl.cdiv(width, BLOCK_W)
     tiles = experts * h_tiles * w_tiles
@@ -58,7 +79,7 @@ def _produce(
         if TOP_K > 0:
             count = fill_rounds(
                 right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, count, h, w, start, end,
-                width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT,
+                width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT, ONCE,
             )  # fmt: skip
         else:
             count = fill_gradient(
@@ -146,10 +167,16 @@ def _consume_tiles(
 def _consume(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, ONWARD: gl.constexpr,
+    CARRY: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile along H."""
-    if ROUNDS:
+    if ONWARD:
+        consume_onward(
+            offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, CARRY,
+        )  # fmt: skip
+    elif ROUNDS:
         consume_rounds(
             offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
             WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
@@ -181,8 +208,9 @@ def gradient_kernel(
     right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
+    ONCE: gl.constexpr, ONWARD: gl.constexpr, CARRY: gl.constexpr,
 ):  # fmt: skip
-    """TOP_K: where tiles go by whole turns of the ring, else 0."""
+    """TOP_K: where tiles go by whole turns of the ring, else 0. ONCE, ONWARD, CARRY: `ways.GradientWays`."""
     dtype: gl.constexpr = out.dtype.element_ty
     if TOP_K > 0:
         left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_H], LEFT_LAYOUT)
@@ -206,20 +234,22 @@ def gradient_kernel(
         [
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0,
+                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, ONWARD,
+                CARRY,
             )),
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0,
+                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, ONWARD,
+                CARRY,
             )),
             (_produce, (
                 right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
                 width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places,
-                TOP_K, BLOCK_LAYOUT,
+                TOP_K, BLOCK_LAYOUT, ONCE, ONWARD,
             )),
         ],
         [4, 4],
-        [200, 104] if TOP_K > 0 else [208, 88],
+        [208, 88] if TOP_K == 0 or CARRY else [200, 104],
     )  # fmt: skip
 
 
@@ -228,8 +258,8 @@ def _staged(transposed: bool) -> tuple[int, int]:
 
 
 @cache
-def _bound(transposed: bool, dtype: torch.dtype, top_k: int) -> Any:
-    """top_k: 0 where it need not be known."""
+def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int) -> Any:
+    top_k = top_k if ways.rounds else 0  # elsewhere it need not be known
     return gradient_kernel.bound(
         TRANSPOSED=transposed,
         LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if top_k else BLOCK_H // 2), dtype),
@@ -242,6 +272,9 @@ def _bound(transposed: bool, dtype: torch.dtype, top_k: int) -> Any:
         STAGES=STAGES,
         GROUP=GROUP,
         TOP_K=top_k,
+        ONCE=ways.once,
+        ONWARD=ways.onward,
+        CARRY=ways.carry,
         num_warps=4,
     )
 
@@ -262,8 +295,8 @@ def weight_gradient(
     experts, hidden, width = out_EHW.shape
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
-    by_rounds = gradients_by_rounds(whole_tiles=hidden % BLOCK_H == 0)
-    _bound(transposed, out_EHW.dtype, top_k if by_rounds else 0)[(programs(out_EHW.device),)](
+    ways = gradient_ways(whole_height=hidden % BLOCK_H == 0, whole_width=width % BLOCK_W == 0)
+    _bound(transposed, out_EHW.dtype, ways, top_k)[(programs(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
         descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
         left_TH,

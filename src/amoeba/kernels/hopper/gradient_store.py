@@ -23,18 +23,42 @@ def place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.c
     Experts come by falling number of rows, and every second turn runs backwards: so each multiprocessor gets its share
     of the long and of the short ones. In the last turn there may be no tile for it: no rows then, and `tile` says so.
     """
+    tile = _tile_of_turn(turn)
+    expert, h, w = expert_of_turn(turn, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+    start, end = rows_of_turn(expert, offs_E)
+    return tile, expert, h, w, start, gl.where(tile < tiles, end, start)
+
+
+@gluon.jit
+def _tile_of_turn(turn):
     programs = gl.num_programs(0)
     program = gl.program_id(0)
-    tile = turn * programs + (program if turn % 2 == 0 else programs - 1 - program)
-    inside = gl.minimum(tile, tiles - 1)
+    return turn * programs + (program if turn % 2 == 0 else programs - 1 - program)
+
+
+@gluon.jit
+def turns_of_program(tiles):
+    """How many tiles a multiprocessor has."""
+    all_have = tiles // gl.num_programs(0)
+    return all_have + (_tile_of_turn(all_have) < tiles).to(gl.int32)
+
+
+@gluon.jit
+def expert_of_turn(turn, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexpr):
+    """Expert, tile along H and along W of a multiprocessor's turn-th tile; of the last tile where it has none."""
+    inside = gl.minimum(_tile_of_turn(turn), tiles - 1)
     expert = gl.load(heaviest_E + inside // (h_tiles * w_tiles))
     inside = inside % (h_tiles * w_tiles)
     group = inside // (GROUP * w_tiles)
     height = gl.minimum(h_tiles - group * GROUP, GROUP)
     inside = inside % (GROUP * w_tiles)
-    start = gl.load(offs_E + expert - 1, mask=expert > 0, other=0)
-    end = gl.load(offs_E + expert)
-    return tile, expert, group * GROUP + inside % height, inside // height, start, gl.where(tile < tiles, end, start)
+    return expert, group * GROUP + inside % height, inside // height
+
+
+@gluon.jit
+def rows_of_turn(expert, offs_E):
+    """An expert's first row, and behind its last one."""
+    return gl.load(offs_E + expert - 1, mask=expert > 0, other=0), gl.load(offs_E + expert)
 
 
 @gluon.jit

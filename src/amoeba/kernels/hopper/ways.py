@@ -68,11 +68,28 @@ def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     return {name.upper(): value for name, value in taken._asdict().items()}
 
 
-def gradients_by_rounds(whole_tiles: bool) -> bool:
-    """Whether weight gradients go by `amoeba.kernels.hopper.gradient_rounds`. whole_tiles: H is a multiple of 128."""
-    return whole_tiles and _by_rounds(os.environ.get(GRADIENT_VARIABLE, GRADIENT_TAKEN))
+class GradientWays(NamedTuple):
+    """
+    rounds: tiles go by whole turns of the ring, see `amoeba.kernels.hopper.gradient_rounds`.
+    once:   with rounds, the gathering threads' fence is said once for each tile and not in each turn of the ring.
+    onward: with rounds, tiles follow one another in the ring, see `amoeba.kernels.hopper.gradient_onward`.
+    carry:  with onward, half of a tile's sums leaves while the next tile's products run.
+    """
+
+    rounds: bool = False
+    once: bool = False
+    onward: bool = False
+    carry: bool = False
+
+
+def gradient_ways(whole_height: bool, whole_width: bool) -> GradientWays:
+    """Of the weights' gradients. whole_height: tiles are whole along H; whole_width: along the sorted rows' width."""
+    return _gradient_ways(os.environ.get(GRADIENT_VARIABLE, GRADIENT_TAKEN), whole_height, whole_width)
 
 
 @cache
-def _by_rounds(names: str) -> bool:
-    return bool(_named(names, ("rounds",), GRADIENT_VARIABLE, GRADIENT_TAKEN))
+def _gradient_ways(names: str, whole_height: bool, whole_width: bool) -> GradientWays:
+    ways = GradientWays(**_named(names, GradientWays._fields, GRADIENT_VARIABLE, GRADIENT_TAKEN))
+    rounds = ways.rounds and whole_height
+    onward = ways.onward and rounds and whole_width
+    return GradientWays(rounds, ways.once and rounds, onward, ways.carry and onward)
