@@ -34,6 +34,12 @@ class Travel(ABC):
     travels: bool = True
     straight: bool = False
 
+    def room(self, most_rows: int | None) -> int | None:
+        """most_rows of the pass, which may have begun with a guess of it: to be asked when its first product has been
+        launched, so that the device has something to do while the host waits for the number. Of a guess that was too low
+        no row has been computed, all ids are put back, and the pass begins anew with the result."""
+        return most_rows
+
     @abstractmethod
     def wait(self) -> None:
         """Ahead of whatever reads the others' rows. The device waits, not the host."""

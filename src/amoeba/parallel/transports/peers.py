@@ -6,13 +6,14 @@ The hosts tell each other how many tokens they have, unless `most_tokens` says w
 grows when more come. What goes where, the kernels see (`amoeba.kernels.peer_rows`). Rows here are those of all ranks'
 tokens, by (rank, token), also those that do not come: they have no expert, and nobody reads them. How many slots have
 one the host asks where memory counts, in passes with gradients, unless `most_rows` or `most_tokens` is given: then
-nothing waits for the GPU.
+nothing waits for the GPU. It asks when the first product has been launched, with the room of the layer's last pass.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.office import Office, office_of, plan_of
 from amoeba.parallel.transports.places import shares_its_gpu, why_not_between
+from amoeba.parallel.transports.rooms import layer_of, rounded_up
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.phases import mark
 from amoeba.routing import Routing
@@ -59,6 +61,7 @@ class Peers(Transport):
         exchange.travels = sharded.overlap
         exchange.straight = _goes_straight(sharded.straight, exchange.plan.rows, x_TH)
         exchange.leaves_early = exchange.travels or exchange.straight
+        exchange.guesses = exchange.counts and exchange.leaves_early
         return exchange
 
 
@@ -95,13 +98,18 @@ def planned(
     plan = plan_of(tuple(tokens), routing.num_tokens, office)
     exchange = kind(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
     exchange.counts = gradients and sharded.most_rows is None and sharded.most_tokens is None
+    exchange.layer = layer_of(sharded.local)
     return exchange
 
 
 class PeerExchange(Exchange):
-    """counts: whether the host asks how many slots have an expert here, while the rows are under way."""
+    """counts:  whether the host asks how many slots have an expert here.
+    guesses: whether it may ask when the pass has begun, see `room`; else while rows are under way.
+    layer:   as `Rooms` know it.
+    """
 
-    counts = False
+    counts = guesses = False
+    layer = 0
 
     def __init__(
         self, office: Office, owners: Owners, expert_TK: Tensor, plan: Plan, most_rows: int | None = None
@@ -115,6 +123,7 @@ class PeerExchange(Exchange):
         self._started_RH: Tensor | None = None  # rows of dy that a backward is to send itself
         self._own_TH: Tensor | None = None  # sums of own tokens, to which those that come are to be added
         self._sums_TH: Tensor | None = None  # to which they were added
+        self._guessed: tuple[Callable[[], list[int]], Tensor] | None = None  # what tells the number, and the ids
         self.owners, self.expert_TK = owners, expert_TK.contiguous()
         device, tokens = expert_TK.device, expert_TK.shape[0]
         self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
@@ -130,13 +139,32 @@ class PeerExchange(Exchange):
         mark("ids: sent")
         x_RH = room_for_rows(self.plan, x_TH)
         self._set_off(x_TH, x_RH)
+        if self.guesses:
+            self.slots = self.office.rooms.guess(self.layer, self.plan.rows * weight_TK.shape[1])
         expert_RK, weight_RK, owned = self._take_slots(weight_TK)
         mark("ids: taken")
         told = self.office.ask(owned) if self.counts else None
         self._arrive(x_TH, x_RH)  # meanwhile
         if told is not None:
-            self.slots = _rounded_up(sum(told()), expert_RK.numel())
+            self._guessed = told, expert_RK
+            if self.slots is None:
+                self.room(None)
         return x_RH, expert_RK, weight_RK
+
+    def room(self, most_rows: int | None) -> int | None:
+        """Where the pass has begun with a guess, the host waits for the number of rows here, once, while the device
+        computes the first product. If there are more, no slot had an expert in it: nothing was written behind the end
+        of a buffer, and no sum has left, so no other rank has to know."""
+        if self._guessed is not None:
+            (told, expert_RK), self._guessed = self._guessed, None
+            guess, owned, slots = self.slots, sum(told()), expert_RK.numel()
+            self.slots = rounded_up(owned, slots)
+            self.office.rooms.remember(self.layer, self.slots, slots, guess)
+            if guess is not None and owned > guess:
+                from amoeba.kernels.peer_rows import put_back
+
+                put_back(expert_RK)
+        return most_rows if self.slots is None else max(self.slots, 1)
 
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_rows import room_for_rows
@@ -158,7 +186,8 @@ class PeerExchange(Exchange):
     def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from amoeba.kernels.peer_rows import take_slots
 
-        return take_slots(self.office.checked(), self.plan, weight_TK, self.comes_R, self.slots)
+        post = self.office.checked()
+        return take_slots(post, self.plan, weight_TK, self.comes_R, self.slots, guessed=self.guesses)
 
     def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
         from amoeba.kernels.peer_copies import copy_own, copy_there, take_copies
@@ -318,12 +347,6 @@ class PeerExchange(Exchange):
         from amoeba.kernels.peer_rows import add_rows
 
         return add_rows(self.office.checked(), self.plan, channel, rows_RH, self.goes_WT)
-
-
-def _rounded_up(slots: int, most: int) -> int:
-    """To one of 64 sizes, so that memory of the pass before serves again."""
-    step = max(-(-most // (64 * 128)), 1) * 128
-    return min(-(-max(slots, 1) // step) * step, most)
 
 
 TRANSPORT = Peers()
