@@ -36,8 +36,8 @@ class Travel(ABC):
 
     def room(self, most_rows: int | None) -> int | None:
         """most_rows of the pass, which may have begun with a guess of it: to be asked when its first product has been
-        launched, so that the device has something to do while the host waits for the number. Of a guess that was too low
-        no row has been computed, all ids are put back, and the pass begins anew with the result."""
+        launched, so that the device has something to do while the host waits for the number. Of a guess that was too
+        low no row has been computed, all ids are put back, and the pass begins anew with the result."""
         return most_rows
 
     @abstractmethod

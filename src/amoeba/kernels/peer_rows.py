@@ -163,19 +163,14 @@ def _copy_rows(post: Post, plan: Plan, rows: Tensor, out_RH: Tensor, comes_R: Te
     )  # fmt: skip
 
 
-def add_rows(
-    post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor, *, own_alone: bool = False
-) -> Tensor:
-    """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere.
-
-    own_alone: rows_RH has those of this rank's tokens and no others.
-    """
+def add_rows(post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor) -> Tensor:
+    """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere."""
     tokens, width = goes_WT.shape[1], rows_RH.shape[1]
     wait_for_all(post, channel)
     out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
     _add_rows[(post.takers,)](
         rows_RH, goes_WT, out_TH, plan.back, post.addresses, post.trouble, post.cell_at[channel],
-        post.cell_size[channel], tokens, post.rank, OWN_ALONE=own_alone, WIDE=rows_RH.dtype == torch.float64,
+        post.cell_size[channel], tokens, post.rank, WIDE=rows_RH.dtype == torch.float64,
         TELLS=post.reaches, **_tile(rows_RH, width), **post.constants(channel), num_warps=_WARPS,
     )  # fmt: skip
     return out_TH
@@ -378,14 +373,12 @@ def _take_rows(
 @triton.jit(do_not_specialize=["tokens", "rank"])
 def _add_rows(
     rows_RH, goes_WT, out_TH, places, addresses, trouble, cell_at, cell_size, tokens, rank,
-    OWN_ALONE: tl.constexpr, WIDE: tl.constexpr, TELLS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr,
+    WIDE: tl.constexpr, TELLS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     lost = tl.load(trouble) != 0
-    own = rows_RH.to(tl.int64)
-    if not OWN_ALONE:
-        own += tl.load(places + rank) * (H * (rows_RH.dtype.element_ty.primitive_bitwidth // 8))
+    own = rows_RH.to(tl.int64) + tl.load(places + rank) * (H * (rows_RH.dtype.element_ty.primitive_bitwidth // 8))
     for first in range(program * BLOCK_T, tokens, programs * BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         for column in range(0, H, BLOCK_H):

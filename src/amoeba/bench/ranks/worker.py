@@ -324,6 +324,7 @@ def _travel(setting: str) -> None:
     x_TH, routing, dy_TH = _of_state().inputs[""]
     exchange = _exchange(setting)
     x_RH, _, weight_RK = exchange.dispatch(x_TH.detach(), routing.weight_TK.detach())
+    exchange.room(None)
     exchange.wait()
     if exchange.travels:
         exchange.leave(x_RH)

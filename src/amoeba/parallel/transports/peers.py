@@ -268,13 +268,14 @@ class PeerExchange(Exchange):
 
     def keep_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, d_weight_TK: Tensor | None) -> Tensor:
         """Own ones lie where dy of own tokens lay."""
-        from amoeba.kernels.combine import combine
+        from amoeba.kernels.peer_sums import own_sums
 
         tokens = slice(self.own.start, self.own.start + self.goes_WT.shape[1])
         own_TH = rows_NH.new_empty((self.goes_WT.shape[1], rows_NH.shape[1]))
         if self._dy_RH is not None:
             own_TH, self._dy_RH = self._dy_RH[tokens], None
-        self._own_TH = combine(rows_NH, slot_row_TK[tokens], None, own_TH, sentinel=slot_row_TK.numel())
+        own_sums(self.office.checked(), self.plan, rows_NH, slot_row_TK, own_TH)
+        self._own_TH = own_TH
         self._leave_gradients(d_weight_TK)
         mark("sums: own ones")
         return self._stand_in(rows_NH)
@@ -314,7 +315,6 @@ class PeerExchange(Exchange):
 
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_post import GRADIENTS, NAMES, SUMS
-        from amoeba.kernels.peer_rows import add_rows
 
         self._check_that_they_were_sent()
         channel = GRADIENTS if what == "gradients of routing weights" else SUMS
@@ -325,7 +325,7 @@ class PeerExchange(Exchange):
         mark("products" if channel == SUMS else "after the sums")
         if channel == SUMS and own_TH is not None:
             self._own_TH = None
-            found = add_rows(self.office.checked(), self.plan, SUMS, own_TH, self.goes_WT, own_alone=True)
+            found = self._add_to(own_TH)
         else:
             rows_RH = rows_RH.contiguous()
             if channel in self._gone:
@@ -337,6 +337,11 @@ class PeerExchange(Exchange):
             found = self._add_up(channel, rows_RH)
         mark(f"{NAMES[channel]}: added")
         return found
+
+    def _add_to(self, own_TH: Tensor) -> Tensor:
+        from amoeba.kernels.peer_sums import add_kept
+
+        return add_kept(self.office.checked(), own_TH, self.goes_WT)
 
     def _send_back(self, channel: int, rows_RH: Tensor) -> None:
         from amoeba.kernels.peer_rows import push_rows
