@@ -44,6 +44,9 @@ class Travel(ABC):
     def wait(self) -> None:
         """Ahead of whatever reads the others' rows. The device waits, not the host."""
 
+    def rows_read(self) -> None:  # noqa: B027 - mostly it has a copy of them
+        """Nothing reads rows of dy any more, so others may take their place."""
+
     def own_rows(self, rows_TH: Tensor) -> Tensor | None:
         """Until `wait`, rows_TH being what others' rows are on their way to: own ones, where these are on their way to
         it as well; None where they are in it."""

@@ -181,6 +181,8 @@ def backward(
     problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs, rows_type: type[SortedRows]
 ) -> Gradients:
     if problem.rows == 0:
+        if problem.travel is not None:
+            problem.travel.rows_read()
         return Gradients.zeros(problem, needs)
     rows, weights = rows_type.dispatch(problem, saved), problem.weights
     dy = rows.gather(dy_TH)
@@ -201,6 +203,8 @@ def backward(
     if needs.down_bias:
         found["down_bias"] = rows.bias_gradient(dy, weights.down_bias_EH, weighted=True)
     del dy
+    if problem.travel is not None:
+        problem.travel.rows_read()
     if needs.gate_up and rows.weights_first:
         found["gate_up"] = rows.weight_gradient(dh_NJ, rows.x, weights.gate_up_EJH)
     if needs.gate_up_bias:

@@ -81,11 +81,12 @@ def own_sums(post: Post, plan: Plan, rows_NH: Tensor, slot_row_RK: Tensor, own_T
 
 
 def add_kept(post: Post, own_TH: Tensor, goes_WT: Tensor) -> Tensor:
-    """As `add_rows` with own sums alone, with more under way at once."""
-    tokens, hidden = own_TH.shape
+    """Sums of own tokens, and behind them maybe more rows, and what the other ranks sent, in their order. Of a token that
+    has no expert here own_TH may hold anything."""
+    tokens, hidden = goes_WT.shape[1], own_TH.shape[1]
     _, block = combine_block(hidden, 1)
     wait_for_all(post, SUMS)
-    out_TH = torch.empty_like(own_TH)
+    out_TH = torch.empty((tokens, hidden), dtype=own_TH.dtype, device=own_TH.device)
     if tokens:
         _add_kept[(tokens * cdiv(hidden, block),)](
             own_TH, goes_WT, out_TH, post.addresses, post.trouble, post.cell_at[SUMS], post.cell_size[SUMS], tokens,
@@ -107,13 +108,13 @@ def _rows_of_slots(
     loads across."""
     places = ()
     for k in tl.static_range(K):
-        places += (tl.load(slot_row + token * K + k, mask=inside, other=num_rows),)
+        places += (tl.load(slot_row + token * K + k, mask=inside, other=num_rows),)  # type: ignore[assignment]
     tl.debug_barrier()
     values, weights, owned = (), (), 0
     for k in tl.static_range(K):
         has_row = places[k] < num_rows
         width = tl.where(has_row, H, 0)  # the row of a sentinel has no columns
-        row = places[k].to(tl.int64)
+        row = places[k].to(tl.int64)  # type: ignore[var-annotated]
         values += (tl.load(rows + row * ROW_STRIDE + column, mask=column < width, other=0.0),)
         if HAS_WEIGHT:
             weights += (tl.load(weight + token * K + k, mask=has_row, other=0.0),)
@@ -123,8 +124,8 @@ def _rows_of_slots(
 
 @triton.jit
 def _summed(values, weights, trouble, K: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """As `sum_of_slots` has it: in fp32, in the order of k; NaN after a wait in vain. That is looked up behind the barrier
-    and added to first, so that no sum comes before the last load."""
+    """As `sum_of_slots` has it: in fp32, in the order of k; NaN after a wait in vain. That is looked up behind the
+    barrier and added to first, so that no sum comes before the last load."""
     tl.debug_barrier()
     total = tl.zeros((BLOCK,), tl.float32) + tl.where(tl.load(trouble) != 0, float("nan"), 0.0)
     for k in tl.static_range(K):
@@ -205,7 +206,7 @@ def _came(
         cell = rows_at(heap + source * cell_size.to(tl.int64), like, ALIGNED)
         goes = tl.load(goes_WT + source * tokens.to(tl.int64) + token)
         width = tl.where(rank == source, 0, tl.where(goes != 0, H, 0))  # what does not come has no columns
-        found += (tl.load(cell + token * H + column, mask=column < width, other=0.0),)
+        found += (tl.load(cell + token * H + column, mask=column < width, other=0.0),)  # type: ignore[assignment]
     return found
 
 
@@ -245,7 +246,8 @@ def _add_kept(
     program = tl.program_id(0)
     token = (program // COLUMN_BLOCKS).to(tl.int64)
     column = (program % COLUMN_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    own = tl.load(own_TH + token * H + column, mask=column < H, other=0.0)
+    width = tl.where(tl.load(goes_WT + rank * tokens.to(tl.int64) + token) != 0, H, 0)
+    own = tl.load(own_TH + token * H + column, mask=column < width, other=0.0)
     heap = tl.load(addresses + rank) + cell_at
     came = _came(token, column, heap, own_TH, goes_WT, cell_size, tokens, rank, H, ALIGNED, RANKS)
     total = _added(own.to(tl.float32), came, rank, RANKS, BLOCK)

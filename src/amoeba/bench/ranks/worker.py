@@ -334,6 +334,7 @@ def _travel(setting: str) -> None:
     if exchange.travels:
         exchange.leave(dy_RH, weight_RK)
     exchange.give_back(dy_RH, "gradients of tokens")
+    exchange.rows_read()
     exchange.give_back(weight_RK, "gradients of routing weights")
 
 

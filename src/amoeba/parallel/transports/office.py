@@ -62,6 +62,7 @@ class Office:
         self.size = Size(0, 0, 0)
         self.agreed: tuple[Any, ...] | None = None
         self.rooms = Rooms()
+        self.holds = False  # rows that have come are read where they lie, and have not all been read
         self._heap: Heap | None = None
         self._post: Post | None = None
         self._told: Tensor | None = None
