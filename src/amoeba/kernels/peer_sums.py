@@ -81,8 +81,8 @@ def own_sums(post: Post, plan: Plan, rows_NH: Tensor, slot_row_RK: Tensor, own_T
 
 
 def add_kept(post: Post, own_TH: Tensor, goes_WT: Tensor) -> Tensor:
-    """Sums of own tokens, and behind them maybe more rows, and what the other ranks sent, in their order. Of a token that
-    has no expert here own_TH may hold anything."""
+    """Sums of own tokens, and behind them maybe more rows, and what the other ranks sent, in their order. Of a token
+    that has no expert here own_TH may hold anything."""
     tokens, hidden = goes_WT.shape[1], own_TH.shape[1]
     _, block = combine_block(hidden, 1)
     wait_for_all(post, SUMS)
