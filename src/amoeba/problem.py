@@ -34,9 +34,18 @@ class Travel(ABC):
     travels: bool = True
     straight: bool = False
 
+    def room(self, most_rows: int | None) -> int | None:
+        """most_rows of the pass, which may have begun with a guess of it: to be asked when its first product has been
+        launched, so that the device has something to do while the host waits for the number. Of a guess that was too
+        low no row has been computed, all ids are put back, and the pass begins anew with the result."""
+        return most_rows
+
     @abstractmethod
     def wait(self) -> None:
         """Ahead of whatever reads the others' rows. The device waits, not the host."""
+
+    def rows_read(self) -> None:  # noqa: B027 - mostly it has a copy of them
+        """Nothing reads rows of dy any more, so others may take their place."""
 
     def own_rows(self, rows_TH: Tensor) -> Tensor | None:
         """Until `wait`, rows_TH being what others' rows are on their way to: own ones, where these are on their way to

@@ -44,11 +44,19 @@ def test_ids_take_no_memory_for_registers(order, kernel: str) -> None:
     assert "spilled=0" in order[f"{kernel} figures"]
 
 
-@pytest.mark.parametrize("kernel", ["send sums", "add sums"])
+@pytest.mark.parametrize("kernel", ["send sums", "add sums", "own sums", "add kept"])
 def test_sums_are_read_and_written_16_bytes_at_a_time_and_no_register_spills(order, kernel: str) -> None:
     assert re.search(r"load16 .*store16", order[kernel]), order[kernel]
     figures = dict(each.split("=") for each in order[f"{kernel} figures"].split())
     assert figures["spilled"] == "0"
+
+
+@pytest.mark.parametrize(("kernel", "came"), [("send sums", 0), ("add sums", 2), ("own sums", 0), ("add kept", 2)])
+def test_all_rows_of_a_token_are_asked_for_before_one_is_waited_for(order, kernel: str, came: int) -> None:
+    """In the machine code, whose order is the assembler's: of what other ranks sent, and of K = 8 rows."""
+    loads = order[f"{kernel} machine"].split("barrier")
+    assert [part.count("load16") for part in loads] == ([came, 8, 0] if kernel != "add kept" else [came + 1])
+    assert int(dict(each.split("=") for each in order[f"{kernel} figures"].split())["registers"]) <= 64
 
 
 def test_counting_beside_a_product_takes_what_it_leaves_of_a_multiprocessor(order) -> None:
@@ -71,7 +79,7 @@ def main() -> dict[str, str]:
     from amoeba.kernels import peer_counters, peer_rows, peer_sums
 
     pointers = dict.fromkeys(("addresses", "epochs", "trouble", "record", "places"), "*i64")
-    pointers |= dict.fromkeys(("rows", "rows_TH", "rows_RH", "out_RH", "out_TH"), "*bf16")
+    pointers |= dict.fromkeys(("rows", "rows_TH", "rows_RH", "out_RH", "out_TH", "own_TH"), "*bf16")
     pointers |= {"expert_RK": "*i32", "weight_RK": "*fp32", "owned_P": "*i32"}
     pointers |= {"expert_TK": "*i64", "rank_E1": "*i64", "local_E1": "*i64", "weight_TK": "*fp32"}
     pointers |= dict.fromkeys(("wanted", "comes_R", "goes_WT"), "*u8") | {"slot_row": "*i32", "weight": "*fp32"}
@@ -81,7 +89,7 @@ def main() -> dict[str, str]:
     )
     constants = {"H": 2048, "BLOCK_T": 8, "BLOCK_H": 2048, "ALIGNED": True, "RANKS": 2, "ON_GPU": True, "CHANNEL": 1}
     constants |= {"TAKERS": 64, "PUSHERS": 16, "PARTS": 16, "WHICH": 0, "OWN": False, "WIDE": False, "TELLS": True}
-    constants |= {"OWN_ALONE": True, "K": 8, "ROW_STRIDE": 2048, "HAS_WEIGHT": True, "AT_ONCE": 8, "BLOCK": 1024}
+    constants |= {"K": 8, "ROW_STRIDE": 2048, "HAS_WEIGHT": True, "AT_ONCE": 8, "BLOCK": 1024}
     constants |= {"AHEAD": False, "BLOCK_K": 8}
     kernels = {
         "push": peer_rows._push_rows,
@@ -91,6 +99,7 @@ def main() -> dict[str, str]:
     }
     kernels |= {"take ids": peer_rows._take_slots, "push ids": peer_rows._push_slots}
     sums = {"send sums": peer_sums._send_sums, "add sums": peer_sums._add_sums}
+    sums |= {"own sums": peer_sums._own_sums, "add kept": peer_sums._add_kept}
     alone = {
         "wait": peer_counters.wait_for_arrivals,
         "taken": peer_counters.wait_until_taken,
@@ -110,6 +119,10 @@ def main() -> dict[str, str]:
         compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
         ptx = compiled.asm["ptx"]
         found[f"{name} figures"] = f"{_figures(compiled.asm['cubin'])} shared={compiled.metadata.shared}"
+        if name in sums:
+            machine = _said_of(compiled.asm["cubin"], "-sass")
+            met = re.findall(r"LDG\.E\.128|BAR\.SYNC", machine)
+            found[f"{name} machine"] = " ".join("load16" if each.startswith("LDG") else "barrier" for each in met)
         met = re.findall("|".join(re.escape(each) for each in KINDS), ptx)
         found[name] = " ".join(KINDS[each] for each in met)
     return found
@@ -117,14 +130,18 @@ def main() -> dict[str, str]:
 
 def _figures(cubin: bytes) -> str:
     """Registers of a thread, and bytes of them in memory."""
+    said = _said_of(cubin, "-res-usage")
+    registers, stack = (re.findall(rf"{name}:(\d+)", said)[0] for name in ("REG", "STACK"))
+    return f"registers={registers} spilled={stack}"
+
+
+def _said_of(cubin: bytes, question: str) -> str:
     from triton import knobs
 
     path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
     path.write_bytes(cubin)
-    words = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    registers, stack = (re.findall(rf"{name}:(\d+)", said)[0] for name in ("REG", "STACK"))
-    return f"registers={registers} spilled={stack}"
+    words = [knobs.nvidia.cuobjdump.path, question, str(path)]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

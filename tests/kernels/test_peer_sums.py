@@ -9,17 +9,20 @@ import torch
 
 from amoeba.kernels.combine import combine
 from amoeba.kernels.peer_post import SUMS, Plan, Post, heap_layout
-from amoeba.kernels.peer_sums import add_sums, send_sums
+from amoeba.kernels.peer_sums import add_kept, add_sums, own_sums, send_sums
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
-TOKENS, K, H = (3, 0, 5), 2, 24
+TOKENS, H = (3, 0, 5), 24
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cuts bf16 off
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "weighted", "K"),  # the interpreter cuts bf16 off
+    [(torch.float16, True, 2), (torch.float16, False, 2), (torch.float32, True, 13), (torch.float32, False, 13)],
+)
 def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(
-    dtype: torch.dtype, weighted: bool
+    dtype: torch.dtype, weighted: bool, K: int
 ) -> None:
+    """Of 13 experts per token not all are under way at once. Without weights also in two steps."""
     ranks, rows = len(TOKENS), sum(TOKENS)
     generator = torch.Generator().manual_seed(0)
     at, sizes, nbytes = heap_layout(ranks, max(TOKENS), K, H * dtype.itemsize)
@@ -52,6 +55,17 @@ def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(
             for other in range(ranks):
                 total += partial[other][places[rank]].float()
             assert torch.equal(found, total.to(dtype))
+    if not weighted:
+        for rank in range(ranks):
+            send_sums(posts[rank], plans[rank], *given[rank], comes[rank])
+        for rank in range(ranks):
+            goes_WT = torch.stack([comes[other][places[rank]] for other in range(ranks)])
+            own_TH = torch.full((TOKENS[rank], H), float("nan"), dtype=dtype)
+            own_sums(posts[rank], plans[rank], *given[rank][:2], own_TH)
+            assert torch.equal(own_TH, partial[rank][places[rank]])
+            total = sum((partial[other][places[rank]].float() for other in range(ranks)), torch.zeros_like(own_TH))
+            own_TH[goes_WT[rank] == 0] = float("nan")  # nobody reads it
+            assert torch.equal(add_kept(posts[rank], own_TH, goes_WT), total.to(dtype))
     for rank, other in itertools.permutations(range(ranks), 2):  # nothing travels that nobody reads
         cell = heaps[other][at[SUMS] + rank * sizes[SUMS] :][: TOKENS[other] * H * dtype.itemsize]
         rows_of_cell = cell.view(TOKENS[other], H * dtype.itemsize)
@@ -66,5 +80,7 @@ def test_after_a_wait_in_vain_sums_are_nan() -> None:
     rows, slots = torch.rand(3, 2), torch.arange(3, dtype=torch.int32).view(3, 1)
     plan, goes = Plan(places, places, 3, 3, (slice(0, 3),)), torch.ones(1, 3, dtype=torch.uint8)
     assert torch.equal(add_sums(post, plan, rows, slots, None, goes), rows)
+    assert torch.equal(add_kept(post, torch.cat([rows, rows]), goes), rows)
     post.trouble.fill_(1)
     assert add_sums(post, plan, rows, slots, None, goes).isnan().all()
+    assert add_kept(post, rows, goes).isnan().all()

@@ -204,8 +204,6 @@ def test_buffers_of_a_training_pass_have_as_many_rows_as_a_rank_owns(processes: 
         assert owned <= room < owned + 128 < slots
     for room, *_ in processes.run(buffers, [(rank, False) for rank in range(2)]):
         assert room is None  # the host was not told, and the GPU not waited for
-    assert [peers._rounded_up(slots, 262144) for slots in (0, 1, 4096, 131073)] == [4096, 4096, 4096, 135168]
-    assert peers._rounded_up(27, 28) == 28
 
 
 def buffers(rank: int, gradients: bool) -> tuple[int | None, int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,6 +55,40 @@ def test_gradients_are_those_without_checkpointing(fresh: LocalRanks, last: bool
     for equal, early in fresh.run(rank_jobs.checkpointed_early, [(rank, last) for rank in range(2)]):
         assert len(equal) == 4 and all(equal)
         assert early == 2
+
+
+@quick(lambda way: way == "as they come")
+@pytest.mark.parametrize("way", ["as they come", "overlapped", "checkpointed", "checkpointed, nothing behind"])
+def test_rows_of_gradients_are_read_where_they_come_to_and_no_bit_changes(fresh: LocalRanks, way: str) -> None:
+    """Also where forward is run again within backward: its own rows come to the same cells."""
+    for equal, in_place, left in fresh.run(read_in_place, [(rank, way) for rank in range(2)]):
+        assert all(equal) and in_place == (1 if way == "as they come" else 2) and not left
+
+
+def read_in_place(rank: int, way: str) -> tuple[list[bool], int, bool]:
+    """Also how often they were read there, and whether others still wait for that."""
+    from amoeba.parallel.transports import office, peers
+
+    options = {"most_tokens": 32, "straight": True, "overlap": way == "overlapped"}
+    with pytest.MonkeyPatch.context() as patch:
+        in_place, found = peers.PeerExchange._in_place, []
+        patch.setattr(peers.PeerExchange, "_in_place", lambda *given: found.append(in_place(*given)) or found[-1])
+        if "checkpointed" in way:
+            last = "nothing" in way
+            given = {"transport": "peers", "local_backend": "triton", **options}
+            equal = rank_jobs.with_and_without_checkpointing(rank, 2, last, **given)
+        else:
+            steps = [(20, 5), (0, 32)][: 1 + options["overlap"]]
+            equal, _ = rank_jobs.peers_as_collective(rank, 2, steps, "triton", **options)
+    left = any(each.holds for each in office._offices.values())
+    return equal, sum(rows_RH is not None for rows_RH in found), left
+
+
+def test_an_exchange_within_a_backward_that_reads_rows_in_place_is_an_error_and_no_wait_for_ever() -> None:
+    exchange = object.__new__(PeerExchange)
+    exchange.office = cast(Any, SimpleNamespace(holds=True, checked=lambda: None))
+    with pytest.raises(RuntimeError, match="Take straight=False"):
+        exchange._set_off(torch.zeros(2, 3), torch.zeros(2, 3))
 
 
 @pytest.mark.thorough

@@ -243,7 +243,9 @@ class _Direct(torch.autograd.Function):
         weights, lora = problem.weights, problem.lora
         ctx.operator, ctx.constants, ctx.inputs = operator, weights.constants(), len(tensors)
         ctx.scaling = None if lora is None else lora.scaling
-        ctx.most_rows, ctx.travel = problem.most_rows, problem.travel
+        ctx.travel, ctx.most_rows = problem.travel, problem.most_rows
+        if problem.travel is not None:
+            ctx.most_rows = problem.travel.room(problem.most_rows)
         # a handle does not keep alive what it stands for
         ctx.owner = weights if isinstance(weights, ExpertsByHandle) else None
         ctx.save_for_backward(*tensors, *kept)

@@ -52,6 +52,10 @@ class SortedRows(ABC):
     @abstractmethod
     def save(self, h_NJ: Tensor) -> Saved: ...
 
+    def shorten(self, most_rows: int) -> None:
+        """What is made from here on has so many rows: fewer than before, and as many as there are."""
+        raise NotImplementedError
+
     @abstractmethod
     def gather(self, rows_TH: Tensor) -> Rows:
         """Rows of tokens as the products below take them: sorted now, or as they are read."""
@@ -128,6 +132,9 @@ def forward(problem: Problem, save: Save, rows_type: type[SortedRows]) -> tuple[
     else:
         h_NJ, a_NI = rows.up(save == "h")
         if problem.travel is not None:
+            if (room := problem.travel.room(problem.most_rows)) != problem.most_rows:
+                assert room is not None
+                rows, h_NJ, a_NI = _with_room(room, problem, rows_type, rows, h_NJ, a_NI)
             y_TH = rows.sums_to_travel(a_NI)
         else:
             y_NH = rows.down(a_NI)
@@ -137,6 +144,21 @@ def forward(problem: Problem, save: Save, rows_type: type[SortedRows]) -> tuple[
         return y_TH, None
     assert h_NJ is not None
     return y_TH, rows.save(h_NJ)
+
+
+def _with_room(
+    room: int, problem: Problem, rows_type: type[SortedRows], rows: SortedRows, h_NJ: Tensor | None, a_NI: Any
+) -> tuple[SortedRows, Tensor | None, Any]:
+    """Where most_rows was a guess: the same rows without what was too much, or, if it was too few, computed anew. What
+    is saved has the same shape either way, as checkpointing wants it."""
+    assert problem.most_rows is not None
+    if room < problem.most_rows:
+        rows.shorten(room)
+        return rows, None if h_NJ is None else h_NJ[:room], a_NI[:room]
+    want_h = h_NJ is not None
+    del h_NJ, a_NI
+    rows = rows_type.dispatch(problem._replace(most_rows=room), None)
+    return rows, *rows.up(want_h)
 
 
 def apart(rows_type: type[SortedRows]) -> RowsApart:
@@ -159,6 +181,8 @@ def backward(
     problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs, rows_type: type[SortedRows]
 ) -> Gradients:
     if problem.rows == 0:
+        if problem.travel is not None:
+            problem.travel.rows_read()
         return Gradients.zeros(problem, needs)
     rows, weights = rows_type.dispatch(problem, saved), problem.weights
     dy = rows.gather(dy_TH)
@@ -179,6 +203,8 @@ def backward(
     if needs.down_bias:
         found["down_bias"] = rows.bias_gradient(dy, weights.down_bias_EH, weighted=True)
     del dy
+    if problem.travel is not None:
+        problem.travel.rows_read()
     if needs.gate_up and rows.weights_first:
         found["gate_up"] = rows.weight_gradient(dh_NJ, rows.x, weights.gate_up_EJH)
     if needs.gate_up_bias:

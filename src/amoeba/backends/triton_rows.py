@@ -56,6 +56,9 @@ class TritonRows(SortedRows):
         nothing = (h_NJ.new_empty(0) if low_NP is None else low_NP for low_NP in of_lora)
         return Saved(h_NJ, self.order_N, self.slot_row_N, self.offs_E, *nothing)
 
+    def shorten(self, most_rows: int) -> None:
+        self.order_N = self.order_N[:most_rows]
+
     def gather(self, rows_TH: Tensor) -> ByToken:
         return ByToken(rows_TH)
 

@@ -42,7 +42,12 @@ def take_copies(post: Post, plan: Plan, out_RH: Tensor) -> None:
         into = out_RH[plan.places[source]]
         into.copy_(cell(post, post.rank, source, ROWS, into), non_blocking=True)
     if post.reaches:
-        count_everywhere(post, ROWS, TAKEN.value)
+        rows_taken(post)
+
+
+def rows_taken(post: Post) -> None:
+    """What has come to this rank has been read."""
+    count_everywhere(post, ROWS, TAKEN.value)
 
 
 def _copy(post: Post, channel: int, rows_for: Callable[[int], Tensor]) -> None:
@@ -70,6 +75,17 @@ def _constants(post: Post, channel: int) -> dict[str, Any]:
 def others(post: Post) -> list[int]:
     """Each rank begins with another one."""
     return [(post.rank + step) % post.count for step in range(1, post.count)]
+
+
+def cells_as_rows(post: Post, plan: Plan, like_TH: Tensor) -> Tensor | None:
+    """This rank's cells for rows, as rows of all ranks' tokens; None where cells are larger than what a rank sends."""
+    hidden, first = like_TH.shape[1], post.cell_at[ROWS]
+    if not post.reaches or plan.tokens != post.tokens or plan.rows != post.count * post.tokens:
+        return None
+    if post.cell_size[ROWS] != plan.tokens * hidden * like_TH.element_size():
+        return None
+    cells = post.heaps[post.rank][first : first + post.count * post.cell_size[ROWS]]
+    return cells.view(like_TH.dtype).view(plan.rows, hidden)
 
 
 def cell(post: Post, heap: int, source: int, channel: int, like: Tensor) -> Tensor:

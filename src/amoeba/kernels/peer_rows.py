@@ -84,12 +84,19 @@ def push_slots(
 
 
 def take_slots(
-    post: Post, plan: Plan, weight_TK: Tensor, comes_R: Tensor, most_rows: int | None = None
+    post: Post,
+    plan: Plan,
+    weight_TK: Tensor,
+    comes_R: Tensor,
+    most_rows: int | None = None,
+    *,
+    guessed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """expert_RK (int32), weight_RK, and how many slots have an expert here: int32, to be added up. Writes comes_R,
     uint8: whether a row has one.
 
     most_rows: where more slots have one, none has: nothing is written behind the end of a buffer, and the host is told.
+    guessed: the host counts them itself, and may `put_back` the ids.
     """
     top_k = weight_TK.shape[1]
     wait_for_all(post, SLOTS)
@@ -104,9 +111,14 @@ def take_slots(
         slots = expert_RK.numel()
         _refuse_too_many[(1,)](
             expert_RK, owned, post.epochs, post.trouble, post.record, slots, most_rows, PARTS=post.takers, BLOCK=16384,
-            CHANNEL=SLOTS, ON_GPU=expert_RK.is_cuda, num_warps=16,
+            GUESSED=guessed, CHANNEL=SLOTS, ON_GPU=expert_RK.is_cuda, num_warps=16,
         )  # fmt: skip
     return expert_RK, weight_RK, owned
+
+
+def put_back(expert_RK: Tensor) -> None:
+    """The ids of slots of which `take_slots` said that none has an expert, since there were more than was guessed."""
+    torch.where(expert_RK < -1, -2 - expert_RK, expert_RK, out=expert_RK)
 
 
 def push_rows(
@@ -151,19 +163,14 @@ def _copy_rows(post: Post, plan: Plan, rows: Tensor, out_RH: Tensor, comes_R: Te
     )  # fmt: skip
 
 
-def add_rows(
-    post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor, *, own_alone: bool = False
-) -> Tensor:
-    """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere.
-
-    own_alone: rows_RH has those of this rank's tokens and no others.
-    """
+def add_rows(post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor) -> Tensor:
+    """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere."""
     tokens, width = goes_WT.shape[1], rows_RH.shape[1]
     wait_for_all(post, channel)
     out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
     _add_rows[(post.takers,)](
         rows_RH, goes_WT, out_TH, plan.back, post.addresses, post.trouble, post.cell_at[channel],
-        post.cell_size[channel], tokens, post.rank, OWN_ALONE=own_alone, WIDE=rows_RH.dtype == torch.float64,
+        post.cell_size[channel], tokens, post.rank, WIDE=rows_RH.dtype == torch.float64,
         TELLS=post.reaches, **_tile(rows_RH, width), **post.constants(channel), num_warps=_WARPS,
     )  # fmt: skip
     return out_TH
@@ -195,15 +202,21 @@ def is_aligned(rows: Tensor, width: int) -> bool:
 @triton.jit(do_not_specialize=["slots", "most_rows"])
 def _refuse_too_many(
     expert_RK, owned_P, epochs, trouble, record, slots, most_rows,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, CHANNEL: tl.constexpr, ON_GPU: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, GUESSED: tl.constexpr, CHANNEL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
+    """GUESSED: an id e becomes -2 - e, which is no expert either."""
     owned = tl.sum(tl.load(owned_P + tl.arange(0, PARTS)), axis=0)
     if owned > most_rows:
-        epoch = tl.load(epochs + CHANNEL)
-        tell(trouble, record, owned * 0, epoch, owned, most_rows, CROWDED, CHANNEL, ON_GPU)
+        if not GUESSED:
+            epoch = tl.load(epochs + CHANNEL)
+            tell(trouble, record, owned * 0, epoch, owned, most_rows, CROWDED, CHANNEL, ON_GPU)
         for first in range(0, slots, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            tl.store(expert_RK + at, tl.full((BLOCK,), -1, tl.int32), mask=at < slots)
+            none = tl.full((BLOCK,), -1, tl.int32)
+            if GUESSED:
+                expert = tl.load(expert_RK + at, mask=at < slots, other=-1)
+                none = tl.where(expert < 0, expert, -2 - expert)
+            tl.store(expert_RK + at, none, mask=at < slots)
 
 
 @quick
@@ -360,14 +373,12 @@ def _take_rows(
 @triton.jit(do_not_specialize=["tokens", "rank"])
 def _add_rows(
     rows_RH, goes_WT, out_TH, places, addresses, trouble, cell_at, cell_size, tokens, rank,
-    OWN_ALONE: tl.constexpr, WIDE: tl.constexpr, TELLS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr,
+    WIDE: tl.constexpr, TELLS: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     lost = tl.load(trouble) != 0
-    own = rows_RH.to(tl.int64)
-    if not OWN_ALONE:
-        own += tl.load(places + rank) * (H * (rows_RH.dtype.element_ty.primitive_bitwidth // 8))
+    own = rows_RH.to(tl.int64) + tl.load(places + rank) * (H * (rows_RH.dtype.element_ty.primitive_bitwidth // 8))
     for first in range(program * BLOCK_T, tokens, programs * BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         for column in range(0, H, BLOCK_H):

@@ -54,7 +54,7 @@ class RanksBackend(Backend):
         assert transport is not None
         exchange = transport.plan(sharded, x_TH, routing, _trains(request))
         x_RH, expert_RK, weight_RK = dispatch(exchange, x_TH, routing.weight_TK)
-        most_rows = None if exchange.slots is None else max(exchange.slots, 1)
+        most_rows = None if exchange.slots is None else max(exchange.slots, 1)  # it may be a guess, see `Travel.room`
         mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=most_rows)
         y_RH = self._compute_share(request, x_RH, mine, exchange)
         return combine(exchange, y_RH, _starts_early(sharded, x_RH))
@@ -81,6 +81,8 @@ class RanksBackend(Backend):
                 if exchange.travels:
                     exchange.wait()
                 exchange.travels = exchange.straight = False
+        if exchange is not None and (share.travel is None or share.lora is not None):  # whose rows are saved, too
+            share = replace(share, routing=replace(routing, most_rows=exchange.room(routing.most_rows)))
         return _Nothing.apply(x_RH, *_tensors(share)[1:]) if backend is None else backend.run(share)
 
 

@@ -65,6 +65,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[None, Tensor, None]:
+        if ctx.exchange.leaves_early:
+            # What checkpointing runs again here has exchanges of its own, by the cells in which these rows may lie.
+            _ = ctx.saved_tensors
         started = ctx.exchange.start_sending(dy_TH) if ctx.early else None
         return None, ctx.exchange.send(dy_TH, "gradients of sums") if started is None else started, None
 

@@ -324,6 +324,7 @@ def _travel(setting: str) -> None:
     x_TH, routing, dy_TH = _of_state().inputs[""]
     exchange = _exchange(setting)
     x_RH, _, weight_RK = exchange.dispatch(x_TH.detach(), routing.weight_TK.detach())
+    exchange.room(None)
     exchange.wait()
     if exchange.travels:
         exchange.leave(x_RH)
@@ -333,6 +334,7 @@ def _travel(setting: str) -> None:
     if exchange.travels:
         exchange.leave(dy_RH, weight_RK)
     exchange.give_back(dy_RH, "gradients of tokens")
+    exchange.rows_read()
     exchange.give_back(weight_RK, "gradients of routing weights")
 
 

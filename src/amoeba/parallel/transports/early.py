@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from amoeba.kernels.peer_post import ROWS, Plan, Post
+from amoeba.kernels.peer_copies import cells_as_rows
+from amoeba.kernels.peer_post import Plan, Post
 from amoeba.tasks.arrivals import Arrival, announce
 
 BLOCK, BLOCK_INTERPRETED = 32, 16  # tokens that a task sums up are those of one rank
@@ -25,16 +26,10 @@ def start_sending(
     post: Post, plan: Plan, dy_TH: Tensor, goes_WT: Tensor, comes_R: Tensor, keep: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
     """comes_R, keep: as in `Arrival`."""
-    hidden, memory = dy_TH.shape[1], post.heaps[post.rank]
-    if not post.reaches or plan.tokens != post.tokens or plan.rows != post.count * post.tokens:
-        return None
-    if post.cell_size[ROWS] != plan.tokens * hidden * dy_TH.element_size():
-        return None
-    if plan.tokens % (BLOCK if dy_TH.is_cuda else BLOCK_INTERPRETED):
+    dy_RH = cells_as_rows(post, plan, dy_TH)
+    if dy_RH is None or plan.tokens % (BLOCK if dy_TH.is_cuda else BLOCK_INTERPRETED):
         return None
     dy_TH = dy_TH.contiguous()
-    cells = memory[post.cell_at[ROWS] : post.cell_at[ROWS] + post.count * post.cell_size[ROWS]]
-    dy_RH = cells.view(dy_TH.dtype).view(plan.rows, hidden)
     first = post.rank * plan.tokens
     dy_RH[first : first + dy_TH.shape[0]].copy_(dy_TH)
     announce(dy_RH, Arrival(post, plan, dy_TH, goes_WT, comes_R, keep))

@@ -22,6 +22,7 @@ from amoeba.errors import bad_value
 from amoeba.parallel.agreement import agree
 from amoeba.parallel.heap import SPARE, Heap, open_heap
 from amoeba.parallel.ranks import Ranks, watch
+from amoeba.parallel.transports.rooms import Rooms
 from amoeba.routing import Routing
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Office:
         self.ranks, self.device, self.remote = ranks, device, remote
         self.size = Size(0, 0, 0)
         self.agreed: tuple[Any, ...] | None = None
+        self.rooms = Rooms()
+        self.holds = False  # rows that have come are read where they lie, and have not all been read
         self._heap: Heap | None = None
         self._post: Post | None = None
         self._told: Tensor | None = None

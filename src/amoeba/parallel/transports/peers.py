@@ -6,13 +6,14 @@ The hosts tell each other how many tokens they have, unless `most_tokens` says w
 grows when more come. What goes where, the kernels see (`amoeba.kernels.peer_rows`). Rows here are those of all ranks'
 tokens, by (rank, token), also those that do not come: they have no expert, and nobody reads them. How many slots have
 one the host asks where memory counts, in passes with gradients, unless `most_rows` or `most_tokens` is given: then
-nothing waits for the GPU.
+nothing waits for the GPU. It asks when the first product has been launched, with the room of the layer's last pass.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.office import Office, office_of, plan_of
 from amoeba.parallel.transports.places import shares_its_gpu, why_not_between
+from amoeba.parallel.transports.rooms import layer_of, rounded_up
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.phases import mark
 from amoeba.routing import Routing
@@ -37,6 +39,8 @@ REMOTE = "AMOEBA_REMOTE_RANKS"
 # From so many bytes of rows on, sums go straight to their ranks. Such a pass is launched kernel by kernel, without a
 # launch plan: below it is the host that counts. Not measured.
 STRAIGHT_BYTES = 16 * 2**20
+# Whether rows of dy are read where they have come to, and not copied from there.
+READ_IN_PLACE = True
 
 
 class Peers(Transport):
@@ -59,6 +63,7 @@ class Peers(Transport):
         exchange.travels = sharded.overlap
         exchange.straight = _goes_straight(sharded.straight, exchange.plan.rows, x_TH)
         exchange.leaves_early = exchange.travels or exchange.straight
+        exchange.guesses = exchange.counts and exchange.leaves_early
         return exchange
 
 
@@ -95,13 +100,18 @@ def planned(
     plan = plan_of(tuple(tokens), routing.num_tokens, office)
     exchange = kind(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
     exchange.counts = gradients and sharded.most_rows is None and sharded.most_tokens is None
+    exchange.layer = layer_of(sharded.local)
     return exchange
 
 
 class PeerExchange(Exchange):
-    """counts: whether the host asks how many slots have an expert here, while the rows are under way."""
+    """counts:  whether the host asks how many slots have an expert here.
+    guesses: whether it may ask when the pass has begun, see `room`; else while rows are under way.
+    layer:   as `Rooms` know it.
+    """
 
-    counts = False
+    counts = guesses = False
+    layer = 0
 
     def __init__(
         self, office: Office, owners: Owners, expert_TK: Tensor, plan: Plan, most_rows: int | None = None
@@ -115,6 +125,8 @@ class PeerExchange(Exchange):
         self._started_RH: Tensor | None = None  # rows of dy that a backward is to send itself
         self._own_TH: Tensor | None = None  # sums of own tokens, to which those that come are to be added
         self._sums_TH: Tensor | None = None  # to which they were added
+        self._stays = False  # rows of dy are read where they have come to
+        self._guessed: tuple[Callable[[], list[int]], Tensor] | None = None  # what tells the number, and the ids
         self.owners, self.expert_TK = owners, expert_TK.contiguous()
         device, tokens = expert_TK.device, expert_TK.shape[0]
         self.goes_WT = torch.empty((owners.ranks, tokens), dtype=torch.uint8, device=device)
@@ -130,24 +142,63 @@ class PeerExchange(Exchange):
         mark("ids: sent")
         x_RH = room_for_rows(self.plan, x_TH)
         self._set_off(x_TH, x_RH)
+        if self.guesses:
+            self.slots = self.office.rooms.guess(self.layer, self.plan.rows * weight_TK.shape[1])
         expert_RK, weight_RK, owned = self._take_slots(weight_TK)
         mark("ids: taken")
         told = self.office.ask(owned) if self.counts else None
         self._arrive(x_TH, x_RH)  # meanwhile
         if told is not None:
-            self.slots = _rounded_up(sum(told()), expert_RK.numel())
+            self._guessed = told, expert_RK
+            if self.slots is None:
+                self.room(None)
         return x_RH, expert_RK, weight_RK
+
+    def room(self, most_rows: int | None) -> int | None:
+        """Where the pass has begun with a guess, the host waits for the number of rows here, once, while the device
+        computes the first product. If there are more, no slot had an expert in it: nothing was written behind the end
+        of a buffer, and no sum has left, so no other rank has to know."""
+        if self._guessed is not None:
+            (told, expert_RK), self._guessed = self._guessed, None
+            guess, owned, slots = self.slots, sum(told()), expert_RK.numel()
+            self.slots = rounded_up(owned, slots)
+            self.office.rooms.remember(self.layer, self.slots, slots, guess)
+            if guess is not None and owned > guess:
+                from amoeba.kernels.peer_rows import put_back
+
+                put_back(expert_RK)
+        return most_rows if self.slots is None else max(self.slots, 1)
 
     def send(self, rows_TH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_rows import room_for_rows
 
         mark("before the exchange")
         rows_TH = rows_TH.contiguous()
-        rows_RH = room_for_rows(self.plan, rows_TH)
+        rows_RH = self._in_place(rows_TH)
+        self._stays = rows_RH is not None
+        if rows_RH is None:
+            rows_RH = room_for_rows(self.plan, rows_TH)
         self._set_off(rows_TH, rows_RH)
         self._arrive(rows_TH, rows_RH)
         self._dy_RH = rows_RH if self.straight else None
+        self.office.holds = self._stays
         return rows_RH
+
+    def _in_place(self, rows_TH: Tensor) -> Tensor | None:
+        """Where rows come to, if the pass says when it has read them (`rows_read`). The others can send nothing more to
+        this rank until then: it must not wait for them in between."""
+        from amoeba.kernels.peer_copies import cells_as_rows
+
+        if not READ_IN_PLACE or not self.straight:
+            return None
+        return cells_as_rows(self.office.checked(), self.plan, rows_TH)
+
+    def rows_read(self) -> None:
+        from amoeba.kernels.peer_copies import rows_taken
+
+        if self._stays:
+            self._stays = self.office.holds = False
+            rows_taken(self.office.checked())
 
     def _send_slots(self, weight_TK: Tensor) -> None:
         from amoeba.kernels.peer_rows import push_slots
@@ -158,29 +209,39 @@ class PeerExchange(Exchange):
     def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from amoeba.kernels.peer_rows import take_slots
 
-        return take_slots(self.office.checked(), self.plan, weight_TK, self.comes_R, self.slots)
+        post = self.office.checked()
+        return take_slots(post, self.plan, weight_TK, self.comes_R, self.slots, guessed=self.guesses)
 
     def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
         from amoeba.kernels.peer_copies import copy_own, copy_there, take_copies
         from amoeba.kernels.peer_post import ROWS
-        from amoeba.kernels.peer_rows import push_rows
+        from amoeba.kernels.peer_rows import push_rows, wait_for_all
 
         post = self.office.checked()
         self._under_way = None
+        if self.office.holds:
+            raise RuntimeError(
+                "rows are to be sent between ranks while a backward still reads those that came before, where they "
+                "lie: exchanges within the backward of other experts are not foreseen. Take straight=False for these"
+            )
         with self.office.beside():
             if self.travels:
                 copy_there(post, self.plan, rows_TH)
                 if rows_TH.data_ptr() % 16 == 0:  # else the products could not read them there
                     copy_own(post, self.plan, rows_TH, out_RH)
                     self._under_way = out_RH.data_ptr(), rows_TH
-                take_copies(post, self.plan, out_RH)
+                if self._stays:
+                    wait_for_all(post, ROWS)
+                else:
+                    take_copies(post, self.plan, out_RH)
                 self._kept.append(rows_TH)
             else:
                 push_rows(post, self.plan.there, ROWS, rows_TH, self.goes_WT)
 
     def _arrive(self, rows_TH: Tensor, out_RH: Tensor) -> None:
         """Where rows travel on, own ones alone, unless these are copied beside as well."""
-        from amoeba.kernels.peer_rows import own_rows, take_rows
+        from amoeba.kernels.peer_post import ROWS
+        from amoeba.kernels.peer_rows import own_rows, take_rows, wait_for_all
 
         post = self.office.checked()
         if self._under_way is None:
@@ -188,8 +249,11 @@ class PeerExchange(Exchange):
             mark("rows: own ones copied")
         if not self.travels:
             self.office.join()
-            take_rows(post, self.plan, out_RH, self.comes_R)
-            mark("rows: taken")
+            if self._stays:
+                wait_for_all(post, ROWS)
+            else:
+                take_rows(post, self.plan, out_RH, self.comes_R)
+                mark("rows: taken")
 
     def wait(self) -> None:
         mark("products")
@@ -239,13 +303,14 @@ class PeerExchange(Exchange):
 
     def keep_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, d_weight_TK: Tensor | None) -> Tensor:
         """Own ones lie where dy of own tokens lay."""
-        from amoeba.kernels.combine import combine
+        from amoeba.kernels.peer_sums import own_sums
 
         tokens = slice(self.own.start, self.own.start + self.goes_WT.shape[1])
         own_TH = rows_NH.new_empty((self.goes_WT.shape[1], rows_NH.shape[1]))
         if self._dy_RH is not None:
             own_TH, self._dy_RH = self._dy_RH[tokens], None
-        self._own_TH = combine(rows_NH, slot_row_TK[tokens], None, own_TH, sentinel=slot_row_TK.numel())
+        own_sums(self.office.checked(), self.plan, rows_NH, slot_row_TK, own_TH)
+        self._own_TH = own_TH
         self._leave_gradients(d_weight_TK)
         mark("sums: own ones")
         return self._stand_in(rows_NH)
@@ -285,7 +350,6 @@ class PeerExchange(Exchange):
 
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
         from amoeba.kernels.peer_post import GRADIENTS, NAMES, SUMS
-        from amoeba.kernels.peer_rows import add_rows
 
         self._check_that_they_were_sent()
         channel = GRADIENTS if what == "gradients of routing weights" else SUMS
@@ -296,7 +360,7 @@ class PeerExchange(Exchange):
         mark("products" if channel == SUMS else "after the sums")
         if channel == SUMS and own_TH is not None:
             self._own_TH = None
-            found = add_rows(self.office.checked(), self.plan, SUMS, own_TH, self.goes_WT, own_alone=True)
+            found = self._add_to(own_TH)
         else:
             rows_RH = rows_RH.contiguous()
             if channel in self._gone:
@@ -309,6 +373,11 @@ class PeerExchange(Exchange):
         mark(f"{NAMES[channel]}: added")
         return found
 
+    def _add_to(self, own_TH: Tensor) -> Tensor:
+        from amoeba.kernels.peer_sums import add_kept
+
+        return add_kept(self.office.checked(), own_TH, self.goes_WT)
+
     def _send_back(self, channel: int, rows_RH: Tensor) -> None:
         from amoeba.kernels.peer_rows import push_rows
 
@@ -318,12 +387,6 @@ class PeerExchange(Exchange):
         from amoeba.kernels.peer_rows import add_rows
 
         return add_rows(self.office.checked(), self.plan, channel, rows_RH, self.goes_WT)
-
-
-def _rounded_up(slots: int, most: int) -> int:
-    """To one of 64 sizes, so that memory of the pass before serves again."""
-    step = max(-(-most // (64 * 128)), 1) * 128
-    return min(-(-max(slots, 1) // step) * step, most)
 
 
 TRANSPORT = Peers()
