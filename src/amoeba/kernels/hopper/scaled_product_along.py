@@ -81,7 +81,7 @@ def produce_along(
 @gluon.jit
 def _scales(
     scale_bufs, column_bufs, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr, LAYOUT: gl.constexpr,
-    STAGE: gl.constexpr,
+    STAGE,
 ):  # fmt: skip
     """Of the left half's sums, of the right half's, and of that one's last 64 columns."""
     of_row = scale_bufs.index(STAGE).slice(WARPGROUP * HEIGHT, HEIGHT, 0).load(LAYOUT)
@@ -96,7 +96,7 @@ def _scales(
 @gluon.jit
 def _begin(
     row_bufs, matrix_bufs, zero, WARPGROUP: gl.constexpr, HALF: gl.constexpr, HEIGHT: gl.constexpr,
-    BLOCK: gl.constexpr, STAGE: gl.constexpr,
+    BLOCK: gl.constexpr, STAGE,
 ):  # fmt: skip
     """A stage's product of a half."""
     rows = row_bufs.index(STAGE).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
@@ -116,7 +116,7 @@ def _add_right(right, found, of_right, of_far, PLAN: gl.constexpr, BLOCK: gl.con
 @gluon.jit
 def _step(
     left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, turn, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGE: gl.constexpr,
+    PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGE,
 ):  # fmt: skip
     """The sums with a stage's products, which is given back."""
     mbarrier.wait(full.index(STAGE), turn & 1)
@@ -209,12 +209,11 @@ def consume_along(
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         row += WARPGROUP * HEIGHT
         left, right = zero, zero
-        for _ in range(0, depth, STAGES * BLOCK):
-            for stage in gl.static_range(STAGES):
-                left, right = _step(
-                    left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, turn, WARPGROUP,
-                    PLAN, HEIGHT, BLOCK, stage,
-                )  # fmt: skip
+        for _ in range(0, depth, BLOCK):
+            left, right = _step(
+                left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, turn // STAGES,
+                WARPGROUP, PLAN, HEIGHT, BLOCK, turn % STAGES,
+            )  # fmt: skip
             turn += 1
         bias_row = bias + expert.to(gl.int64) * width
         gate = _leave_left(
