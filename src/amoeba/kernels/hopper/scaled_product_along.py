@@ -80,12 +80,12 @@ def produce_along(
 
 @gluon.jit
 def _scales(
-    scale_bufs, column_bufs, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr, LAYOUT: gl.constexpr,
-    STAGE,
+    scale_bufs, column_bufs, stage, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Of the left half's sums, of the right half's, and of that one's last 64 columns."""
-    of_row = scale_bufs.index(STAGE).slice(WARPGROUP * HEIGHT, HEIGHT, 0).load(LAYOUT)
-    of_columns = column_bufs.index(STAGE)
+    of_row = scale_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0).load(LAYOUT)
+    of_columns = column_bufs.index(stage)
     of_left, of_right = of_columns.slice(0, 1, 0).load(LAYOUT), of_columns.slice(1, 1, 0).load(LAYOUT)
     of_far = of_right
     if PLAN.SHIFTED:
@@ -95,13 +95,25 @@ def _scales(
 
 @gluon.jit
 def _begin(
-    row_bufs, matrix_bufs, zero, WARPGROUP: gl.constexpr, HALF: gl.constexpr, HEIGHT: gl.constexpr,
-    BLOCK: gl.constexpr, STAGE,
+    row_bufs, matrix_bufs, zero, stage, WARPGROUP: gl.constexpr, HALF: gl.constexpr, HEIGHT: gl.constexpr,
+    BLOCK: gl.constexpr,
 ):  # fmt: skip
     """A stage's product of a half."""
-    rows = row_bufs.index(STAGE).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
-    matrix = matrix_bufs.index(STAGE).slice(HALF * BLOCK, BLOCK, 0).permute((1, 0))
+    rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
+    matrix = matrix_bufs.index(stage).slice(HALF * BLOCK, BLOCK, 0).permute((1, 0))
     return warpgroup_mma(rows, matrix, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_left(
+    row_bufs, matrix_bufs, full, zero, count, there, WARPGROUP: gl.constexpr, HEIGHT: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """... of the left one, when the stage is full; unless it is there, of whatever it holds."""
+    stage = count & (STAGES - 1)
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1, pred=there)
+    fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+    return _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, HEIGHT, BLOCK)
 
 
 @gluon.jit
@@ -115,20 +127,18 @@ def _add_right(right, found, of_right, of_far, PLAN: gl.constexpr, BLOCK: gl.con
 
 @gluon.jit
 def _step(
-    left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, turn, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGE,
+    left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The sums with a stage's products, which is given back."""
-    mbarrier.wait(full.index(STAGE), turn & 1)
-    fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
-    found = _begin(row_bufs, matrix_bufs, zero, WARPGROUP, 0, HEIGHT, BLOCK, STAGE)
-    of_left, of_right, of_far = _scales(
-        scale_bufs, column_bufs, WARPGROUP, PLAN, HEIGHT, gl.SliceLayout(1, left.type.layout), STAGE
-    )
+    """The sums with a stage's products; the stage is given back."""
+    of_rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
+    stage = count & (STAGES - 1)
+    found = _begin_left(row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, HEIGHT, BLOCK, STAGES)
+    of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_rows)
     left += warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None]
-    found = _begin(row_bufs, matrix_bufs, zero, WARPGROUP, 1, HEIGHT, BLOCK, STAGE)
+    found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, HEIGHT, BLOCK)
     done = warpgroup_mma_wait(0, deps=(found,))
-    mbarrier.arrive(empty.index(STAGE), count=1)
+    mbarrier.arrive(empty.index(stage), count=1)
     return left, _add_right(right, done, of_right, of_far, PLAN, BLOCK)
 
 
@@ -204,17 +214,17 @@ def consume_along(
     blocks = gl.cdiv(width, BLOCK)
     zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
-    turn = 0
+    count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
         row += WARPGROUP * HEIGHT
         left, right = zero, zero
         for _ in range(0, depth, BLOCK):
             left, right = _step(
-                left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, turn // STAGES,
-                WARPGROUP, PLAN, HEIGHT, BLOCK, turn % STAGES,
+                left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP, PLAN,
+                HEIGHT, BLOCK, STAGES,
             )  # fmt: skip
-            turn += 1
+            count += 1
         bias_row = bias + expert.to(gl.int64) * width
         gate = _leave_left(
             left, bias_row, h, h_desc, h_scale, kept, out, h_stride, out_stride, row, end, n, width, columns, blocks,
@@ -243,67 +253,58 @@ def consume_along_under(
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
-    LAST: gl.constexpr = STAGES - 1
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     of_rows: gl.constexpr = gl.SliceLayout(1, mma)
     blocks = gl.cdiv(width, BLOCK)
     zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
-    turn = 0
+    count = 0
     expert, row, end, n = clamped_place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
     left, right = zero, zero
     if gl.program_id(0) < tiles * column_tiles:
         left, right = _step(
-            left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, turn, WARPGROUP, PLAN,
-            HEIGHT, BLOCK, 0,
+            left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP, PLAN,
+            HEIGHT, BLOCK, STAGES,
         )  # fmt: skip
+    count = 1
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         next_tile = tile + gl.num_programs(0)
-        for _ in range(STAGES * BLOCK, depth, STAGES * BLOCK):
-            for at in gl.static_range(STAGES):
-                stage: gl.constexpr = (at + 1) % STAGES
-                if stage == 0:
-                    turn += 1
-                left, right = _step(
-                    left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, turn, WARPGROUP,
-                    PLAN, HEIGHT, BLOCK, stage,
-                )  # fmt: skip
-        for stage in gl.static_range(1, LAST):
+        for _ in range(2 * BLOCK, depth, BLOCK):
             left, right = _step(
-                left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, turn, WARPGROUP, PLAN,
-                HEIGHT, BLOCK, stage,
+                left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP, PLAN,
+                HEIGHT, BLOCK, STAGES,
             )  # fmt: skip
-        mbarrier.wait(full.index(LAST), turn & 1)
-        fence_async_shared()
-        found = _begin(row_bufs, matrix_bufs, zero, WARPGROUP, 0, HEIGHT, BLOCK, LAST)
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, WARPGROUP, PLAN, HEIGHT, of_rows, LAST)
+            count += 1
+        stage = count & (STAGES - 1)
+        found = _begin_left(row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, HEIGHT, BLOCK, STAGES)
+        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_rows)
         coming_expert, coming_row, coming_end, coming_n = clamped_place(
             next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M
         )
         left = _now(left + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
-        found = _begin(row_bufs, matrix_bufs, zero, WARPGROUP, 1, HEIGHT, BLOCK, LAST)
+        found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, HEIGHT, BLOCK)
         bias_row = bias + expert.to(gl.int64) * width
         gate = _leave_left(
             left, bias_row, h, h_desc, h_scale, kept, out, h_stride, out_stride, row, end, n, width, columns, blocks,
             WARPGROUP, PLAN, BLOCK,
         )  # fmt: skip
         done = warpgroup_mma_wait(0, deps=(found,))
-        mbarrier.arrive(empty.index(LAST), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
         right = _now(_add_right(right, done, of_right, of_far, PLAN, BLOCK))
-        turn += 1
+        count += 1
+        stage = count & (STAGES - 1)
         some = next_tile < tiles * column_tiles
-        mbarrier.wait(full.index(0), turn & 1, pred=some)
-        fence_async_shared()
-        found = _begin(row_bufs, matrix_bufs, zero, WARPGROUP, 0, HEIGHT, BLOCK, 0)
+        found = _begin_left(row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, HEIGHT, BLOCK, STAGES)
         _leave_right(
             gate, right, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, buffer, h_stride, out_stride,
             row, end, n, width, columns, blocks, WARPGROUP, PLAN, BLOCK,
         )  # fmt: skip
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, WARPGROUP, PLAN, HEIGHT, of_rows, 0)
+        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_rows)
         left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
-        found = _begin(row_bufs, matrix_bufs, zero, WARPGROUP, 1, HEIGHT, BLOCK, 0)
+        found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, HEIGHT, BLOCK)
         done = warpgroup_mma_wait(0, deps=(found,))
-        mbarrier.arrive(empty.index(0), count=1, pred=some)
+        mbarrier.arrive(empty.index(stage), count=1, pred=some)
         right = _add_right(zero, done, of_right, of_far, PLAN, BLOCK)
+        count += 1
         expert, row, end, n = coming_expert, coming_row, coming_end, coming_n
     tma.store_wait(0)
