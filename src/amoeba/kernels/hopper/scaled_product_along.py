@@ -144,9 +144,17 @@ def _step(
 
 @gluon.jit
 def _rounded(sums):
-    """To bf16, here and two at a time: one at a time takes an instruction of the slow unit."""
+    """To bf16, two at a time: left to itself, the compiler takes an instruction of the slow unit for each."""
     return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [sums], dtype=gl.bfloat16, is_pure=False, pack=2
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [sums], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _widened(pairs):
+    """From bf16, two at a time, without taking them apart first."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=&r,=&r,r", [pairs], dtype=gl.float32, is_pure=True, pack=2
     )
 
 
@@ -187,9 +195,7 @@ def _leave_right(
                 up, h, h_desc, h_scale, kept, h_stride, row, end, n * BLOCK, columns, columns, blocks, WARPGROUP, True,
                 PLAN,
             )  # fmt: skip
-        a = gated(
-            gate.to(gl.float32), up.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
-        )  # fmt: skip
+        a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
         store_codes(
             a, out, out_desc, out_scale, buffer, out_stride, row, end, n * BLOCK, columns, 0, gl.cdiv(columns, BLOCK),
             1 if PLAN.ALTERNATE else 0, PLAN,

@@ -68,6 +68,16 @@ def store_quarters(value, out, desc, staging, stride, row, end, column, width, F
 
 
 @gluon.jit
+def _largest_finite(value):
+    """Of each row, as by `finite_size`, by two instructions for three: infinity times 0 is NaN, which no maximum takes."""
+    finite = gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, 0f00000000, $1;", "=f,f", [value], dtype=gl.float32, is_pure=True, pack=1
+    )
+    largest = gl.max(gl.abs(finite), 1)
+    return gl.where(largest == largest, largest, 0.0)  # nothing but NaN and infinities
+
+
+@gluon.jit
 def store_codes(
     value, out, desc, out_scale, buffer, stride, row, end, column, width, shift, blocks, PENDING: gl.constexpr,
     PLAN: gl.constexpr,
@@ -78,7 +88,11 @@ def store_codes(
     if PLAN.CUT:
         n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
         value = gl.where((n < width)[None, :], value, 0.0)
-    scale, inverse = power_of_two(gl.max(finite_size(value), 1))
+    if PLAN.ALONG:
+        largest = _largest_finite(value)
+    else:
+        largest = gl.max(finite_size(value), 1)
+    scale, inverse = power_of_two(largest)
     m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
     at = out_scale + m * blocks + (column + shift) // COLUMNS
     gl.store(at, scale, mask=(m < end) & (column < width))
