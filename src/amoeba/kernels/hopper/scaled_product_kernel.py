@@ -330,5 +330,5 @@ def scaled_product_kernel(
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
-        [224, 56] if PLAN.ACTIVATE or PLAN.AHEAD or PLAN.UNDER else [216, 72],  # so that neither spills
+        PLAN.REGISTERS,
     )  # fmt: skip

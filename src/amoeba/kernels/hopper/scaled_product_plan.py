@@ -81,9 +81,8 @@ class Plan:
     def UNDER(self) -> bool:
         """Where it has been faster, or nearly: not with h or fp32 to write. Where two halves are activated one by one,
         their sums do not all find registers."""
-        if self.ALONG:
-            return self.WAYS.under
-        return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not (self.KEEP or self.WIDE)
+        fits = self.PAIRED if self.ALONG else (self.PAIRED or not self.ACTIVATE) and not self.KEEP
+        return self.WAYS.under and fits and not self.WIDE
 
     @property
     def SKIPS(self) -> bool:
@@ -132,6 +131,11 @@ class Plan:
     def STAGES(self) -> int:
         """They take up to 224 KB of the 227, together with the buffers."""
         return 4 if self.ACTIVATE or self.WIDE else 3
+
+    @property
+    def REGISTERS(self) -> list[int]:
+        """Of the second warpgroup's threads and of those that fill stages, so that neither spills."""
+        return [224, 56] if self.ACTIVATE or self.AHEAD or self.UNDER else [216, 72]
 
     @property
     def STAGED(self) -> tuple[int, int]:
