@@ -81,7 +81,7 @@ class Plan:
     def UNDER(self) -> bool:
         """Where it has been faster, or nearly: not with h or fp32 to write. Where two halves are activated one by one,
         their sums do not all find registers."""
-        fits = self.PAIRED if self.ALONG else (self.PAIRED or not self.ACTIVATE) and not self.KEEP
+        fits = self.PAIRED and not self.SHIFTED if self.ALONG else (self.PAIRED or not self.ACTIVATE) and not self.KEEP
         return self.WAYS.under and fits and not self.WIDE
 
     @property
