@@ -69,7 +69,7 @@ def test_nothing_with_h_or_fp32_to_write_or_an_activation_without_gates_is_store
 def test_scales_come_along_where_a_tile_is_whole_turns_of_the_ring(depth: int, along: bool) -> None:
     with scaled_product.way("along under"):
         for plan in (UP, replace(UP, KEEP=True), DA):
-            assert scaled_product._with_ways(plan, depth, 768).ALONG == along
+            assert along == scaled_product._with_ways(plan, depth, 768).ALONG
 
 
 def test_scales_come_along_with_gathered_rows_of_gates_or_of_a_result_in_fp32_only() -> None:

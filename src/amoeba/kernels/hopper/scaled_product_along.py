@@ -1,12 +1,12 @@
 """Hopper's products in e4m3 with gathered rows whose scales come along with them, a stage's with its codes.
 
-The producing and the consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are ALONG: a tile is
-whole turns of the ring of stages, each of which has code of its own. A row has one thread that asks for its scale, by an
-asynchronous copy into the stage; so consumers know no token, and have no loads of their own under way when they fence.
+The producing and the consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are ALONG, whose
+tiles are whole turns of the ring of stages. Each row has one thread that asks for its scale, by an asynchronous copy
+into the stage. So consumers know no token, and have no loads of their own under way when they fence.
 
-In order, or UNDER: as in `amoeba.kernels.hopper.scaled_product_under`, halves of a tile leave while products run, and the
-first step of a tile is computed behind the last one of the tile before. fp32 leaves from the registers as it is: four
-threads side by side have 32 bytes of a row.
+In order, or UNDER: as in `amoeba.kernels.hopper.scaled_product_under` halves of a tile leave while products run, and
+the first step of a tile is computed behind the last one of the tile before. fp32 leaves from the registers as it is:
+four threads side by side have 32 bytes of a row.
 """
 
 from __future__ import annotations

@@ -251,9 +251,10 @@ def _consume_in_order(
 
 @gluon.jit
 def _consume(
-    table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
-    bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, order,
+    row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):  # fmt: skip
     if PLAN.ALONG and PLAN.UNDER:
         consume_along_under(
@@ -316,17 +317,18 @@ def scaled_product_kernel(
         [
             (_consume, (
                 table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc,
-                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
-                gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
+                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride,
+                out_stride, top_k, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
             )),
             (_consume, (
                 table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc,
-                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
-                gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
+                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride,
+                out_stride, top_k, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
             )),
             (_produce, (
                 row_desc, matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs,
-                column_bufs, full, empty, depth, width, columns, row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK, STAGES, GROUP_M,
+                column_bufs, full, empty, depth, width, columns, row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK,
+                STAGES, GROUP_M,
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],

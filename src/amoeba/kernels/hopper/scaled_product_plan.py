@@ -27,8 +27,8 @@ class Ways(NamedTuple):
     alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
     under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
                are nothing to it.
-    along:     rows' scales come with their codes, and stages have code of their own, see `scaled_product_along`; where
-               rows are gathered and a tile is whole turns of the ring. fp32 leaves from the registers.
+    along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, and fp32
+               leaves from the registers, see `scaled_product_along`.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 

@@ -69,7 +69,7 @@ def store_quarters(value, out, desc, staging, stride, row, end, column, width, F
 
 @gluon.jit
 def _largest_finite(value):
-    """Of each row, as by `finite_size`, by two instructions for three: infinity times 0 is NaN, which no maximum takes."""
+    """Of each row, as by `finite_size`, in two instructions for three: no maximum takes NaN, as infinity times 0 is."""
     finite = gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, 0f00000000, $1;", "=f,f", [value], dtype=gl.float32, is_pure=True, pack=1
     )
