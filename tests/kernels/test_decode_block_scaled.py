@@ -34,6 +34,7 @@ WAYS = {
     "by slot": block_scaled.by_slot,
     "by expert": block_scaled.by_expert,
     "by lanes": lambda problem: block_scaled.by_expert(problem)._replace(by_lanes=True),
+    "listed": lambda problem: block_scaled.by_expert(problem)._replace(listed=True),
 }
 
 
@@ -42,6 +43,7 @@ WAYS = {
         activation is SILU
         and sizes == SIZES[FORMATS.index(format) % len(SIZES)]
         and (way != "by lanes" or format.element.bits == 4)
+        and (way != "listed" or format is NVFP4)
     )
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -93,6 +95,25 @@ def test_several_tiles_in_one_program_have_the_bits_of_one_in_each(format: Forma
     with poisoned_memory():
         found = [block_scaled.decode(problem, configuration=chosen) for chosen in (once, several)]
     assert torch.isfinite(found[0]).all() and torch.equal(*found)
+
+
+@quick(lambda format: format is MXFP4)
+@by_format
+def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
+    format: Format, device: torch.device
+) -> None:
+    """One expert has three chunks of slots, one a full chunk, others none; sentinels among them."""
+    ids = torch.tensor([3] * 35 + [1] * 16 + [-1, 0, E, 0, 3])
+    expert_TK = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].view(-1, 2)
+    layer = Layer(SILU, tokens=len(expert_TK), hidden=64, inner=32, expert_TK=expert_TK)
+    named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
+    weights = quantise_experts(layer.weights(named), format)
+    problem = Problem(named["x"], expert_TK.to(device), named["weight"], weights)
+    chosen = block_scaled.by_expert(problem)._replace(rows=16)
+    assert chosen._replace(listed=True).lists(problem)
+    with poisoned_memory():
+        found = [block_scaled.decode(problem, configuration=chosen._replace(listed=listed)) for listed in (False, True)]
+    assert found[0].count_nonzero() > 0 and torch.isfinite(found[0]).all() and torch.equal(*found)
 
 
 def test_few_tokens_without_gradients_and_factors_are_decoded_and_no_others(

@@ -67,7 +67,7 @@ class CompileOnly:
 
 
 def _type_of(argument: Any) -> str:
-    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.uint8: "u8"}
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
     if isinstance(argument, torch.Tensor):
         return f"*{names[argument.dtype]}"
     return "fp32" if isinstance(argument, float) else "i32"

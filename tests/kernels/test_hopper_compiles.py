@@ -48,9 +48,16 @@ SCALED = (
     "scaled_up_of_half_blocks",
 )
 # The same in another way, see `scaled_product.WAYS`.
-IN_WAYS = ("scaled_up, brisk", "scaled_up, all", "scaled_down_backward, all")
+IN_WAYS = (
+    "scaled_up, brisk",
+    "scaled_up, all",
+    "scaled_down_backward, all",
+    "scaled_up, along",
+    "scaled_down_backward, along",
+    "scaled_up_of_cut_columns, along",
+)
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
-UNDER = ("scaled_up_alone, under", "scaled_down, under", "scaled_down_with_bias, under")
+UNDER = ("scaled_up_alone, under", "scaled_down, under", "scaled_down_with_bias, under", "scaled_up, along under")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
     (*HOT[1:], *OTHERS),
@@ -68,6 +75,8 @@ def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[
     for name, found in figures.items():
         assert found["wgmma"] > 0, name
         assert SHARED_BYTES // 2 < found["shared"] <= SHARED_BYTES, name
+        if "along" in name:
+            assert found["slow_roundings"] == 0, f"{name} rounds sums one by one"
         if name in UNDER:
             assert found["steps"] == 2, name
             assert found["local_accesses_in_steps"] == 0, f"{name} does not keep its sums in registers"
@@ -126,7 +135,7 @@ def launches() -> dict[str, Callable[[], None]]:
     down_codes, turned_down = empty_weights(E, H, I, cpu), empty_weights(E, I, H, cpu)
     relu2 = Activation("relu2", gated=False)
     odd_x, odd_a, odd_h = empty_rows(N // K, H - 64, cpu), empty_rows(N, I - 64, cpu), empty(N, 2 * I - 128)
-    odd_gate_up = empty_weights(E, 2 * I - 128, H - 64, cpu)
+    odd_gate_up, cut_gate_up = empty_weights(E, 2 * I - 128, H - 64, cpu), empty_weights(E, 2 * I - 128, H, cpu)
 
     def activation_backward(gate_rank: int, up_first: int, up_rank: int, down_rank: int) -> None:
         rank = up_first + up_rank
@@ -160,6 +169,9 @@ def launches() -> dict[str, Callable[[], None]]:
         ),
         "scaled_up_of_half_blocks": lambda: scaled_product.up(
             odd_x, order, K, odd_gate_up, table, Activation(), odd_a, h_NJ=odd_h
+        ),
+        "scaled_up_of_cut_columns": lambda: scaled_product.up(
+            x_codes, order, K, cut_gate_up, table, Activation(), odd_a, h_NJ=odd_h, bias_EJ=empty(E, 2 * I - 128)
         ),
         "scaled_down": lambda: scaled_product.multiply(a_codes, down_codes, table, y),
         "scaled_down_with_bias": lambda: scaled_product.multiply(a_codes, down_codes, table, y, bias_EO=empty(E, H)),
@@ -271,6 +283,7 @@ def figures(compiled: Any) -> dict[str, int]:
         "shared": compiled.metadata.shared,
         "stack_bytes": int(stack),
         "local_accesses": len(local),
+        "slow_roundings": instructions.count("F2F"),
         "steps": len(steps),
         "local_accesses_in_steps": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in steps),
         "waits_in_steps": sum(loop.count("WARPGROUP.DEPBAR") for loop in steps),

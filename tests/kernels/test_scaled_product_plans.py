@@ -65,6 +65,26 @@ def test_nothing_with_h_or_fp32_to_write_or_an_activation_without_gates_is_store
     assert found == [way == "under"] * 2 + [False] * 3
 
 
+@pytest.mark.parametrize(("depth", "along"), [(512, True), (2048, True), (768, False), (576, False), (128, False)])
+def test_scales_come_along_where_a_tile_is_whole_turns_of_the_ring(depth: int, along: bool) -> None:
+    with scaled_product.way("along under"):
+        for plan in (UP, replace(UP, KEEP=True), DA):
+            assert along == scaled_product._with_ways(plan, depth, 768).ALONG
+
+
+def test_scales_come_along_with_gathered_rows_of_gates_or_of_a_result_in_fp32_only() -> None:
+    without = [DOWN, replace(DOWN, GATHER=True), replace(UP, GATED=False)]
+    with scaled_product.way("along"):
+        assert not any(scaled_product._with_ways(plan, 2048, 768).ALONG for plan in without)
+
+
+def test_what_has_scales_along_is_stored_under_products_unless_it_is_fp32_or_lies_in_two_blocks() -> None:
+    plans = [UP, replace(UP, KEEP=True), replace(UP, KEEP=True, CODED=True), replace(UP, CUT=True), DA]
+    with scaled_product.way("along under"):
+        found = [scaled_product._with_ways(plan, 2048, 704 if plan.CUT else 768).UNDER for plan in plans]
+    assert found == [True, True, True, False, False]
+
+
 def test_a_way_holds_within_its_block_only() -> None:
     with scaled_product.way("plain"):
         assert scaled_product._with_ways(UP, 2048, 768).WAYS == scaled_product.current_way() == PLAIN

@@ -7,6 +7,7 @@ import torch
 
 from amoeba import ExpertWeights, Request, Routing, experts, with_precision
 from amoeba.backends import fp8_choice
+from amoeba.precision import UnchangedWeights
 from amoeba.precision.recipes import Fp8Experts
 from small_layer import E, K, Layer
 
@@ -38,3 +39,28 @@ def test_rows_per_expert_decide_where_kernels_serve(
     if recipe is None:
         assert type(found) is ExpertWeights
         assert "rows per expert" in (fp8_choice.why_not(asked) or "")
+
+
+@pytest.mark.parametrize(("fewest", "recipe"), [(4 * K, "fp8"), (4 * K + 1, None)])
+def test_fewer_rows_are_enough_while_weights_are_promised_not_to_change(
+    fewest: int, recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_choice.BACKEND, "why_not", lambda request: None)
+    monkeypatch.setattr(fp8_choice, "FEWEST_ROWS_UNCHANGED", fewest)
+    asked = request(Layer(tokens=4 * E))
+    with UnchangedWeights():
+        found = fp8_choice.settled(asked)
+        assert recipe is not None or "weights unchanged" in (fp8_choice.why_not(asked) or "")
+    assert (found.recipe if isinstance(found, Fp8Experts) else None) == recipe
+    assert not isinstance(fp8_choice.settled(asked), Fp8Experts)  # the promise is over
+
+
+def test_a_compiled_layer_asks_again_whether_a_promise_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_choice.BACKEND, "why_not", lambda request: None)
+    monkeypatch.setattr(fp8_choice, "FEWEST_ROWS_UNCHANGED", 0)
+    asked = request(Layer(tokens=4 * E))
+    seen = torch.compile(lambda: isinstance(fp8_choice.settled(asked), Fp8Experts), backend="eager")
+    assert not seen()
+    with UnchangedWeights():
+        assert seen()
+    assert not seen()

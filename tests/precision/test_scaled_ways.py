@@ -12,8 +12,9 @@ from amoeba.kernels import launch_plan
 from amoeba.kernels.hopper import scaled_product
 
 pytestmark = [pytest.mark.gpu, on_hopper]
-# (tokens, H, I): many tiles with halves that have no rows; half blocks; fewer rows than a tile
-SIZES = [(1500, 256, 384), (300, 192, 320), (5, 128, 128)]
+# (tokens, H, I): many tiles with halves that have no rows; half blocks; fewer rows than a tile; whole turns of the ring
+# of stages, of which tiles are one or two
+SIZES = [(1500, 256, 384), (300, 192, 320), (5, 128, 128), (1500, 1024, 384), (300, 512, 320)]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

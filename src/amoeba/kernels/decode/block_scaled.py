@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from amoeba.kernels.decode import can_overlap
-from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, up_by_expert
+from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, list_slots, up_by_expert
 from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.by_expert import sum_of_slots
 from amoeba.kernels.decode.configuration import SMALLEST_CHUNK, Configuration, Tile, chunk_rows, goes_by_slot
@@ -49,6 +49,7 @@ class Plan(NamedTuple):
     up: Launch
     down: Launch
     sum: Launch | None  # None by slot: down has it inside
+    list: Launch | None = None
 
 
 _plans: dict[tuple, Plan] = {}
@@ -86,13 +87,18 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
         return x_TH if tensor is None else tensor.contiguous()
 
     scale, bias = given(gate_up.matrix_scale), given(weights.gate_up_bias_EJ)
-    plan.up(x_TH, expert_TK, gate_up.data, gate_up.scales, scale, bias, a_NI)
     of_down = down.data, down.scales, given(down.matrix_scale), given(weights.down_bias_EH)
     if plan.sum is None:
+        plan.up(x_TH, expert_TK, gate_up.data, gate_up.scales, scale, bias, a_NI)
         plan.down(a_NI, expert_TK, weight_TK, *of_down, y_TH)
         return y_TH
     y_NH = x_TH.new_empty((slots, weights.hidden), dtype=torch.float32)
-    plan.down(a_NI, expert_TK, *of_down, y_NH)
+    lists = expert_TK
+    if plan.list is not None:
+        lists = expert_TK.new_empty(weights.num_experts * (slots + 1), dtype=torch.int32)
+        plan.list(expert_TK, lists)
+    plan.up(x_TH, expert_TK, lists, gate_up.data, gate_up.scales, scale, bias, a_NI)
+    plan.down(a_NI, expert_TK, lists, *of_down, y_NH)
     plan.sum(y_NH, expert_TK, weight_TK, y_TH)
     return y_TH
 
@@ -100,7 +106,8 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
 def _plan(problem: Problem, chosen: Configuration) -> Plan:
     if chosen.by_slot:
         return Plan(up_by_slot(problem, chosen), down_by_token(problem, chosen), None)
-    return Plan(up_by_expert(problem, chosen), down_by_expert(problem, chosen), sum_of_slots(problem))
+    listing = list_slots(problem, chosen) if chosen.lists(problem) else None
+    return Plan(up_by_expert(problem, chosen), down_by_expert(problem, chosen), sum_of_slots(problem), listing)
 
 
 def configuration_of(problem: Problem) -> Configuration:

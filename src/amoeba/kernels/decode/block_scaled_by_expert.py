@@ -2,8 +2,9 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_expert(problem, chosen)(x_TH, expert_TK, data, scales, matrix_scale, bias_EJ, a_NI)
-    down_by_expert(problem, chosen)(a_NI, expert_TK, data, scales, matrix_scale, bias_EH, y_NH)
+    list_slots(problem, chosen)(expert_TK, lists)           # where the configuration says so
+    up_by_expert(problem, chosen)(x_TH, expert_TK, lists, data, scales, matrix_scale, bias_EJ, a_NI)
+    down_by_expert(problem, chosen)(a_NI, expert_TK, lists, data, scales, matrix_scale, bias_EH, y_NH)
 
 As `by_expert`, with another product inside. Codes become numbers of x's dtype in registers, on the way from shared
 memory to the tensor core. e4m3 is exact in it: where a step lies in one block, its scale is applied to what the step
@@ -34,6 +35,8 @@ from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
 
+LIST_WARPS = 4
+
 
 def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
     weights, slots, tile = problem.weights, problem.rows, chosen.up
@@ -53,6 +56,7 @@ def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
         **constants_of(weights.gate_up_EJH.matrix, problem.x_TH.device),
         **constants(weights.activation),
         num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap and chosen.lists(problem) else {}),
     )
 
 
@@ -85,7 +89,54 @@ def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
         "HAS_MATRIX_SCALE": problem.weights.format.has_matrix_scale,
         "OVERLAP": chosen.overlap,
         "BY_LANES": chosen.by_lanes,
+        "LISTED": chosen.lists(problem),
     }
+
+
+def list_slots(problem: Problem, chosen: Configuration) -> Launch:
+    """To the lists of all experts, of slots + 1 numbers each."""
+    ids = next_power_of_2(problem.rows)
+    return _list_slots.fixed(
+        (problem.weights.num_experts,), (problem.rows,), BLOCK_N=ids, OVERLAP=chosen.overlap, num_warps=LIST_WARPS
+    )
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def _list_slots(expert_TK, lists, N, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr):
+    """How many slots an expert has, and these, in order."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.program_id(0)
+    list_N = lists + expert * (N + 1)
+    index_N = tl.arange(0, BLOCK_N)
+    match_N = tl.load(expert_TK + index_N, mask=index_N < N, other=-1) == expert
+    rank_N = tl.cumsum(match_N.to(tl.int32), axis=0)
+    tl.store(list_N + rank_N, index_N, mask=match_N)
+    tl.store(list_N, tl.max(rank_N, axis=0))
+
+
+@triton.jit
+def _expert_and_count(
+    expert_TK, lists, owner, N, E, OWNER_IS_EXPERT: tl.constexpr, BLOCK_N: tl.constexpr, LISTED: tl.constexpr
+):  # fmt: skip
+    """As `my_expert`."""
+    if LISTED:
+        return owner.to(tl.int64), tl.load(lists + owner * (N + 1))
+    else:
+        return my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT, BLOCK_N)
+
+
+@triton.jit
+def _slots(
+    expert_TK, lists, expert, first_rank, count, N, ROWS: tl.constexpr, PIECE: tl.constexpr, LISTED: tl.constexpr
+):  # fmt: skip
+    """As `slots_of_chunk`."""
+    if LISTED:
+        rank = first_rank + tl.arange(0, ROWS)
+        return tl.load(lists + expert * (N + 1) + 1 + rank, mask=rank < count, other=0)
+    else:
+        return slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
 
 
 @triton.jit
@@ -160,6 +211,7 @@ def _products(
 def _up_by_expert(
     x_TH,
     expert_TK,
+    lists,
     data,
     scales,
     matrix_scale,
@@ -194,6 +246,7 @@ def _up_by_expert(
     STRIDE_SCALE_EXPERT: tl.constexpr,
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
+    LISTED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -206,13 +259,17 @@ def _up_by_expert(
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     BLOCKS: tl.constexpr = (I + COLUMNS * REPEATS - 1) // (COLUMNS * REPEATS)
     block = tl.program_id(0) % BLOCKS
-    expert, count = my_expert(expert_TK, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N)
+    if OVERLAP and LISTED:
+        tl.extra.cuda.gdc_wait()
+    expert, count = _expert_and_count(
+        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, LISTED
+    )  # fmt: skip
     if count == 0:
         return
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
     for first_rank in range(0, count, ROWS):
-        slot = slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
+        slot = _slots(expert_TK, lists, expert, first_rank, count, N, ROWS, PIECE, LISTED)
         slot_ok = first_rank + tl.arange(0, ROWS) < count
         for tile in range(0, REPEATS):
             first = (block * REPEATS + tile) * COLUMNS
@@ -241,6 +298,7 @@ def _up_by_expert(
 def _down_by_expert(
     a_NI,
     expert_TK,
+    lists,
     data,
     scales,
     matrix_scale,
@@ -273,18 +331,23 @@ def _down_by_expert(
     STRIDE_SCALE_EXPERT: tl.constexpr,
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (H + COLUMNS * REPEATS - 1) // (COLUMNS * REPEATS)
     block = tl.program_id(0) % BLOCKS
-    expert, count = my_expert(expert_TK, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N)
+    if OVERLAP and LISTED:
+        tl.extra.cuda.gdc_wait()
+    expert, count = _expert_and_count(
+        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, LISTED
+    )  # fmt: skip
     if count == 0:
         return
-    if OVERLAP:
+    if OVERLAP and not LISTED:
         tl.extra.cuda.gdc_wait()
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
     for first_rank in range(0, count, ROWS):
-        slot = slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE).to(tl.int64)
+        slot = _slots(expert_TK, lists, expert, first_rank, count, N, ROWS, PIECE, LISTED).to(tl.int64)
         slot_ok = first_rank + tl.arange(0, ROWS) < count
         for tile in range(0, REPEATS):
             h = (block * REPEATS + tile) * COLUMNS + tl.arange(0, COLUMNS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from amoeba.kernels.launch import cdiv, next_power_of_2
+from amoeba.problem import Problem
 
 # By slot an expert is read once for each of its slots, by expert once. One token names no expert twice. Up to this many
 # tokens, by slot is faster as long as few slots share an expert. With random routing, by slot against by expert (H200,
@@ -72,6 +73,8 @@ class Configuration(NamedTuple):
     by slot, where down is at once in flight.
     by_lanes: by expert, numbers of four bits are decoded in the order that takes the fewest integer instructions, see
     `codes.scaled_lanes_e2m1`.
+    listed: with codes by expert, where experts are no more than slots, a launch of its own lists the slots of each
+    expert; else each program compares ranks with ids.
     """
 
     by_slot: bool
@@ -80,6 +83,11 @@ class Configuration(NamedTuple):
     rows: int = SMALLEST_CHUNK
     overlap: bool = False
     by_lanes: bool = False
+    listed: bool = False
+
+    def lists(self, problem: Problem) -> bool:
+        """Whether slots are listed for this one."""
+        return self.listed and problem.weights.num_experts <= problem.rows
 
 
 def configuration(

@@ -56,6 +56,8 @@ WAYS = {
     "plain": PLAIN,
     "brisk": Ways(brisk=True),
     "under": Ways(under=True, brisk=True),
+    "along": Ways(along=True, alternate=True, brisk=True),
+    "along under": Ways(along=True, under=True, alternate=True, brisk=True),
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
 }
 # Deeper products gain nothing by `under`: their tiles end seldom.
@@ -103,7 +105,9 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
 
 def _with_ways(plan: Plan, depth: int, columns: int) -> Plan:
     ways = _measured(plan, depth, columns) if _way is None else _way
-    return replace(plan, WAYS=ways if depth > BLOCK else ways._replace(under=False))  # which takes two steps or more
+    along = ways.along and depth % (plan.STAGES * BLOCK) == 0
+    under = ways.under and depth > BLOCK  # it takes two steps or more
+    return replace(plan, WAYS=ways._replace(along=along, under=under))
 
 
 # What all widths are multiples of: half a block, so that rows begin where the copy engine can read them.

@@ -25,6 +25,7 @@ from amoeba.kernels.activation import gated
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
 from amoeba.kernels.hopper.product_kernel import place_of_tile
 from amoeba.kernels.hopper.product_store import add_bias
+from amoeba.kernels.hopper.scaled_product_along import consume_along, consume_along_under, produce_along
 from amoeba.kernels.hopper.scaled_product_scales import (
     clamped_place,
     first_scales,
@@ -38,7 +39,7 @@ from amoeba.kernels.launch import quick
 
 
 @gluon.jit
-def _produce(
+def _produce_in_order(
     row_desc, matrix_desc, rows, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns, row_stride,
     top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -94,6 +95,24 @@ def _produce(
         barrier()
         for stage in range(gl.maximum(count - PLAN.BEHIND, 0), count):
             mbarrier.arrive(full.index(stage % STAGES), count=1)
+
+
+@gluon.jit
+def _produce(
+    row_desc, matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs, column_bufs,
+    full, empty, depth, width, columns, row_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    if PLAN.ALONG:
+        produce_along(
+            matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs, column_bufs,
+            full, empty, depth, width, columns, row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK, STAGES, GROUP_M,
+        )  # fmt: skip
+    else:
+        _produce_in_order(
+            row_desc, matrix_desc, rows, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns,
+            row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK, STAGES, GROUP_M,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -232,11 +251,24 @@ def _consume_in_order(
 
 @gluon.jit
 def _consume(
-    table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
-    bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, order,
+    row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    if PLAN.UNDER:
+    if PLAN.ALONG and PLAN.UNDER:
+        consume_along_under(
+            table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias,
+            h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP, PLAN, BLOCK_M, BLOCK,
+            STAGES, GROUP_M,
+        )  # fmt: skip
+    elif PLAN.ALONG:
+        consume_along(
+            table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias,
+            h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP, PLAN, BLOCK_M, BLOCK,
+            STAGES, GROUP_M,
+        )  # fmt: skip
+    elif PLAN.UNDER:
         consume_under(
             table, row_bufs, matrix_bufs, full, empty, staging, out_desc, order, row_scale, matrix_scale, bias, out,
             out_scale, depth, width, columns, out_stride, top_k, WARPGROUP, PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
@@ -270,6 +302,11 @@ def scaled_product_kernel(
         if PLAN.KEEP:
             KEPT: gl.constexpr = BLOCK if PLAN.CODED else BLOCK // 2
             kept = gl.allocate_shared_memory(h.dtype.element_ty, [2, BLOCK_M // 2, KEPT], KEPT_LAYOUT)
+    scale_bufs, column_bufs = matrix_bufs, matrix_bufs  # stand for what this plan does not have
+    if PLAN.ALONG:
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+        column_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 4], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -279,20 +316,21 @@ def scaled_product_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale,
-                matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
-                gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
+                table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc,
+                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride,
+                out_stride, top_k, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
             )),
             (_consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale,
-                matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
-                gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
+                table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc,
+                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride,
+                out_stride, top_k, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
             )),
             (_produce, (
-                row_desc, matrix_desc, rows, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns,
-                row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK, STAGES, GROUP_M,
+                row_desc, matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs,
+                column_bufs, full, empty, depth, width, columns, row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK,
+                STAGES, GROUP_M,
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
-        [224, 56] if PLAN.ACTIVATE or PLAN.AHEAD or PLAN.UNDER else [216, 72],  # so that neither spills
+        PLAN.REGISTERS,
     )  # fmt: skip

@@ -27,6 +27,8 @@ class Ways(NamedTuple):
     alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
     under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
                are nothing to it.
+    along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, and fp32
+               leaves from the registers, see `scaled_product_along`.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 
@@ -36,6 +38,7 @@ class Ways(NamedTuple):
     alternate: bool = False
     brisk: bool = False
     under: bool = False
+    along: bool = False
 
 
 PLAIN = Ways()
@@ -67,13 +70,19 @@ class Plan:
     @property
     def BEHIND(self) -> int:
         """Of the stages that the producer has begun, the last ones that it has not made visible; 0: consumers do."""
-        return self.WAYS.behind if self.GATHER else 0
+        return self.WAYS.behind if self.GATHER and not self.ALONG else 0
+
+    @property
+    def ALONG(self) -> bool:
+        """Not for a result in bf16, nor an activation without gates."""
+        return self.WAYS.along and self.GATHER and (self.PAIRED or self.WIDE)
 
     @property
     def UNDER(self) -> bool:
         """Where it has been faster, or nearly: not with h or fp32 to write. Where two halves are activated one by one,
         their sums do not all find registers."""
-        return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not (self.KEEP or self.WIDE)
+        fits = self.PAIRED and not self.SHIFTED if self.ALONG else (self.PAIRED or not self.ACTIVATE) and not self.KEEP
+        return self.WAYS.under and fits and not self.WIDE
 
     @property
     def SKIPS(self) -> bool:
@@ -122,6 +131,11 @@ class Plan:
     def STAGES(self) -> int:
         """They take up to 224 KB of the 227, together with the buffers."""
         return 4 if self.ACTIVATE or self.WIDE else 3
+
+    @property
+    def REGISTERS(self) -> list[int]:
+        """Of the second warpgroup's threads and of those that fill stages, so that neither spills."""
+        return [224, 56] if self.ACTIVATE or self.AHEAD or self.UNDER else [216, 72]
 
     @property
     def STAGED(self) -> tuple[int, int]:

@@ -50,13 +50,18 @@ def scales_of_columns(
     matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr
 ):  # fmt: skip
     """Pointers along the depth to the scales of a tile's left half, its right half, and that one's last 64 columns."""
-    if PLAN.PAIRED:
-        first, second = n, n + columns // BLOCK
-        far = gl.minimum(n + (columns + BLOCK // 2) // BLOCK, blocks - 1)
-    else:
-        first, second = 2 * n, gl.minimum(2 * n + 1, blocks - 1)
-        far = second
+    first, second, far = blocks_of_columns(n, columns, blocks, PLAN, BLOCK)
     of_expert = matrix_scale + expert * blocks * steps  # scales are few: their number fits 32 bits
     if PLAN.AHEAD:  # one for each row, by a zero: as single numbers they are waited for between products
         of_expert += m >> 31
     return of_expert + first * steps, of_expert + second * steps, of_expert + far * steps
+
+
+@gluon.jit
+def blocks_of_columns(n, columns, blocks, PLAN: gl.constexpr, BLOCK: gl.constexpr):
+    """Of an expert's matrix those that a tile's left half, its right half, and that one's last 64 columns lie in."""
+    if PLAN.PAIRED:
+        return n, n + columns // BLOCK, gl.minimum(n + (columns + BLOCK // 2) // BLOCK, blocks - 1)
+    else:
+        second = gl.minimum(2 * n + 1, blocks - 1)
+        return 2 * n, second, second

@@ -42,6 +42,20 @@ def store_halves(
 
 
 @gluon.jit
+def store_straight(value, out, stride, row, end, column, width):
+    """A tile to memory, from the registers: in fp32 each four threads side by side write 32 bytes of a row."""
+    HEIGHT: gl.constexpr = value.shape[0]
+    COLUMNS: gl.constexpr = value.shape[1]
+    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
+    pointers = out + m.to(gl.int64)[:, None] * stride + n[None, :]
+    if column + COLUMNS <= width:
+        gl.store(pointers, value, mask=(m < end)[:, None])
+    else:
+        gl.store(pointers, value, mask=(m < end)[:, None] & (n < width)[None, :])
+
+
+@gluon.jit
 def store_quarters(value, out, desc, staging, stride, row, end, column, width, FIRST: gl.constexpr):
     """A tile to memory through two buffers that have a quarter of its columns, in turns."""
     COLUMNS: gl.constexpr = staging.shape[2]
@@ -51,6 +65,16 @@ def store_quarters(value, out, desc, staging, stride, row, end, column, width, F
     store_tile(second, out, desc, other, stride, row, end, column + COLUMNS, width, 0, 1)
     store_tile(third, out, desc, one, stride, row, end, column + 2 * COLUMNS, width, 0, 1)
     store_tile(fourth, out, desc, other, stride, row, end, column + 3 * COLUMNS, width, 0, 1)
+
+
+@gluon.jit
+def _largest_finite(value):
+    """Of each row, as by `finite_size`, in two instructions for three: no maximum takes NaN, as infinity times 0 is."""
+    finite = gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, 0f00000000, $1;", "=f,f", [value], dtype=gl.float32, is_pure=True, pack=1
+    )
+    largest = gl.max(gl.abs(finite), 1)
+    return gl.where(largest == largest, largest, 0.0)  # nothing but NaN and infinities
 
 
 @gluon.jit
@@ -64,7 +88,11 @@ def store_codes(
     if PLAN.CUT:
         n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
         value = gl.where((n < width)[None, :], value, 0.0)
-    scale, inverse = power_of_two(gl.max(finite_size(value), 1))
+    if PLAN.ALONG:
+        largest = _largest_finite(value)
+    else:
+        largest = gl.max(finite_size(value), 1)
+    scale, inverse = power_of_two(largest)
     m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
     at = out_scale + m * blocks + (column + shift) // COLUMNS
     gl.store(at, scale, mask=(m < end) & (column < width))
