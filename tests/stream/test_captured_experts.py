@@ -254,11 +254,11 @@ def test_a_gpu_that_nobody_serves_goes_on_by_itself() -> None:
     with torch.no_grad(), closing(Captured(resident, 8, 32, routed_wide(1, 32, 8, 0), 2)) as captured:
         captured.memory.replays.channel.limit = 0.05
         captured._replay = captured._graph()  # with that limit
-        serve = captured.memory.replays._serve
-        captured.memory.replays._serve = lambda passes, first: None
+        serve = captured.memory.replays.serving.serve
+        captured.memory.replays.serving.serve = lambda passes, first: None
         with pytest.raises(RuntimeError, match="went on without them"):
             captured(*routed_wide(1, 32, 8, 1))
-        captured.memory.replays._serve = serve
+        captured.memory.replays.serving.serve = serve
         given = routed_wide(1, 32, 8, 2)
         for y_TH in captured(*given):
             assert torch.equal(y_TH, by_triton(*given, resident))

@@ -287,7 +287,7 @@ def test_what_the_host_is_handed_it_computes_with_any_weights(dtype: torch.dtype
         for target, given in ((handed.x, x_TH), (handed.expert, expert_TK), (handed.weight, weight_TK)):
             target[: given.numel()] = given.flatten()
         computing.expect(expert_TK.shape)
-        fast, serial = memory.replays._fast, channel.expect(1)
+        fast, serial = memory.replays.serving.fast, channel.expect(1)
         fast.prepare(0, 2 * tokens)
         at = serial % channel.ring * channel._row
         for word, value in enumerate([2, 3, serial, *missing, there[0]]):
