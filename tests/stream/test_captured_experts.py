@@ -116,6 +116,19 @@ class Captured:
         self.memory.replays.check()
         return [each.clone() for each in self.found]
 
+    def replay_without_waiting(self, given: list[tuple[Tensor, Routing]]) -> None:
+        """An error if anything synchronises the device meanwhile."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for x_TH, routing in given:
+                self.x_TH.copy_(x_TH)
+                self.expert_TK.copy_(routing.expert_TK)
+                self._replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        self.memory.replays.check()
+
     def _wait(self) -> None:
         self.device.record(self.device.compute).wait()
 
@@ -236,16 +249,7 @@ def test_nothing_synchronises_the_device_while_it_is_replayed() -> None:
         given = [routed_wide(1, 32, 8, seed) for seed in range(20)]
         for each in given:
             captured(*each)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for x_TH, routing in given:
-                captured.x_TH.copy_(x_TH)
-                captured.expert_TK.copy_(routing.expert_TK)
-                captured._replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        captured.memory.replays.check()
+        captured.replay_without_waiting(given)
 
 
 @pytest.mark.gpu
