@@ -271,7 +271,7 @@ def question(
             whose = tl.load(turn, volatile=True)
             now = microseconds(now, ON_GPU)
             looks += 1
-        whose = fenced(whose, ON_GPU, "gpu")
+        whose = fenced(whose, ON_GPU, FOR_HOST=False)
         tl.debug_barrier()  # who came before has left the map as it is now
         tl.store(trouble, tl.where(serial == 0, 1, serial), mask=(whose != mine) & (whose >= 0))
         began = now
@@ -356,7 +356,7 @@ def question(
     tl.store(state + 2, about & _COMPUTES)
     if TURNS > 1:
         tl.debug_barrier()  # every thread has written its part of the map
-        tl.store(turn, fenced((mine + 1) % TURNS, ON_GPU, "gpu"), mask=whose == mine)
+        tl.store(turn, fenced((mine + 1) % TURNS, ON_GPU, FOR_HOST=False), mask=whose == mine)
 
 
 @quick
