@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 _FOR_HOST = tl.constexpr("fence.acq_rel.sys; mov.b32 $0, $1;")
 _FOR_KERNELS = tl.constexpr("fence.acq_rel.gpu; mov.b32 $0, $1;")
 
