@@ -291,6 +291,8 @@ class Compiler:
         from triton.compiler import ASTSource
 
         names, constants = kernel.arg_names, dict(constants)
+        if "ON_GPU" in constants:  # which tensors without a device deny
+            constants["ON_GPU"] = True
         options = {name: constants.pop(name) for name in list(constants) if name not in names}
         signature, attributes = dict.fromkeys(names, "constexpr"), {}
         for at, (name, argument) in enumerate(zip(names, arguments, strict=False)):
@@ -338,6 +340,8 @@ def _type_of(argument: Any) -> str:
 
 
 def main(capability: str, dtype: str, *wanted: str) -> dict[str, dict[str, int]]:
+    import small_launches
+
     from amoeba.kernels import choice, launch
 
     compiler = Compiler(int(capability))
@@ -348,9 +352,12 @@ def main(capability: str, dtype: str, *wanted: str) -> dict[str, dict[str, int]]
         self._kernel.kernel, (*tensors, *self._numbers), self._constants
     )
     choice.capability_of = lambda device: divmod(int(capability), 10)  # before the kernels import it
-    every = candidate_launches if wanted == ("candidates",) else launches
+    parts = {"candidates": candidate_launches, "small": lambda dtype, _: small_launches.launches(dtype)}
+    part, every = wanted[0] if wanted else "", launches
+    if part in parts:
+        every, wanted = parts[part], wanted[1:]
     for name, launched in every(getattr(torch, dtype), divmod(int(capability), 10)).items():
-        if not wanted or wanted == ("candidates",) or name in wanted:
+        if not wanted or name in wanted:
             compiler.launch_name = name
             launched()
     return compiler.figures
