@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,13 +40,8 @@ def _of_routing(dtype: torch.dtype) -> Launches:
     configs = {"softmax of 128": RouterConfig(128, K), "of 512": RouterConfig(512, 10, renormalize=False)}
     configs["in groups"] = RouterConfig(256, K, score="sigmoid", n_group=8, topk_group=4, group_score="top2_sum")
     for name, config in configs.items():
-        logits, chosen, weight = (
-            empty(4096, config.num_experts, dtype=dtype),
-            ids(4096, config.top_k),
-            numbers(4096, 10),
-        )
-        weight, scores = weight[:, : config.top_k].contiguous(), numbers(4096, config.num_experts)
-        bias = numbers(config.num_experts)
+        logits, scores = empty(4096, config.num_experts, dtype=dtype), numbers(4096, config.num_experts)
+        chosen, weight, bias = ids(4096, config.top_k), numbers(4096, config.top_k), numbers(config.num_experts)
         found[f"router {name}"] = partial(router.router_forward, logits, config, bias)
         found[f"router's gradient {name}"] = partial(
             router.router_backward, chosen, weight, scores, weight, scores, logits, config, dtype
@@ -95,12 +91,8 @@ def _of_heads(dtype: torch.dtype) -> Launches:
 
     found: Launches = {}
     for size in (64, 128, 256):
-        qkv, weight, turns = (
-            empty(4096, 40 * size, dtype=dtype),
-            empty(size, dtype=dtype),
-            empty(512, size, dtype=dtype),
-        )
-        given = qkv, weight, weight, turns, turns
+        qkv, weight = empty(4096, 40 * size, dtype=dtype), empty(size, dtype=dtype)
+        given = qkv, weight, weight, *[empty(512, size, dtype=dtype)] * 2
         found[f"norm_rotate {size}"] = partial(norm_rotate, *given, query_heads=32, eps=1e-6)
         found[f"norm_rotate's gradient {size}"] = partial(norm_rotate_backward_, qkv, *given, query_heads=32, eps=1e-6)
     return found
@@ -115,14 +107,8 @@ def _of_streaming(dtype: torch.dtype) -> Launches:
 
     talk = Talk(words(3), words(64, 3 + E), words(64, 3 + 2 * E), words(1), words(64, 2))
     tokens = 8
-    x, chosen, weight, slots, shown = (
-        empty(tokens, H, dtype=dtype),
-        ids(tokens, K),
-        numbers(tokens, K),
-        None,
-        words(256),
-    )
-    slots = ids(tokens, K)
+    x, weight, shown = empty(tokens, H, dtype=dtype), numbers(tokens, K), words(2 * E)
+    chosen, slots = ids(tokens, K), ids(tokens, K)
     handed = Handed(numbers(tokens * H), ids(tokens * K), numbers(tokens * K), words(1), numbers(tokens * H), words(1))
     turn = Turn(words(1), 0, 2)
     return {
@@ -141,6 +127,7 @@ def _of_streaming(dtype: torch.dtype) -> Launches:
 def _of_ranks(dtype: torch.dtype) -> Launches:
     from amoeba.kernels import peer_copies, peer_rows, peer_sums
     from amoeba.kernels.peer_post import ROWS, SUMS, Plan, Post, heap_layout
+    from amoeba.tasks.arrivals import Arrival
 
     tokens, ranks = 4096, 2
     at, sizes, _ = heap_layout(ranks, tokens, K, H * dtype.itemsize)
@@ -162,6 +149,7 @@ def _of_ranks(dtype: torch.dtype) -> Launches:
         "send sums": lambda: peer_sums.send_sums(post, plan, sorted_rows, slot_row, weight, comes),
         "add sums": lambda: peer_sums.add_sums(post, plan, sorted_rows, slot_row, weight, goes),
         "wait for room": lambda: peer_copies.wait_for_room(post, ROWS),
+        "close": lambda: Arrival.close(SimpleNamespace(post=post)),
     }
 
 
