@@ -16,7 +16,7 @@ PAGES += sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not 
 # A page on one subject names its files without the folders above.
 FOLDERS = ("", "src", "src/amoeba", "src/amoeba/backends", "src/amoeba/cpu", "src/amoeba/kernels", "tests/fuzz")
 LINK = re.compile(r"\]\(([^)#\s]+)")
-COMMAND = re.compile(r"(?:^|[`( ])amoeba ([a-z][^`#|]*)", re.MULTILINE)
+COMMAND = re.compile(r"(?:^|[`( ])amoeba ([a-z][^`#|\n]*)", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 FILE = re.compile(r"`([\w./*-]+\.(?:py|h|cpp|yaml))`")
 
