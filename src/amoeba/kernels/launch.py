@@ -97,9 +97,9 @@ def _first(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict
         return kernel[grid](*arguments, **constants)
     except OutOfResources as error:
         raise RuntimeError(
-            f"{kernel.__name__.strip('_')}: expected a kernel that fits on this GPU; got {error.required} of its "
-            f"{error.name} asked for, of {error.limit}. Take another backend (grouped, eager), and if amoeba tune chose "
-            "its tiles, set AMOEBA_TUNED=off; it is a fault of ours: please report it with what amoeba doctor shows."
+            f"{kernel.__name__.strip('_')}: expected a kernel that fits on this GPU; got one that needs "
+            f"{error.required} of {error.name} where {error.limit} is the limit. Take another backend (grouped, eager), "
+            "or, if amoeba tune chose its tiles, set AMOEBA_TUNED=off; and please report it: this is a fault of ours."
         ) from error
 
 
