@@ -98,7 +98,7 @@ def _first(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict
     except OutOfResources as error:
         raise RuntimeError(
             f"{kernel.__name__.strip('_')}: expected a kernel that fits on this GPU; got one that needs "
-            f"{error.required} of {error.name} where {error.limit} is the limit. Take another backend (grouped, eager), "
+            f"{error.required} of {error.name} where {error.limit} is the limit. Take another backend (grouped, eager) "
             "or, if amoeba tune chose its tiles, set AMOEBA_TUNED=off; and please report it: this is a fault of ours."
         ) from error
 
