@@ -198,3 +198,14 @@ def test_what_is_found_for_some_rows_is_a_candidate_for_all_that_share_the_searc
             problem = PROBLEM | {"rows": rows, "experts": 1, "dtype": dtype}
             found = set(candidates(role, **problem, capability=capability))
             assert lists.setdefault(bucket(rows, 1), found) == found
+
+
+def test_a_tile_is_a_candidate_where_its_buffers_fit() -> None:
+    """Two of three stages, and steps of 64 for LoRA factors: 128 KB of fp32, for which Ada has no room."""
+    sizes = {"rows": 64 * 2000, "experts": 64, "reduction": 2048, "columns": 2048, "dtype": torch.float32}
+    large = Configuration(128, 128, 16, 8, 8, 3)
+    assert [large in candidates("up", **sizes, capability=each) for each in ((8, 0), (8, 9), (12, 0))] == [
+        True,
+        False,
+        False,
+    ]

@@ -29,8 +29,8 @@ from amoeba.weights import LoraFactors
 # Not measured yet.
 RANKS, DEPTH, WARPS = 2, 2048, 4
 # Ranks that a program by expert multiplies at once; of more so many at a time. With all 256 of fp32 factors, which are
-# multiplied in registers, a thread had 14 KB of them in memory; 512 of half precision would take more shared memory than
-# an sm86 has (compiled by Triton 3.6).
+# multiplied in registers, a thread had 14 KB of them in memory; 512 of half precision would take more shared memory
+# than an sm86 has (compiled by Triton 3.6).
 MOST_RANKS, STEP_RANKS = tl.constexpr(128), tl.constexpr(64)
 MOST_WIDE_RANKS = tl.constexpr(32)
 
