@@ -1,9 +1,11 @@
-"""What the documents refer to is there: files they link to, and source files they name. `make docs` checks the rest."""
+"""What the documents refer to is there: files they link to, source files they name, commands and their options. `make
+docs` checks the rest."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,8 @@ PAGES += sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not 
 # A page on one subject names its files without the folders above.
 FOLDERS = ("", "src", "src/amoeba", "src/amoeba/backends", "src/amoeba/cpu", "src/amoeba/kernels", "tests/fuzz")
 LINK = re.compile(r"\]\(([^)#\s]+)")
+COMMAND = re.compile(r"(?:^|[`( ])amoeba ([a-z][^`#|\n]*)", re.MULTILINE)
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 FILE = re.compile(r"`([\w./*-]+\.(?:py|h|cpp|yaml))`")
 
 
@@ -23,3 +27,25 @@ def test_a_page_refers_to_files_that_exist(page: Path) -> None:
     missing = [link for link in LINK.findall(text) if "://" not in link and not (page.parent / link).exists()]
     missing += [name for name in FILE.findall(text) if not any(list((ROOT / folder).glob(name)) for folder in FOLDERS)]
     assert not missing
+
+
+@pytest.fixture(scope="module")
+def commands() -> dict[str, Any]:
+    typer = pytest.importorskip("typer", reason="reads the options from typer")
+    from amoeba.cli import app
+
+    return typer.main.get_command(app).commands
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_shows_options_that_its_commands_have(page: Path, commands: dict[str, Any]) -> None:
+    unknown = []
+    for line in COMMAND.findall(page.read_text()):
+        name, *words = line.split()
+        command = commands.get(name)
+        if hasattr(command, "commands"):  # amoeba stream simulate
+            command = command.commands.get(words[0]) if words else None
+        if command is not None:  # "amoeba is": no command
+            known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+            unknown += [f"amoeba {name} {option}" for option in OPTION.findall(line) if option not in known]
+    assert not unknown

@@ -162,6 +162,7 @@ def bench(
     from amoeba.commands import bench as bench_command
 
     with usage():
+        bench_command.check_suite(suite, ranks, passes)
         bench_command.check_graphs(graphs, suite, passes, device)
     if suite == "model":
         with usage():
@@ -201,7 +202,6 @@ def bench(
         with usage():
             from amoeba.commands import bench_products
 
-            bench_command.check_no_ranks(ranks)
             place = parse_device(device)
             others = {"--ours": ours, "--peer": peer, "--dtype": dtype, "--sustained": sustained}
             layers = bench_products.choose_shapes(shape or [], place, others)
@@ -210,7 +210,6 @@ def bench(
         finish(output, document, ok, json)
         return
     with usage():
-        bench_command.check_no_ranks(ranks)
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
         shapes = bench_command.choose_shapes(shape or [], suite, place)

@@ -14,7 +14,7 @@ from amoeba.bench.captured import LAYERS, apart, host_times, in_graphs
 from amoeba.bench.shapes import SHAPES, Shape
 from amoeba.bench.workload import make_workload
 from amoeba.commands import bench as bench_command
-from amoeba.commands.output import Output
+from noted_output import NotedOutput
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
@@ -28,18 +28,6 @@ def short_rounds(monkeypatch):
 @pytest.fixture
 def workload():
     return make_workload(TINY, CPU, torch.float32)
-
-
-class Tables(Output):
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[list[str], list[list[str]]]] = {}
-        self.lines: list[str] = []
-
-    def table(self, title, columns, rows, text=None) -> None:
-        self.found[title] = (columns, rows)
-
-    def line(self, text="", style=None) -> None:
-        self.lines.append(text)
 
 
 def test_replays_take_turns_and_each_backward_comes_behind_its_forward(monkeypatch, workload):
@@ -124,7 +112,7 @@ def test_the_command_prints_and_writes_eager_times_graphs_and_the_host(monkeypat
 
     monkeypatch.setattr(captured_module, "capture", capture)
     monkeypatch.setattr(captured_module, "HOST_ROUNDS", 2)
-    output = Tables()
+    output = NotedOutput()
     document, ok = bench_command.run(
         [TINY, replace(TINY, name="step", tokens=1, forward_only=True)],
         CPU,
@@ -149,8 +137,7 @@ def test_the_command_prints_and_writes_eager_times_graphs_and_the_host(monkeypat
         assert measured[name]["backward_host"]["layers"] == LAYERS
     assert measured["transformers grouped_mm"]["in_graphs"] is None, "ours alone"
     assert all(m["backward_host"] is None for m in step["measurements"]), "a decoding step has no backward"
-    (title,) = (title for title in output.found if "in CUDA graphs" in title)
-    columns, rows = output.found[title]
+    _, columns, rows = output.titled("in CUDA graphs")
     assert columns == ["", "forward", "in graph", "backward", "in graph ", "host", "of 4", "vs eager", "vs grouped"]
     assert [row[0] for row in rows] == ours and rows[0][-2] == "-" and rows[0][-1].endswith("x")
 
@@ -179,8 +166,8 @@ def test_small_layers_of_the_scheduled_backward_have_names():
 def test_on_a_gpu_backward_in_a_graph_takes_no_longer_than_eager():
     shape = Shape("tiny", tokens=256, hidden=256, intermediate=128, experts=8, top_k=2)
     document, ok = bench_command.run(
-        [shape], torch.device("cuda"), [torch.bfloat16], "training", 3, None, Tables(), peers=["loop"], ceilings=None,
-        ours=["triton", "tasks"], graphs=True,
+        [shape], torch.device("cuda"), [torch.bfloat16], "training", 3, None, NotedOutput(), peers=["loop"],
+        ceilings=None, ours=["triton", "tasks"], graphs=True,
     )  # fmt: skip
     assert ok
     timed = [m for m in document["results"][0]["measurements"] if m["status"] == "timed"]

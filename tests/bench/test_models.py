@@ -22,10 +22,10 @@ from amoeba.bench.models.measure import DecodeTime, ModelMeasurement, measure
 from amoeba.bench.models.problem import DECODE_ROWS, KINDS, SIZES, Batch, Problem, choose_problems
 from amoeba.bench.models.suite import ModelReport, run_models
 from amoeba.commands import bench_models
-from amoeba.commands.output import Output
 from amoeba.integrations import attention
 from amoeba.jobs import fast_paths, fast_trainer
 from amoeba.jobs.model_cost import training_flops_per_token
+from noted_output import NotedOutput
 
 CPU = torch.device("cpu")
 TINY = SIZES["tiny"]
@@ -253,21 +253,6 @@ def test_who_is_left_out_is_listed_with_the_reason(monkeypatch):
     }
 
 
-class Tables(Output):
-    def __init__(self) -> None:
-        self.found: list[tuple[str, list[str], list[list[str]]]] = []
-        self.lines: list[str] = []
-
-    def table(self, title, columns, rows, text=None) -> None:
-        self.found.append((title, columns, rows))
-
-    def line(self, text="", style=None) -> None:
-        self.lines.append(text)
-
-    def warning(self, text) -> None:
-        pass
-
-
 def _report(kind, *measurements) -> ModelReport:
     return ModelReport("tiny", "about", kind, "cpu", 10**9, 2, 32, 8, 1e6, {}, list(measurements))
 
@@ -304,7 +289,7 @@ def test_the_command_prints_each_table_and_writes_the_document(monkeypatch, tmp_
             done(report)
 
     monkeypatch.setattr(bench_models, "run_models", run)
-    path, output, chosen = tmp_path / "models.json", Tables(), bench_models.Chosen(("bf16",), None)
+    path, output, chosen = tmp_path / "models.json", NotedOutput(), bench_models.Chosen(("bf16",), None)
     problems = choose_problems(["tiny"], "both", CPU)
     document, ok = bench_models.run(problems, 7, chosen, path, output, lambda device, dtypes: LIMITS)
     assert not ok, "one of ours failed"
@@ -314,7 +299,7 @@ def test_the_command_prints_each_table_and_writes_the_document(monkeypatch, tmp_
     assert document["models"][0]["measurements"][0]["tokens_per_second"] == 167_000.0
     assert document["models"][1]["measurements"][0]["decodes"][1]["ms"] == 5.0
 
-    (title, columns, (row, _)), (_, decode_columns, decode_rows), (_, lora_columns, lora_rows) = output.found
+    (title, columns, (row, _)), (_, decode_columns, decode_rows), (_, lora_columns, lora_rows) = output.tables
     assert title == "tiny (1.00B parameters) training, 2 x 32, on cpu"
     assert dict(zip(columns, row, strict=True)) == {
         "": "amoeba, bf16", "ms": "196", "tokens/s": "167,000", "of matmul": "25.0%", "peak GiB": "36.0",

@@ -19,7 +19,7 @@ from amoeba.bench.shapes import Shape
 from amoeba.bench.suite import run_suite
 from amoeba.bench.sustained import Sustained, sustain_in_turns
 from amoeba.commands import bench as bench_command
-from amoeba.commands.output import Output
+from noted_output import NotedOutput
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
@@ -173,18 +173,6 @@ def test_a_step_longer_than_the_time_is_measured_all_the_same(clock):
     assert found.ms == pytest.approx(9000)
 
 
-class Tables(Output):
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[list[str], list[list[str]]]] = {}
-        self.lines: list[str] = []
-
-    def table(self, title, columns, rows, text=None) -> None:
-        self.found[title] = (columns, rows)
-
-    def line(self, text="", style=None) -> None:
-        self.lines.append(text)
-
-
 def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypatch):
     asked = []
 
@@ -197,7 +185,7 @@ def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypa
     monkeypatch.setattr(timing_module, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(suite, "sustain_in_turns", sustain)
     monkeypatch.setattr(suite, "open_meter", lambda device: f"meter of {device}")
-    output = Tables()
+    output = NotedOutput()
     limits = Ceilings("cpu", {"float32": Product(2048, 1e9)}, copied_bytes=4096, copy_bytes_per_second=1e8)
     decode = replace(TINY, name="step", tokens=1, forward_only=True)
     document, _ = bench_command.run(
@@ -222,8 +210,7 @@ def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypa
     assert layer["rest_ms"] == 0.0, "on a CPU there are none"
     json.dumps(document, allow_nan=False)
 
-    (title,) = (title for title in output.found if "back to back" in title)
-    columns, rows = output.found[title]
+    _, columns, rows = output.titled("back to back")
     assert columns == [
         "",
         "ms",
@@ -243,10 +230,10 @@ def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypa
 def test_the_rests_of_a_gpu_are_stated(monkeypatch):
     monkeypatch.setattr(timing_module, "LEAST_SECONDS", 0.0)
     (report,) = run_suite([TINY], CPU, [torch.float32], ["forward"], repeats=1, peers=[])
-    output = Tables()
+    output = NotedOutput()
     bench_command._print(replace(report, rest_ms=timing_module.REST_MS), None, output)
     assert [line for line in output.lines if "rests of 4 ms before each pass" in line]
-    bench_command._print(report, None, output := Tables())
+    bench_command._print(report, None, output := NotedOutput())
     assert not [line for line in output.lines if "rests" in line]
     assert make_document([report], "amoeba bench")["results"][0]["rest_ms"] == 0.0
 

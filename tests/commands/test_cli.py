@@ -36,6 +36,7 @@ from amoeba.placements import all_placements
 from amoeba.proof import conformance
 from amoeba.proof.cases import Case
 from amoeba.weights import ExpertWeights
+from noted_output import NotedOutput
 from planted_backend import Planted, plant
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -353,6 +354,9 @@ def test_a_result_with_infinite_errors_is_written_as_strict_json(monkeypatch, tm
         (("bench", "--device", "cpu", "--sustained", "4"), "--sustained: expected a GPU whose clocks and watts"),
         (("bench", "--suite", "cpu", "--shape", "small"), "either --shape or --suite"),
         (("bench", "--pass", "backward"), "--pass: expected one of forward, training, both; got 'backward'"),
+        (("bench", "--suite", "ranks", "--pass", "turns"), "--pass: expected none with --suite ranks; got turns"),
+        (("bench", "--suite", "model", "--ranks", "2"), "--ranks: expected --suite ranks with it; got --ranks 2"),
+        (("bench", "--suite", "products", "--graphs"), "--graphs: expected none with --suite products"),
         (("bench", "--device", "tpu"), "--device: expected one of auto, cpu, cuda; got 'tpu'"),
         (("verify", "--dtype", "int8"), "--dtype: expected one of float64, "),
         (("verify", "--device", "cpu", "--backend", "fastest"), "--backend: expected one of "),
@@ -584,20 +588,8 @@ def test_no_cell_is_cut_on_a_narrow_terminal(monkeypatch, capsys):
     assert all(cell in out for cell in ("1.234", "2.345", "3.456", "4.567"))
 
 
-class Tables(Output):
-    def __init__(self) -> None:
-        self.found: list[tuple[list[str], list[list[str]]]] = []
-        self.lines: list[str] = []
-
-    def table(self, title, columns, rows, text=None) -> None:
-        self.found.append((columns, rows))
-
-    def line(self, text="", style=None) -> None:
-        self.lines.append(text)
-
-
-def bench_tables(measure) -> tuple[Tables, dict]:
-    output = Tables()
+def bench_tables(measure) -> tuple[NotedOutput, dict]:
+    output = NotedOutput()
     shapes = [Shape("layer", 37, 32, 16, 6, 2), Shape("step", 1, 32, 16, 6, 2, forward_only=True)]
     document, _ = bench_command.run(
         shapes, torch.device("cpu"), [torch.float32], "training", 1, None, output, ceilings=measure
@@ -611,7 +603,7 @@ def test_bench_shows_the_share_of_the_ceilings():
     assert output.lines[0] == limits.line()
     assert document["ceilings"]["copy_bytes_per_second"] == 1e8
     for (columns, rows), result, before, column, rate, limit in zip(
-        output.found,
+        [table[1:] for table in output.tables],
         document["results"],
         ("GFLOP/s", "weights GB/s"),
         ("of matmul", "of copy"),
@@ -629,7 +621,7 @@ def test_bench_shows_the_share_of_the_ceilings():
 def test_bench_without_ceilings_shows_no_shares():
     output, document = bench_tables(None)
     assert document["ceilings"] is None
-    assert not [name for columns, _ in output.found for name in columns if name.startswith("of ")]
+    assert not [name for _, columns, _ in output.tables for name in columns if name.startswith("of ")]
     assert not [line for line in output.lines if "ceilings" in line]
 
 

@@ -87,6 +87,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def refusal(settings: Any, **options: Any) -> str:
     """The sentence with which a resume is refused; nothing in the folder has changed."""
     before = contents(Path(settings.out))
@@ -110,6 +114,26 @@ def test_a_signal_writes_a_checkpoint_and_says_how_to_go_on(terminated: tuple[Pa
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-8", "checkpoint-9"]
     assert f"stopped at step 9; go on with: amoeba {command} --resume {folder}" in console.said
     assert not (folder / KEPT[command]).exists()
+    evaluated = [line for line in logged(folder) if line["kind"] == "eval"]
+    assert evaluated[-1]["step"] == report.final_loss_step < 9 and evaluated[-1]["loss"] == report.final_loss
+    shown = f"{report.start_loss:.3f} -> {report.final_loss:.3f} at step {report.final_loss_step}"
+    assert report.losses() == shown
+    assert dataclasses.replace(report, steps=report.final_loss_step).losses() == shown.partition(" at")[0]
+    assert (
+        dataclasses.replace(report, final_loss_step=0).losses()
+        == f"{report.start_loss:.3f} at step 0, and not measured since"
+    )
+
+
+@once
+def test_a_run_that_goes_on_and_is_stopped_again_has_the_last_loss_of_before(run: Path, command: str) -> None:
+    class AtOnce(Quiet):
+        def step(self, line: dict[str, Any], total: int) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = [line["step"] for line in logged(run) if line["kind"] == "eval"][-1]
+    settings = settings_of(KINDS[command], str(run), None, {"log_every": 1, "eval_every": 100})
+    assert tiny_run(settings, AtOnce(), resume=True).final_loss_step == before > 0
 
 
 @once
@@ -178,7 +202,7 @@ def test_a_run_killed_after_its_last_step_is_ended_without_another(
     assert (report.steps, report.final_loss) == (12, whole[1].final_loss)
     assert kept_weights(run, command) == kept_weights(whole[0], command)
     assert any("1 torn line left out" in said for said in console.said) == (lost == "both")
-    kinds = [json.loads(text)["kind"] for text in (run / "metrics.jsonl").read_text().splitlines()]
+    kinds = [line["kind"] for line in logged(run)]
     assert kinds.count("coactivation") == kinds.count("final") == 1
 
 
@@ -276,7 +300,7 @@ def test_what_may_change_is_applied_and_recorded(run: Path, inputs: Path, comman
     assert tiny_run(told, console, resume=True).steps == 12
     assert [line["step"] for line in console.lines] == [10, 12]
     assert [path.name for path in checkpoints(run)] == ["checkpoint-10", "checkpoint-12"]
-    evaluated = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = logged(run)
     assert [line["step"] for line in evaluated if line["kind"] == "eval"] == [0, 6, 10, 12]
     assert settings_of(KINDS[command], str(run), None, {}) == told
 

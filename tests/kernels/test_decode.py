@@ -174,6 +174,14 @@ def test_factors_of_shared_experts_agree_with_the_reference(case, device):
     assert_agrees(dataclasses.replace(case, lora="all", rank=5), BY_EXPERT, device)
 
 
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 75), (torch.float16, 150)], ids=str)
+def test_ranks_that_are_too_many_for_one_step_agree_with_the_reference(dtype, rank, device):
+    case = Case(2, 1, bias=True, num_experts=2, hidden=32, intermediate=32, lora="all", rank=rank)
+    most = decode_low_rank.MOST_WIDE_RANKS if dtype == torch.float32 else decode_low_rank.MOST_RANKS
+    assert rank > most.value
+    assert_right(run(problem_of(case, dtype, device), BY_EXPERT), example(case, dtype).truth["output"], dtype)
+
+
 def factors(problem, shared, ranks, device):
     """Of gate, up and down with ranks of their own; 0: none."""
     generator = torch.Generator().manual_seed(3)

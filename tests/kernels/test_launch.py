@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from amoeba.kernels.launch import Quick, cdiv, next_power_of_2, quick
 
@@ -237,3 +239,20 @@ def test_a_fixed_launch_tells_places_and_devices_apart(compiler: Compiler, monke
     launch(rows())
     assert len(compiler.compiled) == 3
     assert compiler.launched[-1][0] == 2
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_kernel_that_does_not_fit_on_the_gpu_says_what_to_do(compiler: Compiler, fixed: bool) -> None:
+    class TooLarge(Compiler):
+        __name__ = "_multiply"
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def compile(*arguments: Any, **constants: Any) -> Any:
+                raise OutOfResources(131072, 101376, "shared memory")
+
+            return compile
+
+    kernel = Quick(TooLarge())
+    launch = kernel.fixed((1,), (32,), BLOCK=8, NAME="a") if fixed else partial(kernel[(1,)], BLOCK=8, NAME="a")
+    with pytest.raises(RuntimeError, match=r"multiply: expected .* 131072 of shared memory where 101376 .* Take"):
+        launch(rows()) if fixed else launch(rows(), 32)

@@ -485,3 +485,9 @@ def test_repeated_passes_on_a_gpu_in_a_graph_and_on_another_stream(dtype):
         each.zero_()
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(first, captured, strict=True))
+
+
+def test_memory_that_was_freed_and_allocated_again_is_what_it_was_last() -> None:
+    recorder = launch_plan._Recorder([])
+    recorder._places += [launch_plan._Place(64, 128, slot, 64) for slot in (3, 4)]
+    assert recorder._find(SimpleNamespace(data_ptr=lambda: 80)) == (4, 16)

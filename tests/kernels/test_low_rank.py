@@ -13,7 +13,7 @@ from torch import Tensor
 from amoeba.config import Activation
 from amoeba.kernels.addend import padded_rank
 from amoeba.kernels.join_factors import join_factors
-from amoeba.kernels.thin_pair import thin_pair
+from amoeba.kernels.thin_pair import configuration, thin_pair
 from amoeba.proof.reference import experts as truth
 from amoeba.weights import LoraFactors
 from selection import each_value_once
@@ -136,3 +136,9 @@ def test_a_pair_of_thin_products_from_one_read(device, rows, width, rank, gather
     # every second column, the later ranks, stored the other way round
     some = sums.write(torch.full((E, rank - 2, width // 2), math.nan, device=device).mT, first=1, step=2, rank=2)
     assert torch.equal(some, whole[:, 1 : 2 * (width // 2) : 2, 2:])
+
+
+@pytest.mark.parametrize(("rank", "is_large"), [(16, True), (64, True), (65, False), (128, False)])
+def test_ranks_above_64_have_modest_tiles_on_a_large_gpu_too(rank, is_large):
+    of_large, of_small = (configuration(1 << 20, 64, rank, torch.bfloat16, each) for each in ((9, 0), (8, 6)))
+    assert (of_large != of_small) == is_large

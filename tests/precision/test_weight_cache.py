@@ -169,3 +169,10 @@ def test_weights_made_under_inference_mode_have_codes_too() -> None:
         weight.mul_(5)
         assert torch.equal(quantised_weight(weight).matrix.dequantise(), quantise(weight, FP8_TRAINING).dequantise())
         assert not torch.equal(first, quantised_weight(weight).matrix.dequantise())
+
+
+def test_two_parts_of_one_tensor_have_codes_of_their_own() -> None:
+    both = torch.randn(4, 2 * INNER, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16().to(DEVICE)
+    first, second = quantised_weight(both[:2]), quantised_weight(both[2:])
+    for part, codes in ((both[:2], first), (both[2:], second)):
+        assert torch.equal(codes.matrix.data, quantise(part, FP8_TRAINING).data)

@@ -116,6 +116,19 @@ class Captured:
         self.memory.replays.check()
         return [each.clone() for each in self.found]
 
+    def replay_without_waiting(self, given: list[tuple[Tensor, Routing]]) -> None:
+        """An error if anything synchronises the device meanwhile."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for x_TH, routing in given:
+                self.x_TH.copy_(x_TH)
+                self.expert_TK.copy_(routing.expert_TK)
+                self._replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        self.memory.replays.check()
+
     def _wait(self) -> None:
         self.device.record(self.device.compute).wait()
 
@@ -236,16 +249,7 @@ def test_nothing_synchronises_the_device_while_it_is_replayed() -> None:
         given = [routed_wide(1, 32, 8, seed) for seed in range(20)]
         for each in given:
             captured(*each)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for x_TH, routing in given:
-                captured.x_TH.copy_(x_TH)
-                captured.expert_TK.copy_(routing.expert_TK)
-                captured._replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        captured.memory.replays.check()
+        captured.replay_without_waiting(given)
 
 
 @pytest.mark.gpu
@@ -254,11 +258,11 @@ def test_a_gpu_that_nobody_serves_goes_on_by_itself() -> None:
     with torch.no_grad(), closing(Captured(resident, 8, 32, routed_wide(1, 32, 8, 0), 2)) as captured:
         captured.memory.replays.channel.limit = 0.05
         captured._replay = captured._graph()  # with that limit
-        serve = captured.memory.replays._serve
-        captured.memory.replays._serve = lambda passes, first: None
+        serve = captured.memory.replays.serving.serve
+        captured.memory.replays.serving.serve = lambda passes, first: None
         with pytest.raises(RuntimeError, match="went on without them"):
             captured(*routed_wide(1, 32, 8, 1))
-        captured.memory.replays._serve = serve
+        captured.memory.replays.serving.serve = serve
         given = routed_wide(1, 32, 8, 2)
         for y_TH in captured(*given):
             assert torch.equal(y_TH, by_triton(*given, resident))

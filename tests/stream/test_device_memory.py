@@ -412,7 +412,7 @@ def test_what_is_shown_comes_in_the_order_of_the_stream() -> None:
 def test_reads_begin_ahead_of_copies_back_and_are_copied_up_behind_them(monkeypatch) -> None:
     with closing(Watched(0, 3, 3, layers=1)) as watched:
         memory, expected, reads, both = watched.memory, [], [], []
-        write_back, read = memory._write_back, watched.store._read
+        write_back, read = memory.loads._write_back, watched.store._read
 
         def late_write_back(layer: int, fetch) -> None:
             expected.extend(fetch.from_disk)
@@ -425,7 +425,7 @@ def test_reads_begin_ahead_of_copies_back_and_are_copied_up_behind_them(monkeypa
             reads.append(expert)
             read(layer, expert, memory)
 
-        monkeypatch.setattr(memory, "_write_back", late_write_back)
+        monkeypatch.setattr(memory.loads, "_write_back", late_write_back)
         monkeypatch.setattr(watched.store, "_read", noted_read)
         drawn = random.Random(0)
         for _ in range(24):

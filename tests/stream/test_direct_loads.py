@@ -186,14 +186,14 @@ def test_an_interrupt_ahead_of_the_copies_or_behind_them(where: str, store: File
 def test_phases_of_waits_are_written_down_and_the_calls_are_as_before(store: Files) -> None:
     with closing(Served(0, 2, 2, store=store)) as served:
         served.capture()
-        before = {name: getattr(served.memory.replays, name) for name in ("_wait_for",)}
+        before = {name: getattr(served.memory.replays.serving, name) for name in ("wait_for",)}
         record = WaitRecord(served.memory, link=1e9)
         for ids in ([0, 1], [2, 3], [0, 1], [0, 4]):  # nobody there, two leave, back from host memory, one of both
             served.replay([ids, ids])
             served.ended()
             record.collect()
         record.close()
-        assert {name: getattr(served.memory.replays, name) for name in before} == before
+        assert {name: getattr(served.memory.replays.serving, name) for name in before} == before
         on_host, on_disk = record.kinds()
         assert (on_host.kind, on_host.questions, on_host.missing) == (TABLES_FIRST, 2, 2)
         assert (on_disk.kind, on_disk.questions, on_disk.from_disk) == (DISK, 6, 5 / 3)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from amoeba.stream import simulate
 from amoeba.stream.cache import Counters, ExpertCache, Fetch
 from amoeba.stream.policies import POLICIES
 from amoeba.stream.slots import SlotsInUse
@@ -117,13 +118,7 @@ def test_whatever_ends_when_every_slot_holds_what_the_cache_says(top, host, poli
 
 
 def settle(cache: ExpertCache, ids: list[int], layer: int = 0) -> Fetch:
-    fetch = cache.request(layer, ids)
-    for expert, _, _ in fetch.writes:
-        cache.arrived(layer, expert)
-    for expert, *_ in (*fetch.from_host, *fetch.from_disk):
-        cache.loaded(layer, expert)
-    cache.release(layer, ids)
-    return fetch
+    return simulate.settle(cache, layer, ids)
 
 
 def lru(top: int, host: int | None) -> ExpertCache:

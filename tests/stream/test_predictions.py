@@ -55,7 +55,7 @@ def check_slots(captured: Captured) -> None:
     """Every slot of a layer is an expert's, spare, or neither taken yet."""
     memory = captured.memory
     for layer in range(LAYERS):
-        table, early = memory.cache.top(layer), memory.replays._fast.early[layer]
+        table, early = memory.cache.top(layer), memory.replays.serving.fast.early[layer]
         taken = [*table.slot_of.values(), *table.spare, *early.values()]
         assert len(set(taken)) == len(taken) and set(taken) <= set(range(SLOTS))
         assert len(table.spare) + len(early) == 2 and table.slot_of == memory._shown[layer]
@@ -117,7 +117,7 @@ def test_what_is_only_on_the_disk_is_not_copied_early() -> None:
 def test_after_an_early_copy_that_failed_the_next_try_is_right(monkeypatch) -> None:
     same = router(0)
     with torch.no_grad(), closing(captured_by(same)) as captured:
-        early, device = captured.memory.replays._fast.early, captured.device
+        early, device = captured.memory.replays.serving.fast.early, captured.device
         for seed in range(3):
             captured(*routed_by(same, seed))
         begin = early.begin

@@ -301,7 +301,7 @@ def test_an_interrupt_in_the_middle_of_serving_lets_the_device_go_on(monkeypatch
     with closing(Served(0, 3, 0)) as served:
         served.capture()
         with monkeypatch.context() as patched:
-            patched.setattr("amoeba.stream.gpu.replays.load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr("amoeba.stream.gpu.serving.load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 served.replay([[0, 1], [2, 3]])
         served.wrong.clear()
@@ -317,7 +317,9 @@ def test_an_interrupt_around_the_launch_leaves_both_sides_counting_alike(when: s
             if when == "launch":
                 patched.setattr(served.graph, "replay", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
             else:
-                patched.setattr(served.memory.replays, "_serve", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+                patched.setattr(
+                    served.memory.replays.serving, "serve", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+                )
             with pytest.raises(KeyboardInterrupt):
                 served.replay([[0, 1], [2, 3]])
         served.wrong.clear()
@@ -336,7 +338,7 @@ def test_a_device_that_waited_too_long_goes_on_and_says_so(monkeypatch) -> None:
             go_on.wait(5)
             load(*arguments)
 
-        monkeypatch.setattr("amoeba.stream.gpu.replays.load", late)
+        monkeypatch.setattr("amoeba.stream.gpu.serving.load", late)
         served.device.launch(lambda: None)
         watch = threading.Thread(target=lambda: (until_in_trouble(replays), go_on.set()))
         watch.start()

@@ -39,8 +39,11 @@ def choose_shapes(shapes: Sequence[str], suite: str | None, device: torch.device
     return [parse_shape(text) for text in shapes] if shapes else parse_suite(suite or default_suite(device))
 
 
-def check_no_ranks(ranks: int | None) -> None:
-    if ranks is not None:
+def check_suite(suite: str | None, ranks: int | None, passes: str) -> None:
+    """Options that are for some suites alone."""
+    if suite in ("ranks", "products") and passes != "both":
+        raise bad_value("--pass", f"none with --suite {suite}", passes, "it measures all of a step")
+    if ranks is not None and suite != "ranks":
         raise bad_value("--ranks", "--suite ranks with it", f"--ranks {ranks} alone", "add --suite ranks")
 
 
@@ -87,7 +90,7 @@ def check_sustained(seconds: float | None, device: torch.device) -> None:
 def check_graphs(graphs: bool, suite: str | None, passes: str, device: str) -> None:
     if not graphs:
         return
-    if suite in ("model", "stream", "ranks"):
+    if suite in ("model", "stream", "ranks", "products"):
         raise bad_value(
             "--graphs", f"none with --suite {suite}", "--graphs", "name layers, such as --shape qwen3_small"
         )

@@ -139,7 +139,7 @@ def run(
     more += [word for option, size in budgets.items() if size is not None for word in (option, size)]
     output.facts(
         [
-            ("held-out loss", f"{report.start_loss:.3f} -> {report.final_loss:.3f}, of the answers"),
+            ("held-out loss", f"{report.losses()}, of the answers"),
             ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
             ("trained", f"{report.trainable_parameters / 1e6:.2f}M numbers; the base model is as it was"),
             ("adapter", report.adapter),

@@ -31,10 +31,7 @@ def run(
     output.heading("trained" if not report.interrupted else "stopped")
     output.facts(
         [
-            (
-                "held-out loss",
-                f"{report.start_loss:.3f} -> {report.final_loss:.3f} (perplexity {report.perplexity:.1f})",
-            ),
+            ("held-out loss", f"{report.losses()} (perplexity {report.perplexity:.1f})"),
             ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
             ("dead experts", f"{report.dead_experts} at the end"),
             ("model", f"{report.model}    try: {shell_command('generate', report.model, 'The with statement')}"),

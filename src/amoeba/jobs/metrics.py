@@ -105,16 +105,13 @@ class RunLog(TrainerCallback):
             self.console.say(f"{self.path}: {counted(torn, 'torn line')} left out")
         write_whole(self.path, "".join(kept))
 
-    def first_evaluation(self) -> float | None:
-        """The held-out loss that is in the log before all others."""
-        return self.together.tell(self._first_evaluation)
+    def evaluations(self) -> list[tuple[int, float]]:
+        """Steps and held-out losses that are in the log."""
+        return [(step, loss) for step, loss in self.together.tell(self._evaluations)]
 
-    def _first_evaluation(self) -> float | None:
-        for text in self.path.read_text().splitlines() if self.path.exists() else []:
-            line = json.loads(text)
-            if line["kind"] == "eval" and line["step"] == 0:
-                return line["loss"]
-        return None
+    def _evaluations(self) -> list[tuple[int, float]]:
+        lines = map(json.loads, self.path.read_text().splitlines() if self.path.exists() else [])
+        return [(line["step"], line["loss"]) for line in lines if line["kind"] == "eval" and line["loss"] is not None]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since = time.monotonic()

@@ -46,12 +46,20 @@ class RunReport:
     steps: int
     start_loss: float  # held out
     final_loss: float
+    final_loss_step: int  # an interrupted run has the latest that was logged
     perplexity: float
     dead_experts: int
     tokens_per_second: float
     seconds: float
     interrupted: bool
     exit_code: int  # of the command: 0, or 128 and the number of the signal that interrupted it
+
+    def losses(self) -> str:
+        """Of the held-out data, from the first to the last."""
+        if self.final_loss_step == 0:
+            return f"{self.start_loss:.3f} at step 0, and not measured since"
+        shown = f"{self.start_loss:.3f} -> {self.final_loss:.3f}"
+        return shown if self.final_loss_step == self.steps else f"{shown} at step {self.final_loss_step}"
 
 
 class Silent:

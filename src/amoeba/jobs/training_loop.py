@@ -185,9 +185,10 @@ class WatchedTrainer(FastTrainer):
         if not math.isfinite(largest):
             raise NotFinite(f"a parameter is {largest} after step {self.state.global_step}")
 
-    def held_out_loss_at_start(self) -> float:
-        logged = self.run_log.first_evaluation()
-        return self.evaluate()["eval_loss"] if logged is None else logged
+    def held_out_losses(self) -> list[tuple[int, float]]:
+        """Steps and losses until now, that of step 0 first."""
+        logged = self.run_log.evaluations()
+        return logged if logged and logged[0][0] == 0 else [(0, self.evaluate()["eval_loss"]), *logged]
 
     def _not_written(self, what: str, error: Exception) -> Exception:
         """A full disk, in words; any other exception as it is."""
@@ -364,7 +365,7 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
         say(f"resuming from {last.name}" if last else "no checkpoint was finished: starting anew")
     if trainer.budget is not None and last is not None:
         trainer.budget.go_on_from(last)
-    start_loss = trainer.held_out_loss_at_start()
+    losses = trainer.held_out_losses()
     if last is not None and step_of(last) >= trainer.args.max_steps:
         trainer.take_up(last)
     else:
@@ -376,16 +377,17 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
         if trainer.together.count > 1:
             again = f"torchrun --nproc-per-node {trainer.together.count} -m {again}, or with any other number of ranks"
         say(f"stopped at step {trainer.state.global_step}; go on with: {again}")
-        final = log.last_evaluation[1] if log.last_evaluation else start_loss
+        final_step, final = log.last_evaluation or losses[-1]
         result = checkpoints(folder)[-1]
     else:
-        final = trainer.final_held_out_loss()
+        final_step, final = trainer.state.global_step, trainer.final_held_out_loss()
         result = trainer.save_final()
     report = RunReport(
         folder=str(folder),
         steps=trainer.state.global_step,
-        start_loss=start_loss,
+        start_loss=losses[0][1],
         final_loss=final,
+        final_loss_step=final_step,
         perplexity=math.exp(min(final, 50.0)),
         dead_experts=log.dead_experts,
         tokens_per_second=log.tokens_per_second,

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.arguments import check_arguments
-from amoeba.kernels.fences import fenced, fenced_here, microseconds
+from amoeba.kernels.fences import fenced, microseconds
 from amoeba.kernels.index_export import MOST_IDS, row_length, sizes, write_row
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.talk import (
@@ -271,7 +271,7 @@ def question(
             whose = tl.load(turn, volatile=True)
             now = microseconds(now, ON_GPU)
             looks += 1
-        whose = fenced_here(whose, ON_GPU)
+        whose = fenced(whose, ON_GPU, FOR_HOST=False)
         tl.debug_barrier()  # who came before has left the map as it is now
         tl.store(trouble, tl.where(serial == 0, 1, serial), mask=(whose != mine) & (whose >= 0))
         began = now
@@ -356,7 +356,7 @@ def question(
     tl.store(state + 2, about & _COMPUTES)
     if TURNS > 1:
         tl.debug_barrier()  # every thread has written its part of the map
-        tl.store(turn, fenced_here((mine + 1) % TURNS, ON_GPU), mask=whose == mine)
+        tl.store(turn, fenced((mine + 1) % TURNS, ON_GPU, FOR_HOST=False), mask=whose == mine)
 
 
 @quick

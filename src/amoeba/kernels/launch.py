@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from amoeba.errors import bad_value
@@ -91,6 +92,18 @@ def _again(compiled: Any, grid: tuple[int, ...], arguments: tuple) -> Launched:
     return Launched(start, arguments, by_driver=driver_launch(compiled, (width, height, depth), arguments))
 
 
+def _first(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> Any:
+    """The launch that compiles it, where it is seen whether it fits on the GPU."""
+    try:
+        return kernel[grid](*arguments, **constants)
+    except OutOfResources as error:
+        raise RuntimeError(
+            f"{kernel.__name__.strip('_')}: expected a kernel that fits on this GPU; got one that needs "
+            f"{error.required} of {error.name} where {error.limit} is the limit. Take another backend (grouped, eager) "
+            "or, if amoeba tune chose its tiles, set AMOEBA_TUNED=off; and please report it: this is a fault of ours."
+        ) from error
+
+
 class Quick:
     """A compiled kernel behind a short look-up; launched like a Triton kernel."""
 
@@ -127,7 +140,7 @@ class Quick:
                 raise bad_value("constants", "none, a bound kernel has its own", list(constants), "bind them all")
             constants = self._constants
         if found is None:
-            compiled, names = self.kernel[grid](*arguments, **constants), self.kernel.arg_names[len(arguments) :]
+            compiled, names = _first(self.kernel, grid, arguments, constants), self.kernel.arg_names[len(arguments) :]
             self._compiled[key] = compiled, names
             return compiled, grid, (*arguments, *[constants[name] for name in names])
         compiled, names = found
@@ -160,7 +173,7 @@ class _Fixed:
         found = self._runners.get(device)
         if found is None:
             arguments = (*tensors, *self._numbers)
-            compiled = self._kernel.kernel[self._grid](*arguments, **self._constants)
+            compiled = _first(self._kernel.kernel, self._grid, arguments, self._constants)
             names = self._kernel.kernel.arg_names[len(arguments) :]
             rest = (*self._numbers, *(self._constants[name] for name in names))
             self._runners[device] = compiled[(*self._grid, 1, 1)[:3]], rest

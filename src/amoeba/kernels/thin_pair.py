@@ -21,7 +21,7 @@ from torch import Tensor
 
 from amoeba.kernels.addend import padded_rank
 from amoeba.kernels.arguments import check_arguments, have_lines
-from amoeba.kernels.choice import as_many
+from amoeba.kernels.choice import as_many, capability_of
 from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.tiles import expert_constants, find_tile, slots
@@ -112,8 +112,7 @@ def thin_pair(
     fit = fit and block_r <= min(padded, low_NP.shape[1])
     fit = fit and (weight_TK is None or order_N is not None)
     check_arguments(fit, "rows (., W), factors (E, W, P) and thin rows (N, P)", rows=rows, factor_EWP=factor_EWP)
-    capability = torch.cuda.get_device_capability(rows.device) if rows.device.type == "cuda" else None
-    chosen = configuration(count, as_many(experts), rank, rows.dtype, capability)
+    chosen = configuration(count, as_many(experts), rank, rows.dtype, capability_of(rows.device))
     thin_NP = torch.empty((count, block_r), dtype=rows.dtype, device=rows.device)
     tiles = slots(count, experts, chosen.block_m)
     parts = torch.empty((tiles, width, block_r), dtype=torch.float32, device=rows.device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from amoeba.errors import bad_value
-from amoeba.stream.cache import Counters, ExpertCache
+from amoeba.stream.cache import Counters, ExpertCache, Fetch
 from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.trace import LayerShape, Trace
 
@@ -50,7 +50,7 @@ def replay(
     for each in trace.passes:
         for layer in range(len(trace.layers)):
             for wave in cache.waves(layer, each.distinct(layer)):
-                _run(cache, layer, wave)
+                settle(cache, layer, wave)
         cache.count_tokens(each.tokens)
         if seen < warm_up:
             cache.restart_counters()
@@ -59,10 +59,12 @@ def replay(
     return cache.counters
 
 
-def _run(cache: ExpertCache, layer: int, ids: list[int]) -> None:
+def settle(cache: ExpertCache, layer: int, ids: list[int]) -> Fetch:
+    """A pass that asks for these, gets them and is done with them."""
     fetch = cache.request(layer, ids)
     for expert, _, _ in fetch.writes:
         cache.arrived(layer, expert)
     for expert, *_ in (*fetch.from_host, *fetch.from_disk):
         cache.loaded(layer, expert)
     cache.release(layer, ids)
+    return fetch

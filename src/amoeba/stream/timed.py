@@ -69,7 +69,7 @@ class _OnGpu:
         self._memory, self._timeline = memory, timeline
         self._thread = threading.local()  # whether it only expects, and the tokens of its pass
         self._turn, self._count, self._prefetch = memory.turn, memory.count, memory.prefetch
-        self._serve = memory.replays._serve
+        self._serve = memory.replays.serving.serve
         self._layers: list[int] = []  # of the replay that is served
         self._first = self._seen = 0  # its first question, and the latest that was seen
         self._channel: Any = None  # that is timed
@@ -79,17 +79,17 @@ class _OnGpu:
     def begin(self) -> None:
         memory, replays, around = self._memory, self._memory.replays, _Around(self._timeline)
         around.call(memory, "wait_for_ids", lambda _, layer: ("wait", f"layer {layer} waits for its ids", _of(layer)))
-        around.call(memory, "_wait_for_reads", self._of_wait)
-        around.call(memory, "_begin", _of_loads)
+        around.call(memory.loads, "wait_for_reads", self._of_wait)
+        around.call(memory.loads, "begin", _of_loads)
         around.call(memory.reads, "read_and_copy", _of_load)
         around.call(replays, "replay", lambda _, passes, *__: ("pass", "a captured step", {"tokens": passes.tokens}))
         around.call(replays, "in_turns", _of_turns)
-        around.call(replays, "_wait_for", lambda _, *asked: self._of_looking(asked[-1]))
+        around.call(replays.serving, "wait_for", lambda _, *asked: self._of_looking(asked[-1]))
         for owner, name, timed in (
             (memory, "turn", self.turn),
             (memory, "count", self.count),
             (memory, "prefetch", self.prefetch),
-            (replays, "_serve", self.serve),
+            (replays.serving, "serve", self.serve),
         ):
             setattr(owner, name, timed)
 
@@ -121,7 +121,7 @@ class _OnGpu:
         if self._channel is None and passes.layers:
             self._channel = self._memory.replays.channel
             self._read, self._channel.read = self._channel.read, self.read
-            fast, around = self._memory.replays._fast, _Around(self._timeline)
+            fast, around = self._memory.replays.serving.fast, _Around(self._timeline)
             assert fast is not None
             around.call(fast, "write_down", _of_fast_path)
             around.call(fast.early, "begin", _of_early)

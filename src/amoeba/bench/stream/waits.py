@@ -50,11 +50,11 @@ class Waits:
 class WaitRecord:
     def __init__(self, memory: Any, link: float | None) -> None:
         self._memory, self._link = memory, link
-        self._replays, self._channel = memory.replays, memory.replays.channel
+        self._serving, self._channel = memory.replays.serving, memory.replays.channel
         self._seen: dict[int, dict[str, Any]] = {}  # of each question that missed something
         self._found: dict[str, list[dict[str, float]]] = defaultdict(list)
         self._latest = 0, 0  # serial, and when it was seen
-        fast, wait = self._replays.serve_by(self._channel), self._replays._wait_for
+        fast, wait = self._serving.by(self._channel), self._serving.wait_for
         write_down, begin, go_on = fast.write_down, memory.direct.begin, self._channel.go_on
 
         def waited(layer: int, serial: int, soon: bool = False) -> bool:
@@ -78,7 +78,7 @@ class WaitRecord:
                 self._seen[serial]["called"] = time.perf_counter_ns()
 
         self._calls = [
-            (self._replays, "_wait_for", waited),
+            (self._serving, "wait_for", waited),
             (fast, "write_down", written_down),
             (memory.direct, "begin", begun),
             (self._channel, "go_on", gone_on),

@@ -121,9 +121,9 @@ def _up_at_once(
         up_rows = weights + (j + apart).to(tl.int64)[:, None] * stride_j
         up_tile = load_tile(up_rows, column_ok, h < H, EVEN_I, EVEN_H, "evict_first")
     if GATE_RANK > 0:
-        gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, column, column_ok, GATE_RANK, 1)
+        gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, column, column_ok, GATE_RANK)
     if UP_RANK > 0:
-        up_b = load_b(up_b_EIR + expert * I * UP_RANK, column, column_ok, UP_RANK, 1)
+        up_b = load_b(up_b_EIR + expert * I * UP_RANK, column, column_ok, UP_RANK)
     x = tl.load(x_TH + (slot // K).to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)
     J = 2 * I if GATED else I
     gate = tl.sum(gate_tile.to(tl.float32) * x[None, :], axis=1)

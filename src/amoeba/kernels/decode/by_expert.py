@@ -16,7 +16,7 @@ import triton.language as tl
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
-from amoeba.kernels.decode.low_rank import Ranks, add_times_lows, halves_of_rows, load_b
+from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, halves_of_rows
 from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
@@ -193,11 +193,11 @@ def _up_by_expert(
             low_S = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
             part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
             if GATE_RANK > 0:
-                gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK, 16)
-                h = add_times_lows(h, gate_b, low_S, slot_ok, GATE_RANK)
+                gate_b = gate_b_EIR + expert * I * GATE_RANK
+                h = add_low_rank(h, gate_b, part, gate_ok, low_S, slot_ok, GATE_RANK)
             if UP_RANK > 0:
-                up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK, 16)
-                h = add_times_lows(h, up_b, low_S + UP_AT, slot_ok, UP_RANK)
+                up_b = up_b_EIR + expert * I * UP_RANK
+                h = add_low_rank(h, up_b, part, up_ok, low_S + UP_AT, slot_ok, UP_RANK)
         a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, ROWS)
         tl.store(
             a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],
@@ -255,8 +255,7 @@ def _down_by_expert(
         if HAS_BIAS:
             y += tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         if RANK > 0:
-            b = load_b(b_EHR + expert * H * RANK, h, row_ok, RANK, 16)
-            y = add_times_lows(y, b, low_NR + slot * RANK, slot_ok, RANK)
+            y = add_low_rank(y, b_EHR + expert * H * RANK, h, row_ok, low_NR + slot * RANK, slot_ok, RANK)
         tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])
 
 

@@ -130,10 +130,10 @@ def _up_by_slot(
         low = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
         part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
         if GATE_RANK > 0:
-            gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK, 1)
+            gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK)
             h += times_low(gate_b, low, GATE_RANK)[:, None]
         if UP_RANK > 0:
-            up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK, 1)
+            up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK)
             h += times_low(up_b, low + UP_AT, UP_RANK)[:, None]
     a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, 1)
     column = first + tl.arange(0, BLOCK_I)[:, None]
@@ -192,7 +192,7 @@ def _down_by_token(
         if HAS_BIAS:
             beside += tl.load(bias_EH + expert * H + h, mask=once_ok, other=0.0).to(tl.float32) * scale
         if RANK > 0:
-            b = load_b(b_EHR + expert * H * RANK, h, once_ok, RANK, 1)
+            b = load_b(b_EHR + expert * H * RANK, h, once_ok, RANK)
             low = low_NR + slot.to(tl.int64) * RANK
             beside += times_low(b, low, tl.where(owned, RANK, 0)) * scale
     y = tl.sum(total, axis=1) + beside

@@ -28,6 +28,11 @@ from amoeba.weights import LoraFactors
 # Rows of A in a program and how much of them it reads at a time: at T = 1 with K = 8 and R = 16 there are 64 programs.
 # Not measured yet.
 RANKS, DEPTH, WARPS = 2, 2048, 4
+# Ranks that a program by expert multiplies at once; of more so many at a time. With all 256 of fp32 factors, which are
+# multiplied in registers, a thread had 14 KB of them in memory; 512 of half precision would take more shared memory
+# than an sm86 has (compiled by Triton 3.6).
+MOST_RANKS, STEP_RANKS = tl.constexpr(128), tl.constexpr(64)
+MOST_WIDE_RANKS = tl.constexpr(32)
 
 
 class Ranks(NamedTuple):
@@ -174,10 +179,9 @@ def rounded(factor, like):
 
 
 @triton.jit
-def load_b(b_OR, o, o_ok, RANK: tl.constexpr, LEAST: tl.constexpr):
-    """The rows o of one expert's B, with zeros up to a power of two of columns, LEAST of them or more."""
-    COLUMNS: tl.constexpr = LEAST if RANK <= LEAST else triton.next_power_of_2(RANK)
-    r = tl.arange(0, COLUMNS)
+def load_b(b_OR, o, o_ok, RANK: tl.constexpr):
+    """The rows o of one expert's B, with zeros up to a power of two of columns."""
+    r = tl.arange(0, triton.next_power_of_2(RANK))
     mask = o_ok[:, None] & (r < RANK)[None, :]
     return tl.load(b_OR + o.to(tl.int64)[:, None] * RANK + r[None, :], mask=mask, other=0.0)
 
@@ -191,9 +195,25 @@ def times_low(b, low, rank):
 
 
 @triton.jit
-def add_times_lows(total, b, low_S, slot_ok, RANK: tl.constexpr):
-    """total + B · low of many slots, by the tensor cores."""
-    r = tl.arange(0, b.shape[1])
+def add_low_rank(total, b_OR, o, o_ok, low_S, slot_ok, RANK: tl.constexpr):
+    """total + B · low of many slots, by the tensor cores; by the rows o of one expert's B. Of many ranks so many at a
+    time as find room: fp32 is multiplied in registers."""
+    NARROW: tl.constexpr = low_S.dtype.element_ty.primitive_bitwidth <= 16
+    MOST: tl.constexpr = MOST_RANKS if NARROW else MOST_WIDE_RANKS
+    STEP: tl.constexpr = STEP_RANKS if NARROW else MOST_WIDE_RANKS
+    if RANK <= MOST:
+        COUNT: tl.constexpr = 16 if RANK <= 16 else triton.next_power_of_2(RANK)
+        return _add_ranks(total, b_OR, o, o_ok, low_S, slot_ok, 0, RANK, COUNT)
+    else:
+        for first in range(0, RANK, STEP):
+            total = _add_ranks(total, b_OR, o, o_ok, low_S, slot_ok, first, RANK, STEP)
+        return total
+
+
+@triton.jit
+def _add_ranks(total, b_OR, o, o_ok, low_S, slot_ok, first, RANK: tl.constexpr, COUNT: tl.constexpr):
+    r = first + tl.arange(0, COUNT)
+    b = tl.load(b_OR + o.to(tl.int64)[:, None] * RANK + r[None, :], mask=o_ok[:, None] & (r < RANK)[None, :], other=0.0)
     value = tl.load(low_S[:, None] + r[None, :], mask=slot_ok[:, None] & (r < RANK)[None, :], other=0.0)
     return tl.dot(rounded(b, value), tl.trans(value), total, input_precision="ieee")
 

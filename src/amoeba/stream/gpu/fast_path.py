@@ -198,7 +198,7 @@ class FastPath:
     def prepare(self, layer: int, ids: int) -> None:
         """For questions of so many ids at most: each makes nobody or one leave, or is one of those who stay."""
         memory, here = self._memory, self._layers[layer]
-        if self._calls is None or any(number == layer for number, _ in memory._expected):
+        if self._calls is None or any(number == layer for number, _ in memory.loads.expected):
             return
         with memory._counting:
             table, slot_of = memory.cache.top(layer), memory._shown[layer]

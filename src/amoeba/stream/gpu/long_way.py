@@ -4,7 +4,7 @@
 
     group, answer = begin_load(memory, layer, missing, there, stay)      # reads and copies have begun
     ...                                                                  # the answer is given, the reads waited for
-    note_shown(memory, layer, answer); memory._let_go(layer, group)
+    note_shown(memory, layer, answer); memory.loads.let_go(layer, group)
 
 What is on the disk begins ahead of the tables where one question is served at a time (direct_loads.py).
 """
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from amoeba.stream.gpu.channel import Channel
     from amoeba.stream.gpu.direct_loads import DirectLoad
-    from amoeba.stream.gpu.memory import DeviceMemory, Group
+    from amoeba.stream.gpu.loads import Group
+    from amoeba.stream.gpu.memory import DeviceMemory
 
 
 def load(
@@ -43,12 +44,12 @@ def load(
             direct.open(*(() if group.jobs else (channel.arrived_word, channel.wrapped(serial))))
         if group.jobs or direct is not None:
             meanwhile()
-        memory._wait_for_reads(layer, group)  # their copies are called when this returns
+        memory.loads.wait_for_reads(layer, group)  # their copies are called when this returns
         if direct is None or not direct.has_told:
             channel.go_on(serial)
         note_shown(memory, layer, answer)
     finally:
-        memory._let_go(layer, group)
+        memory.loads.let_go(layer, group)
 
 
 def begin_load(
@@ -60,13 +61,13 @@ def begin_load(
     direct: DirectLoad | None = None,
 ) -> tuple[Group, dict[int, int]]:
     """What is loaded, to be let go of when that is done; and which slots change, as an answer has it."""
-    memory.replays.forget(layer)
-    group = memory._begin(layer, [*there, *missing], stay, direct)
+    memory.replays.serving.forget(layer)
+    group = memory.loads.begin(layer, [*there, *missing], stay, direct)
     shown, now = memory._shown[layer], memory.cache.top(layer)
     answer = {expert: -1 for expert in shown if expert not in now}
     answer |= {expert: group.slot_of[expert] for expert in missing}
     if len(answer) > 2 * len(missing):  # for more the kernel does not look
-        memory._let_go(layer, group)
+        memory.loads.let_go(layer, group)
         raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
     return group, answer
 

@@ -16,42 +16,28 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from amoeba.errors import bad_value
-from amoeba.stream.cache import ExpertCache, Fetch
+from amoeba.stream.cache import ExpertCache
 from amoeba.stream.gpu.computing import make_computing
 from amoeba.stream.gpu.device import Device, Event
-from amoeba.stream.gpu.direct_loads import DirectLoad, DirectLoads
+from amoeba.stream.gpu.direct_loads import DirectLoads
 from amoeba.stream.gpu.expert_reads import ExpertReads
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.export import IndexExport
-from amoeba.stream.gpu.loader import Job, Loader
+from amoeba.stream.gpu.loader import Loader
+from amoeba.stream.gpu.loads import Group, GroupLoads
 from amoeba.stream.gpu.replays import GpuReplays
 from amoeba.stream.gpu.staging import Staging
-from amoeba.stream.gpu.tiers import LayerTiers, Load
-from amoeba.stream.memory import READS, of_all, show_range
+from amoeba.stream.gpu.tiers import LayerTiers
+from amoeba.stream.memory import of_all, show_range
 from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.recorder import Recorder
 from amoeba.stream.sizes import show_size
-from amoeba.stream.slots import SlotsInUse
 from amoeba.stream.store.store import Store
 from amoeba.stream.trace import LayerShape
-
-_Load = tuple[int, int | None, int]  # expert, host slot, slot
-
-
-@dataclass(eq=False)
-class Group:
-    """Experts that were asked for together: held, on their way or there."""
-
-    slot_of: dict[int, int]
-    copied: dict[int, Event] = field(default_factory=dict)
-    jobs: dict[int, Job] = field(default_factory=dict)
-    direct: DirectLoad | None = None
 
 
 class DeviceMemory:
@@ -90,10 +76,8 @@ class DeviceMemory:
         self.reads = ExpertReads(store, device, self._tiers)
         self.direct = DirectLoads(self)
         self.staging = Staging(self)
-        self._loader = Loader(READS)
-        self._release = weakref.finalize(self, _release, self._loader, device)  # where nobody closes it
-        self._expected: dict[tuple[int, int], Job] = {}  # loads of prefetches that nobody has asked for yet
-        self._arrived: dict[tuple[int, int], Event] = {}  # copies of prefetches that were not shown yet
+        self.loads = GroupLoads(self)
+        self._release = weakref.finalize(self, _release, self.loads.loader, device)  # where nobody closes it
         self._shown: list[dict[int, int]] = [{} for _ in shapes]
         self._changed = [False] * len(shapes)  # since all that is there was shown
         self.hits_lately = [False] * len(shapes)  # whether the latest pass found all of its experts
@@ -135,7 +119,7 @@ class DeviceMemory:
         """A pass over a layer: passes come one after the other, in whatever streams they run."""
         self.check_open()
         with self._turns[layer]:
-            self.replays.forget(layer)
+            self.replays.serving.forget(layer)
             device, last = self.device, self._last[layer]
             if last is not None:
                 device.wait(device.compute, last)
@@ -169,7 +153,7 @@ class DeviceMemory:
     def used(self, layer: int, ids: Iterable[int]) -> None:
         """A pass found these in their slots."""
         ids = list(ids)
-        self.replays.forget_who_leaves(layer)
+        self.replays.serving.forget_who_leaves(layer)
         with self._counting:
             self.cache.use(layer, ids)
 
@@ -189,17 +173,17 @@ class DeviceMemory:
         try:
             for number, part in enumerate(parts):
                 if not groups:
-                    groups.append(self._begin(layer, part))
+                    groups.append(self.loads.begin(layer, part))
                 if ahead and number + 1 < len(parts):
-                    groups.append(self._begin(layer, parts[number + 1]))
-                self._finish(layer, groups[0])
+                    groups.append(self.loads.begin(layer, parts[number + 1]))
+                self.loads.finish(layer, groups[0])
                 self._show(layer, groups[0].slot_of)
                 yield groups[0].slot_of
-                self._end(layer, groups.pop(0))
+                self.loads.end(layer, groups.pop(0))
         finally:
             for group in groups:  # nobody waited for their copies, and they are shown from now on
-                self._compute_waits_for(group.copied.values())
-                self._end(layer, group)
+                self.loads.compute_waits_for(group.copied.values())
+                self.loads.end(layer, group)
 
     def prefetch(self, layer: int, ids: Iterable[int]) -> None:
         """Has experts loaded that will be asked for soon, where the layer has room, after all that is needed now. Those
@@ -210,178 +194,13 @@ class DeviceMemory:
             if not (fetch.from_host or fetch.from_disk):
                 return  # there is no room: nobody leaves
             self._changed[layer] = True
-            loads: list[tuple[_Load, bool]] = [(load, True) for load in fetch.from_host]
-            loads += [(load, False) for load in fetch.from_disk]
-            written = threading.Event()
-            try:
-                self._write_back(layer, fetch)
-                written.set()
-                while loads:
-                    load, is_there = loads[0]
-                    job = self._submit(layer, load, written, is_there=is_there, predicted=True)
-                    self._expected[layer, load[0]] = job
-                    del loads[0]
-            except BaseException:
-                with self._counting:
-                    for load, _ in loads:
-                        self.cache.failed(layer, load[0])
-                raise
+            self.loads.expect(layer, fetch)
 
     def expect_all(self, layer: int) -> None:
         """All experts of the layer will be asked for next."""
         self.prefetch(layer, range(self.store.layers[layer].experts))
         with self.turn(layer):
             self.staging.fill(layer)
-
-    def _begin(
-        self, layer: int, part: list[int], stay: Collection[int] = (), direct: DirectLoad | None = None
-    ) -> Group:
-        """stay: who reads them is not known to any event, so none of these leaves. direct: is read already, and belongs
-        to the group once this returns."""
-        tiers, fetch = self._tiers[layer], self._request(layer, part, stay, direct or ())
-        self._changed[layer] = True
-        loads = {expert: slot for expert, _, slot in (*fetch.from_host, *fetch.from_disk)}
-        group = Group(fetch.hits | fetch.waiting | loads)
-        try:
-            written = threading.Event()  # or at least called: a read that is quicker than this may not be copied up yet
-            try:
-                for load in fetch.from_disk:  # they take the longest, so they begin first
-                    if direct is None or load[0] not in direct:
-                        group.jobs[load[0]] = self._submit(layer, load, written)
-                self._write_back(layer, fetch)
-            finally:
-                written.set()
-            staged, event = self.staging.up(layer, fetch.from_host)
-            if event is not None:
-                self._copied(layer, group, staged, event)
-            for some in tiers.by_what_they_wait_for([load for load in fetch.from_host if load not in staged]):
-                event = tiers.up_all([(slot, host_slot) for _, host_slot, slot in some])
-                self._copied(layer, group, some, event)
-            if direct is not None:
-                direct.slot_of = {expert: loads[expert] for expert in direct}
-                tiers.wait_for_slots(list(direct.slot_of.values()))
-        except BaseException:
-            self._let_go(layer, group, {e for e in loads if e not in group.copied and e not in group.jobs})
-            raise
-        for expert in part:
-            job = self._expected.pop((layer, expert), None)
-            if job is not None and expert not in loads:
-                self._loader.promote(job)
-                group.jobs[expert] = job
-        group.direct = direct
-        return group
-
-    def _copied(self, layer: int, group: Group, loads: Sequence[Load], event: Event) -> None:
-        with self._counting:
-            for expert, _, _ in loads:
-                self.cache.loaded(layer, expert)
-                group.copied[expert] = event
-
-    def _request(self, layer: int, part: list[int], stay: Collection[int], passing: Collection[int]) -> Fetch:
-        try:
-            with self._counting:
-                return self.cache.request(layer, part, stay=stay, passing=passing)
-        except SlotsInUse:  # by loads that were only expected
-            jobs = [job for (number, _), job in self._expected.items() if number == layer]
-            for job in jobs:
-                self._loader.promote(job)
-            wait(jobs)
-            with self._counting:
-                return self.cache.request(layer, part, stay=stay, passing=passing)
-
-    def _finish(self, layer: int, group: Group) -> None:
-        """The host waits for reads, the stream that computes for copies."""
-        self._compute_waits_for((*group.copied.values(), *self._wait_for_reads(layer, group)))
-
-    def _compute_waits_for(self, copies: Iterable[Event]) -> None:
-        for event in {id(event): event for event in copies}.values():  # one event is of many copies
-            self.device.wait(self.device.compute, event)
-
-    def _wait_for_reads(self, layer: int, group: Group) -> list[Event]:
-        """The copies behind them, and behind what was expected and is there."""
-        if group.jobs or group.direct is not None:
-            began = time.perf_counter()
-            try:
-                if group.direct is not None:  # first: it has memory that the others may want to pass through
-                    self._end_direct(layer, group.direct)
-                for job in group.jobs.values():
-                    job.result()
-            finally:
-                with self._counting:
-                    self.waited_seconds += time.perf_counter() - began
-        with self._counting:
-            return [event for e in group.slot_of if (event := self._arrived.pop((layer, e), None)) is not None]
-
-    def _end_direct(self, layer: int, direct: DirectLoad) -> None:
-        if not direct.end():  # once more, by those who say what is wrong
-            now = threading.Event()
-            now.set()
-            for expert, slot in direct.slot_of.items():
-                self.reads.read_and_copy(layer, expert, None, slot, False, now)
-        with self._counting:
-            for expert in direct:
-                self.cache.loaded(layer, expert)
-        direct.is_there = True
-
-    def _end(self, layer: int, group: Group) -> None:
-        """Nothing of it is read or loaded after this, but by what is in the streams already."""
-        held = self._let_go(layer, group)
-        done = self.device.record(self.device.compute)
-        self._tiers[layer].read_by((group.slot_of[e] for e in held), done)
-
-    def _let_go(self, layer: int, group: Group, never_begun: Iterable[int] = ()) -> list[int]:
-        """Those that are there."""
-        for job in group.jobs.values():
-            job.cancel()
-        if group.jobs:
-            wait(group.jobs.values())
-        failed = {e for e, job in group.jobs.items() if job.cancelled() or job.exception() is not None}
-        cancelled = [e for e in failed if group.jobs[e].cancelled()]
-        if group.direct is not None and not group.direct.is_there:
-            group.direct.drop()
-            cancelled += group.direct
-            failed.update(group.direct)
-        with self._counting:
-            # a job that failed has said so itself; one that was cancelled never ran
-            for expert in (*never_begun, *cancelled):
-                self.cache.failed(layer, expert)
-            held = [e for e in group.slot_of if e not in failed and e not in never_begun]
-            self.cache.release(layer, held)
-        return held
-
-    def _write_back(self, layer: int, fetch: Fetch) -> None:
-        left = list(fetch.writes)
-        try:
-            while left:
-                expert, slot, host_slot = left[0]
-                self._tiers[layer].down(slot, host_slot)
-                with self._counting:
-                    self.cache.arrived(layer, expert)
-                del left[0]
-        except BaseException:
-            with self._counting:
-                for expert, _, _ in left:
-                    self.cache.dropped(layer, expert)
-            raise
-
-    def _submit(
-        self, layer: int, load: _Load, after: threading.Event, *, is_there: bool = False, predicted: bool = False
-    ) -> Job:
-        """is_there: in its host slot already. after: what the copy of a read to the device waits for."""
-        expert, host_slot, slot = load
-
-        def read_and_copy() -> None:
-            try:
-                event = self.reads.read_and_copy(layer, expert, host_slot, slot, is_there, after)
-            except BaseException:
-                with self._counting:
-                    self.cache.failed(layer, expert)
-                raise
-            with self._counting:
-                self.cache.loaded(layer, expert)
-                self._arrived[layer, expert] = event
-
-        return self._loader.submit(read_and_copy, predicted=predicted)
 
     def _show(self, layer: int, slot_of: dict[int, int]) -> None:
         if slot_of != self._shown[layer]:
@@ -394,12 +213,12 @@ class DeviceMemory:
             table = self.cache.top(layer)
             slot_of = {expert: slot for expert, slot in table.slot_of.items() if not table.is_loading(expert)}
             for expert in list(slot_of):
-                event = self._arrived.get((layer, expert))
+                event = self.loads.arrived.get((layer, expert))
                 if event is None:
                     continue
                 if event.done():
-                    del self._arrived[layer, expert]
-                    self._expected.pop((layer, expert), None)
+                    del self.loads.arrived[layer, expert]
+                    self.loads.expected.pop((layer, expert), None)
                 else:
                     del slot_of[expert]
             self._changed[layer] = len(slot_of) < len(table.slot_of)

@@ -1,4 +1,4 @@
-"""Passes of a few tokens inside a CUDA graph, served by the thread that replays it.
+"""Passes of a few tokens inside a CUDA graph: rehearsed, captured, and served by the thread that replays them.
 
     passes over all layers, captured:  router ─> ask ─> experts ─> ... ─> router ─> ask ─> experts ─> ...
                                                 │ ▲                               │
@@ -6,9 +6,9 @@
     stream of copies:                             └───────────────────┘ "arrived", behind the copies
 
 `ask` (kernels/ask.py) is one kernel: it turns ids into slots, tells the host what is missing, and waits for it on the
-GPU. Here is the host's side: it looks at memory that the GPU writes, question by question, and where one misses experts
-it has them copied, and behind the copies the word for which the GPU waits. If all of them are in host memory, that is
-done ahead of everything else (fast_path.py). Where the CPU may compute experts (computing.py), some of them need not be
+GPU. The host looks at memory that the GPU writes, question by question (serving.py). Where one misses experts it has
+them copied, and behind the copies the word for which the GPU waits. If all of them are in host memory, that is done
+ahead of everything else (fast_path.py). Where the CPU may compute experts (computing.py), some of them need not be
 copied: their sum is added behind the kernels of the others.
 
 **No event keeps copies off slots that are read.** A copy into a slot of layer l is called after the question of layer l
@@ -31,10 +31,8 @@ itself and says so: `check` raises. Either way the results are not to be used, a
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,67 +41,34 @@ from torch import Tensor
 from amoeba.config import RouterConfig
 from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu.channel import Channel
-from amoeba.stream.gpu.fast_path import SERVED, FastPath
 from amoeba.stream.gpu.groups import Groups
-from amoeba.stream.gpu.long_way import load
 from amoeba.stream.gpu.predictions import Predictions
 from amoeba.stream.gpu.routed import Given, Routed
+from amoeba.stream.gpu.serving import Passes, Serving
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory
-
-# Looks at a word between two moments at which other threads may run: 20 microseconds.
-_LOOKS = 512
-_SOON = 3  # times that, in which a layer is computed
-
-
-@dataclass(eq=False)
-class Passes:
-    """Over which layers, in order; of how many tokens."""
-
-    layers: list[int] = field(default_factory=list)  # that ask
-    computed: list[torch.Size | None] = field(default_factory=list)  # T, K of each where the host may compute experts
-    complete: dict[int, int] = field(default_factory=dict)  # layers that have all of their experts, and ids of a pass
-    tokens: int = 0
-    ids: int = 0  # of one pass, at most
-    group: int = 0
 
 
 class GpuReplays:
     def __init__(self, memory: DeviceMemory, ids: int) -> None:
         self._memory, self._ids = memory, ids
         self.groups = Groups(memory, ids)
-        self._channel: Channel | None = None  # the one that is served
-        self._fast: FastPath | None = None
+        self.serving = Serving(memory)
         self._mode = threading.local()  # of the thread that rehearses or captures
-        self._most_ids = 0  # of a question of this replay
-        self._later: deque[tuple[int, list[int]]] = deque()  # layers, and what they found: to be counted
-        self._predictions: Predictions | None = None
 
     @property
     def channel(self) -> Channel:
         """Of the group of which the calling thread rehearses or captures a step; else of the first."""
-        return self._served_by(self.groups.channel)
-
-    def _served_by(self, channel: Channel) -> Channel:
-        if self._fast is None:
-            self._fast = FastPath(self._memory, channel, self._memory.computing)
+        channel = self.groups.channel
+        self.serving.prepare_for(channel)
         return channel
-
-    def serve_by(self, channel: Channel) -> FastPath:
-        """Questions of that one are looked at and answered from now on."""
-        self._served_by(channel)
-        assert self._fast is not None
-        if channel is not self._channel:
-            self._channel = channel
-            self._fast.serve(channel)
-        return self._fast
 
     @contextmanager
     def as_group(self, number: int, groups: int) -> Iterator[None]:
         """What the calling thread rehearses and captures is a step of one of so many groups, which may be replayed in
         turns (turns.py), or by itself as any other."""
-        if groups > 1 and (self._memory.computing is not None or self._predictions is not None):
+        if groups > 1 and (self._memory.computing is not None or self.serving.predictions is not None):
             raise CannotCapture("groups in turns are for experts that are copied when they are asked for")
         with self.groups.member(number, groups):
             yield
@@ -112,17 +77,17 @@ class GpuReplays:
         """From now on passes of a few tokens say what the next layer will ask for, by its router (E, H), and that is
         loaded early for as long as it pays: inside of graphs where the layer has spare slots, outside as `prefetch`
         does."""
-        self._predictions = Predictions(self._memory, routers, self._ids)
+        self.serving.predictions = Predictions(self._memory, routers, self._ids)
 
     def predict(self, layer: int, x_TH: Tensor, top_k: int) -> None:
         """Called by every pass of a few tokens: for the next layer."""
-        guesses, in_graph = self._predictions, self.is_capturing or self._is_rehearsing
+        guesses, in_graph = self.serving.predictions, self.is_capturing or self._is_rehearsing
         if guesses is not None and (any(self._memory.spares) if in_graph else guesses.pays):
             guesses.launch(layer, x_TH, top_k)
 
     def prefetch(self, layer: int) -> None:
         """What is expected of the layer, once the one before it was launched outside of a graph."""
-        if (guesses := self._predictions) is None or layer >= len(self._memory.layers):
+        if (guesses := self.serving.predictions) is None or layer >= len(self._memory.layers):
             return
         expected = guesses.read(layer)
         if expected and guesses.pays and not self._is_rehearsing:
@@ -132,15 +97,6 @@ class GpuReplays:
     @property
     def _is_rehearsing(self) -> bool:
         return getattr(self._mode, "rehearses", False)
-
-    def forget(self, layer: int) -> None:
-        """What was prepared: the layer is about to change."""
-        if self._fast is not None:
-            self._fast.forget(layer)
-
-    def forget_who_leaves(self, layer: int) -> None:
-        if self._fast is not None:
-            self._fast.forget_who_leaves(layer)
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -203,7 +159,7 @@ class GpuReplays:
 
         memory, tokens = self._memory, logits_TE.shape[0]
         is_asked = (self.is_capturing or self._is_rehearsing) and not memory.is_complete(layer)
-        if not is_asked or self._predictions is not None or why_not(tokens, config) is not None:
+        if not is_asked or self.serving.predictions is not None or why_not(tokens, config) is not None:
             return None  # guesses are to be made ahead of the question
         logits_TE, given = _aligned(logits_TE), None
         if memory.computing is not None:
@@ -277,13 +233,13 @@ class GpuReplays:
             first = 0
             if passes.layers:
                 channel = self.groups.channel_of(passes.group)
-                self.serve_by(channel)
+                self.serving.by(channel)
                 first = channel.expect(len(passes.layers))
             try:
                 launch()
                 memory._replayed = device.record(device.compute)
                 memory._last = [memory._replayed] * len(memory._last)
-                self._serve(passes, first)
+                self.serving.serve(passes, first)
             except BaseException:
                 self._give_up()
                 raise
@@ -312,92 +268,14 @@ class GpuReplays:
             waited = f"waited {self.groups.channels[0].limit:g} s for experts"
             raise RuntimeError(f"the GPU {waited} and went on without them: its tokens mean nothing. Try again.")
 
-    def _serve(self, passes: Passes, first: int) -> None:
-        memory, channel = self._memory, self._channel
-        with memory._counting:
-            memory.cache.count_tokens(passes.tokens)
-            for layer, ids in passes.complete.items():
-                memory.cache.count_hits(layer, ids)
-        self._most_ids, was_long = passes.ids, False
-        for serial, (layer, shape) in enumerate(zip(passes.layers, passes.computed, strict=True), first):
-            if memory.computing is not None:
-                memory.computing.expect(shape)
-            assert channel is not None and self._fast is not None
-            is_served = self._wait_for(layer, serial, soon=was_long)
-            with memory._counting:
-                missing, there = channel.read(serial)
-            was_long = bool(missing) and not is_served
-            if not missing:
-                self.forget_who_leaves(layer)
-                self._fast.early.drop(layer)
-            elif is_served:
-                self._fast.write_down(layer, serial, missing, there)
-            else:
-                self._count_all(layer)  # of an earlier pass over the same layer
-                load(memory, channel, layer, serial, missing, there, self._fast.held(layer), self._count_all)
-            self._later.append((layer, [] if missing else there))
-        self._count_all()
-        if memory.computing is not None:  # promoted experts are there for passes outside of graphs too
-            memory._promoted = memory.device.record(memory.device.copies)
-
-    def _wait_for(self, layer: int, serial: int, soon: bool = False) -> bool:
-        """Looks until the question is there, and does in between what can be done later. Whether it was served.
-        soon: the GPU went on just now, so that looking comes first for a while."""
-        fast, replayed, turns, waits = self._fast, self._memory._replayed, 0, _SOON if soon else 0
-        assert fast is not None and replayed is not None
-        has_ended = False
-        while not (found := fast.look(layer, serial, 1 if self._later and not waits else _LOOKS)):
-            if self._expects(layer):
-                continue
-            if waits:
-                waits -= 1
-                continue
-            if self._later:
-                self._count_one()
-                continue
-            if has_ended:
-                raise RuntimeError("a replay ended without asking: was it captured by another memory?")
-            turns += 1
-            fast.rest()
-            has_ended = not turns % 16 and replayed.done()
-        if self._predictions is not None:
-            self._predictions.read(layer)  # too late
-            self._predictions.judge()
-        return found == SERVED
-
-    def _expects(self, layer: int) -> bool:
-        """Whether copies of experts have begun that the layer will probably ask for."""
-        guesses = self._predictions
-        if guesses is None or not guesses.pays or not (expected := guesses.read(layer)):
-            return False
-        assert self._fast is not None
-        self._fast.early.begin(layer, expected)
-        return True
-
-    def _count_one(self) -> None:
-        """That a pass found experts; or who would leave next, so that it is known when a pass misses something. One of
-        both at a time: somebody may be asking."""
-        assert self._fast is not None
-        layer, found = self._later.popleft()
-        if found:
-            self._memory.used(layer, found)
-            self._later.appendleft((layer, []))
-        else:
-            self._fast.prepare(layer, self._most_ids)
-
-    def _count_all(self, layer: int | None = None) -> None:
-        if layer is None or any(other == layer for other, _ in self._later):
-            while self._later:
-                self._count_one()
-
     def _give_up(self) -> None:
         """Lets the GPU go on to the end of what was launched, counts on from there, and shows all layers what is there.
         Here the host waits for the device: nothing is served any more."""
         memory, device = self._memory, self._memory.device
-        self._later.clear()
-        if self._fast is None:
+        self.serving.later.clear()
+        if (fast := self.serving.fast) is None:
             return
-        self._fast.drop_half_served()
+        fast.drop_half_served()
         self.groups.give_up()
         device.wait(device.compute, device.record(device.copies))  # of what is shown now
         device.record(device.compute).wait()

@@ -42,7 +42,7 @@ from amoeba.stream.gpu.long_way import begin_load, note_shown
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.channel import Channel
-    from amoeba.stream.gpu.memory import Group
+    from amoeba.stream.gpu.loads import Group
     from amoeba.stream.gpu.replays import GpuReplays
 
 _LOOKS = 32  # at one group's word before the next group's: a microsecond
@@ -86,7 +86,7 @@ class _Turns:
         channels = (replays.groups.channel_of(number) for number in range(len(members)))
         self._places = [_Place(*each) for each in zip(members, channels, strict=True)]
         self._layers = members[0].passes.layers
-        self._fast = replays.serve_by(self._places[0].channel)
+        self._fast = replays.serving.by(self._places[0].channel)
 
     def run(self) -> None:
         memory, device = self._memory, self._memory.device
@@ -95,7 +95,7 @@ class _Turns:
         for event in (*lasts, device.record(device.compute)):
             for place in self._places:
                 device.wait(place.member.stream, event)
-        self._replays._most_ids = sum(place.member.passes.ids for place in self._places)
+        self._replays.serving.most_ids = sum(place.member.passes.ids for place in self._places)
         try:
             self._run()
             for place in self._places:
@@ -121,12 +121,12 @@ class _Turns:
             moved = [self._serve(number) for number, place in enumerate(self._places) if place.served < every]
             if any(moved):
                 idle = 0
-            elif self._replays._later:
-                self._replays._count_one()
+            elif self._replays.serving.later:
+                self._replays.serving.count_one()
             else:
                 idle += 1
                 self._rest(idle, every)
-        self._replays._count_all()
+        self._replays.serving.count_all()
 
     def _rest(self, idle: int, every: int) -> None:
         if any(place.load is not None for place in self._places):
@@ -169,7 +169,7 @@ class _Turns:
             return False
         at = place.served % len(self._layers)
         layer, serial = self._layers[at], place.first + at
-        fast = replays.serve_by(place.channel)
+        fast = replays.serving.by(place.channel)
         if not place.is_ready:
             self._make_ready(number, layer)
             place.is_ready = True
@@ -180,7 +180,7 @@ class _Turns:
             missing, there = place.channel.read(serial)
         place.latest[layer] = [*missing, *there]
         if not missing:
-            replays.forget_who_leaves(layer)
+            replays.serving.forget_who_leaves(layer)
         elif found == SERVED:
             fast.write_down(layer, serial, missing, there)
         else:
@@ -194,11 +194,11 @@ class _Turns:
     def _make_ready(self, number: int, layer: int) -> None:
         """Of the layer's passes until now all is counted, and who would leave is known."""
         replays = self._replays
-        for entry in [each for each in replays._later if each[0] == layer]:
-            replays._later.remove(entry)
+        for entry in [each for each in replays.serving.later if each[0] == layer]:
+            replays.serving.later.remove(entry)
             if entry[1]:
                 self._memory.used(layer, entry[1])
-            self._fast.prepare(layer, replays._most_ids)
+            self._fast.prepare(layer, replays.serving.most_ids)
         others = (other.latest.get(layer, ()) for other in self._places if other is not self._places[number])
         self._fast.hold(layer, {expert for latest in others for expert in latest})
 
@@ -209,16 +209,16 @@ class _Turns:
         if not all(job.done() for job in group.jobs.values()):
             return False
         memory = self._memory
-        memory._wait_for_reads(layer, group)  # raises what a read raised
+        memory.loads.wait_for_reads(layer, group)  # raises what a read raised
         place.channel.go_on(serial)
         note_shown(memory, layer, answer)
         place.load = None
-        memory._let_go(layer, group)
+        memory.loads.let_go(layer, group)
         self._passed(place, layer, [])
         return True
 
     def _passed(self, place: _Place, layer: int, found: list[int]) -> None:
-        self._replays._later.append((layer, found))
+        self._replays.serving.later.append((layer, found))
         place.served += 1
         place.is_ready = False
         if place.served == place.launched * len(self._layers) and place.launched < self._steps:
@@ -230,7 +230,7 @@ class _Turns:
         groups.give_up()
         for place in self._places:
             if place.load is not None:
-                memory._let_go(place.load[0], place.load[2])
+                memory.loads.let_go(place.load[0], place.load[2])
                 place.load = None
         for place in self._places:
             device.record(place.member.stream).wait()

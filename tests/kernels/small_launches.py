@@ -1,0 +1,169 @@
+"""Launches of the kernels around the products, for test_other_gpus.py: routing, LoRA factors, attention's heads, the
+optimizer, streamed experts, rows between ranks.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+E, K, H, I = 128, 8, 2048, 768
+Launches = dict[str, Callable[[], Any]]
+
+
+def launches(dtype: torch.dtype) -> Launches:
+    found = _of_routing(dtype) | _of_factors(dtype) | _of_streaming(dtype) | _of_ranks(dtype) | _of_the_optimizer(dtype)
+    return found | (_of_heads(dtype) if dtype != torch.float32 else {})
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+ids = partial(empty, dtype=torch.int64)
+words = partial(empty, dtype=torch.int32)
+numbers = partial(empty, dtype=torch.float32)
+
+
+def _of_routing(dtype: torch.dtype) -> Launches:
+    from amoeba.config import RouterConfig
+    from amoeba.kernels import combine, cross_entropy, router, router_balance
+
+    found: Launches = {}
+    configs = {"softmax of 128": RouterConfig(128, K), "of 512": RouterConfig(512, 10, renormalize=False)}
+    configs["in groups"] = RouterConfig(256, K, score="sigmoid", n_group=8, topk_group=4, group_score="top2_sum")
+    for name, config in configs.items():
+        logits, scores = empty(4096, config.num_experts, dtype=dtype), numbers(4096, config.num_experts)
+        chosen, weight, bias = ids(4096, config.top_k), numbers(4096, config.top_k), numbers(config.num_experts)
+        found[f"router {name}"] = partial(router.router_forward, logits, config, bias)
+        found[f"router's gradient {name}"] = partial(
+            router.router_backward, chosen, weight, scores, weight, scores, logits, config, dtype
+        )
+    found["count of experts"] = lambda: router_balance.count_experts(ids(4096 * K), ids(513))
+    found["entropy"] = lambda: router_balance.add_entropy(empty(4096, 512, dtype=dtype), ids(2), 1e-6)
+    found["cross_entropy of a long row"] = lambda: cross_entropy.cross_entropy_(
+        empty(64, 151936, dtype=dtype), ids(64), numbers(64), gradient=True
+    )
+    slots = words(4096, K)
+    found["slot_gradient"] = lambda: combine.slot_gradient(numbers(4096 * K), slots, None, numbers(4096, K))
+    found["combine 22"] = lambda: combine.combine(
+        empty(4096 * 22, 7168, dtype=dtype), words(4096, 22), numbers(4096, 22), empty(4096, 7168, dtype=dtype),
+        empty(4096, 7168, dtype=dtype),
+    )  # fmt: skip
+    return found
+
+
+def _of_factors(dtype: torch.dtype) -> Launches:
+    from amoeba.config import Activation
+    from amoeba.kernels.join_factors import join_factors
+    from amoeba.kernels.thin_pair import thin_pair, widest_rank
+    from amoeba.weights import LoraFactors
+
+    def pair(per_expert: int, rank: int) -> None:
+        N, offs = E * per_expert, words(E)
+        rows, order, weight = empty(N // K, H, dtype=dtype), words(N), numbers(N // K, K)
+        _, sums = thin_pair(
+            rows, empty(E, H, rank, dtype=dtype), empty(N, rank, dtype=dtype), offs, rank=rank, scaling=2.0,
+            order_N=order, weight_TK=weight, top_k=K,
+        )  # fmt: skip
+        sums.write(numbers(E, H, rank))
+
+    found: Launches = {}
+    for rank in (16, 32, 128):
+        if rank <= widest_rank(dtype):
+            for per_expert in (24, 1024):
+                found[f"thin pair {rank}, {per_expert}"] = partial(pair, per_expert, rank)
+    a, b, down_a, down_b = numbers(E, 16, H), numbers(E, I, 16), numbers(E, 16, I), numbers(E, H, 16)
+    factors = LoraFactors(a, b, a, b, down_a, down_b, scaling=2.0)
+    found["joined factors"] = lambda: join_factors(factors, Activation(), dtype)
+    return found
+
+
+def _of_heads(dtype: torch.dtype) -> Launches:
+    from amoeba.kernels.norm_rotate import norm_rotate, norm_rotate_backward_
+
+    found: Launches = {}
+    for size in (64, 128, 256):
+        qkv, weight = empty(4096, 40 * size, dtype=dtype), empty(size, dtype=dtype)
+        given = qkv, weight, weight, *[empty(512, size, dtype=dtype)] * 2
+        found[f"norm_rotate {size}"] = partial(norm_rotate, *given, query_heads=32, eps=1e-6)
+        found[f"norm_rotate's gradient {size}"] = partial(norm_rotate_backward_, qkv, *given, query_heads=32, eps=1e-6)
+    return found
+
+
+def _of_streaming(dtype: torch.dtype) -> Launches:
+    from amoeba.config import RouterConfig
+    from amoeba.kernels.ask import add_computed, ask
+    from amoeba.kernels.index_export import export_indices, to_slots
+    from amoeba.kernels.route_and_ask import route_and_ask
+    from amoeba.kernels.talk import Handed, Talk, Turn
+
+    talk = Talk(words(3), words(64, 3 + E), words(64, 3 + 2 * E), words(1), words(64, 2))
+    tokens = 8
+    x, weight, shown = empty(tokens, H, dtype=dtype), numbers(tokens, K), words(2 * E)
+    chosen, slots = ids(tokens, K), ids(tokens, K)
+    handed = Handed(numbers(tokens * H), ids(tokens * K), numbers(tokens * K), words(1), numbers(tokens * H), words(1))
+    turn = Turn(words(1), 0, 2)
+    return {
+        "ask": lambda: ask(chosen, slots, shown, E, talk, words(1), 1.0),
+        "ask in turns": lambda: ask(chosen, slots, shown, E, talk, words(1), 1.0, turn=turn),
+        "ask and hand over": lambda: ask(chosen, slots, shown, E, talk, words(1), 1.0, handed, x, weight),
+        "route and ask": lambda: route_and_ask(
+            numbers(tokens, E), RouterConfig(E, K), None, chosen, weight, slots, shown, talk, words(1), 1.0
+        ),
+        "add what was computed": lambda: add_computed(x, talk, handed, 1.0),
+        "export": lambda: export_indices(chosen, words(E), slots, words(3 + E), 1),
+        "to slots": lambda: to_slots(ids(4096, K), words(E), ids(4096, K)),
+    }
+
+
+def _of_ranks(dtype: torch.dtype) -> Launches:
+    from amoeba.kernels import peer_copies, peer_rows, peer_sums
+    from amoeba.kernels.peer_post import ROWS, SUMS, Plan, Post, heap_layout
+    from amoeba.tasks.arrivals import Arrival
+
+    tokens, ranks = 4096, 2
+    at, sizes, _ = heap_layout(ranks, tokens, K, H * dtype.itemsize)
+    post = Post(*(ids(4) for _ in range(4)), at, sizes, tokens=tokens, rank=0, count=ranks, seconds=600.0)
+    places = slice(0, tokens), slice(tokens, 2 * tokens)
+    plan = Plan(ids(3, ranks), ids(3, ranks), tokens, ranks * tokens, places)
+    rows, comes = empty(ranks * tokens, H, dtype=dtype), empty(ranks * tokens, dtype=torch.uint8)
+    own, goes = empty(tokens, H, dtype=dtype), empty(ranks, tokens, dtype=torch.uint8)
+    sorted_rows, slot_row = empty(ranks * tokens * K, H, dtype=dtype), words(ranks * tokens, K)
+    weight = numbers(ranks * tokens, K)
+    return {
+        "push ids": lambda: peer_rows.push_slots(
+            post, plan, ids(tokens, K), (ids(E + 1), ids(E + 1)), numbers(tokens, K), goes
+        ),
+        "take ids": lambda: peer_rows.take_slots(post, plan, numbers(tokens, K), comes, most_rows=100),
+        "push rows": lambda: peer_rows.push_rows(post, plan.there, ROWS, own, goes),
+        "take rows": lambda: peer_rows.take_rows(post, plan, rows, comes),
+        "add rows": lambda: peer_rows.add_rows(post, plan, SUMS, rows, goes),
+        "send sums": lambda: peer_sums.send_sums(post, plan, sorted_rows, slot_row, weight, comes),
+        "add sums": lambda: peer_sums.add_sums(post, plan, sorted_rows, slot_row, weight, goes),
+        "wait for room": lambda: peer_copies.wait_for_room(post, ROWS),
+        "close": lambda: Arrival.close(SimpleNamespace(post=post)),
+    }
+
+
+def _of_the_optimizer(dtype: torch.dtype) -> Launches:
+    from amoeba.kernels import adamw
+    from amoeba.kernels.sum_of_squares import sum_of_squares
+    from amoeba.optim.batch import Coefficients
+
+    if dtype == torch.float16:  # which nothing here trains in
+        return {}
+    coefficients = [0.5] * (len(Coefficients._fields) - 1) + [7]
+    bf16, tables = dtype == torch.bfloat16, (ids(8, adamw.COLUMNS), words(8, 2))
+    kinds = {"split": bf16, "gradient_bf16": bf16, "states_bf16": bf16}
+    return {
+        "adamw": lambda: adamw.update(*tables, numbers(1), coefficients, **kinds),
+        "sum of squares": lambda: sum_of_squares(ids(8, 2), words(8, 2), bf16=bf16),
+    }

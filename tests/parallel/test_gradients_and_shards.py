@@ -1,0 +1,78 @@
+"""Gradients over ranks, what ranks say of them, and shards that an optimizer steps; with stand-ins for other ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amoeba.parallel import Owners, gradients, shards
+from amoeba.parallel.agreement import facts_of
+from amoeba.parallel.exchange import dispatch
+
+
+def given(seed: int, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def twice(tensor: Tensor, what: str) -> Tensor:
+    return tensor * 2  # of two ranks that have the same
+
+
+@pytest.mark.parametrize("of", ["x", "the routing weights"])
+def test_ranks_tell_which_gradients_they_will_ask_for(of: str) -> None:
+    x_TH, weight_TK = given(0, 3, 4), given(1, 3, 2)
+    (x_TH if of == "x" else weight_TK).requires_grad_(False)
+    facts = facts_of(Owners.even(4, 2), x_TH, weight_TK, gradients=True)
+    assert {name for name, value in facts.items() if name.startswith("gradient of") and not value} == {
+        f"gradient of {of}"
+    }
+    without = facts_of(Owners.even(4, 2), x_TH, weight_TK, gradients=False)
+    assert not any(value for name, value in without.items() if name.startswith("gradient"))
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
+def test_rows_that_arrive_need_a_gradient_where_it_is_taken(wanted: tuple[bool, bool]) -> None:
+    """What is not asked for there is not sent back."""
+    x_TH, weight_TK = (given(place, 3, 4).requires_grad_(want) for place, want in enumerate(wanted))
+    ids = torch.zeros(3, 4, dtype=torch.int32)
+    exchange = SimpleNamespace(dispatch=lambda x_TH, weight_TK: (x_TH.clone(), ids, weight_TK.clone()))
+    x_RH, _, weight_RK = dispatch(exchange, x_TH, weight_TK)  # type: ignore[arg-type]
+    assert (x_RH.requires_grad, weight_RK.requires_grad) == wanted
+
+
+def test_frozen_parameters_get_no_gradients_and_others_their_sum() -> None:
+    trained, idle, frozen = given(0, 5), given(1, 2), given(2, 3).requires_grad_(False)
+    trained.grad = torch.ones(5)
+    ranks: Any = SimpleNamespace(count=2, add_up=twice)
+    gradients.add_up_gradients([trained, idle, frozen], ranks)
+    assert frozen.grad is None and torch.equal(trained.grad, torch.full((5,), 2.0))
+    assert idle.grad is not None and not idle.grad.any()
+
+
+def test_a_shard_that_several_ranks_have_counts_once_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter, ranks = given(0, 6), SimpleNamespace(count=2, add_up=twice)
+    parameter.grad = torch.full((6,), 3.0)
+    monkeypatch.setattr(gradients, "is_own", lambda _: True)
+    monkeypatch.setattr(gradients, "_here", lambda parameter: (parameter.grad, 2))
+    norm = gradients.clip_gradients([parameter], 1e9, ranks)  # type: ignore[arg-type]
+    torch.testing.assert_close(float(norm), 54**0.5)
+
+
+def test_a_step_of_shards_has_their_gradient_and_keeps_none() -> None:
+    whole, local = given(0, 4), given(1, 2)
+    whole.to_local, whole._amoeba_local_part = None, local  # type: ignore[attr-defined]
+    before, optimizer = local.detach().clone(), torch.optim.SGD([shards.local_parameter(whole)], lr=0.5)
+    shards.hand_over_gradients(optimizer, [whole])
+    optimizer.step()
+    assert torch.equal(local, before), "there was no gradient"
+    whole.grad = torch.ones(4)
+    seen: list[Tensor | None] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(local.grad))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shards, "local_part", lambda tensor: tensor[:2])
+        optimizer.step()
+    assert seen[0] is not None and torch.equal(local, before - 0.5) and local.grad is None
