@@ -85,12 +85,13 @@ def scheduled_share(rank: int, count: int, dtype: torch.dtype, steps: int) -> tu
     return sum(each is not None for each in taken), found
 
 
-def remote_share(rank: int, count: int, dtype: torch.dtype) -> tuple[str, list[Tensor]]:
+def remote_share(rank: int, count: int, dtype: torch.dtype, steps: int) -> tuple[str, list[list[Tensor]]]:
     os.environ["AMOEBA_REMOTE_RANKS"] = "1"
     ranks = Ranks(first_processes(count), 60.0)
     transport, refused = choose_transport("auto", ranks, torch.device("cuda", torch.cuda.current_device()))
     assert transport is not None, refused
-    return f"{transport.name}; {refused}", share(rank, count, dtype, {"transport": transport.name})
+    options = {"transport": transport.name}
+    return f"{transport.name}; {refused}", [share(rank, count, dtype, options) for _ in range(steps)]
 
 
 def differences(way: str, parts: list[list[Tensor]], expected: list[Tensor], most: float) -> list[str]:
@@ -132,13 +133,14 @@ def test_the_scheduled_backward_sends_and_returns_rows_by_its_tasks(count: int, 
 @pytest.mark.thorough
 @pytest.mark.skipif("CUDA_MPS_PIPE_DIRECTORY" not in os.environ, reason="NVSHMEM wants MPS where ranks share a GPU")
 def test_ranks_that_are_said_to_be_remote_go_by_shmem_and_have_the_gradients_of_one_process() -> None:
-    wrong = []
+    steps, wrong = 6, []  # a counter that goes wrong lets the second one read too early
     with LocalRanks(2) as processes:
         for dtype, most in MOST.items():
             (expected,) = processes.run(alone, [(2, dtype)])
-            parts = processes.run(remote_share, [(rank, 2, dtype) for rank in range(2)])
+            parts = processes.run(remote_share, [(rank, 2, dtype, steps) for rank in range(2)])
             assert parts[0][0].startswith("shmem"), parts[0][0]
-            wrong += differences("shmem", [part for _, part in parts], expected, most)
+            for step in range(steps):
+                wrong += differences(f"shmem, step {step}", [found[step] for _, found in parts], expected, most)
     assert not wrong
 
 
