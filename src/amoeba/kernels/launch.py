@@ -216,7 +216,7 @@ class _Interpreted:
 def quick(kernel: Any) -> Any:
     if not isinstance(kernel, JITFunction):
         return _Interpreted(kernel)
-    kernel._call_hook = _tolerant(kernel._call_hook)  # type: ignore[method-assign]
+    kernel._call_hook = _tolerant(kernel._call_hook)
     return Quick(kernel)
 
 
