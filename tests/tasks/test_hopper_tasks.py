@@ -58,7 +58,7 @@ def make_problem(tokens, hidden, intermediate, experts, top_k, how, dtype=torch.
     return Problem(normal(tokens, hidden), ids.cuda(), weight, weights), normal(tokens, hidden)
 
 
-def scheduled(problem, dy_TH, saved, order=ORDERS["measured"], **options):
+def scheduled(problem, dy_TH, saved, order=ORDERS["listed"], **options):
     weights = problem.weights
     with poisoned_memory():
         return hopper_backward(
@@ -109,11 +109,11 @@ class TestOnHopper:
     @pytest.mark.parametrize(
         ("order", "name"),
         [
-            *((order, "many waves") for order in ORDERS if order != "measured"),
-            *(("small", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
+            *((order, "many waves") for order in ORDERS if order != "listed"),
+            *(("small", name) for name in ("ragged", "empty experts", "one row")),
             *(("small tokens", name) for name in ("ragged", "many slots")),
-            *(("small held", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
-            *(("held", name) for name in ("skew", "one expert", "a part of a line")),
+            *(("small listed", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
+            *(("measured", name) for name in ("skew", "one expert", "a part of a line")),
             *(("lean", name) for name in ("ragged", "one expert", "one row")),  # of the second, s·a is wider than dx
         ],
     )
@@ -124,7 +124,7 @@ class TestOnHopper:
         for _ in range(3):
             check(scheduled(problem, dy_TH, saved, order=ORDERS[order]), expected)
 
-    @pytest.mark.parametrize("order", ["measured", "small"])
+    @pytest.mark.parametrize("order", ["listed", "small listed"])
     def test_copies_on_another_stream_beside_it_neither_stop_it_nor_change_a_bit(self, order):
         """As when the next layer's weights are gathered meanwhile: copies from the host, within the device, and kernels
         that take multiprocessors from it."""
@@ -268,6 +268,7 @@ def test_each_order_hands_out_every_tile_and_keeps_some_gradients_behind_the_sum
     plan = plan_of(1536, 256, 128, 8, Activation(), order, bundle_of(8192, 128, order) > 1)
     layout = plan.layout(1024, 8192, 132, order)
     assert (order.ahead, order.halves, order.tokens) == (plan.AHEAD, plan.HALVES, plan.TOKENS)
+    assert (order.in_place, order.listed) == (plan.IN_PLACE, plan.LISTED)
     assert (order.stages > 1) == plan.BUNDLED
     bundle = max(1, order.stages)
     assert layout.down_weight_parts * bundle >= plan.DOWN_TILES > (layout.down_weight_parts - 1) * bundle
@@ -278,10 +279,10 @@ def test_each_order_hands_out_every_tile_and_keeps_some_gradients_behind_the_sum
 
 def test_small_layers_take_the_order_that_was_faster_for_them_and_the_environment_names_another(monkeypatch):
     large, small = (262144, 2048, 768), (65536, 2048, 768)
-    assert chosen_order(*large) == ORDERS["measured"] == Order()
-    assert chosen_order(*small) == ORDERS["small"]
-    assert chosen_order(*small, over_ranks=True) == ORDERS["measured"]
-    assert chosen_order(16384, 4096, 14336) == ORDERS["measured"], "mixtral: few rows, but long ones"
+    assert chosen_order(*large) == ORDERS["listed"] == Order(listed=True)
+    assert chosen_order(*small) == ORDERS["small listed"] == ORDERS["small"]._replace(listed=True)
+    assert chosen_order(*large, over_ranks=True) == chosen_order(*small, over_ranks=True) == ORDERS["measured"]
+    assert chosen_order(16384, 4096, 14336) == ORDERS["listed"], "mixtral: few rows, but long ones"
     monkeypatch.setenv("AMOEBA_TASKS_ORDER", "small mixed")
     assert chosen_order(*large) == ORDERS["small mixed"]
     monkeypatch.setenv("AMOEBA_TASKS_ORDER", "smal")

@@ -22,7 +22,9 @@ from test_hopper_compiles import SHARED_BYTES, CompileOnly, compiled_by, figures
 pytestmark = pytest.mark.thorough  # compiles for half a minute
 
 SHAPES = {"qwen3_30b": (2048, 768, 128, 8), "olmoe": (2048, 1024, 64, 8)}
-COMPILED = (*SHAPES, "small", "lean", "small held")  # the last ones: qwen3_30b's sizes, in the order of that name
+# The last ones: qwen3_30b's sizes, in the order of that name. Layers of a name of their own are in the usual one.
+COMPILED = (*SHAPES, "measured", "small", "lean", "small listed")
+HAVE_A_LIST = (*SHAPES, "small listed")
 # What a thread may keep in memory between two tasks: predicates and addresses that are found once. Never a sum: Triton
 # 3.9 fetches one such number again in each step of a product, in three of the four loops, 3.6 none.
 MOST_STACK = 96
@@ -39,7 +41,7 @@ def test_it_fits_and_products_keep_all_in_registers(found, name):
     assert of_shape["wgmma"] == 16  # four products of 16 in a stage: products and gradients, of two warpgroups
     assert SHARED_BYTES // 2 < of_shape["shared"] <= SHARED_BYTES
     assert of_shape["stack_bytes"] <= MOST_STACK
-    assert of_shape["loops"] == 4 and of_shape["local_in_loops"] <= (4 if name == "small held" else 3)
+    assert of_shape["loops"] == 4 and of_shape["local_in_loops"] <= 3
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -55,30 +57,31 @@ def test_a_signal_comes_behind_stores_that_arrived_and_a_load_behind_the_signal(
     assert 1 <= len(waits) <= 5  # row pass, dx, weights, tokens; the compiler may let their ends be one
     # of each one, and one in its loop; of a block of tokens a thread looks for two slots; dx in place has two gates
     # those of a list are one, but for the tokens'
-    expected = 2 * (1 + 2 if name == "small held" else 3 + 2 + (name == "lean"))
+    expected = 2 * (1 + 2 if name in HAVE_A_LIST else 3 + 2 + (name == "lean"))
     assert sum(wait.count("acquire") for wait in waits) == order.count("acquire") == expected
     assert order.count("fence") == len(signals) + len(waits)
 
 
 def test_the_next_ticket_is_not_waited_for_where_it_is_drawn(found):
     """The compiler takes an atomic that all threads of a warp do as one, and hands its result around at once."""
-    assert found["small"]["drawn_waits"] > 40 > found["qwen3_30b"]["drawn_waits"]
+    assert min(found[name]["drawn_waits"] for name in ("small", *HAVE_A_LIST)) > 40 > found["measured"]["drawn_waits"]
 
 
 def test_rows_are_gathered_without_a_fence_in_each_stage_where_there_is_one_a_task(found):
     """A fence waits for what was gathered. Left is one for an expert's last rows, in the loops of gradients."""
-    assert set(found["small held"]["fences_among_gathers"]) == {0, 1}
+    for name in HAVE_A_LIST:
+        assert set(found[name]["fences_among_gathers"]) == {0, 1}, name
     assert set(found["small"]["fences_among_gathers"]) == {1, 2}
 
 
 def test_over_ranks_rows_go_16_bytes_at_a_time_and_flags_are_raised_behind_them_for_the_whole_system(found):
     over_ranks = found["over ranks"]
     assert over_ranks["stack_bytes"] <= MOST_STACK + 32 and over_ranks["shared"] <= SHARED_BYTES
-    assert over_ranks["local_in_loops"] <= found["qwen3_30b"]["local_in_loops"]
+    assert over_ranks["local_in_loops"] <= found["measured"]["local_in_loops"]
     assert re.search(r"load16 (load16 )*store16 (store16 )*(barrier )+raise", over_ranks["sends"]), over_ranks["sends"]
     assert over_ranks["sends"].count("raise") == 2  # of two warpgroups
     assert over_ranks["sends"].count("look") >= 4  # what was taken, rows of a product, rows of a block of tokens
-    assert not re.search("raise|look", found["qwen3_30b"]["sends"])
+    assert not re.search("raise|look", found["measured"]["sends"])
 
 
 def test_a_line_of_the_row_pass_is_laid_out_as_the_row_pass_of_triton(found):
@@ -116,7 +119,7 @@ def main(names: list[str]) -> dict[str, dict]:
         hopper.hopper_backward(
             empty(T, H), empty(T, H), empty(N, 2 * I), expert_TK, weight_TK, empty(E, 2 * I, H), empty(E, H, I),
             Activation(), (numbers(N), numbers(N), numbers(E)), arrival=others if name == "over ranks" else None,
-            order=ORDERS.get(name, ORDERS["measured"]),
+            order=ORDERS.get(name, ORDERS["listed"]),  # which has no list over ranks
         )  # fmt: skip
         compiled = kernel.last.compiled
         made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"], WORDS)}

@@ -70,9 +70,7 @@ class Plan:
     HALVES: bool = False
     BUNDLED: bool = False
     IN_PLACE: bool = False
-    ONCE: bool = False
     LISTED: bool = False
-    HELD: bool = False
 
     @property
     def J(self) -> int:
@@ -262,7 +260,7 @@ def hopper_backward(
     counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
     table, letter, sends = make_table(offs_E, BLOCK_M, counters), None, 0
     if arrival is not None:
-        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers, LISTED=False, HELD=False)
+        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers, LISTED=False)
         own = make_own_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
         letter, sends = write_letter(arrival, own), arrival.sends
     programs = multiprocessors(device)
@@ -332,8 +330,7 @@ def plan_of(
     hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, order: Order, bundled: bool
 ) -> Plan:
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "ONCE": order.once}
-    flags |= {"LISTED": order.listed, "HELD": order.held and hidden > BLOCK_K}  # dA' has two stages at least then
+    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "LISTED": order.listed}
     return replace(plan, TOKENS=order.tokens, BUNDLED=bundled, **flags)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from amoeba.kernels.hopper.descriptor import reinterpret
 from amoeba.kernels.launch import quick
@@ -63,7 +63,6 @@ from amoeba.tasks.hopper_arrivals import (
     wait_until_taken,
 )
 from amoeba.tasks.hopper_fill import fill_task
-from amoeba.tasks.hopper_held import consume_held
 from amoeba.tasks.hopper_listed import produce_listed
 from amoeba.tasks.hopper_queue import (
     BLOCK_K,
@@ -178,8 +177,6 @@ def _produce_decoding(
             elif PLAN.RANKS > 1:
                 wait_for_tile(letter, order, row, end, PLAN)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
-        if PLAN.ONCE:
-            fence_async_shared()
         count = fill_task(
             descriptors, sources, order, slot_row, ring, count, kind, item, part, expert, row, end, tokens, rows,
             intermediate, bundle, PLAN,
@@ -197,24 +194,6 @@ def _consume(
     bundle, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each task."""
-    if PLAN.HELD:
-        consume_held(
-            descriptors, results, sources, counters, queue, ring, staging, trace, tokens, rows, intermediate, bundle,
-            WARPGROUP, PLAN,
-        )  # fmt: skip
-    else:
-        _consume_in_turns(
-            descriptors, results, sources, counters, queue, ring, staging, letter, trace, tokens, rows, intermediate,
-            bundle, WARPGROUP, PLAN,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _consume_in_turns(
-    descriptors, results, sources, counters, queue, ring, staging, letter, trace, tokens, rows, intermediate,
-    bundle, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """... whose sums leave through two buffers in turns."""
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.DX_AT
@@ -318,16 +297,11 @@ def backward_kernel(
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rowwise: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if PLAN.HELD:  # the warpgroups' buffers, two of each, lie behind the rows
-        left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2 + 4, 64, 64], LEFT_LAYOUT)
-        row_bufs = reinterpret(left_bufs, dtype, [STAGES + 2, BLOCK_M, BLOCK_K], ROW_LAYOUT)
-        buffers = left_bufs
-    else:
-        row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
-        left_bufs = reinterpret(row_bufs, dtype, [STAGES * 2, 64, 64], LEFT_LAYOUT)
-        buffers = gl.allocate_shared_memory(dtype, [4, 64, 64], OUT_LAYOUT)  # two of each warpgroup, which take turns
+    row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
+    left_bufs = reinterpret(row_bufs, dtype, [STAGES * 2, 64, 64], LEFT_LAYOUT)
+    buffers = gl.allocate_shared_memory(dtype, [4, 64, 64], OUT_LAYOUT)  # two of each warpgroup, which take turns
     matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], MATRIX_LAYOUT)
-    da_bufs = reinterpret(row_bufs, dtype, [row_bufs.shape[0], PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
+    da_bufs = reinterpret(row_bufs, dtype, [STAGES, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
     h_bufs = reinterpret(matrix_bufs, dtype, [STAGES * 2, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
     token_bufs = reinterpret(matrix_bufs, dtype, [STAGES, BLOCK_K, BLOCK_N], rowwise)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)

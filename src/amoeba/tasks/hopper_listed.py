@@ -4,6 +4,9 @@ See `amoeba.tasks.hopper_kernel`. Between two tasks the ring of stages lasts for
 ticket is, to look at its gate and to ask for its first rows takes longer than that, one after the other, in the
 warpgroup that fills the stages. Here a task's line of the list is on its way while the stages of the one before it are
 filled, and each thread looks at the gate by itself, without an atomic that is handed around.
+
+Threads that gather rows and the copy engine write the same ring by two ways, and a fence has to join them. One a task
+is enough. Without it the compiler has one in each stage, which waits for the rows that are on their way.
 """
 
 from __future__ import annotations
@@ -58,8 +61,7 @@ def produce_listed(
         elif least > 0:
             look(counters + gate, least)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
-        if PLAN.ONCE:
-            fence_async_shared()
+        fence_async_shared()  # see above
         ticket = drawn_ticket(drawn)
         line = _line(records, ticket, total)
         count = fill_task(

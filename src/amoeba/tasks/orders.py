@@ -5,7 +5,8 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
     tiling = tiling_of(sizes, tokens=1024, rows=8192, programs=132, order=ORDERS["small"])
     AMOEBA_TASKS_ORDER=small amoeba bench --ours tasks ...         # for one process
 
-The bits are the same in each. Small layers take `small`, others `measured`; the rest is there by name alone.
+The bits are the same in each. Small layers take `small listed`, others `listed`; over ranks, which have no list, all
+take `measured`. The rest is there by name alone.
 """
 
 from __future__ import annotations
@@ -31,10 +32,8 @@ class Order(NamedTuple):
     behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
     mixed, in_place: as in `Tiling`.
     tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
-    once:   threads that gather rows join their way to shared memory and the copy engine's once a task; by itself the
-            compiler does so in each stage, and that waits for what was gathered.
-    listed: tasks come from a list that a launch ahead of the kernel makes (`amoeba.tasks.listing`). Not over ranks.
-    held:   a tile's sums leave all at once (`amoeba.tasks.hopper_held`). Not over ranks, and not where H is 64.
+    listed: tasks come from a list that a launch ahead of the kernel makes (`amoeba.tasks.hopper_listed`), and the next
+            ticket is always on its way. Not over ranks.
     """
 
     ahead: bool = False
@@ -44,9 +43,7 @@ class Order(NamedTuple):
     mixed: bool = False
     tokens: int = 32
     in_place: bool = False
-    once: bool = False
     listed: bool = False
-    held: bool = False
 
 
 # N·H·I up to which `small` was faster in CUDA graphs in turns (H200, 2026-11-16; docs/log.md): qwen3_small has 1.03e11,
@@ -54,6 +51,9 @@ class Order(NamedTuple):
 SMALL_WORK = 2 * 10**11
 MEASURED = Order()
 _SMALL = Order(ahead=True, halves=True, stages=4, behind=30)
+# Beside the same order without a list (H200, 2026-11-17, CUDA graphs in turns): sonic_a 1.055 times as fast,
+# qwen3_small 1.033, sonic_a with 1024 tokens 1.021, qwen3_30b 1.014; qwen3 with 128 tokens 0.995.
+_LISTED, _SMALL_LISTED = MEASURED._replace(listed=True), _SMALL._replace(listed=True)
 ORDERS = {
     "measured": MEASURED,
     "ahead": Order(ahead=True),
@@ -66,12 +66,8 @@ ORDERS = {
     "small tokens": _SMALL._replace(tokens=8),
     "small bundles": _SMALL._replace(stages=8),
     "small lean": _SMALL._replace(in_place=True),
-    "once": Order(once=True),
-    "small once": _SMALL._replace(once=True),
-    "listed": Order(once=True, listed=True),
-    "small listed": _SMALL._replace(once=True, listed=True),
-    "held": Order(once=True, listed=True, held=True),
-    "small held": _SMALL._replace(once=True, listed=True, held=True),
+    "listed": _LISTED,
+    "small listed": _SMALL_LISTED,
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 
@@ -86,7 +82,9 @@ def chosen_order(rows: int, hidden: int, intermediate: int, over_ranks: bool = F
     """That of the environment, else the one that was faster for a layer of this size."""
     if (name := os.environ.get(VARIABLE)) is not None:
         return order_named(name)
-    return _SMALL if rows * hidden * intermediate <= SMALL_WORK and not over_ranks else MEASURED
+    if over_ranks:
+        return MEASURED
+    return _SMALL_LISTED if rows * hidden * intermediate <= SMALL_WORK else _LISTED
 
 
 def bundle_of(rows: int, experts: int, order: Order) -> int:
