@@ -32,7 +32,7 @@ def test_a_gpu_of_ones_own_has_one_program_for_each_multiprocessor() -> None:
     share_the_gpu(halvings=3)
     assert sharing() == (8, 3)
     share_the_gpu()
-    assert sharing() == (8, 0)
+    assert sharing() == (8, 5)
     share_the_gpu(False)
     assert sharing() == (1, 0)
 

@@ -98,9 +98,7 @@ def gated(
         gate = _at_most(gate, LIMIT)
         up = _at_most(_at_least(up, -LIMIT), LIMIT)
     value, _ = value_and_slope(gate, KIND, ALPHA)
-    if UP_SHIFT != 0:
-        up += UP_SHIFT
-    return value * up
+    return value * (up + UP_SHIFT)
 
 
 @triton.jit

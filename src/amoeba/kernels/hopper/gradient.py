@@ -47,7 +47,7 @@ def _produce(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
-    ONCE: gl.constexpr, ONWARD: gl.constexpr,
+    ONWARD: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
     if ONWARD:
@@ -59,7 +59,7 @@ def _produce(
         _produce_tiles(
             right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
             width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places, TOP_K,
-            BLOCK_LAYOUT, ONCE,
+            BLOCK_LAYOUT,
         )  # fmt: skip
 
 
@@ -68,7 +68,6 @@ def _produce_tiles(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
-    ONCE: gl.constexpr,
 ):  # fmt: skip
     h_tiles = gl.cdiv(hidden, BLOCK_H)
     w_tiles = gl.cdiv(width, BLOCK_W)
@@ -79,7 +78,7 @@ def _produce_tiles(
         if TOP_K > 0:
             count = fill_rounds(
                 right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, count, h, w, start, end,
-                width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT, ONCE,
+                width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT,
             )  # fmt: skip
         else:
             count = fill_gradient(
@@ -168,13 +167,12 @@ def _consume(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, ONWARD: gl.constexpr,
-    CARRY: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile along H."""
     if ONWARD:
         consume_onward(
             offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, CARRY,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
         )  # fmt: skip
     elif ROUNDS:
         consume_rounds(
@@ -208,9 +206,9 @@ def gradient_kernel(
     right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
-    ONCE: gl.constexpr, ONWARD: gl.constexpr, CARRY: gl.constexpr,
+    ONWARD: gl.constexpr,
 ):  # fmt: skip
-    """TOP_K: where tiles go by whole turns of the ring, else 0. ONCE, ONWARD, CARRY: `ways.GradientWays`."""
+    """TOP_K: where tiles go by whole turns of the ring, else 0. ONWARD: see `ways.GradientWays`."""
     dtype: gl.constexpr = out.dtype.element_ty
     if TOP_K > 0:
         left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_H], LEFT_LAYOUT)
@@ -235,21 +233,19 @@ def gradient_kernel(
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
                 gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, ONWARD,
-                CARRY,
             )),
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
                 gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, ONWARD,
-                CARRY,
             )),
             (_produce, (
                 right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
                 width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places,
-                TOP_K, BLOCK_LAYOUT, ONCE, ONWARD,
+                TOP_K, BLOCK_LAYOUT, ONWARD,
             )),
         ],
         [4, 4],
-        [208, 88] if TOP_K == 0 or CARRY else [200, 104],
+        [208, 88] if TOP_K == 0 else [200, 104],
     )  # fmt: skip
 
 
@@ -272,9 +268,7 @@ def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int)
         STAGES=STAGES,
         GROUP=GROUP,
         TOP_K=top_k,
-        ONCE=ways.once,
         ONWARD=ways.onward,
-        CARRY=ways.carry,
         num_warps=4,
     )
 

@@ -9,8 +9,7 @@ ring, in which each stage has code of its own, then its tail, and last the rows 
 sixteen at a time. An expert without rows has sixteen zeros there. Where the next tile lies, and its first row numbers,
 are found on the way.
 
-All tiles are whole ones. CARRY: half of a tile's sums is kept, rounded, and leaves behind the head of the next tile,
-under its products.
+All tiles are whole ones.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def _sum_last_rows(
 def consume_onward(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CARRY: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile along H."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
@@ -198,8 +197,7 @@ def consume_onward(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
     own = staging.index(WARPGROUP)
     acc = gl.zeros((BLOCK_H // 2, BLOCK_W), gl.float32, mma)
-    carried = column_parts(acc, 2)[1].to(dtype)
-    count, first, second = 0, 0, 0
+    count = 0
     turns = turns_of_program(tiles)
     expert, h, w = expert_of_turn(0, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
     start, end = rows_of_turn(expert, offs_E)
@@ -210,9 +208,6 @@ def consume_onward(
                 acc, left_bufs, right_bufs, full, empty, count % STAGES, (count // STAGES) & 1, row > start, WARPGROUP
             )
             count += 1
-        if CARRY:  # noqa: SIM102 - known when the kernel is compiled
-            if turn > 0:
-                _store(carried, own, out_desc, first, second, TRANSPOSED)
         next_expert, next_h, next_w = expert_of_turn(turn + 1, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
         for _ in range(head, behind, STAGES * BLOCK_N):
             parity = (count // STAGES) & 1
@@ -243,17 +238,12 @@ def consume_onward(
             second = w * BLOCK_W
         sums, other_sums = column_parts(acc, 2)
         _store(sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
-        carried = other_sums.to(dtype)
         if TRANSPOSED:
             first += BLOCK_W // 2
         else:
             second += BLOCK_W // 2
-        if not CARRY:
-            _store(carried, own, out_desc, first, second, TRANSPOSED)
+        _store(other_sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
         expert, h, w, start, end = next_expert, next_h, next_w, next_start, next_end
-    if CARRY:  # noqa: SIM102
-        if turns > 0:
-            _store(carried, own, out_desc, first, second, TRANSPOSED)
     tma.store_wait(0)
 
 

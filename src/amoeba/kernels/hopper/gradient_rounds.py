@@ -29,7 +29,7 @@ from amoeba.kernels.hopper.gradient_store import place_of_turn, store_gradient
 def fill_rounds(
     right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, phases, h, w, start, end, width,
     left_stride, right_stride, TOP_K: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, ONCE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The stages of one tile, as they come free; all of the tile's columns of the left side are there."""
     TURN: gl.constexpr = STAGES * BLOCK_N
@@ -80,8 +80,6 @@ def fill_rounds(
             first = stage * (BLOCK_W // BLOCK)
             for block in range(gl.minimum(width - w * BLOCK_W, BLOCK_W) // BLOCK):  # nobody reads what is behind them
                 gather(right_blocks.index(first + block), own + (block * BLOCK), mask=owned)
-            if ONCE:  # the copy engine writes here again; else the compiler says so in each turn of the ring
-                fence_async_shared()
         gather(left_bufs.index(stage), pointers, mask=owned)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         stage += 1

@@ -6,8 +6,8 @@
 Where power limits a GPU, a product's time is its joules, and these spare instructions. On an H200, back to back,
 `rounds,brisk` takes 5 % less time and 5 to 8 % fewer joules for the up projection of qwen3_30b, olmoe and sonic_b, and
 nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16); `carry` 5 % less time for dx and 10 %
-for the down projection of qwen3_30b (2026-11-17); `rounds` of weight gradients 2 to 4 %
-less time at qwen3_30b, olmoe and dsv3, and 4 to 5 % where the GPU rests (2026-11-17). The bits are the same in each
+for the down projection of qwen3_30b (2026-11-17); `rounds` of weight gradients 2 to 4 % less time at qwen3_30b, olmoe
+and dsv3, and 4 to 5 % where the GPU rests, `onward` 1 to 2 % less once more (2026-11-17). The bits are the same in each
 (`brisk`: what is below 2^-126 is zero, see `amoeba.kernels.activation`).
 """
 
@@ -23,7 +23,7 @@ VARIABLE = "AMOEBA_PRODUCT_WAYS"
 TAKEN = "rounds,brisk,carry"
 # Of the weights' gradients.
 GRADIENT_VARIABLE = "AMOEBA_GRADIENT_WAYS"
-GRADIENT_TAKEN = "rounds"
+GRADIENT_TAKEN = "rounds,onward"
 
 
 class Ways(NamedTuple):
@@ -71,15 +71,11 @@ def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
 class GradientWays(NamedTuple):
     """
     rounds: tiles go by whole turns of the ring, see `amoeba.kernels.hopper.gradient_rounds`.
-    once:   with rounds, the gathering threads' fence is said once for each tile and not in each turn of the ring.
     onward: with rounds, tiles follow one another in the ring, see `amoeba.kernels.hopper.gradient_onward`.
-    carry:  with onward, half of a tile's sums leaves while the next tile's products run.
     """
 
     rounds: bool = False
-    once: bool = False
     onward: bool = False
-    carry: bool = False
 
 
 def gradient_ways(whole_height: bool, whole_width: bool) -> GradientWays:
@@ -91,5 +87,4 @@ def gradient_ways(whole_height: bool, whole_width: bool) -> GradientWays:
 def _gradient_ways(names: str, whole_height: bool, whole_width: bool) -> GradientWays:
     ways = GradientWays(**_named(names, GradientWays._fields, GRADIENT_VARIABLE, GRADIENT_TAKEN))
     rounds = ways.rounds and whole_height
-    onward = ways.onward and rounds and whole_width
-    return GradientWays(rounds, ways.once and rounds, onward, ways.carry and onward)
+    return GradientWays(rounds, ways.onward and rounds and whole_width)
