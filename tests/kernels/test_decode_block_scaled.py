@@ -12,8 +12,9 @@ from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends import block_scaled_rows, block_scaled_triton
 from amoeba.kernels.decode import block_scaled, block_scaled_by_slot
 from amoeba.kernels.decode.configuration import Tile
-from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
-from amoeba.precision.experts import dequantise_experts, quantise_experts
+from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
+from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.quantised import block_counts
 from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
@@ -126,10 +127,16 @@ def test_what_is_faster_is_taken_from_so_many_slots_on(
 ) -> None:
     """Qwen3-30B's layers on Hopper."""
     monkeypatch.setattr(block_scaled, "can_overlap", lambda device: True)
+
+    def empty(rows: int, columns: int) -> QuantisedMatrix:
+        data = torch.empty(128, rows, columns // 2, dtype=torch.uint8)
+        scales = torch.empty(128, *block_counts(rows, columns, format), dtype=torch.uint8)
+        return QuantisedMatrix(data, scales, format, columns, 1, torch.empty(128) if format.has_matrix_scale else None)
+
     with torch.device("meta"):
-        made = ExpertWeights(torch.empty(128, 1536, 2048), torch.empty(128, 2048, 768))
+        weights = BlockScaledExperts.holding(empty(1536, 2048), empty(2048, 768))
         x_TH, scale_TK = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 8)
-        problem = Problem(x_TH, torch.empty(tokens, 8, dtype=torch.int64), scale_TK, quantise_experts(made, format))
+        problem = Problem(x_TH, torch.empty(tokens, 8, dtype=torch.int64), scale_TK, weights)
     chosen = block_scaled.configuration_of(problem)
     assert (chosen.lists(problem), chosen.up.depth, chosen.down.depth) == (listed, deep, 128)
     monkeypatch.setattr(block_scaled, "can_overlap", lambda device: False)
