@@ -70,7 +70,7 @@ class Plan:
     @property
     def BEHIND(self) -> int:
         """Of the stages that the producer has begun, the last ones that it has not made visible; 0: consumers do."""
-        return self.WAYS.behind if self.GATHER else 0
+        return self.WAYS.behind if self.GATHER and not self.ALONG else 0
 
     @property
     def ALONG(self) -> bool:
