@@ -12,8 +12,9 @@ from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends import block_scaled_rows, block_scaled_triton
 from amoeba.kernels.decode import block_scaled, block_scaled_by_slot
 from amoeba.kernels.decode.configuration import Tile
-from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
-from amoeba.precision.experts import dequantise_experts, quantise_experts
+from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
+from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.quantised import block_counts
 from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
@@ -116,6 +117,32 @@ def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
     assert found[0].count_nonzero() > 0 and torch.isfinite(found[0]).all() and torch.equal(*found)
 
 
+@pytest.mark.parametrize(
+    ("format", "tokens", "listed", "deep"),
+    [(MXFP4, 64, True, 256), (MXFP4, 16, True, 128), (MXFP4, 8, False, 128), (NVFP4, 64, True, 128)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_what_is_faster_is_taken_from_so_many_slots_on(
+    format: Format, tokens: int, listed: bool, deep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-30B's layers on Hopper."""
+    monkeypatch.setattr(block_scaled, "can_overlap", lambda device: True)
+
+    def empty(rows: int, columns: int) -> QuantisedMatrix:
+        data = torch.empty(128, rows, columns // 2, dtype=torch.uint8)
+        scales = torch.empty(128, *block_counts(rows, columns, format), dtype=torch.uint8)
+        return QuantisedMatrix(data, scales, format, columns, 1, torch.empty(128) if format.has_matrix_scale else None)
+
+    with torch.device("meta"):
+        weights = BlockScaledExperts.holding(empty(1536, 2048), empty(2048, 768))
+        x_TH, scale_TK = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 8)
+        problem = Problem(x_TH, torch.empty(tokens, 8, dtype=torch.int64), scale_TK, weights)
+    chosen = block_scaled.configuration_of(problem)
+    assert (chosen.lists(problem), chosen.up.depth, chosen.down.depth) == (listed, deep, 128)
+    monkeypatch.setattr(block_scaled, "can_overlap", lambda device: False)
+    assert not block_scaled.configuration_of(problem).listed  # one more launch that nothing hides
+
+
 def test_few_tokens_without_gradients_and_factors_are_decoded_and_no_others(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +170,7 @@ def test_few_tokens_without_gradients_and_factors_are_decoded_and_no_others(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its own instructions decode")
-@pytest.mark.parametrize("tokens", [1, 3, 8, 61])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 11, 61])  # with 11, MXFP4 takes long steps
 @by_format
 def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, device: torch.device) -> None:
     """As models have them: steps without masks, several chunks of an expert, codes of every size."""

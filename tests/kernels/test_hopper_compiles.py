@@ -53,11 +53,12 @@ IN_WAYS = (
     "scaled_up, all",
     "scaled_down_backward, all",
     "scaled_up, along",
-    "scaled_down_backward, along",
+    "scaled_up_alone, along",
+    "scaled_up_coded, along",
     "scaled_up_of_cut_columns, along",
 )
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
-UNDER = ("scaled_up_alone, under", "scaled_down, under", "scaled_down_with_bias, under", "scaled_up, along under")
+UNDER = ("scaled_up_alone, under", "scaled_down, under", "scaled_down_with_bias, under")
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
     (*HOT[1:], *OTHERS),

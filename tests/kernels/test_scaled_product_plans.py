@@ -24,10 +24,13 @@ def taken(plan: Plan, depth: int, columns: int) -> str:
 @pytest.mark.parametrize(
     ("plan", "depth", "columns", "way"),
     [
-        (replace(UP, KEEP=True), 2048, 768, "brisk"),
-        (replace(UP, KEEP=True, CODED=True), 2048, 768, "plain"),
-        (UP, 2048, 768, "under"),
-        (UP, 7168, 2048, "under"),
+        (replace(UP, KEEP=True), 2048, 768, "along"),
+        (replace(UP, KEEP=True, CODED=True), 2048, 768, "along"),
+        (UP, 2048, 768, "along"),
+        (UP, 7168, 2048, "along"),
+        (replace(UP, KEEP=True), 768, 768, "brisk"),
+        (replace(UP, KEEP=True, CODED=True), 768, 768, "plain"),
+        (UP, 768, 768, "under"),
         (DA, 2048, 768, "all"),
         (DOWN, 768, 2048, "under"),
         (DOWN, 2048, 7168, "under"),
@@ -40,6 +43,7 @@ def test_each_product_takes_the_way_that_was_fastest(plan: Plan, depth: int, col
 
 @pytest.mark.parametrize(("plan", "way"), [(UP, "all"), (DOWN, "plain")], ids=["up", "down"])
 def test_biases_and_half_blocks_keep_the_way_that_they_had(plan: Plan, way: str) -> None:
+    assert taken(plan, 2048, 704) == way
     assert taken(replace(plan, BIAS=True), 2048, 768) == way
     assert taken(plan, 704, 768) == way
     assert taken(plan, 768, 704) == way
@@ -67,22 +71,15 @@ def test_nothing_with_h_or_fp32_to_write_or_an_activation_without_gates_is_store
 
 @pytest.mark.parametrize(("depth", "along"), [(512, True), (2048, True), (768, False), (576, False), (128, False)])
 def test_scales_come_along_where_a_tile_is_whole_turns_of_the_ring(depth: int, along: bool) -> None:
-    with scaled_product.way("along under"):
-        for plan in (UP, replace(UP, KEEP=True), DA):
+    with scaled_product.way("along"):
+        for plan in (UP, replace(UP, KEEP=True), replace(UP, KEEP=True, CODED=True)):
             assert along == scaled_product._with_ways(plan, depth, 768).ALONG
 
 
-def test_scales_come_along_with_gathered_rows_of_gates_or_of_a_result_in_fp32_only() -> None:
-    without = [DOWN, replace(DOWN, GATHER=True), replace(UP, GATED=False)]
+def test_scales_come_along_with_gathered_rows_of_gates_only() -> None:
+    without = [DOWN, replace(DOWN, GATHER=True), replace(UP, GATED=False), DA]
     with scaled_product.way("along"):
         assert not any(scaled_product._with_ways(plan, 2048, 768).ALONG for plan in without)
-
-
-def test_what_has_scales_along_is_stored_under_products_unless_it_is_fp32_or_lies_in_two_blocks() -> None:
-    plans = [UP, replace(UP, KEEP=True), replace(UP, KEEP=True, CODED=True), replace(UP, CUT=True), DA]
-    with scaled_product.way("along under"):
-        found = [scaled_product._with_ways(plan, 2048, 704 if plan.CUT else 768).UNDER for plan in plans]
-    assert found == [True, True, True, False, False]
 
 
 def test_a_way_holds_within_its_block_only() -> None:

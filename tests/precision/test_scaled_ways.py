@@ -31,10 +31,13 @@ def test_every_way_has_the_bits_of_the_plain_one(way: str, sizes: tuple[int, int
         assert torch.equal(without_h[name], value), f"{name}, h not kept"
 
 
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[3]], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-ste", "fp8-saved"])
-def test_the_ways_that_are_taken_have_the_bits_of_the_plain_one(recipe: str, bias: bool) -> None:
-    layer = on_gpu(*SIZES[0], bias=bias)
+def test_the_ways_that_are_taken_have_the_bits_of_the_plain_one(
+    recipe: str, bias: bool, sizes: tuple[int, int, int]
+) -> None:
+    layer = on_gpu(*sizes, bias=bias)
     found = gradients(layer, recipe, "triton")
     without_h = gradients(layer, recipe, "triton", recompute=True)
     with scaled_product.way("plain"):

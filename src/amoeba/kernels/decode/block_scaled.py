@@ -40,6 +40,11 @@ FEWEST_SLOTS, WEIGHT_ROWS, WARPS = 8, 64, 2
 DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: True}
 # Times the slots that an expert gets on average: 8 at 64 tokens of that layer, which was faster than 16 (docs/log.md).
 HEADROOM = 2
+# Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
+# these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
+FEWEST_LISTED = 128
+# Of MXFP4, where an expert gets so many slots on average: numbers of a row in a step of up. 113 us instead of 128.
+MANY_SLOTS, LONG_STEP = 4, 256
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
 
 
@@ -152,8 +157,13 @@ def by_expert(problem: Problem) -> Configuration:
         return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES[bits])
 
     up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
+    many = problem.rows >= MANY_SLOTS * weights.num_experts and rows == FEWEST_SLOTS
+    if many and weights.format is MXFP4 and weights.hidden >= LONG_STEP:
+        up = up._replace(depth=LONG_STEP)
     down = tile(weights.hidden, height, weights.intermediate)._replace(repeats=repeats)
-    return Configuration(False, up, down, rows, can_overlap(problem.x_TH.device), BY_LANES[bits])
+    overlap = can_overlap(problem.x_TH.device)
+    listed = overlap and problem.rows >= FEWEST_LISTED  # where a launch more costs little
+    return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed)
 
 
 def _piece(length: int, widest: int) -> int:

@@ -57,7 +57,6 @@ WAYS = {
     "brisk": Ways(brisk=True),
     "under": Ways(under=True, brisk=True),
     "along": Ways(along=True, alternate=True, brisk=True),
-    "along under": Ways(along=True, under=True, alternate=True, brisk=True),
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
 }
 # Deeper products gain nothing by `under`: their tiles end seldom.
@@ -82,20 +81,24 @@ def way(name: str) -> Iterator[None]:
 
 
 def _measured(plan: Plan, depth: int, columns: int) -> Ways:
-    """The fastest on an H200 (docs/log.md, 2026-11-16 and 17). TFLOP/s at qwen3_30b and dsv3, and before that:
+    """The fastest on an H200 (docs/log.md, 2026-11-16 and 17). TFLOP/s at qwen3_30b and dsv3, then of others in the
+    same run:
 
-    up, h in bf16     brisk     985, 1140      plain 966, 1138; under 910, 1105
-    up, h in e4m3     plain     923, 1114      under 921, 1113
-    up, h not kept    under    1051, 1151      all 1022, 1151; plain 996, 1095
-    dA'               all      1014, 1161      under 1009, 1156; plain 977, 1094
+    up, h in bf16     along    1040, 1172      brisk 932, 989
+    up, h in e4m3     along     996, 1128      plain 924, 1118
+    up, h not kept    along    1132, 1198      under 1053, 1151
+    dA'               all      1014, 1167      along, which it has no more, 917, 1037
     down              under    1124, 1219      plain 1038, 1192                         depths of 768 and 2048
     dx                under    1191            plain 1157                               a depth of 1536
     dx                plain          1223      under 1207                               a depth of 4096
 
-    Biases and half blocks have the same bits under `under`, but were not timed so: they keep what they had."""
+    Biases and half blocks have the same bits in other ways, but were not timed so: they keep what they had. So do tiles
+    that are no whole turns of the ring of stages, which cannot take `along`."""
+    timed = not (plan.BIAS or _cut(depth, columns))
+    if plan.PAIRED and timed and _is_whole_turns(plan, depth):
+        return WAYS["along"]
     if plan.ACTIVATE and plan.KEEP:
         return PLAIN if plan.CODED else WAYS["brisk"]
-    timed = not (plan.BIAS or _cut(depth, columns))
     if plan.PAIRED and timed:
         return WAYS["under"]
     if plan.ACTIVATE or (plan.GATHER and plan.WIDE):
@@ -103,9 +106,13 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
     return WAYS["under"] if timed and not plan.GATHER and depth <= DEEPEST_UNDER else PLAIN
 
 
+def _is_whole_turns(plan: Plan, depth: int) -> bool:
+    return depth % (plan.STAGES * BLOCK) == 0
+
+
 def _with_ways(plan: Plan, depth: int, columns: int) -> Plan:
     ways = _measured(plan, depth, columns) if _way is None else _way
-    along = ways.along and depth % (plan.STAGES * BLOCK) == 0
+    along = ways.along and _is_whole_turns(plan, depth)
     under = ways.under and depth > BLOCK  # it takes two steps or more
     return replace(plan, WAYS=ways._replace(along=along, under=under))
 

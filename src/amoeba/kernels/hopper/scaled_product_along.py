@@ -1,12 +1,8 @@
-"""Hopper's products in e4m3 with gathered rows whose scales come along with them, a stage's with its codes.
+"""Hopper's products in e4m3 with gathered rows and gates, where scales come along with rows, a stage's with its codes.
 
 The producing and the consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are ALONG, whose
 tiles are whole turns of the ring of stages. Each row has one thread that asks for its scale, by an asynchronous copy
 into the stage. So consumers know no token, and have no loads of their own under way when they fence.
-
-In order, or UNDER: as in `amoeba.kernels.hopper.scaled_product_under` halves of a tile leave while products run, and
-the first step of a tile is computed behind the last one of the tile before. fp32 leaves from the registers as it is:
-four threads side by side have 32 bytes of a row.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ from amoeba.kernels.activation import gated
 from amoeba.kernels.hopper.descriptor import bulk_load, gather
 from amoeba.kernels.hopper.product_kernel import place_of_tile
 from amoeba.kernels.hopper.product_store import add_bias
-from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns, clamped_place
-from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_straight
+from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns
+from amoeba.kernels.hopper.scaled_product_store import keep, store_codes
 
 
 @gluon.jit
@@ -63,11 +59,8 @@ def produce_along(
                 bar = full.index(stage)
                 matrix_buf = matrix_bufs.index(stage)
                 mbarrier.expect(bar, BLOCK_N * BLOCK)
-                if PLAN.PAIRED:
-                    bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf.slice(0, BLOCK, 0))
-                    bulk_load(matrix_desc, [at + columns, k + stage * BLOCK], bar, matrix_buf.slice(BLOCK, BLOCK, 0))
-                else:
-                    bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf)
+                bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf.slice(0, BLOCK, 0))
+                bulk_load(matrix_desc, [at + columns, k + stage * BLOCK], bar, matrix_buf.slice(BLOCK, BLOCK, 0))
                 gather(row_bufs.index(stage), pointers + stage * BLOCK)
                 gather(scale_bufs.index(stage), of_rows + stage)
                 gather(column_bufs.index(stage), of_columns + stage)
@@ -105,41 +98,27 @@ def _begin(
 
 
 @gluon.jit
-def _begin_left(
-    row_bufs, matrix_bufs, full, zero, count, there, WARPGROUP: gl.constexpr, HEIGHT: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """... of the left one, when the stage is full; unless it is there, of whatever it holds."""
-    stage = count & (STAGES - 1)
-    mbarrier.wait(full.index(stage), (count // STAGES) & 1, pred=there)
-    fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
-    return _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, HEIGHT, BLOCK)
-
-
-@gluon.jit
-def _add_right(right, found, of_right, of_far, PLAN: gl.constexpr, BLOCK: gl.constexpr):
-    if PLAN.SHIFTED:
-        near = (gl.arange(0, BLOCK, gl.SliceLayout(0, right.type.layout)) < BLOCK // 2)[None, :]
-        return right + found * gl.where(near, of_right[:, None], of_far[:, None])
-    else:
-        return right + found * of_right[:, None]
-
-
-@gluon.jit
 def _step(
     left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP: gl.constexpr,
     PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The sums with a stage's products; the stage is given back."""
-    of_rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
+    mma: gl.constexpr = left.type.layout
     stage = count & (STAGES - 1)
-    found = _begin_left(row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, HEIGHT, BLOCK, STAGES)
-    of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_rows)
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+    found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, HEIGHT, BLOCK)
+    of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, gl.SliceLayout(1, mma))
     left += warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None]
     found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, HEIGHT, BLOCK)
     done = warpgroup_mma_wait(0, deps=(found,))
     mbarrier.arrive(empty.index(stage), count=1)
-    return left, _add_right(right, done, of_right, of_far, PLAN, BLOCK)
+    if PLAN.SHIFTED:
+        near = (gl.arange(0, BLOCK, gl.SliceLayout(0, mma)) < BLOCK // 2)[None, :]
+        right += done * gl.where(near, of_right[:, None], of_far[:, None])
+    else:
+        right += done * of_right[:, None]
+    return left, right
 
 
 @gluon.jit
@@ -159,60 +138,12 @@ def _widened(pairs):
 
 
 @gluon.jit
-def _leave_left(
-    left, bias_row, h, h_desc, h_scale, kept, out, h_stride, out_stride, row, end, n, width, columns, blocks,
-    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """The left half's sums to memory, or those of gates rounded, to h as well; as they are needed later."""
-    if PLAN.PAIRED:
-        if PLAN.BIAS:
-            left = add_bias(left, bias_row, n * BLOCK, columns, BLOCK)
-        gate = _rounded(left)
-        if PLAN.KEEP:
-            keep(
-                gate, h, h_desc, h_scale, kept, h_stride, row, end, n * BLOCK, columns, 0, blocks, WARPGROUP, False,
-                PLAN,
-            )  # fmt: skip
-        return gate
-    else:
-        if PLAN.BIAS:
-            left = add_bias(left, bias_row, 2 * n * BLOCK, width, BLOCK)
-        store_straight(left, out, out_stride, row, end, 2 * n * BLOCK, width)
-        return left
-
-
-@gluon.jit
-def _leave_right(
-    gate, right, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, buffer, h_stride, out_stride, row, end,
-    n, width, columns, blocks, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    if PLAN.PAIRED:
-        if PLAN.BIAS:
-            right = add_bias(right, bias_row + columns, n * BLOCK, columns, BLOCK)
-        up = _rounded(right)
-        if PLAN.KEEP:
-            keep(
-                up, h, h_desc, h_scale, kept, h_stride, row, end, n * BLOCK, columns, columns, blocks, WARPGROUP, True,
-                PLAN,
-            )  # fmt: skip
-        a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-        store_codes(
-            a, out, out_desc, out_scale, buffer, out_stride, row, end, n * BLOCK, columns, 0, gl.cdiv(columns, BLOCK),
-            1 if PLAN.ALTERNATE else 0, PLAN,
-        )  # fmt: skip
-    else:
-        if PLAN.BIAS:
-            right = add_bias(right, bias_row, (2 * n + 1) * BLOCK, width, BLOCK)
-        store_straight(right, out, out_stride, row, end, (2 * n + 1) * BLOCK, width)
-
-
-@gluon.jit
 def consume_along(
     table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias, h,
     h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of each tile's rows, in order."""
+    """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
@@ -232,85 +163,25 @@ def consume_along(
             )  # fmt: skip
             count += 1
         bias_row = bias + expert.to(gl.int64) * width
-        gate = _leave_left(
-            left, bias_row, h, h_desc, h_scale, kept, out, h_stride, out_stride, row, end, n, width, columns, blocks,
-            WARPGROUP, PLAN, BLOCK,
-        )  # fmt: skip
-        _leave_right(
-            gate, right, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, buffer, h_stride, out_stride,
-            row, end, n, width, columns, blocks, WARPGROUP, PLAN, BLOCK,
-        )  # fmt: skip
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _now(sums):
-    """These, computed here: see `scaled_product_under`."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def consume_along_under(
-    table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias, h,
-    h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-):  # fmt: skip
-    """One warpgroup's half of each tile's rows, which leaves under products."""
-    tiles = gl.load(table)
-    column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
-    HEIGHT: gl.constexpr = BLOCK_M // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
-    of_rows: gl.constexpr = gl.SliceLayout(1, mma)
-    blocks = gl.cdiv(width, BLOCK)
-    zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
-    buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
-    count = 0
-    expert, row, end, n = clamped_place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
-    left, right = zero, zero
-    if gl.program_id(0) < tiles * column_tiles:
-        left, right = _step(
-            left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP, PLAN,
-            HEIGHT, BLOCK, STAGES,
-        )  # fmt: skip
-    count = 1
-    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        next_tile = tile + gl.num_programs(0)
-        for _ in range(2 * BLOCK, depth, BLOCK):
-            left, right = _step(
-                left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP, PLAN,
-                HEIGHT, BLOCK, STAGES,
+        column = n * BLOCK
+        if PLAN.BIAS:
+            left = add_bias(left, bias_row, column, columns, BLOCK)
+        gate = _rounded(left)
+        if PLAN.KEEP:
+            keep(
+                gate, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, False, PLAN
             )  # fmt: skip
-            count += 1
-        stage = count & (STAGES - 1)
-        found = _begin_left(row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, HEIGHT, BLOCK, STAGES)
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_rows)
-        coming_expert, coming_row, coming_end, coming_n = clamped_place(
-            next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M
-        )
-        left = _now(left + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
-        found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, HEIGHT, BLOCK)
-        bias_row = bias + expert.to(gl.int64) * width
-        gate = _leave_left(
-            left, bias_row, h, h_desc, h_scale, kept, out, h_stride, out_stride, row, end, n, width, columns, blocks,
-            WARPGROUP, PLAN, BLOCK,
+        if PLAN.BIAS:
+            right = add_bias(right, bias_row + columns, column, columns, BLOCK)
+        up = _rounded(right)
+        if PLAN.KEEP:
+            keep(
+                up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, True,
+                PLAN,
+            )  # fmt: skip
+        a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+        store_codes(
+            a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK),
+            1 if PLAN.ALTERNATE else 0, PLAN,
         )  # fmt: skip
-        done = warpgroup_mma_wait(0, deps=(found,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        right = _now(_add_right(right, done, of_right, of_far, PLAN, BLOCK))
-        count += 1
-        stage = count & (STAGES - 1)
-        some = next_tile < tiles * column_tiles
-        found = _begin_left(row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, HEIGHT, BLOCK, STAGES)
-        _leave_right(
-            gate, right, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, buffer, h_stride, out_stride,
-            row, end, n, width, columns, blocks, WARPGROUP, PLAN, BLOCK,
-        )  # fmt: skip
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_rows)
-        left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
-        found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, HEIGHT, BLOCK)
-        done = warpgroup_mma_wait(0, deps=(found,))
-        mbarrier.arrive(empty.index(stage), count=1, pred=some)
-        right = _add_right(zero, done, of_right, of_far, PLAN, BLOCK)
-        count += 1
-        expert, row, end, n = coming_expert, coming_row, coming_end, coming_n
     tma.store_wait(0)

@@ -25,7 +25,7 @@ from amoeba.kernels.activation import gated
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
 from amoeba.kernels.hopper.product_kernel import place_of_tile
 from amoeba.kernels.hopper.product_store import add_bias
-from amoeba.kernels.hopper.scaled_product_along import consume_along, consume_along_under, produce_along
+from amoeba.kernels.hopper.scaled_product_along import consume_along, produce_along
 from amoeba.kernels.hopper.scaled_product_scales import (
     clamped_place,
     first_scales,
@@ -256,13 +256,7 @@ def _consume(
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    if PLAN.ALONG and PLAN.UNDER:
-        consume_along_under(
-            table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias,
-            h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP, PLAN, BLOCK_M, BLOCK,
-            STAGES, GROUP_M,
-        )  # fmt: skip
-    elif PLAN.ALONG:
+    if PLAN.ALONG:
         consume_along(
             table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias,
             h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP, PLAN, BLOCK_M, BLOCK,

@@ -27,8 +27,8 @@ class Ways(NamedTuple):
     alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
     under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
                are nothing to it.
-    along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, and fp32
-               leaves from the registers, see `scaled_product_along`.
+    along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, see
+               `scaled_product_along`. `ahead`, `behind`, `skips` and `under` are nothing to it.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 
@@ -74,15 +74,14 @@ class Plan:
 
     @property
     def ALONG(self) -> bool:
-        """Not for a result in bf16, nor an activation without gates."""
-        return self.WAYS.along and self.GATHER and (self.PAIRED or self.WIDE)
+        """Not for results that are not activated (fp32 was slower), nor for an activation without gates."""
+        return self.WAYS.along and self.GATHER and self.PAIRED
 
     @property
     def UNDER(self) -> bool:
         """Where it has been faster, or nearly: not with h or fp32 to write. Where two halves are activated one by one,
         their sums do not all find registers."""
-        fits = self.PAIRED and not self.SHIFTED if self.ALONG else (self.PAIRED or not self.ACTIVATE) and not self.KEEP
-        return self.WAYS.under and fits and not self.WIDE
+        return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not self.KEEP and not self.WIDE
 
     @property
     def SKIPS(self) -> bool:

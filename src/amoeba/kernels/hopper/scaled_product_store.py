@@ -42,20 +42,6 @@ def store_halves(
 
 
 @gluon.jit
-def store_straight(value, out, stride, row, end, column, width):
-    """A tile to memory, from the registers: in fp32 each four threads side by side write 32 bytes of a row."""
-    HEIGHT: gl.constexpr = value.shape[0]
-    COLUMNS: gl.constexpr = value.shape[1]
-    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
-    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
-    pointers = out + m.to(gl.int64)[:, None] * stride + n[None, :]
-    if column + COLUMNS <= width:
-        gl.store(pointers, value, mask=(m < end)[:, None])
-    else:
-        gl.store(pointers, value, mask=(m < end)[:, None] & (n < width)[None, :])
-
-
-@gluon.jit
 def store_quarters(value, out, desc, staging, stride, row, end, column, width, FIRST: gl.constexpr):
     """A tile to memory through two buffers that have a quarter of its columns, in turns."""
     COLUMNS: gl.constexpr = staging.shape[2]
