@@ -63,7 +63,7 @@ def _microseconds(graph: Graph, task: Task, order: Order) -> float:
         _bytes(graph, task) / BYTES_PER_MICROSECOND,
         _sent_bytes(graph, task) / LINK_BYTES_PER_MICROSECOND,
     )
-    ticket = GATE_MICROSECONDS + (0.0 if order.ahead else TICKET_MICROSECONDS)
+    ticket = GATE_MICROSECONDS + (0.0 if order.ahead or order.listed else TICKET_MICROSECONDS)
     return work + max(0.0, ticket - work * min(1.0, RING * _STAGE_FLOP / max(flop, _STAGE_FLOP)))
 
 
