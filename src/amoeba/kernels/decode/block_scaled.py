@@ -148,7 +148,9 @@ def by_expert(problem: Problem) -> Configuration:
     depth = depth * SMALLEST_CHUNK // max(rows, SMALLEST_CHUNK)  # both operands take registers
     # Two tiles of down in a program: 130 us at 64 tokens instead of 133. Tiles twice as high by four warps took 133,
     # but a newer Triton multiplies those by the instruction that reads shared memory: numbers in another order.
-    repeats = 2 if weights.format is MXFP4 and problem.rows >= weights.num_experts else 1
+    # With more slots in a chunk than those have, registers do not suffice everywhere (sm_120).
+    twice = weights.format is MXFP4 and problem.rows >= weights.num_experts and rows <= SMALLEST_CHUNK
+    repeats = 2 if twice else 1
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
         rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
 
