@@ -148,6 +148,8 @@ def _of_ranks(dtype: torch.dtype) -> Launches:
         "add rows": lambda: peer_rows.add_rows(post, plan, SUMS, rows, goes),
         "send sums": lambda: peer_sums.send_sums(post, plan, sorted_rows, slot_row, weight, comes),
         "add sums": lambda: peer_sums.add_sums(post, plan, sorted_rows, slot_row, weight, goes),
+        "own sums": lambda: peer_sums.own_sums(post, plan, sorted_rows, slot_row, own),
+        "add to own sums": lambda: peer_sums.add_kept(post, own, goes),
         "wait for room": lambda: peer_copies.wait_for_room(post, ROWS),
         "close": lambda: Arrival.close(SimpleNamespace(post=post)),
     }
