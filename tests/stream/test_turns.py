@@ -268,7 +268,7 @@ def test_while_one_group_waits_for_the_disk_another_goes_on(monkeypatch) -> None
         given.ended()
         assert given.order[:2] == [[0, 1]] * 2
         assert sorted(given.order[2]) == [0, 1], (
-            "questions come in turns; who looks first, once both are answered, is open"
+            "who looks first, once both are answered, is open"
         )
 
 
