@@ -267,9 +267,7 @@ def test_while_one_group_waits_for_the_disk_another_goes_on(monkeypatch) -> None
         watch.join()
         given.ended()
         assert given.order[:2] == [[0, 1]] * 2
-        assert sorted(given.order[2]) == [0, 1], (
-            "who looks first, once both are answered, is open"
-        )
+        assert sorted(given.order[2]) == [0, 1], "who looks first, once both are answered, is open"
 
 
 def until(is_so, seconds: float = 10.0) -> None:
