@@ -115,9 +115,14 @@ def median_ms(run: Callable[[], object]) -> float:
 
 
 def _captured(run: Callable[[], object]) -> Callable[[], object]:
-    """run: has run before, so nothing is compiled meanwhile."""
+    """run: has run before, so nothing is compiled meanwhile. What cannot be captured is timed with its launches."""
     graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.graph(graph, stream=beside):
-        run()
+    try:
+        with torch.cuda.graph(graph, stream=beside):
+            run()
+    except RuntimeError as reason:
+        if is_out_of_memory(reason):
+            raise
+        return run
     return graph.replay
