@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, row_pointers
+from amoeba.kernels.hopper.order import IN_GROUPS, entry_ahead, entry_of_tile, place_in_entry
+from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, pointers_to, row_pointers, slots_ahead
 from amoeba.kernels.hopper.product_store import add_bias, column_parts, finish_tile, store_tile
 from amoeba.kernels.launch import quick
 
@@ -50,6 +51,8 @@ class Plan:
     QUARTERS: bool = False
     BRISK: bool = False
     CARRY: bool = False
+    AHEAD: bool = False
+    ORDER: int = IN_GROUPS  # of tiles, see `amoeba.kernels.hopper.order`
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
 
     @property
@@ -60,6 +63,10 @@ class Plan:
     @property
     def CARRIES(self) -> bool:
         return self.CARRY and not self.ACTIVATE and not self.GATHER
+
+    @property
+    def LOOKS_AHEAD(self) -> bool:
+        return self.AHEAD and self.GATHER
 
     @property
     def PAIRED(self) -> bool:
@@ -124,13 +131,8 @@ def share_of_tiles(program, programs, tiles, HALVINGS: gl.constexpr):
 @gluon.jit
 def place_of_tile(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
     """Expert, first row, end of the expert's rows, and column tile of a tile."""
-    group_size = GROUP_M * column_tiles
-    group = tile // group_size
-    first = group * GROUP_M
-    height = gl.minimum(tiles - first, GROUP_M)
-    inside = tile - group * group_size
-    entry = table + 4 + (first + inside % height) * 4
-    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), inside // height
+    entry = entry_of_tile(tile, table, tiles, column_tiles, -1, GROUP_M)
+    return place_in_entry(entry, column_tiles, -1, 0)
 
 
 @gluon.jit
@@ -144,12 +146,24 @@ def _produce(
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
+    if PLAN.LOOKS_AHEAD:
+        entry = entry_ahead(first, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
+        expert, row, end, n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
+        slot = slots_ahead(order, row, end, BLOCK_M)
+        entry = entry_ahead(first + step, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
     for tile in range(first, behind, step):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
-        if PLAN.GATHER:
-            pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
+        if PLAN.LOOKS_AHEAD:
+            pointers = pointers_to(x, slot, x_stride, top_k, BLOCK_K)
+            next_expert, next_row, next_end, next_n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
+            slot = slots_ahead(order, next_row, next_end, BLOCK_M)
+            entry = entry_ahead(tile + 2 * step, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
         else:
-            pointers = x
+            entry = entry_of_tile(tile, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
+            expert, row, end, n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
+            if PLAN.GATHER:
+                pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
+            else:
+                pointers = x
         if PLAN.ROUNDS:
             count = fill_rounds(
                 row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth,
@@ -165,6 +179,8 @@ def _produce(
                 low_desc, factor_desc, x, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank, width,
                 columns, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
+        if PLAN.LOOKS_AHEAD:
+            expert, row, n = next_expert, next_row, next_n
 
 
 @gluon.jit
@@ -253,10 +269,17 @@ def _consume_whole(
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        entry = entry_of_tile(tile, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
+        begin = 0
+        if PLAN.ROUNDS and PLAN.ORDER > 0:  # a place takes some computing: under the first turn's products
+            begin = STAGES * BLOCK_K
+            acc, count = _begin_rounds(
+                acc, row_bufs, matrix_bufs, full, empty, count, 0, begin, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+            )
+        expert, row, end, n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
         if PLAN.ROUNDS:
             acc, count = _begin_rounds(
-                acc, row_bufs, matrix_bufs, full, empty, count, 0, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+                acc, row_bufs, matrix_bufs, full, empty, count, begin, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
             )
             acc = _end_rounds(acc, empty, STAGES)
         else:
@@ -290,12 +313,16 @@ def _consume_carrying(
     carried_row, carried_end, carried_column, count = 0, 0, 0, 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
+        if PLAN.ORDER > 0:
+            entry = entry_of_tile(tile, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
         acc, count = _begin_rounds(
             acc, row_bufs, matrix_bufs, full, empty, count, 0, TURN, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
         if tile > first:
             store_tile(carried, out, out_desc, own, out_stride, carried_row, carried_end, carried_column, width, 0)
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        if PLAN.ORDER <= 0:
+            entry = entry_of_tile(tile, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
+        expert, row, end, n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
         acc, count = _begin_rounds(
             acc, row_bufs, matrix_bufs, full, empty, count, TURN, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )

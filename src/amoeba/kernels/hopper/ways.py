@@ -34,12 +34,16 @@ class Ways(NamedTuple):
     brisk:    a sigmoid of five instructions.
     carry:    with rounds and without quarters, where rows are not gathered and nothing is activated: half of a tile's
               sums leave while the next tile's products run, and its place is found there.
+    ahead:    with rounds, where rows are gathered: a tile's place and token numbers are found during the tile before.
+    thrifty:  tiles come in the order that reads the fewest bytes, see `amoeba.kernels.hopper.order`.
     """
 
     rounds: bool = False
     quarters: bool = False
     brisk: bool = False
     carry: bool = False
+    ahead: bool = False
+    thrifty: bool = False
 
 
 def ways_named(names: str, what: str = VARIABLE) -> Ways:
@@ -64,7 +68,7 @@ def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
     rounds = ways.rounds and whole_turns
     carry = ways.carry and rounds and not ways.quarters
-    taken = ways._replace(rounds=rounds, carry=carry)
+    taken = ways._replace(rounds=rounds, carry=carry, ahead=ways.ahead and rounds)
     return {name.upper(): value for name, value in taken._asdict().items()}
 
 
@@ -72,10 +76,12 @@ class GradientWays(NamedTuple):
     """
     rounds: tiles go by whole turns of the ring, see `amoeba.kernels.hopper.gradient_rounds`.
     onward: with rounds, tiles follow one another in the ring, see `amoeba.kernels.hopper.gradient_onward`.
+    thrifty: tiles come in the order that reads the fewest bytes, see `amoeba.kernels.hopper.order`.
     """
 
     rounds: bool = False
     onward: bool = False
+    thrifty: bool = False
 
 
 def gradient_ways(whole_height: bool, whole_width: bool) -> GradientWays:
@@ -87,4 +93,4 @@ def gradient_ways(whole_height: bool, whole_width: bool) -> GradientWays:
 def _gradient_ways(names: str, whole_height: bool, whole_width: bool) -> GradientWays:
     ways = GradientWays(**_named(names, GradientWays._fields, GRADIENT_VARIABLE, GRADIENT_TAKEN))
     rounds = ways.rounds and whole_height
-    return GradientWays(rounds, ways.onward and rounds and whole_width)
+    return GradientWays(rounds, ways.onward and rounds and whole_width, ways.thrifty)
