@@ -69,7 +69,7 @@ def group_of_gradient(height_tiles: int, width_tiles: int) -> int:
 @gluon.jit
 def entry_of_tile(tile, table, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M: gl.constexpr):
     """What `place_in_entry` needs of the table, and the column tile where that is known already."""
-    slot, n = _slot_of_tile(tile, tiles, column_tiles, ORDER, GROUP_M)
+    slot, n = slot_of_tile(tile, tiles, column_tiles, ORDER, GROUP_M)
     entry = table + 4 + slot * 4
     of_expert = n
     if ORDER > 0:
@@ -81,7 +81,7 @@ def entry_of_tile(tile, table, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M
 def entry_ahead(tile, table, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M: gl.constexpr):
     """... where there may be no such tile: it has no rows then, and row -1."""
     there = tile < tiles * column_tiles
-    slot, n = _slot_of_tile(gl.where(there, tile, 0), gl.maximum(tiles, 1), column_tiles, ORDER, GROUP_M)
+    slot, n = slot_of_tile(gl.where(there, tile, 0), gl.maximum(tiles, 1), column_tiles, ORDER, GROUP_M)
     entry = table + 4 + slot * 4
     expert = gl.load(entry, mask=there, other=0)
     row = gl.load(entry + 1, mask=there, other=-1)
@@ -93,7 +93,7 @@ def entry_ahead(tile, table, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M: 
 
 
 @gluon.jit
-def _slot_of_tile(tile, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M: gl.constexpr):
+def slot_of_tile(tile, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M: gl.constexpr):
     """Place in the table, and column tile."""
     if ORDER < 0:
         group_size = GROUP_M * column_tiles

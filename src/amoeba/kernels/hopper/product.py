@@ -27,7 +27,7 @@ from amoeba.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.order import IN_GROUPS, order_of_product
+from amoeba.kernels.hopper.order import order_of_product
 from amoeba.kernels.hopper.product_kernel import (
     BLOCK_K,
     BLOCK_M,
@@ -38,7 +38,7 @@ from amoeba.kernels.hopper.product_kernel import (
     Plan,
     product_kernel,
 )
-from amoeba.kernels.hopper.ways import chosen_constants
+from amoeba.kernels.hopper.ways import chosen_constants, is_thrifty
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.programs import halvings, programs, programs_in_halves
 
@@ -160,12 +160,11 @@ def _chosen(
     """Of the plan, by name."""
     whole_turns = addend is None and matrix_EOW.shape[2] % (STAGES * BLOCK_K) == 0
     chosen = chosen_constants(whole_turns)
-    thrifty = chosen["THRIFTY"] and whole_table
-    order = IN_GROUPS
-    if thrifty:
-        experts, width, depth = matrix_EOW.shape
-        order = order_of_product(rows // experts, column_tiles, width * depth * matrix_EOW.element_size())
-    return {"ORDER": order, **{name: value for name, value in chosen.items() if name != "THRIFTY"}}
+    if not (whole_table and is_thrifty()):
+        return chosen
+    experts, width, depth = matrix_EOW.shape
+    order = order_of_product(rows // experts, column_tiles, width * depth * matrix_EOW.element_size())
+    return {"ORDER": order, **chosen}
 
 
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:

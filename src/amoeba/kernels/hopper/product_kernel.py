@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.hopper.order import IN_GROUPS, entry_ahead, entry_of_tile, place_in_entry
+from amoeba.kernels.hopper.order import IN_GROUPS, entry_ahead, entry_of_tile, place_in_entry, slot_of_tile
 from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, pointers_to, row_pointers, slots_ahead
 from amoeba.kernels.hopper.product_store import add_bias, column_parts, finish_tile, store_tile
 from amoeba.kernels.launch import quick
@@ -131,8 +131,9 @@ def share_of_tiles(program, programs, tiles, HALVINGS: gl.constexpr):
 @gluon.jit
 def place_of_tile(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
     """Expert, first row, end of the expert's rows, and column tile of a tile."""
-    entry = entry_of_tile(tile, table, tiles, column_tiles, -1, GROUP_M)
-    return place_in_entry(entry, column_tiles, -1, 0)
+    slot, n = slot_of_tile(tile, tiles, column_tiles, -1, GROUP_M)
+    entry = table + 4 + slot * 4
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), n
 
 
 @gluon.jit

@@ -69,7 +69,17 @@ def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     rounds = ways.rounds and whole_turns
     carry = ways.carry and rounds and not ways.quarters
     taken = ways._replace(rounds=rounds, carry=carry, ahead=ways.ahead and rounds)
-    return {name.upper(): value for name, value in taken._asdict().items()}
+    return {name.upper(): value for name, value in taken._asdict().items() if name != "thrifty"}
+
+
+def is_thrifty() -> bool:
+    """Of products."""
+    return _is_thrifty(os.environ.get(VARIABLE, TAKEN))
+
+
+@cache
+def _is_thrifty(names: str) -> bool:
+    return ways_named(names).thrifty
 
 
 class GradientWays(NamedTuple):
