@@ -6,9 +6,11 @@ import itertools
 import types
 
 import pytest
+import torch
 
 from amoeba.kernels.hopper import order
 from amoeba.kernels.hopper.order import BY_COLUMNS, IN_GROUPS, TALL, WIDE, group_of_gradient, order_of_product
+from amoeba.kernels.hopper.product import tile_table
 
 BLOCK_M, GROUP_M = 128, 8
 
@@ -20,18 +22,17 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "gl", plain)
 
 
-def tiles_in_order(counts: list[int], column_tiles: int, which: int) -> list[tuple[int, int, int, int]]:
+def tiles_in_order(counts: list[int], column_tiles: int, which: int, device: torch.device) -> list[tuple[int, ...]]:
     """Expert, row, end and column tile as a kernel finds them, tile after tile."""
-    table, start = [], 0
-    for expert, count in enumerate(counts):
-        of_expert = -(-count // BLOCK_M)
-        table += [(expert, start + BLOCK_M * i, start + count, of_expert) for i in range(of_expert)]
-        start += count
+    offs_E = torch.tensor(counts, device=device).cumsum(0).int()
+    table = tile_table(offs_E, sum(counts))
+    if which > 0:
+        table = order.list_tiles(table, column_tiles, which)
+    (tiles, _, _, _), *entries = table.view(-1, 4).tolist()
     found = []
-    for tile in range(len(table) * column_tiles):
-        slot, n = order.slot_of_tile.fn(tile, len(table), column_tiles, which, GROUP_M)
-        expert, row, end, of_expert = table[slot]
-        found.append(order.place_in_entry.fn((expert, row, end, n, of_expert), column_tiles, which, BLOCK_M))
+    for tile in range(tiles * column_tiles):
+        slot, n = order._slot_of_tile.fn(tile, tiles, column_tiles, GROUP_M, which)
+        found.append((*entries[slot][:3], entries[slot][3] if which > 0 else n))
     return found
 
 
@@ -40,20 +41,23 @@ COUNTS = [0, 1, 127, 128, 129, 0, 2048, 2049, 3000, 3072, 6000, 5]
 
 @pytest.mark.parametrize("which", [IN_GROUPS, BY_COLUMNS, 2, TALL])
 @pytest.mark.parametrize("column_tiles", [1, 3, 8, 112])
-def test_each_tile_comes_once(which: int, column_tiles: int) -> None:
-    found = tiles_in_order(COUNTS, column_tiles, which)
-    assert len(set(found)) == len(found)
-    assert sorted(found) == sorted(tiles_in_order(COUNTS, column_tiles, IN_GROUPS))
+def test_each_tile_comes_once(which: int, column_tiles: int, device: torch.device) -> None:
+    found, start, expected = tiles_in_order(COUNTS, column_tiles, which, device), 0, []
+    for expert, count in enumerate(COUNTS):
+        for row in range(start, start + count, BLOCK_M):
+            expected += [(expert, row, start + count, n) for n in range(column_tiles)]
+        start += count
+    assert sorted(found) == expected
 
 
-def test_a_row_tiles_columns_follow_one_another() -> None:
-    rows = [row for _, row, _, _ in tiles_in_order(COUNTS, 7, BY_COLUMNS)]
+def test_a_row_tiles_columns_follow_one_another(device: torch.device) -> None:
+    rows = [row for _, row, _, _ in tiles_in_order(COUNTS, 7, BY_COLUMNS, device)]
     assert [row for row, _ in itertools.groupby(rows)] == sorted(set(rows))
 
 
-def test_a_group_is_one_experts_and_sweeps_the_columns_together() -> None:
+def test_a_group_is_one_experts_and_sweeps_the_columns_together(device: torch.device) -> None:
     """Where an expert has 24 row tiles, it has two groups of twelve."""
-    found = tiles_in_order(COUNTS, 7, TALL)
+    found = tiles_in_order(COUNTS, 7, TALL, device)
     heights: dict[int, set[int]] = {}
     for (expert, _), run in itertools.groupby(found, key=lambda place: (place[0], place[3])):
         rows = [row for _, row, _, _ in run]

@@ -1,14 +1,14 @@
 """In which order tiles are computed: which ones are there at the same time, and so how many bytes come from memory.
 
-    order = order_of_product(rows, column_tiles, matrix_bytes)        # BY_COLUMNS, or how many row tiles a group has
-    entry = entry_of_tile(tile, table, tiles, column_tiles, ORDER, GROUP_M)      # in a kernel
-    expert, row, end, n = place_in_entry(entry, column_tiles, ORDER, BLOCK_M)
+    order = order_of_product(rows, column_tiles, matrix_bytes)      # BY_COLUMNS, or how many row tiles a group has
+    listed = list_tiles(table, column_tiles, order)                 # for the latter
+    expert, row, end, n = place_of_tile(tile, table or listed, tiles, column_tiles, GROUP_M, ORDER)     # in a kernel
     group = group_of_gradient(height_tiles, width_tiles)
 
 As many tiles as there are multiprocessors are multiplied at once, step by step along the same depth. What they share is
 read from memory once, and what the next ones read again is there still only where all of it is small: 128 rows or 256
-columns of a matrix of depth 7168 are 2 and 4 MB. So the bytes of a product of one expert follow from how many
-of its row tiles and of its column tiles are there together:
+columns of a matrix of depth 7168 are 2 and 4 MB. So the bytes of a product of one expert follow from how many of its
+row tiles and of its column tiles are there together:
 
     IN_GROUPS    eight row tiles sweep the columns, whichever experts they belong to
     BY_COLUMNS   a row tile's columns one after the other: all of a narrow matrix is there, and each row once
@@ -21,8 +21,14 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from amoeba.kernels.launch import cdiv, quick
 
 IN_GROUPS, BY_COLUMNS = -1, 0
 # Where P tiles are there at once and a column tile has twice a row tile's bytes, a·R + 2b·R with a·b = P is least for
@@ -30,12 +36,13 @@ IN_GROUPS, BY_COLUMNS = -1, 0
 TALL, WIDE, PROGRAMS = 16, 8, 132
 # A matrix of so many bytes stays in the second-level cache, of 50 MB on an H200, while its expert's tiles are computed.
 KEPT_BYTES = 10_000_000
+_BLOCK = 256
 
 
 @cache
 def order_of_product(rows: int, column_tiles: int, matrix_bytes: int) -> int:
     """rows: of an expert, in the mean. matrix_bytes: of an expert. The order that reads less if nothing else is kept
-    from turn to turn; where a matrix is, the one whose places are found by the least computing.
+    from turn to turn; where a matrix is, the one that needs no list.
 
     A run of n tiles meets 1 + (n - 1) / PROGRAMS turns in the mean.
     """
@@ -59,42 +66,52 @@ def group_of_gradient(height_tiles: int, width_tiles: int) -> int:
 
     A group's own side is read once and stays, the other side once for each group. A tile is 128 high and 256 wide.
     """
-    tall = height_tiles + 2 * width_tiles * -(-height_tiles // TALL)
-    wide = 2 * width_tiles + height_tiles * -(-width_tiles // WIDE)
+    tall = height_tiles + 2 * width_tiles * cdiv(height_tiles, TALL)
+    wide = 2 * width_tiles + height_tiles * cdiv(width_tiles, WIDE)
     if tall == wide:  # the last group of one turn is the first of the next, and its other side is read again
         return -WIDE if 2 * width_tiles <= height_tiles else TALL
     return -WIDE if wide < tall else TALL
 
 
-@gluon.jit
-def entry_of_tile(tile, table, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M: gl.constexpr):
-    """What `place_in_entry` needs of the table, and the column tile where that is known already."""
-    slot, n = slot_of_tile(tile, tiles, column_tiles, ORDER, GROUP_M)
+@quick
+@triton.jit
+def _list_tiles(table, listed, column_tiles, HEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    row_tiles = tl.load(table)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = tile < row_tiles * column_tiles
+    slot = tile // column_tiles
     entry = table + 4 + slot * 4
-    of_expert = n
-    if ORDER > 0:
-        of_expert = gl.load(entry + 3)
-    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), n, of_expert
+    expert = tl.load(entry, mask=real, other=0)
+    row = tl.load(entry + 1, mask=real, other=0)
+    end = tl.load(entry + 2, mask=real, other=1)
+    of_expert = tl.load(entry + 3, mask=real, other=1)
+    before = of_expert - (end - row + BLOCK_M - 1) // BLOCK_M  # row tiles of the expert, before this one
+    groups = tl.maximum((of_expert + HEIGHT // 2) // HEIGHT, 1)
+    height = (of_expert + groups - 1) // groups
+    first = before // height * height
+    inside = tile - (slot - before + first) * column_tiles
+    height = tl.minimum(of_expert - first, height)
+    at = listed + 4 + tile * 4
+    tl.store(at, expert, mask=real)
+    tl.store(at + 1, row + (first + inside % height - before) * BLOCK_M, mask=real)
+    tl.store(at + 2, end, mask=real)
+    tl.store(at + 3, inside // height, mask=real)
+    if tl.program_id(0) == 0:
+        tl.store(listed, row_tiles)
+
+
+def list_tiles(table: Tensor, column_tiles: int, height: int) -> Tensor:
+    """All tiles of a product as groups of one expert's row tiles sweep its columns: `table`'s first four places, then
+    for each tile expert, first row, expert's end, column tile. height: of a group, give or take a half."""
+    most = (table.shape[0] // 4 - 1) * column_tiles
+    listed = torch.empty(4 + 4 * most, dtype=torch.int32, device=table.device)
+    _list_tiles[(cdiv(most, _BLOCK),)](table, listed, column_tiles, HEIGHT=height, BLOCK_M=128, BLOCK=_BLOCK)
+    return listed
 
 
 @gluon.jit
-def entry_ahead(tile, table, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M: gl.constexpr):
-    """... where there may be no such tile: it has no rows then, and row -1."""
-    there = tile < tiles * column_tiles
-    slot, n = slot_of_tile(gl.where(there, tile, 0), gl.maximum(tiles, 1), column_tiles, ORDER, GROUP_M)
-    entry = table + 4 + slot * 4
-    expert = gl.load(entry, mask=there, other=0)
-    row = gl.load(entry + 1, mask=there, other=-1)
-    end = gl.load(entry + 2, mask=there, other=0)
-    of_expert = n
-    if ORDER > 0:
-        of_expert = gl.load(entry + 3, mask=there, other=1)
-    return expert, row, end, n, of_expert
-
-
-@gluon.jit
-def slot_of_tile(tile, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M: gl.constexpr):
-    """Place in the table, and column tile."""
+def _slot_of_tile(tile, tiles, column_tiles, GROUP_M: gl.constexpr, ORDER: gl.constexpr):
+    """Place in the table, and column tile where it is not told there."""
     if ORDER < 0:
         group_size = GROUP_M * column_tiles
         group = tile // group_size
@@ -102,24 +119,34 @@ def slot_of_tile(tile, tiles, column_tiles, ORDER: gl.constexpr, GROUP_M: gl.con
         height = gl.minimum(tiles - first, GROUP_M)
         inside = tile - group * group_size
         return first + inside % height, inside // height
-    else:
+    elif ORDER == 0:
         slot = tile // column_tiles
         return slot, tile - slot * column_tiles
+    else:
+        return tile, tile
 
 
 @gluon.jit
-def place_in_entry(entry, column_tiles, ORDER: gl.constexpr, BLOCK_M: gl.constexpr):
+def place_of_tile(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr, ORDER: gl.constexpr = -1):
     """Expert, first row, end of the expert's rows, and column tile of a tile."""
-    expert, row, end, n, of_expert = entry
+    slot, n = _slot_of_tile(tile, tiles, column_tiles, GROUP_M, ORDER)
+    entry = table + 4 + slot * 4
     if ORDER > 0:
-        before = of_expert - gl.cdiv(end - row, BLOCK_M)  # row tiles of the expert, before the one of the entry
-        groups = gl.maximum((of_expert + ORDER // 2) // ORDER, 1)
-        height = gl.cdiv(of_expert, groups)
-        first = before // height * height
-        inside = (before - first) * column_tiles + n
-        height = gl.minimum(of_expert - first, height)
-        row += (first + inside % height - before) * BLOCK_M
-        n = inside // height
+        n = gl.load(entry + 3)
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), n
+
+
+@gluon.jit
+def place_ahead(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr, ORDER: gl.constexpr):
+    """... where there may be no such tile: its row is -1 then, and so is its last one."""
+    there = tile < tiles * column_tiles
+    slot, n = _slot_of_tile(gl.where(there, tile, 0), gl.maximum(tiles, 1), column_tiles, GROUP_M, ORDER)
+    entry = table + 4 + slot * 4
+    if ORDER > 0:
+        n = gl.load(entry + 3, mask=there, other=0)
+    expert = gl.load(entry, mask=there, other=0)
+    row = gl.load(entry + 1, mask=there, other=-1)
+    end = gl.load(entry + 2, mask=there, other=0)
     return expert, row, end, n
 
 

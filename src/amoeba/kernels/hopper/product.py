@@ -27,7 +27,7 @@ from amoeba.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.order import order_of_product
+from amoeba.kernels.hopper.order import list_tiles, order_of_product
 from amoeba.kernels.hopper.product_kernel import (
     BLOCK_K,
     BLOCK_M,
@@ -116,6 +116,8 @@ def _launch(
     if halvings():
         plan, count = replace(plan, HALVINGS=halvings()), programs_in_halves
     matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
+    if plan.ORDER > 0:
+        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER)
     layout = shared_layout(plan.MATRIX, out.dtype)
     # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
     row_desc = None if plan.GATHER else descriptor(rows, _ROWS)

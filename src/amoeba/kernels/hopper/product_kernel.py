@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.hopper.order import IN_GROUPS, entry_ahead, entry_of_tile, place_in_entry, slot_of_tile
+from amoeba.kernels.hopper.order import IN_GROUPS, place_ahead, place_of_tile
 from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, pointers_to, row_pointers, slots_ahead
 from amoeba.kernels.hopper.product_store import add_bias, column_parts, finish_tile, store_tile
 from amoeba.kernels.launch import quick
@@ -129,14 +129,6 @@ def share_of_tiles(program, programs, tiles, HALVINGS: gl.constexpr):
 
 
 @gluon.jit
-def place_of_tile(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr):
-    """Expert, first row, end of the expert's rows, and column tile of a tile."""
-    slot, n = slot_of_tile(tile, tiles, column_tiles, -1, GROUP_M)
-    entry = table + 4 + slot * 4
-    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), n
-
-
-@gluon.jit
 def _produce(
     row_desc, matrix_desc, low_desc, factor_desc, x, order, table, row_bufs, matrix_bufs, full, empty, depth, rank,
     width, columns, x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -148,19 +140,20 @@ def _produce(
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     if PLAN.LOOKS_AHEAD:
-        entry = entry_ahead(first, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
-        expert, row, end, n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
+        expert, row, end, n = place_ahead(first, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
         slot = slots_ahead(order, row, end, BLOCK_M)
-        entry = entry_ahead(first + step, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
+        next_expert, next_row, next_end, next_n = place_ahead(
+            first + step, table, tiles, column_tiles, GROUP_M, PLAN.ORDER
+        )
     for tile in range(first, behind, step):
-        if PLAN.LOOKS_AHEAD:
+        if PLAN.LOOKS_AHEAD:  # what is loaded here is read when this tile is filled
             pointers = pointers_to(x, slot, x_stride, top_k, BLOCK_K)
-            next_expert, next_row, next_end, next_n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
             slot = slots_ahead(order, next_row, next_end, BLOCK_M)
-            entry = entry_ahead(tile + 2 * step, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
+            after_expert, after_row, after_end, after_n = place_ahead(
+                tile + 2 * step, table, tiles, column_tiles, GROUP_M, PLAN.ORDER
+            )
         else:
-            entry = entry_of_tile(tile, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
-            expert, row, end, n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
+            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
             if PLAN.GATHER:
                 pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
             else:
@@ -182,6 +175,7 @@ def _produce(
             )  # fmt: skip
         if PLAN.LOOKS_AHEAD:
             expert, row, n = next_expert, next_row, next_n
+            next_expert, next_row, next_end, next_n = after_expert, after_row, after_end, after_n
 
 
 @gluon.jit
@@ -270,17 +264,10 @@ def _consume_whole(
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
-        entry = entry_of_tile(tile, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
-        begin = 0
-        if PLAN.ROUNDS and PLAN.ORDER > 0:  # a place takes some computing: under the first turn's products
-            begin = STAGES * BLOCK_K
-            acc, count = _begin_rounds(
-                acc, row_bufs, matrix_bufs, full, empty, count, 0, begin, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
-            )
-        expert, row, end, n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
         if PLAN.ROUNDS:
             acc, count = _begin_rounds(
-                acc, row_bufs, matrix_bufs, full, empty, count, begin, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
+                acc, row_bufs, matrix_bufs, full, empty, count, 0, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
             )
             acc = _end_rounds(acc, empty, STAGES)
         else:
@@ -314,16 +301,12 @@ def _consume_carrying(
     carried_row, carried_end, carried_column, count = 0, 0, 0, 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
-        if PLAN.ORDER > 0:
-            entry = entry_of_tile(tile, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
         acc, count = _begin_rounds(
             acc, row_bufs, matrix_bufs, full, empty, count, 0, TURN, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
         if tile > first:
             store_tile(carried, out, out_desc, own, out_stride, carried_row, carried_end, carried_column, width, 0)
-        if PLAN.ORDER <= 0:
-            entry = entry_of_tile(tile, table, tiles, column_tiles, PLAN.ORDER, GROUP_M)
-        expert, row, end, n = place_in_entry(entry, column_tiles, PLAN.ORDER, BLOCK_M)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
         acc, count = _begin_rounds(
             acc, row_bufs, matrix_bufs, full, empty, count, TURN, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
