@@ -17,6 +17,7 @@ from amoeba.config import Activation
 from amoeba.kernels.hopper import product
 from amoeba.kernels.hopper.order import BY_COLUMNS, TALL
 from amoeba.kernels.hopper.ways import TAKEN, VARIABLE, Ways, chosen_constants, ways_named
+from amoeba.kernels.programs import share_the_gpu
 from amoeba.layout import build_layout
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -63,6 +64,17 @@ def test_parts_of_a_table_keep_the_usual_order(
     assert product._chosen(matrix_EOW, None, 16384, 112, whole_table).get("ORDER") == order
 
 
+def test_programs_wait_for_one_another_only_where_the_gpu_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "thrifty,abreast")
+    matrix_EOW = torch.empty(8, 28672, 4096, device="meta", dtype=torch.bfloat16)
+    found = []
+    for shared, halvings in ((False, 0), (True, 0), (True, 5)):
+        share_the_gpu(shared, halvings)
+        found.append(product._chosen(matrix_EOW, None, 16384, 112, True)["ABREAST"])
+    share_the_gpu(False)
+    assert found == [True, False, False]
+
+
 def taken(whole_turns: bool) -> set[str]:
     return {name for name, value in chosen_constants(whole_turns).items() if value}
 
@@ -86,6 +98,7 @@ def test_all_stays_in_registers(
     [
         *((ways, None) for ways in ("rounds", "quarters", "brisk", PLAIN_ROUNDS, TAKEN, ALL, AHEAD)),
         *((f"{ways},thrifty", order) for ways in (TAKEN, AHEAD) for order in (BY_COLUMNS, 2, TALL)),
+        *((f"{AHEAD},thrifty,abreast", order) for order in (BY_COLUMNS, 2, TALL)),
     ],
 )
 @pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (768, 512), (320, 192)])

@@ -28,7 +28,8 @@ def tiles_in_order(counts: list[int], column_tiles: int, which: int, device: tor
     table = tile_table(offs_E, sum(counts))
     if which > 0:
         table = order.list_tiles(table, column_tiles, which)
-    (tiles, _, _, _), *entries = table.view(-1, 4).tolist()
+    (tiles, begun, _, _), *entries = table.view(-1, 4).tolist()
+    assert which <= 0 or begun == 0, "programs count from zero"
     found = []
     for tile in range(tiles * column_tiles):
         slot, n = order._slot_of_tile.fn(tile, tiles, column_tiles, GROUP_M, which)

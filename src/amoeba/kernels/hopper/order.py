@@ -98,11 +98,15 @@ def _list_tiles(table, listed, column_tiles, HEIGHT: tl.constexpr, BLOCK_M: tl.c
     tl.store(at + 3, inside // height, mask=real)
     if tl.program_id(0) == 0:
         tl.store(listed, row_tiles)
+        tl.store(listed + 1, 0)
 
 
 def list_tiles(table: Tensor, column_tiles: int, height: int) -> Tensor:
-    """All tiles of a product as groups of one expert's row tiles sweep its columns: `table`'s first four places, then
-    for each tile expert, first row, expert's end, column tile. height: of a group, give or take a half."""
+    """All tiles of a product as groups of one expert's row tiles sweep its columns: the number of row tiles, a zero for
+    `keep_abreast`, two unused places; then for each tile expert, first row, expert's end, column tile.
+
+    height: of a group, give or take a half.
+    """
     most = (table.shape[0] // 4 - 1) * column_tiles
     listed = torch.empty(4 + 4 * most, dtype=torch.int32, device=table.device)
     _list_tiles[(cdiv(most, _BLOCK),)](table, listed, column_tiles, HEIGHT=height, BLOCK_M=128, BLOCK=_BLOCK)
@@ -148,6 +152,22 @@ def place_ahead(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr, ORDER: 
     row = gl.load(entry + 1, mask=there, other=-1)
     end = gl.load(entry + 2, mask=there, other=0)
     return expert, row, end, n
+
+
+@gluon.jit
+def keep_abreast(begun, before, tiles, LOOKS: gl.constexpr):
+    """Waits until most programs have come to this turn: what they share is read from memory once only if they read it at
+    about the same time. Not for ever: where others run on the GPU, some programs may have no place yet.
+
+    begun: counts the tiles that programs have come to. before: tiles of the turns before this one.
+    """
+    programs = gl.num_programs(0)
+    wanted = gl.minimum(before + programs - programs // 8, tiles)
+    seen = gl.atomic_add(begun, 1, sem="relaxed") + 1
+    looks = 0
+    while (seen < wanted) & (looks < LOOKS):
+        seen = gl.atomic_add(begun, 0, sem="relaxed")
+        looks += 1
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ from amoeba.kernels.hopper.product_kernel import (
 )
 from amoeba.kernels.hopper.ways import chosen_constants, is_thrifty
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.kernels.programs import halvings, programs, programs_in_halves
+from amoeba.kernels.programs import halvings, programs, programs_in_halves, sharing
 
 _ROWS = (BLOCK_M, BLOCK_K)
 
@@ -162,6 +162,8 @@ def _chosen(
     """Of the plan, by name."""
     whole_turns = addend is None and matrix_EOW.shape[2] % (STAGES * BLOCK_K) == 0
     chosen = chosen_constants(whole_turns)
+    if sharing() != (1, 0):
+        chosen = {**chosen, "ABREAST": False}
     if not (whole_table and is_thrifty()):
         return chosen
     experts, width, depth = matrix_EOW.shape

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.hopper.order import IN_GROUPS, place_ahead, place_of_tile
+from amoeba.kernels.hopper.order import IN_GROUPS, keep_abreast, place_ahead, place_of_tile
 from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, pointers_to, row_pointers, slots_ahead
 from amoeba.kernels.hopper.product_store import add_bias, column_parts, finish_tile, store_tile
 from amoeba.kernels.launch import quick
@@ -28,6 +28,8 @@ from amoeba.kernels.launch import quick
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = 128, 256, 64, 4
 # Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
 GROUP_M = 8
+# At the others' progress, a microsecond each, before a program goes on alone.
+LOOKS = gl.constexpr(64)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Plan:
     BRISK: bool = False
     CARRY: bool = False
     AHEAD: bool = False
+    ABREAST: bool = False
     ORDER: int = IN_GROUPS  # of tiles, see `amoeba.kernels.hopper.order`
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
 
@@ -67,6 +70,10 @@ class Plan:
     @property
     def LOOKS_AHEAD(self) -> bool:
         return self.AHEAD and self.GATHER
+
+    @property
+    def KEEPS_ABREAST(self) -> bool:
+        return self.ABREAST and self.ORDER > 0 and self.HALVINGS == 0
 
     @property
     def PAIRED(self) -> bool:
@@ -146,6 +153,8 @@ def _produce(
             first + step, table, tiles, column_tiles, GROUP_M, PLAN.ORDER
         )
     for tile in range(first, behind, step):
+        if PLAN.KEEPS_ABREAST:
+            keep_abreast(table + 1, tile - first, behind, LOOKS)
         if PLAN.LOOKS_AHEAD:  # what is loaded here is read when this tile is filled
             pointers = pointers_to(x, slot, x_stride, top_k, BLOCK_K)
             slot = slots_ahead(order, next_row, next_end, BLOCK_M)

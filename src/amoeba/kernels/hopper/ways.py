@@ -36,6 +36,8 @@ class Ways(NamedTuple):
               sums leave while the next tile's products run, and its place is found there.
     ahead:    with rounds, where rows are gathered: a tile's place and token numbers are found during the tile before.
     thrifty:  tiles come in the order that reads the fewest bytes, see `amoeba.kernels.hopper.order`.
+    abreast:  with thrifty, where tall groups are taken on a GPU of one's own: programs wait for one another at the
+              beginning of a tile.
     """
 
     rounds: bool = False
@@ -44,6 +46,7 @@ class Ways(NamedTuple):
     carry: bool = False
     ahead: bool = False
     thrifty: bool = False
+    abreast: bool = False
 
 
 def ways_named(names: str, what: str = VARIABLE) -> Ways:
