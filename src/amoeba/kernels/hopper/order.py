@@ -156,8 +156,8 @@ def place_ahead(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr, ORDER: 
 
 @gluon.jit
 def keep_abreast(begun, before, tiles, LOOKS: gl.constexpr):
-    """Waits until most programs have come to this turn: what they share is read from memory once only if they read it at
-    about the same time. Not for ever: where others run on the GPU, some programs may have no place yet.
+    """Waits until most programs have come to this turn: what they share is read from memory once only if they read it
+    at about the same time. Not for ever: where others run on the GPU, some programs may have no place yet.
 
     begun: counts the tiles that programs have come to. before: tiles of the turns before this one.
     """
