@@ -345,10 +345,12 @@ def test_weight_gradient(
 def test_the_table_holds_every_tile_once(routing: str, device: torch.device) -> None:
     rows = routed(routing, device)
     total, _, _, _, *entries = hopper_product.tile_table(rows.offs_E, rows.tokens * K).tolist()
-    found = [tuple(entries[4 * i : 4 * i + 3]) for i in range(total)]
+    found = [tuple(entries[4 * i : 4 * i + 4]) for i in range(total)]
     block = hopper_product.BLOCK_M
     assert found == [
-        (e, first, of_e.stop) for e, of_e in rows.experts() for first in range(of_e.start, of_e.stop, block)
+        (e, first, of_e.stop, -(-(of_e.stop - of_e.start) // block))
+        for e, of_e in rows.experts()
+        for first in range(of_e.start, of_e.stop, block)
     ]
     assert len(entries) >= 4 * total
 

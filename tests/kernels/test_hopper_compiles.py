@@ -30,6 +30,8 @@ SHARED_BYTES = 232448
 HOT = ("up", "up_gradient", "rows_gradient")
 OTHERS = (
     "up_in_halving_shares",
+    "up_in_tall_groups",
+    "rows_gradient_in_tall_groups",
     "plain_up_with_bias",
     "up_with_factors",
     "rows_gradient_with_factors",
@@ -110,10 +112,12 @@ def launches() -> dict[str, Callable[[], None]]:
     """Calls of the launchers as a backend makes them, by name."""
     from amoeba.config import Activation
     from amoeba.kernels.addend import Addend
-    from amoeba.kernels.hopper import scaled_product
+    from amoeba.kernels.hopper import product, scaled_product
     from amoeba.kernels.hopper.activation import Down, Up, activate_backward
     from amoeba.kernels.hopper.gradient import weight_gradient
+    from amoeba.kernels.hopper.order import TALL
     from amoeba.kernels.hopper.product import multiply, up
+    from amoeba.kernels.hopper.ways import TAKEN, VARIABLE
     from amoeba.kernels.programs import share_the_gpu
     from amoeba.kernels.quantise import empty_rows, empty_weights
 
@@ -149,7 +153,17 @@ def launches() -> dict[str, Callable[[], None]]:
         up(x, order, K, gate_up, table, Activation(), a, h_NJ=h)
         share_the_gpu(False)
 
+    def in_tall_groups(launch: Callable[[], None]) -> None:
+        before = os.environ.get(VARIABLE, TAKEN)
+        os.environ[VARIABLE] = f"{TAKEN},ahead,thrifty"
+        product.order_of_product = lambda *sizes: TALL  # type: ignore[assignment]
+        product.list_tiles = lambda table, *sizes: table  # type: ignore[assignment]
+        launch()
+        os.environ[VARIABLE] = before
+
     return {
+        "up_in_tall_groups": lambda: in_tall_groups(lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h)),
+        "rows_gradient_in_tall_groups": lambda: in_tall_groups(lambda: multiply(h, gate_up.transpose(1, 2), table, y)),
         "activation_backward": lambda: activation_backward(16, 16, 16, 16),
         "activation_backward_of_a_shared_factor": lambda: activation_backward(16, 0, 16, 16),
         "activation_backward_of_wide_factors": lambda: activation_backward(32, 32, 32, 64),

@@ -14,12 +14,15 @@ from test_hopper_compiles import compiled
 from torch import Tensor
 
 from amoeba.config import Activation
+from amoeba.kernels.hopper import product
+from amoeba.kernels.hopper.order import BY_COLUMNS, TALL
 from amoeba.kernels.hopper.ways import TAKEN, VARIABLE, Ways, chosen_constants, ways_named
+from amoeba.kernels.programs import share_the_gpu
 from amoeba.layout import build_layout
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 ALL = ",".join(Ways._fields)
-PLAIN_ROUNDS = "rounds,brisk"
+PLAIN_ROUNDS, AHEAD = "rounds,brisk", f"{TAKEN},ahead"
 COUNTS = (0, 2, 64, 65, 127, 128, 129, 300, 0, 1)
 K = 2
 
@@ -45,6 +48,31 @@ def test_what_needs_rounds_or_the_whole_buffer_is_left_out_without_them(monkeypa
     assert not taken(whole_turns=False)
     monkeypatch.setenv(VARIABLE, "rounds,quarters,carry")
     assert taken(whole_turns=True) == {"ROUNDS", "QUARTERS"}
+    monkeypatch.setenv(VARIABLE, "rounds,ahead")
+    assert taken(whole_turns=True) == {"ROUNDS", "AHEAD"}
+    assert not taken(whole_turns=False)
+
+
+@pytest.mark.parametrize(
+    ("ways", "whole_table", "order"), [(TAKEN, True, None), ("thrifty", True, TALL), ("thrifty", False, None)]
+)
+def test_parts_of_a_table_keep_the_usual_order(
+    ways: str, whole_table: bool, order: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, ways)
+    matrix_EOW = torch.empty(8, 28672, 4096, device="meta", dtype=torch.bfloat16)
+    assert product._chosen(matrix_EOW, None, 16384, 112, whole_table).get("ORDER") == order
+
+
+def test_programs_wait_for_one_another_only_where_the_gpu_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "thrifty,abreast")
+    matrix_EOW = torch.empty(8, 28672, 4096, device="meta", dtype=torch.bfloat16)
+    found = []
+    for shared, halvings in ((False, 0), (True, 0), (True, 5)):
+        share_the_gpu(shared, halvings)
+        found.append(product._chosen(matrix_EOW, None, 16384, 112, True)["ABREAST"])
+    share_the_gpu(False)
+    assert found == [True, False, False]
 
 
 def taken(whole_turns: bool) -> set[str]:
@@ -65,14 +93,24 @@ def test_all_stays_in_registers(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
-@pytest.mark.parametrize("ways", ["rounds", "quarters", "brisk", PLAIN_ROUNDS, TAKEN, ALL])
+@pytest.mark.parametrize(
+    ("ways", "order"),
+    [
+        *((ways, None) for ways in ("rounds", "quarters", "brisk", PLAIN_ROUNDS, TAKEN, ALL, AHEAD)),
+        *((f"{ways},thrifty", order) for ways in (TAKEN, AHEAD) for order in (BY_COLUMNS, 2, TALL)),
+        *((f"{AHEAD},thrifty,abreast", order) for order in (BY_COLUMNS, 2, TALL)),
+    ],
+)
 @pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (768, 512), (320, 192)])
 def test_each_way_has_the_bits_of_the_plain_one(
-    ways: str, hidden: int, inner: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ways: str, order: int | None, hidden: int, inner: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """order: of tiles, where it is not what their bytes ask for."""
     monkeypatch.setenv(VARIABLE, "")
     plain = products(hidden, inner, device)
     monkeypatch.setenv(VARIABLE, ways)
+    if order is not None:
+        monkeypatch.setattr("amoeba.kernels.hopper.product.order_of_product", lambda *sizes: order)
     for programs in (None, 3):
         if programs is not None:
             monkeypatch.setattr("amoeba.kernels.hopper.product.programs", lambda device: 3)

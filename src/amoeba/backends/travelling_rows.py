@@ -116,6 +116,10 @@ class TravellingRows(HopperRows):
     def table(self) -> Tensor:
         return self._all_tiles if self._part is None else self._part
 
+    @property
+    def whole_table(self) -> bool:
+        return self._part is None
+
     @cached_property
     def _all_tiles(self) -> Tensor:
         from amoeba.kernels.hopper.product import tile_table

@@ -293,6 +293,7 @@ class HopperRows(TritonRows):
             h_NJ=h_NJ,
             bias_EJ=weights.gate_up_bias_EJ,
             addend=addend,
+            whole_table=self.whole_table,
         )
         return h_NJ
 
@@ -308,9 +309,16 @@ class HopperRows(TritonRows):
         from amoeba.kernels.hopper import product
 
         plain, order_N = self._gathered(rows)
-        top_k = self.top_k
         product.multiply(
-            plain, matrix_EOI, self.table, out_NO, order_N=order_N, top_k=top_k, bias_EO=bias_EO, addend=addend
+            plain,
+            matrix_EOI,
+            self.table,
+            out_NO,
+            order_N=order_N,
+            top_k=self.top_k,
+            bias_EO=bias_EO,
+            addend=addend,
+            whole_table=self.whole_table,
         )
 
     def _activation_backward(self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
@@ -335,6 +343,11 @@ class HopperRows(TritonRows):
             _rows_of_tokens(left), self.order_N, self.top_k, right, self.offs_E, self.heaviest_E, out
         )
         return gradient
+
+    @property
+    def whole_table(self) -> bool:
+        """Whether all of an expert's tiles are in the table."""
+        return True
 
     @cached_property
     def table(self) -> Tensor:

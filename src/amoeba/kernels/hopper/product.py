@@ -27,6 +27,7 @@ from amoeba.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
+from amoeba.kernels.hopper.order import list_tiles, order_of_product
 from amoeba.kernels.hopper.product_kernel import (
     BLOCK_K,
     BLOCK_M,
@@ -37,9 +38,9 @@ from amoeba.kernels.hopper.product_kernel import (
     Plan,
     product_kernel,
 )
-from amoeba.kernels.hopper.ways import chosen_constants
+from amoeba.kernels.hopper.ways import chosen_constants, is_thrifty
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.kernels.programs import halvings, programs, programs_in_halves
+from amoeba.kernels.programs import halvings, programs, programs_in_halves, sharing
 
 _ROWS = (BLOCK_M, BLOCK_K)
 
@@ -58,17 +59,19 @@ def _tile_table(offs_E, table, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.const
     mine = owner[:, None] == e[None, :]
     first = tl.sum(tl.where(mine, (start - (tile_end - tiles) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
     last = tl.sum(tl.where(mine, end[None, :], 0), 1)
+    of_owner = tl.sum(tl.where(mine, tiles[None, :], 0), 1)
     at = table + 4 + tile * 4
     real = tile < total
     tl.store(at, owner, mask=real)
     tl.store(at + 1, first, mask=real)
     tl.store(at + 2, last, mask=real)
+    tl.store(at + 3, of_owner, mask=real)
     if tl.program_id(0) == 0:
         tl.store(table, total)
 
 
 def tile_table(offs_E: Tensor, rows: int) -> Tensor:
-    """The number of tiles and three unused places; then for each tile: expert, first row, expert's end, one unused."""
+    """The number of tiles and three unused places; then for each tile: expert, first row, expert's end and tiles."""
     experts = offs_E.shape[0]
     most = rows // BLOCK_M + min(experts, rows)
     table = torch.empty(4 + 4 * most, dtype=torch.int32, device=offs_E.device)
@@ -113,6 +116,8 @@ def _launch(
     if halvings():
         plan, count = replace(plan, HALVINGS=halvings()), programs_in_halves
     matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
+    if plan.ORDER > 0:
+        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER)
     layout = shared_layout(plan.MATRIX, out.dtype)
     # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
     row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
@@ -151,10 +156,19 @@ def _step(addend: Addend | None) -> int:
     return 0 if addend is None else min(BLOCK_K, padded_rank(addend.rank))
 
 
-def _chosen(matrix_EOW: Tensor, addend: Addend | None) -> dict[str, Any]:
+def _chosen(
+    matrix_EOW: Tensor, addend: Addend | None, rows: int, column_tiles: int, whole_table: bool
+) -> dict[str, Any]:
     """Of the plan, by name."""
     whole_turns = addend is None and matrix_EOW.shape[2] % (STAGES * BLOCK_K) == 0
-    return chosen_constants(whole_turns)
+    chosen = chosen_constants(whole_turns)
+    if sharing() != (1, 0):
+        chosen = {**chosen, "ABREAST": False}
+    if not (whole_table and is_thrifty()):
+        return chosen
+    experts, width, depth = matrix_EOW.shape
+    order = order_of_product(rows // experts, column_tiles, width * depth * matrix_EOW.element_size())
+    return {"ORDER": order, **chosen}
 
 
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:
@@ -173,10 +187,11 @@ def multiply(
     top_k: int = 1,
     bias_EO: Tensor | None = None,
     addend: Addend | None = None,
+    whole_table: bool = True,
 ) -> None:
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e] + addend; with order_N the rows are gathered, rows[order[n] // top_k].
 
-    The addend's rank is padded as `padded_rank` says.
+    The addend's rank is padded as `padded_rank` says. whole_table: an expert's tiles follow one another in it.
     """
     plan = Plan(
         ACTIVATE=False,
@@ -185,7 +200,7 @@ def multiply(
         BIAS=bias_EO is not None,
         KEEP=False,
         LOW=_step(addend),
-        **_chosen(matrix_EOW, addend),
+        **_chosen(matrix_EOW, addend, out_NO.shape[0], cdiv(matrix_EOW.shape[1], BLOCK_N), whole_table),
     )
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None, addend)
 
@@ -202,10 +217,11 @@ def up(
     h_NJ: Tensor | None = None,
     bias_EJ: Tensor | None = None,
     addend: Addend | None = None,
+    whole_table: bool = True,
 ) -> None:
     """h = gathered x · gate_upᵀ + bias + addend and a = act(h); h is written where it is given.
 
-    The weights are stored (J, H), all gates before all ups.
+    The weights are stored (J, H), all gates before all ups. whole_table: as for `multiply`.
     """
     plan = Plan(
         ACTIVATE=True,
@@ -214,7 +230,7 @@ def up(
         BIAS=bias_EJ is not None,
         KEEP=h_NJ is not None,
         LOW=_step(addend),
-        **_chosen(gate_up_EJH, addend),
+        **_chosen(gate_up_EJH, addend, a_NI.shape[0], cdiv(gate_up_EJH.shape[1], BLOCK_N), whole_table),
         **constants(activation),  # type: ignore[arg-type]
     )
     _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend)

@@ -34,12 +34,19 @@ class Ways(NamedTuple):
     brisk:    a sigmoid of five instructions.
     carry:    with rounds and without quarters, where rows are not gathered and nothing is activated: half of a tile's
               sums leave while the next tile's products run, and its place is found there.
+    ahead:    with rounds, where rows are gathered: a tile's place and token numbers are found during the tile before.
+    thrifty:  tiles come in the order that reads the fewest bytes, see `amoeba.kernels.hopper.order`.
+    abreast:  with thrifty, where tall groups are taken on a GPU of one's own: programs wait for one another at the
+              beginning of a tile.
     """
 
     rounds: bool = False
     quarters: bool = False
     brisk: bool = False
     carry: bool = False
+    ahead: bool = False
+    thrifty: bool = False
+    abreast: bool = False
 
 
 def ways_named(names: str, what: str = VARIABLE) -> Ways:
@@ -64,18 +71,30 @@ def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
     rounds = ways.rounds and whole_turns
     carry = ways.carry and rounds and not ways.quarters
-    taken = ways._replace(rounds=rounds, carry=carry)
-    return {name.upper(): value for name, value in taken._asdict().items()}
+    taken = ways._replace(rounds=rounds, carry=carry, ahead=ways.ahead and rounds)
+    return {name.upper(): value for name, value in taken._asdict().items() if name != "thrifty"}
+
+
+def is_thrifty() -> bool:
+    """Of products."""
+    return _is_thrifty(os.environ.get(VARIABLE, TAKEN))
+
+
+@cache
+def _is_thrifty(names: str) -> bool:
+    return ways_named(names).thrifty
 
 
 class GradientWays(NamedTuple):
     """
     rounds: tiles go by whole turns of the ring, see `amoeba.kernels.hopper.gradient_rounds`.
     onward: with rounds, tiles follow one another in the ring, see `amoeba.kernels.hopper.gradient_onward`.
+    thrifty: tiles come in the order that reads the fewest bytes, see `amoeba.kernels.hopper.order`.
     """
 
     rounds: bool = False
     onward: bool = False
+    thrifty: bool = False
 
 
 def gradient_ways(whole_height: bool, whole_width: bool) -> GradientWays:
@@ -87,4 +106,4 @@ def gradient_ways(whole_height: bool, whole_width: bool) -> GradientWays:
 def _gradient_ways(names: str, whole_height: bool, whole_width: bool) -> GradientWays:
     ways = GradientWays(**_named(names, GradientWays._fields, GRADIENT_VARIABLE, GRADIENT_TAKEN))
     rounds = ways.rounds and whole_height
-    return GradientWays(rounds, ways.onward and rounds and whole_width)
+    return GradientWays(rounds, ways.onward and rounds and whole_width, ways.thrifty)
