@@ -22,6 +22,7 @@ from amoeba.commands.options import (
     Compile,
     DenseParameters,
     ExpertRanks,
+    HeldOut,
     Json,
     OptimizerStates,
     Seed,
@@ -30,6 +31,7 @@ from amoeba.commands.options import (
     all_dtypes,
     parse_device,
     parse_dtypes,
+    share_or_file,
     speaks,
 )
 from amoeba.commands.pack import pack
@@ -232,6 +234,7 @@ def train(
     data: Annotated[
         str | None, typer.Option("--data", help="File, folder or dataset; default: Python's manual.")
     ] = None,
+    held_out: HeldOut = None,
     config: Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")] = None,
     out: Annotated[str | None, typer.Option("--out", help="Run folder; default runs/MODEL.")] = None,
     resume: Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
@@ -285,7 +288,8 @@ def train(
 ) -> None:
     """Train a mixture-of-experts language model, watch its experts, keep it as a Hugging Face folder."""
     flags = {
-        "model": model, "data": data, "out": out, "steps": steps, "minutes": minutes, "batch_size": batch_size,
+        "model": model, "data": data, "held_out": share_or_file(held_out), "out": out, "steps": steps,
+        "minutes": minutes, "batch_size": batch_size,
         "accumulation": accumulation, "sequence_length": sequence_length, "learning_rate": learning_rate,
         "vocab_size": vocab_size, "balance": balance, "experts": experts, "expert_ranks": expert_ranks,
         "dense": dense, "dtype": dtype, "precision": precision,

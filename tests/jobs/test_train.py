@@ -274,12 +274,3 @@ def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
 def test_an_unknown_model_lists_the_presets(tmp_path: Path, corpus_file: str) -> None:
     with pytest.raises(ValueError, match="--model: expected one of demo"):
         train(settings(tmp_path / "x", corpus_file, model="no-such"), Quiet())
-
-
-def test_a_yaml_file_is_read_and_flags_win(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("steps: 7\nbatch_size: 3\n")
-    found = load_settings(str(tmp_path / "a.yaml"), {"steps": 9})
-    assert (found.steps, found.batch_size) == (9, 3)
-    (tmp_path / "b.yaml").write_text("stepz: 7\n")
-    with pytest.raises(ValueError, match="stepz"):
-        load_settings(str(tmp_path / "b.yaml"), {})

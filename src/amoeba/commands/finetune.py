@@ -12,11 +12,13 @@ from amoeba.commands.options import (
     Compile,
     DenseParameters,
     ExpertRanks,
+    HeldOut,
     Json,
     OptimizerStates,
     Seed,
     TrustRemoteCode,
     Verbose,
+    share_or_file,
     speaks,
 )
 from amoeba.commands.output import Output
@@ -61,9 +63,7 @@ def finetune(
     vram: Annotated[
         str | None, typer.Option("--vram", help="The same on a GPU; --ram is then for experts below it.")
     ] = None,
-    held_out: Annotated[
-        str | None, typer.Option("--held-out", help="Share of the data, or a file, for the held-out loss: 0.05.")
-    ] = None,
+    held_out: HeldOut = None,
     epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data; default 3.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Steps in place of epochs.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
@@ -104,7 +104,7 @@ def finetune(
         "optimizer_states": optimizer_states, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
         "targets": None if targets is None else tuple(targets.replace(",", " ").split()),
-        "held_out": None if held_out is None else _share_or_file(held_out),
+        "held_out": share_or_file(held_out),
     }  # fmt: skip
     output = start(verbose)
     with loading():
@@ -148,10 +148,3 @@ def run(
         ]
     )
     return asdict(report)
-
-
-def _share_or_file(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text

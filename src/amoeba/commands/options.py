@@ -24,6 +24,9 @@ TrustRemoteCode = Annotated[
 Seed = Annotated[
     int | None, typer.Option("--seed", help="Of new weights, the held-out share and the data's order; default 0.")
 ]
+HeldOut = Annotated[
+    str | None, typer.Option("--held-out", help="Share of the data, or a file, for the held-out loss: 0.05.")
+]
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -54,6 +57,14 @@ DenseParameters = Annotated[
 def speaks() -> bool:
     """Whether results are this process's to tell: of those that a launcher started, the first tells them."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def share_or_file(text: str | None) -> float | str | None:
+    """What is written after --held-out."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
 
 
 def parse_device(name: str) -> torch.device:
