@@ -274,3 +274,13 @@ def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
 def test_an_unknown_model_lists_the_presets(tmp_path: Path, corpus_file: str) -> None:
     with pytest.raises(ValueError, match="--model: expected one of demo"):
         train(settings(tmp_path / "x", corpus_file, model="no-such"), Quiet())
+
+
+def test_a_run_that_is_refused_before_it_begins_leaves_no_folder(tmp_path: Path, corpus_file: str) -> None:
+    for folder in (tmp_path / "new", tmp_path / "mine"):
+        if folder.name == "mine":
+            folder.mkdir()
+        with pytest.raises(FileNotFoundError, match="expected an existing file or folder"):
+            train(settings(folder, corpus_file, data=str(tmp_path / "nowhere.txt")), Quiet())
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "mine").exists()  # it was there before
