@@ -49,3 +49,11 @@ def test_a_page_shows_options_that_its_commands_have(page: Path, commands: dict[
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
             unknown += [f"amoeba {name} {option}" for option in OPTION.findall(line) if option not in known]
     assert not unknown
+
+
+def test_every_environment_variable_of_ours_is_listed() -> None:
+    named = re.compile(r"\"(AMOEBA_[A-Z_]+)\"")
+    used = {name for path in (ROOT / "src").rglob("*.py") for name in named.findall(path.read_text())}
+    page = (ROOT / "docs" / "api" / "command-line.md").read_text()
+    assert len(used) >= 12
+    assert not {name for name in used if f"`{name}" not in page}
