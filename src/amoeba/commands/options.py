@@ -27,6 +27,16 @@ Seed = Annotated[
 HeldOut = Annotated[
     str | None, typer.Option("--held-out", help="Share of the data, or a file, for the held-out loss: 0.05.")
 ]
+ConfigFile = Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")]
+Resume = Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")]
+StartFrom = Annotated[str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")]
+Minutes = Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")]
+Accumulation = Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")]
+GradientCheckpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
+]
+EvalEvery = Annotated[int | None, typer.Option("--eval-every", help="Steps between held-out losses; default 100.")]
+SaveEvery = Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints; default 100.")]
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
