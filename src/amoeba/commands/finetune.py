@@ -58,7 +58,10 @@ def finetune(
     ] = None,
     train_router: Annotated[bool, typer.Option("--train-router", help="Train the routers too, whole.")] = False,
     experts: Annotated[
-        str | None, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8, ranks or auto.")
+        str | None,
+        typer.Option(
+            "--experts", help="Where: resident, cpu-bf16, cpu-int8, ranks, auto; or in codes: mxfp4-weights ..."
+        ),
     ] = None,
     expert_ranks: ExpertRanks = None,
     dense: DenseParameters = None,
