@@ -3,6 +3,7 @@ docs` checks the rest."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ FOLDERS = ("", "src", "src/amoeba", "src/amoeba/backends", "src/amoeba/cpu", "sr
 LINK = re.compile(r"\]\(([^)#\s]+)")
 COMMAND = re.compile(r"(?:^|[`( ])amoeba ([a-z][^`#|\n]*)", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+IMPORT = re.compile(r"^ *from (amoeba[\w.]*) import (.+)$", re.MULTILINE)
+ATTRIBUTE = re.compile(r"\bamoeba\.(\w+)\b(?! import)")
 FILE = re.compile(r"`([\w./*-]+\.(?:py|h|cpp|yaml))`")
 
 
@@ -49,3 +53,20 @@ def test_a_page_shows_options_that_its_commands_have(page: Path, commands: dict[
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
             unknown += [f"amoeba {name} {option}" for option in OPTION.findall(line) if option not in known]
     assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_shows_names_that_python_finds(page: Path) -> None:
+    code = "\n".join(CODE.findall(page.read_text()))
+    names = [(module, name.strip()) for module, found in IMPORT.findall(code) for name in found.split(",")]
+    names += [("amoeba", name) for name in ATTRIBUTE.findall(code)]
+    unknown = [f"{module}.{name}" for module, name in names if not hasattr(importlib.import_module(module), name)]
+    assert not unknown
+
+
+def test_every_environment_variable_of_ours_is_listed() -> None:
+    named = re.compile(r"\"(AMOEBA_[A-Z_]+)\"")
+    used = {name for path in (ROOT / "src").rglob("*.py") for name in named.findall(path.read_text())}
+    page = (ROOT / "docs" / "api" / "command-line.md").read_text()
+    assert len(used) >= 12
+    assert not {name for name in used if f"`{name}" not in page}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -220,6 +220,15 @@ def test_doctor_and_bench_know_it() -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert "as two half stacks" in result.stdout
     assert "halved" in names_of_ours() and "halved" in placement_names()
+
+
+def test_one_that_is_there_to_be_proven_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placements, "_placements", dict(placements._placements))
+    amoeba.register_placement(replace(HALVED, name="proven", offered=False))
+    assert "proven" not in placement_names()
+    assert "proven" in {placement.name for placement in placements.all_placements()}
+    with pytest.raises(ValueError, match="placement: expected a name other than resident and auto; got auto"):
+        amoeba.register_placement(replace(HALVED, name="auto"))
 
 
 class TestTransformers:

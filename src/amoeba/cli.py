@@ -19,17 +19,27 @@ from amoeba.commands.generate import generate
 from amoeba.commands.merge import merge
 from amoeba.commands.options import (
     DTYPES,
+    Accumulation,
     Compile,
+    ConfigFile,
     DenseParameters,
+    EvalEvery,
     ExpertRanks,
+    GradientCheckpointing,
+    HeldOut,
     Json,
+    Minutes,
     OptimizerStates,
+    Resume,
+    SaveEvery,
     Seed,
+    StartFrom,
     TrustRemoteCode,
     Verbose,
     all_dtypes,
     parse_device,
     parse_dtypes,
+    share_or_file,
     speaks,
 )
 from amoeba.commands.pack import pack
@@ -232,18 +242,17 @@ def train(
     data: Annotated[
         str | None, typer.Option("--data", help="File, folder or dataset; default: Python's manual.")
     ] = None,
-    config: Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")] = None,
+    held_out: HeldOut = None,
+    config: ConfigFile = None,
     out: Annotated[str | None, typer.Option("--out", help="Run folder; default runs/MODEL.")] = None,
-    resume: Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
-    start_from: Annotated[
-        str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")
-    ] = None,
+    resume: Resume = None,
+    start_from: StartFrom = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps; default 400, or the preset's.")] = None,
-    minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
+    minutes: Minutes = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", help="Rows per pass and device; with --experts ranks of all together.")
     ] = None,
-    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
+    accumulation: Accumulation = None,
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", help="Tokens of a row; default 256, or the preset's.")
     ] = None,
@@ -269,23 +278,18 @@ def train(
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,
     log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines; default 10.")] = None,
-    eval_every: Annotated[
-        int | None, typer.Option("--eval-every", help="Steps between held-out losses; default 100.")
-    ] = None,
-    save_every: Annotated[
-        int | None, typer.Option("--save-every", help="Steps between checkpoints; default 100.")
-    ] = None,
+    eval_every: EvalEvery = None,
+    save_every: SaveEvery = None,
     seed: Seed = None,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
-    ] = False,
+    gradient_checkpointing: GradientCheckpointing = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Train a mixture-of-experts language model, watch its experts, keep it as a Hugging Face folder."""
     flags = {
-        "model": model, "data": data, "out": out, "steps": steps, "minutes": minutes, "batch_size": batch_size,
+        "model": model, "data": data, "held_out": share_or_file(held_out), "out": out, "steps": steps,
+        "minutes": minutes, "batch_size": batch_size,
         "accumulation": accumulation, "sequence_length": sequence_length, "learning_rate": learning_rate,
         "vocab_size": vocab_size, "balance": balance, "experts": experts, "expert_ranks": expert_ranks,
         "dense": dense, "dtype": dtype, "precision": precision,

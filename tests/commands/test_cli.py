@@ -29,6 +29,7 @@ from amoeba.cli import app
 from amoeba.commands import bench as bench_command
 from amoeba.commands.options import DTYPES
 from amoeba.commands.output import Output, strict_json
+from amoeba.commands.over_ranks import over_ranks
 from amoeba.commands.rich_output import RichOutput
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
@@ -629,3 +630,15 @@ def test_infinite_errors_are_still_json():
     assert strict_json({"errors": {"x": float("inf"), "y": (1.0, float("nan"))}}) == {
         "errors": {"x": "inf", "y": [1.0, "nan"]}
     }
+
+
+def test_one_process_may_go_on_with_what_several_began_and_begins_nothing_over_ranks(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with over_ranks("ranks", NotedOutput(), resume=True) as together:
+        assert together.count == 1 and together.ranks is not None
+    with (
+        pytest.raises(ValueError, match="--experts ranks: expected several processes, as torchrun starts them"),
+        over_ranks("ranks", NotedOutput()),
+    ):
+        pass

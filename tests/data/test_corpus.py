@@ -372,7 +372,7 @@ def test_a_folder_is_read_in_order_with_what_is_left_out_counted(tmp_path):
         Text(""),
     ]
     description = load_corpus(str(tmp_path)).description
-    for part in ("1 hidden files", "1 binary files", "1 blank documents"):
+    for part in ("1 hidden file", "1 binary file", "1 blank document"):
         assert f"left out: {part}" in description
 
 
@@ -386,7 +386,7 @@ def test_a_folder_without_readable_files_is_explained(tmp_path):
     assert_explained(tmp_path, "a folder with text", "an empty folder")
     written(tmp_path, "a.bin", b"\0")
     written(tmp_path, ".b.txt", "x")
-    assert_explained(tmp_path, "a folder with text", "1 hidden files, 1 binary files")
+    assert_explained(tmp_path, "a folder with text", "1 hidden file, 1 binary file")
 
 
 @pytest.mark.parametrize("name", ["/nowhere/corpus", "./corpus", "~/no/such", "corpus.jsonl", "texts/corpus.TXT"])

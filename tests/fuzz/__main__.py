@@ -36,7 +36,9 @@ def main() -> int:
     counts = run(plan, functools.partial(print, flush=True))
     for line in counts.lines():
         print(line)
-    return 1 if counts.failures else 0
+    if not counts.cases:
+        print("nothing was checked: starting takes longer than that; give more --seconds")
+    return 1 if counts.failures or not counts.cases else 0
 
 
 def _field(text: str) -> tuple[str, Any]:

@@ -14,6 +14,7 @@ from amoeba.proof.reference import experts as reference
 from amoeba.weights import ExpertWeights, LoraFactors
 from selection import each_value_once
 
+from . import __main__ as command
 from . import attempt as attempts
 from . import router, runner, worker
 from . import shrink as shrinking
@@ -274,3 +275,9 @@ def test_a_case_is_made_as_simple_as_it_still_fails(monkeypatch):
     simple, outcome = shrinking.shrink(case, fails)
     assert outcome.reason == "here"
     assert describe(simple) == "seed=7 tokens=3 layouts={'down': 'expanded'}"
+
+
+def test_a_run_in_which_nothing_was_checked_is_no_success(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--seconds", "0"])
+    assert command.main() == 1
+    assert "nothing was checked" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from torch import nn
 
 from amoeba import lora
 from amoeba.data.corpus import load_corpus
@@ -202,3 +203,14 @@ def test_a_bias_balance_is_taken_where_routers_have_one():
     model = build("deepseek_v3")
     check_balance(model, "bias", 0.0)
     check_balance(model, "aux", 0.001)
+
+
+def test_experts_that_all_tokens_share_are_nobodys_to_hand_over():
+    class SomeSharedExperts(nn.Linear):
+        pass
+
+    class SomeExperts(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"shared_experts": SomeSharedExperts(2, 2), "experts": SomeExperts(2, 2)})
+    assert coverage(model) == ((), {"experts": "SomeExperts"})

@@ -158,3 +158,10 @@ def test_long_passes_are_not_repeated(monkeypatch):
         Slow.calls = 0
         assert cpu_dtype.seconds_of_a_pass(Slow(), {"seconds": seconds}, torch.float32) == pytest.approx(seconds)
         assert Slow.calls == calls
+
+
+def test_figures_of_a_busy_machine_are_not_kept(machine, monkeypatch):
+    for load, kept in ((1e9, None), (None, (0.2, 0.125))):
+        monkeypatch.setattr(cpu_dtype, "load_average", lambda load=load: load)
+        assert cpu_dtype._measured(None, {}, {"model": "one"}) == (0.2, 0.125)
+        assert cpu_dtype._known({"model": "one"}) == kept

@@ -218,6 +218,19 @@ def test_merge_as_a_command_of_its_own(finished: tuple[Path, Any, Quiet], base: 
     assert "--out: expected a folder; got none" in CliRunner().invoke(app, command).output
 
 
+def test_a_merge_that_is_interrupted_says_so_and_leaves_nothing(
+    finished: tuple[Path, Any, Quiet], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("amoeba.jobs.merge.note_merged", interrupt)
+    words = ["merge", str(base), "--adapter", str(finished[0]), "--out", str(tmp_path / "merged")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 130 and "interrupted: nothing was written" in done.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_generate_takes_the_adapter_and_its_chat_template(
     finished: tuple[Path, Any, Quiet], base: Path, tmp_path: Path
 ) -> None:

@@ -132,10 +132,19 @@ def test_a_later_run_goes_on_after_the_results_that_are_there(folder, prompts, a
 
 
 @pytest.mark.parametrize(
-    "content", ["my notes\n", "my notes", '{"line": 1, "model": "another", "prompt": "x"}\n', "[1]\n", '{"line": 1}\n']
+    "content",
+    [
+        "my notes\n",
+        "my notes",
+        '{"line": 1, "model": "another", "prompt": "Once upon a time"}\n',
+        '{"line": 1, "model": "THIS", "prompt": "x"}\n',
+        '{"line": 3, "model": "THIS", "prompt": ""}\n',
+        "[1]\n",
+        '{"line": 1}\n',
+    ],
 )
 def test_a_file_of_somebody_else_is_left_alone(folder, prompts, tmp_path, content):
-    out = tmp_path / "out"
+    out, content = tmp_path / "out", content.replace("THIS", str(folder))
     out.write_text(content)
     line = refusal(folder, "--prompts", prompts, "--out", out)
     assert f"expected results of these prompts with {folder}" in line

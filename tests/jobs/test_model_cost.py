@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from amoeba.jobs import model_cost
-from amoeba.jobs.model_cost import measured_ceiling
+from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
+from tiny_models import build
 
 CPU = torch.device("cpu")
 FLOPS = 2.0 * 1024**3
@@ -101,6 +102,21 @@ def test_slow_products_are_few(each, products, monkeypatch):
     monkeypatch.setattr(model_cost.time, "perf_counter", lambda: now[0])
     found = model_cost._seconds_of_products(64, torch.float32, CPU)
     assert found == pytest.approx([each] * products)
+
+
+@pytest.mark.parametrize(("tied", "frozen"), [(False, False), (True, False), (False, True)])
+def test_a_token_costs_what_works_on_it(tied, frozen):
+    """All experts but two of four, no embedding table unless it is the head, 6 a number that trains, 4 a frozen one."""
+    model = build("qwen3_moe", tie_word_embeddings=tied, num_experts=4, num_experts_per_tok=2)
+    config = model.config
+    if frozen:
+        model.requires_grad_(False)
+    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    table = config.vocab_size * config.hidden_size
+    others = sum(p.numel() for p in model.parameters()) - experts - (0 if tied else table)
+    attention = 6 * config.num_hidden_layers * config.hidden_size * 10  # all heads together are as wide
+    expected = (4 if frozen else 6) * (experts / 2 + others) + attention
+    assert training_flops_per_token(model, 10) == pytest.approx(expected)
 
 
 def test_it_is_measured_on_this_machine():

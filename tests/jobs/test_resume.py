@@ -162,6 +162,8 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert f"resuming from checkpoint-{8 if start_from else 9}" in console.said
     assert kept_weights(run, command) == kept_weights(whole[0], command)
     assert report.final_loss == whole[1].final_loss and report.start_loss == whole[1].start_loss
+    last = [[line["tokens"] for line in logged(folder) if line["kind"] == "train"][-1] for folder in (run, whole[0])]
+    assert last[0] == last[1]  # counted from the first step on
     aside = run / "checkpoints" / "set-aside-checkpoint-9"
     assert aside.exists() == (start_from is not None)
 

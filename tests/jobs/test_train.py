@@ -276,10 +276,11 @@ def test_an_unknown_model_lists_the_presets(tmp_path: Path, corpus_file: str) ->
         train(settings(tmp_path / "x", corpus_file, model="no-such"), Quiet())
 
 
-def test_a_yaml_file_is_read_and_flags_win(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("steps: 7\nbatch_size: 3\n")
-    found = load_settings(str(tmp_path / "a.yaml"), {"steps": 9})
-    assert (found.steps, found.batch_size) == (9, 3)
-    (tmp_path / "b.yaml").write_text("stepz: 7\n")
-    with pytest.raises(ValueError, match="stepz"):
-        load_settings(str(tmp_path / "b.yaml"), {})
+def test_a_run_that_is_refused_before_it_begins_leaves_no_folder(tmp_path: Path, corpus_file: str) -> None:
+    for folder in (tmp_path / "new", tmp_path / "mine"):
+        if folder.name == "mine":
+            folder.mkdir()
+        with pytest.raises(FileNotFoundError, match="expected an existing file or folder"):
+            train(settings(folder, corpus_file, data=str(tmp_path / "nowhere.txt")), Quiet())
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "mine").exists()  # it was there before

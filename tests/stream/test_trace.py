@@ -8,6 +8,7 @@ from array import array
 
 import pytest
 
+from amoeba.stream.recorder import Recorder
 from amoeba.stream.trace import NOBODY, LayerShape, TraceWriter, read_trace, write_trace
 
 LAYERS = (LayerShape(16, 2, 4096), LayerShape(300, 3), LayerShape(1, 1))
@@ -119,6 +120,26 @@ def test_a_version_to_come_and_an_expert_that_is_not_there_are_errors(tmp_path):
     (tmp_path / "wrong").write_bytes(content[:at] + b"\x10\x00" + content[at + 2 :])
     with pytest.raises(ValueError, match=r"wrong: expected a routing trace; got expert 16 in layer 0, of 16"):
         read_trace(tmp_path / "wrong")
+
+
+def test_an_expert_one_too_high_is_noticed_where_layers_are_alike(tmp_path):
+    with TraceWriter(tmp_path / "trace", [LayerShape(4, 1)]) as writer:
+        writer.add(0, [3])
+    content = (tmp_path / "trace").read_bytes()
+    (tmp_path / "wrong").write_bytes(content[:-2] + b"\x04\x00")
+    with pytest.raises(ValueError, match="got expert 4 in layer 0, of 4"):
+        read_trace(tmp_path / "wrong")
+
+
+def test_a_recorded_pass_that_was_broken_off_is_left_out(tmp_path):
+    recorder = Recorder(tmp_path / "trace", [LayerShape(16, 1), LayerShape(16, 1)])
+    added = [(0, [1, 2]), (0, [3, 4]), (1, [5, 6]), (1, [7, 8]), (0, []), (1, []), (0, [9, 10]), (1, [11, 12])]
+    for layer, ids in added:  # the first was broken off behind its first layer, another one ahead of its first
+        recorder.add(layer, ids, len(ids) // 2)
+    recorder.close()
+    trace = read_trace(tmp_path / "trace")
+    assert trace.layers == (LayerShape(16, 2), LayerShape(16, 2))
+    assert [each.ids.tolist() for each in trace.passes] == [[3, 4, 5, 6], [9, 10, 11, 12]]
 
 
 @pytest.mark.parametrize(

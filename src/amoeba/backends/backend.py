@@ -79,6 +79,9 @@ class Backend(ABC):
     waits_on_gpu: ClassVar[bool] = False
     starts_early: ClassVar[bool] = False
 
+    def __repr__(self) -> str:
+        return f"<backend {self.name}>"
+
     def preference(self, device: torch.device) -> int:
         """device: where the weights are."""
         return 0

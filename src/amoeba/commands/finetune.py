@@ -9,14 +9,24 @@ from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
 from amoeba.commands.head_start import load_trainer
 from amoeba.commands.options import (
+    Accumulation,
     Compile,
+    ConfigFile,
     DenseParameters,
+    EvalEvery,
     ExpertRanks,
+    GradientCheckpointing,
+    HeldOut,
     Json,
+    Minutes,
     OptimizerStates,
+    Resume,
+    SaveEvery,
     Seed,
+    StartFrom,
     TrustRemoteCode,
     Verbose,
+    share_or_file,
     speaks,
 )
 from amoeba.commands.output import Output
@@ -37,11 +47,9 @@ def finetune(
         str | None, typer.Option("--data", help="JSONL with messages, prompt and completion, or text; or a folder.")
     ] = None,
     out: Annotated[str | None, typer.Option("--out", help="Run folder; the adapter is in OUT/adapter.")] = None,
-    config: Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")] = None,
-    resume: Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
-    start_from: Annotated[
-        str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")
-    ] = None,
+    config: ConfigFile = None,
+    resume: Resume = None,
+    start_from: StartFrom = None,
     # torchrun takes --r for one of its own
     r: Annotated[int | None, typer.Option("--r", "--lora-rank", help="Rank of the factors; default 16.")] = None,
     alpha: Annotated[float | None, typer.Option("--alpha", help="Scaling is alpha / r; default 32.")] = None,
@@ -50,7 +58,10 @@ def finetune(
     ] = None,
     train_router: Annotated[bool, typer.Option("--train-router", help="Train the routers too, whole.")] = False,
     experts: Annotated[
-        str | None, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8, ranks or auto.")
+        str | None,
+        typer.Option(
+            "--experts", help="Where: resident, cpu-bf16, cpu-int8, ranks, auto; or in codes: mxfp4-weights ..."
+        ),
     ] = None,
     expert_ranks: ExpertRanks = None,
     dense: DenseParameters = None,
@@ -61,33 +72,25 @@ def finetune(
     vram: Annotated[
         str | None, typer.Option("--vram", help="The same on a GPU; --ram is then for experts below it.")
     ] = None,
-    held_out: Annotated[
-        str | None, typer.Option("--held-out", help="Share of the data, or a file, for the held-out loss: 0.05.")
-    ] = None,
+    held_out: HeldOut = None,
     epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data; default 3.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Steps in place of epochs.")] = None,
-    minutes: Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")] = None,
+    minutes: Minutes = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", help="Rows per pass and device, or of all ranks; packed on a GPU.")
     ] = None,
-    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")] = None,
+    accumulation: Accumulation = None,
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", help="Tokens of a row at most; default 1024.")
     ] = None,
     learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Default 2e-4.")] = None,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
-    ] = False,
+    gradient_checkpointing: GradientCheckpointing = False,
     dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.")] = None,
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,
     log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines; default 5.")] = None,
-    eval_every: Annotated[
-        int | None, typer.Option("--eval-every", help="Steps between held-out losses; default 100.")
-    ] = None,
-    save_every: Annotated[
-        int | None, typer.Option("--save-every", help="Steps between checkpoints; default 100.")
-    ] = None,
+    eval_every: EvalEvery = None,
+    save_every: SaveEvery = None,
     seed: Seed = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -104,7 +107,7 @@ def finetune(
         "optimizer_states": optimizer_states, "log_every": log_every,
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
         "targets": None if targets is None else tuple(targets.replace(",", " ").split()),
-        "held_out": None if held_out is None else _share_or_file(held_out),
+        "held_out": share_or_file(held_out),
     }  # fmt: skip
     output = start(verbose)
     with loading():
@@ -148,10 +151,3 @@ def run(
         ]
     )
     return asdict(report)
-
-
-def _share_or_file(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text

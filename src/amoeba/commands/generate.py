@@ -64,7 +64,10 @@ def generate(
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the checkpoint's), {', '.join(DTYPES)}.")] = "auto",
     experts: Annotated[
-        str, typer.Option("--experts", help="Where they are kept: resident, cpu-bf16, cpu-int8, ranks or auto.")
+        str,
+        typer.Option(
+            "--experts", help="Where: resident, cpu-bf16, cpu-int8, ranks, auto; or in codes: mxfp4-weights ..."
+        ),
     ] = "auto",
     ram: Annotated[
         str | None,

@@ -24,6 +24,19 @@ TrustRemoteCode = Annotated[
 Seed = Annotated[
     int | None, typer.Option("--seed", help="Of new weights, the held-out share and the data's order; default 0.")
 ]
+HeldOut = Annotated[
+    str | None, typer.Option("--held-out", help="Share of the data, or a file, for the held-out loss: 0.05.")
+]
+ConfigFile = Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")]
+Resume = Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")]
+StartFrom = Annotated[str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")]
+Minutes = Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")]
+Accumulation = Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")]
+GradientCheckpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
+]
+EvalEvery = Annotated[int | None, typer.Option("--eval-every", help="Steps between held-out losses; default 100.")]
+SaveEvery = Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints; default 100.")]
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -54,6 +67,14 @@ DenseParameters = Annotated[
 def speaks() -> bool:
     """Whether results are this process's to tell: of those that a launcher started, the first tells them."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def share_or_file(text: str | None) -> float | str | None:
+    """What is written after --held-out."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
 
 
 def parse_device(name: str) -> torch.device:

@@ -110,7 +110,7 @@ def plan(
     return Plan(tuple(items), title)
 
 
-REMEDY = "Pack in int8, use a smaller max_len, or save x alone (recompute)."
+REMEDY = "Pack in int8 in place of bf16, use a smaller max_len, or save x alone (recompute)."
 
 
 def check_memory(found: Plan, *, already: int = 0, available: int | None = None, remedy: str = REMEDY) -> None:

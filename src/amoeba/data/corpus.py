@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 from amoeba.data.documents import Document, Text, characters, is_blank
 from amoeba.data.sources import cut_before, read_source
-from amoeba.errors import bad_value
+from amoeba.errors import bad_value, counted
 
 # Times the asked share of the characters, or one of so many, from which on the description says so.
 FAR_FROM_ASKED = 3
@@ -56,14 +56,14 @@ def load_corpus(
         train, held = documents, _documents(held_out, held_out, left_out, check)
     else:
         train, held = _split(documents, held_out, seed, name)
-    description = f"{name}: {len(train)} documents to train on ({characters(train):,} characters), "
+    description = f"{name}: {counted(len(train), 'document')} to train on ({characters(train):,} characters), "
     description += f"{len(held)} held out ({characters(held):,} characters)"
     if not isinstance(held_out, str):
         share = characters(held) / (characters(train) + characters(held))
         if not held_out / FAR_FROM_ASKED < share < held_out * FAR_FROM_ASKED:
             description += f", {share:.1%} of them and not {held_out:.1%}: the documents are of very different lengths"
     for kind, count in left_out.items():
-        description += f"; left out: {count} {kind}"
+        description += f"; left out: {counted(count, kind)}"
     return Corpus(train, held, description)
 
 
@@ -74,11 +74,11 @@ def _documents(
     for document, place in read_source(source, left_out):
         check(document, place)
         if is_blank(document):
-            left_out["blank documents"] += 1
+            left_out["blank document"] += 1
         else:
             documents.append(document)
     if not documents:
-        found = ", ".join(f"{count} {kind}" for kind, count in left_out.items()) or "no document at all"
+        found = ", ".join(counted(count, kind) for kind, count in left_out.items()) or "no document at all"
         raise bad_value(name, "text to train on", found, "give a file or a folder that holds text")
     return documents
 

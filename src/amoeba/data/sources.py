@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from amoeba.data.documents import RECORD_FIELDS, RECORDS, Document, Text, parse_document, shown
-from amoeba.errors import bad_value
+from amoeba.errors import bad_value, counted
 
 # A text becomes documents of 2 to 4 kB: a novel in one file can have a held-out part, and a page stays in one piece.
 BLOCK_CHARACTERS = 4096
@@ -85,15 +85,15 @@ def _read_folder(folder: Path, left_out: Counter[str]) -> Iterator[Placed]:
     files = []
     for path in sorted(_all_files(folder, left_out), key=lambda path: path.relative_to(folder).as_posix()):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            left_out["hidden files"] += 1
-        elif path.exists() and not path.is_file():
-            left_out["pipes, sockets and devices"] += 1
+            left_out["hidden file"] += 1
+        elif path.exists() and not path.is_file():  # a pipe, a socket, a device
+            left_out["special file"] += 1
         elif path.suffix.lower() not in KNOWN_SUFFIXES and _is_binary(path):
-            left_out["binary files"] += 1
+            left_out["binary file"] += 1
         else:
             files.append(path)
     if not files:
-        found = ", ".join(f"{count} {kind}" for kind, count in left_out.items()) or "an empty folder"
+        found = ", ".join(counted(count, kind) for kind, count in left_out.items()) or "an empty folder"
         raise bad_value(
             str(folder), "a folder with text, JSON or parquet files", found, "name the folder that holds the text"
         )
@@ -109,7 +109,7 @@ def _all_files(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=refuse):
         for name in folders:
             if Path(parent, name).is_symlink():  # may lead back to where we are
-                left_out["links to folders"] += 1
+                left_out["linked folder"] += 1
         yield from (Path(parent, name) for name in names)
 
 

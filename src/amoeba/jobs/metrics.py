@@ -98,7 +98,6 @@ class RunLog(TrainerCallback):
                 continue
             kept.append(text + "\n")
             if line["kind"] == "train":
-                self._tokens_before = line.get("tokens", self._tokens_before)
                 self.dead_experts = line.get("dead_experts", 0)
                 self.tokens_per_second = line.get("tokens_per_second") or 0.0
         if torn:
@@ -117,6 +116,7 @@ class RunLog(TrainerCallback):
         self._since = time.monotonic()
         # a resumed run has these from its checkpoint, and they may have been changed since
         state.eval_steps, state.save_steps = args.eval_steps, args.save_steps
+        self._tokens_before = state.num_input_tokens_seen
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.trained:
@@ -136,6 +136,8 @@ class RunLog(TrainerCallback):
         self.stopped_by = self.together.highest(self.stopped_by or 0, "whether to stop") or None
         if self.stopped_by is not None:
             control.should_save = control.should_training_stop = True
+        if control.should_save:
+            state.num_input_tokens_seen = self._tokens_before + self._tokens_since()
 
     def check_finite(self, step: int) -> None:
         """NotFinite for the first of the steps since the last line, of which `step` is the last, that is not finite."""
@@ -152,6 +154,10 @@ class RunLog(TrainerCallback):
         losses = self.together.add_up(losses, "losses")  # a rank's is its tokens' part; a norm is of all already
         return losses.tolist(), norms.tolist()
 
+    def _tokens_since(self) -> int:
+        """In the passes since the last line, of all ranks."""
+        return int(self.together.add_up(torch.stack(self.tokens).sum(), "numbers of tokens")) if self.tokens else 0
+
     def _check_finite(self, step: int, losses: list[float], norms: list[float]) -> None:
         for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step - len(losses) + 1):
             for name, value in (("loss", loss), ("norm of the gradient", norm)):
@@ -160,7 +166,7 @@ class RunLog(TrainerCallback):
 
     def _log(self, state: Any) -> None:
         losses, norms = self._losses_and_norms()
-        tokens = int(self.together.add_up(torch.stack(self.tokens).sum(), "numbers of tokens"))
+        tokens = self._tokens_since()
         self._step_losses.clear()
         self._step_norms.clear()
         self.tokens.clear()

@@ -29,7 +29,8 @@ from amoeba.errors import bad_value
 from amoeba.jobs.manifest import DIGEST, MANIFEST, damages, digest_fits
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
-from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_file
+from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings
+from amoeba.jobs.settings_file import read_settings
 from amoeba.parallel.together import ALONE, Together
 from amoeba.shell import shell_command, shell_words
 from amoeba.stream.store.index import INDEX, is_store
@@ -112,7 +113,7 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
     if unknown:
         other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
         raise bad_value("--resume", "a run of this command", f"one with {', '.join(unknown)}", f"use {other} --resume")
-    told = (read_file(config, kind) if config else {}) | given
+    told = (read_settings(config, kind) if config else {}) | given
     if "out" in told and Path(told["out"]).resolve() != Path(resume).resolve():
         raise bad_value("--out", f"the folder of --resume ({resume}), or nothing", told["out"], "leave --out out")
     if told.get("experts", "ranks") != "ranks":  # then nothing is left of how ranks shared the model

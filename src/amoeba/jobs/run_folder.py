@@ -28,6 +28,7 @@ from amoeba.shell import shell_words
 
 _UNFINISHED = "writing"  # the checkpoint that is being written
 _SET_ASIDE = "set-aside-"
+_LOCK = ".lock"
 
 
 class Console(Protocol):
@@ -85,6 +86,7 @@ def run_folder(out: str, resume: bool, say: Callable[[str], None], together: Tog
 def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator[None]:
     if resume and not (folder / "config.json").is_file():
         raise bad_value("--resume", "the folder of an earlier run", repr(str(folder)), "check the path, or train anew")
+    made = not folder.exists()
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -100,7 +102,20 @@ def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator
                 str(folder),
                 f"use {shell_words('--resume', folder)}, or another --out",
             )
-        yield
+        try:
+            yield
+        finally:
+            if made:
+                _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """What a run leaves that was refused before it began: data that is not there, a model without experts."""
+    with suppress(OSError):
+        if {path.name for path in folder.iterdir()} == {"checkpoints", _LOCK}:
+            (folder / "checkpoints").rmdir()
+            (folder / _LOCK).unlink()
+            folder.rmdir()
 
 
 @contextmanager
@@ -109,7 +124,7 @@ def _locked(folder: Path, option: str, say: Callable[[str], None]) -> Iterator[N
     if os.environ.get("RANK", "0") != "0":  # the first of the processes of a run has it for all
         yield
         return
-    with (folder / ".lock").open("a+") as file:
+    with (folder / _LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -6,11 +6,12 @@ settings = load_settings("run.yaml", {"steps": 500})
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from amoeba.errors import bad_value
+from amoeba.jobs.settings_file import read_settings
 from amoeba.lora.attaching import check_rank_and_alpha
 from amoeba.precision.recipes import UNCHANGED, check_precision
 
@@ -111,6 +112,9 @@ class RunSettings:
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation", "sequence_length", "log_every", "eval_every", "save_every"):
             _check_count(name, getattr(self, name))
+        _check_count("warmup_steps", self.warmup_steps, least=0)
+        if not 0 <= self.seed < 1 << 32:
+            raise bad_value("seed", "a whole number of at least 0 and below 2^32", self.seed, "0 is the default")
         for name in ("learning_rate", "weight_decay", "aux_loss_coefficient", "z_loss_coefficient", "bias_rate"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
@@ -143,8 +147,8 @@ class TrainSettings(RunSettings):
     model:    a preset's name, or a folder with config.json (trained from scratch) and perhaps weights (trained on).
     data:     a file, a folder or a dataset's name; None for the Python reference that comes with Python.
     experts:  "resident", or "ranks": over the processes that torchrun started, which share each batch.
-    precision: in which the experts are computed: "fp8", "fp8-ste", "auto" (fp8 where it was measured to be faster), or
-              "bf16" for the dtype of the run, whichever that is (see `amoeba.precision.recipes`).
+    precision: in which the experts are computed: "fp8", "fp8-ste", "fp8-saved", "auto" (fp8 where it was measured to be
+              faster), or "bf16" for the dtype of the run, whichever that is (see `amoeba.precision.recipes`).
     """
 
     model: str = "demo"
@@ -205,9 +209,9 @@ class FinetuneSettings(RunSettings):
         super().__post_init__()
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise bad_value(name, "an integer of at least 1", repr(value), f"set {name} to a positive integer")
+def _check_count(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise bad_value(name, f"an integer of at least {least}", repr(value), f"set {name} to such an integer")
 
 
 def load_settings(
@@ -218,7 +222,7 @@ def load_settings(
     """Defaults, then the preset's own, then the file, then what was given."""
     from amoeba.jobs.presets import training_defaults
 
-    told = (read_file(yaml_file, kind) if yaml_file else {}) | given
+    told = (read_settings(yaml_file, kind) if yaml_file else {}) | given
     if kind is TrainSettings:
         model = told.setdefault("model", TrainSettings.model)
         told = training_defaults(model) | {"out": f"runs/{Path(model).name}"} | told
@@ -227,20 +231,3 @@ def load_settings(
     else:
         told = {"out": f"runs/{Path(told['model']).name}-finetuned"} | told
     return kind(**told)
-
-
-def read_file(yaml_file: str, kind: type[RunSettings]) -> dict[str, Any]:
-    import yaml
-
-    path = Path(yaml_file)
-    if not path.is_file():
-        raise FileNotFoundError(f"--config: expected a YAML file; got {yaml_file}, which is not there. Check the path.")
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise bad_value(str(path), "YAML", f"{error}".replace("\n", " "), "correct the file") from error
-    known = {entry.name for entry in fields(kind)}
-    if not isinstance(found, dict) or not set(found) <= known:
-        unknown = sorted(set(found) - known) if isinstance(found, dict) else type(found).__name__
-        raise bad_value(str(path), f"a mapping of {', '.join(sorted(known))}", unknown, "remove or rename these")
-    return found

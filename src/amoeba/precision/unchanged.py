@@ -15,6 +15,8 @@ _promises: list[UnchangedWeights] = []
 
 
 class UnchangedWeights:
+    """While it holds, weights that train in fp8 are not written, so that their codes are written once."""
+
     def __enter__(self) -> UnchangedWeights:
         _promises.append(self)
         return self

@@ -1,0 +1,49 @@
+"""Parts of an optimizer's state, put together for whoever asks: any experts, any rows, in any order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from amoeba.jobs.optimizer_files import GROUPS, _Parts
+
+OWNED = ([0, 2, 4], [1, 3])  # experts of two ranks, as a table of one's own may have them
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> _Parts:
+    """Of a parameter whose entry for an expert, or a row, is its number."""
+    for rank, experts in enumerate(OWNED):
+        rows = (0, 3) if rank == 0 else (3, 5)
+        tensors = {
+            "w/exp_avg": torch.tensor(experts, dtype=torch.float32)[:, None],
+            "dense/exp_avg": torch.arange(*rows, dtype=torch.float32),
+        }
+        if rank == 0:
+            tensors |= {"w/step": torch.tensor(7), "whole/exp_avg": torch.arange(5, dtype=torch.float32)}
+        header = {"experts": json.dumps({"w/exp_avg": experts}), "rows": json.dumps({"dense/exp_avg": rows})}
+        save_file(tensors, tmp_path / f"optimizer-{rank:05d}-of-00002.safetensors", metadata=header)
+    (tmp_path / GROUPS).write_text('{"groups": []}')
+    return _Parts(tmp_path)
+
+
+@pytest.mark.parametrize("wanted", [[0, 1, 2, 3, 4], [0, 4], [4, 2], [1, 2, 4], [3], []])
+def test_a_rank_gets_the_entries_of_its_experts(parts: _Parts, wanted: list[int]) -> None:
+    found = parts.state_of("w", wanted)
+    assert found["exp_avg"].flatten().tolist() == wanted
+    assert found["step"] == 7  # one number for all of them
+
+
+@pytest.mark.parametrize("rows", [range(5), range(2, 4), range(3, 5), range(1, 1)])
+def test_a_rank_gets_its_rows_of_what_is_in_parts_and_of_what_is_whole(parts: _Parts, rows: range) -> None:
+    for name in ("dense", "whole"):
+        assert parts.state_of(name, rows)["exp_avg"].tolist() == list(rows)
+
+
+def test_a_process_alone_gets_everything(parts: _Parts) -> None:
+    assert parts.state_of("w", None)["exp_avg"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert parts.state_of("dense", None)["exp_avg"].tolist() == [0, 1, 2, 3, 4]
