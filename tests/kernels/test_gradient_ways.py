@@ -32,8 +32,6 @@ def test_ways_are_taken_where_tiles_are_whole(monkeypatch: pytest.MonkeyPatch) -
     assert gradient_ways(True, True) == GradientWays(rounds=True)
     monkeypatch.setenv(GRADIENT_VARIABLE, "")
     assert gradient_ways(True, True) == GradientWays()
-    monkeypatch.setenv(GRADIENT_VARIABLE, "thrifty")
-    assert gradient_ways(False, False) == GradientWays(thrifty=True)
     monkeypatch.setenv(GRADIENT_VARIABLE, "brisk")
     with pytest.raises(ValueError, match=r"AMOEBA_GRADIENT_WAYS.*rounds.*'brisk'"):
         gradient_ways(True, True)
@@ -80,7 +78,6 @@ def test_tiles_in_a_row_keep_their_sums_in_registers(tmp_path: Path, monkeypatch
     [
         *(("rounds", *sizes) for sizes in ((256, 320, 2), (384, 192, 3), (320, 192, 2))),
         *(("rounds,onward", *sizes) for sizes in ((256, 512, 2), (384, 256, 3), (256, 320, 2))),
-        *(("rounds,onward,thrifty", *sizes) for sizes in ((256, 2560, 2), (2304, 256, 3))),
     ],
 )
 def test_each_way_has_the_bits_of_the_plain_one(

@@ -115,9 +115,8 @@ def launches() -> dict[str, Callable[[], None]]:
     from amoeba.kernels.hopper import product, scaled_product
     from amoeba.kernels.hopper.activation import Down, Up, activate_backward
     from amoeba.kernels.hopper.gradient import weight_gradient
-    from amoeba.kernels.hopper.order import TALL
+    from amoeba.kernels.hopper.order import KEPT_BYTES, TALL, order_of_product
     from amoeba.kernels.hopper.product import multiply, up
-    from amoeba.kernels.hopper.ways import TAKEN, VARIABLE
     from amoeba.kernels.programs import share_the_gpu
     from amoeba.kernels.quantise import empty_rows, empty_weights
 
@@ -154,12 +153,10 @@ def launches() -> dict[str, Callable[[], None]]:
         share_the_gpu(False)
 
     def in_tall_groups(launch: Callable[[], None]) -> None:
-        before = os.environ.get(VARIABLE, TAKEN)
-        os.environ[VARIABLE] = f"{TAKEN},ahead,thrifty"
-        product.order_of_product = lambda *sizes: TALL  # type: ignore[assignment]
+        product.order_of_product, product.KEPT_BYTES = lambda *sizes: TALL, 0  # type: ignore[assignment]
         product.list_tiles = lambda table, *sizes: table  # type: ignore[assignment]
         launch()
-        os.environ[VARIABLE] = before
+        product.order_of_product, product.KEPT_BYTES = order_of_product, KEPT_BYTES
 
     return {
         "up_in_tall_groups": lambda: in_tall_groups(lambda: up(x, order, K, gate_up, table, Activation(), a, h_NJ=h)),

@@ -22,7 +22,8 @@ from amoeba.layout import build_layout
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 ALL = ",".join(Ways._fields)
-PLAIN_ROUNDS, AHEAD = "rounds,brisk", f"{TAKEN},ahead"
+PLAIN_ROUNDS, IN_GROUPS_ALL = "rounds,brisk", "rounds,brisk,carry"
+LARGE = torch.empty(8, 28672, 4096, device="meta", dtype=torch.bfloat16)
 COUNTS = (0, 2, 64, 65, 127, 128, 129, 300, 0, 1)
 K = 2
 
@@ -36,8 +37,8 @@ def test_names_are_parted_by_commas() -> None:
 
 def test_rounds_are_taken_only_where_a_tile_is_whole_turns_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert taken(whole_turns=True) == {"ROUNDS", "BRISK", "CARRY"}
-    assert taken(whole_turns=False) == {"BRISK"}
+    assert taken(whole_turns=True) == {"ROUNDS", "BRISK", "CARRY", "ABREAST"}
+    assert taken(whole_turns=False) == {"BRISK", "ABREAST"}
     monkeypatch.setenv(VARIABLE, "")
     assert not taken(whole_turns=True)
 
@@ -48,31 +49,27 @@ def test_what_needs_rounds_or_the_whole_buffer_is_left_out_without_them(monkeypa
     assert not taken(whole_turns=False)
     monkeypatch.setenv(VARIABLE, "rounds,quarters,carry")
     assert taken(whole_turns=True) == {"ROUNDS", "QUARTERS"}
-    monkeypatch.setenv(VARIABLE, "rounds,ahead")
-    assert taken(whole_turns=True) == {"ROUNDS", "AHEAD"}
-    assert not taken(whole_turns=False)
 
 
 @pytest.mark.parametrize(
-    ("ways", "whole_table", "order"), [(TAKEN, True, None), ("thrifty", True, TALL), ("thrifty", False, None)]
+    ("ways", "whole_table", "order"), [("rounds", True, None), ("thrifty", True, TALL), ("thrifty", False, None)]
 )
 def test_parts_of_a_table_keep_the_usual_order(
     ways: str, whole_table: bool, order: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, ways)
-    matrix_EOW = torch.empty(8, 28672, 4096, device="meta", dtype=torch.bfloat16)
-    assert product._chosen(matrix_EOW, None, 16384, 112, whole_table).get("ORDER") == order
+    assert product._chosen(LARGE, None, True, whole_table).get("ORDER") == order
 
 
-def test_programs_wait_for_one_another_only_where_the_gpu_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "thrifty,abreast")
-    matrix_EOW = torch.empty(8, 28672, 4096, device="meta", dtype=torch.bfloat16)
-    found = []
+def test_programs_wait_for_one_another_only_with_large_matrices_and_where_the_gpu_is_theirs() -> None:
+    small = torch.empty(8, 1536, 2048, device="meta", dtype=torch.bfloat16)
+    found = [product._chosen(small, None, True, True)["ABREAST"]]
     for shared, halvings in ((False, 0), (True, 0), (True, 5)):
         share_the_gpu(shared, halvings)
-        found.append(product._chosen(matrix_EOW, None, 16384, 112, True)["ABREAST"])
+        found.append(product._chosen(LARGE, None, True, True)["ABREAST"])
     share_the_gpu(False)
-    assert found == [True, False, False]
+    assert found == [False, True, False, False]
+    assert not product._chosen(LARGE, None, True, False)["ABREAST"]
 
 
 def taken(whole_turns: bool) -> set[str]:
@@ -96,9 +93,8 @@ def test_all_stays_in_registers(
 @pytest.mark.parametrize(
     ("ways", "order"),
     [
-        *((ways, None) for ways in ("rounds", "quarters", "brisk", PLAIN_ROUNDS, TAKEN, ALL, AHEAD)),
-        *((f"{ways},thrifty", order) for ways in (TAKEN, AHEAD) for order in (BY_COLUMNS, 2, TALL)),
-        *((f"{AHEAD},thrifty,abreast", order) for order in (BY_COLUMNS, 2, TALL)),
+        *((ways, None) for ways in ("rounds", "quarters", "brisk", PLAIN_ROUNDS, IN_GROUPS_ALL, TAKEN, ALL)),
+        *((TAKEN, order) for order in (BY_COLUMNS, 2, TALL)),
     ],
 )
 @pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (768, 512), (320, 192)])
@@ -111,6 +107,7 @@ def test_each_way_has_the_bits_of_the_plain_one(
     monkeypatch.setenv(VARIABLE, ways)
     if order is not None:
         monkeypatch.setattr("amoeba.kernels.hopper.product.order_of_product", lambda *sizes: order)
+        monkeypatch.setattr("amoeba.kernels.hopper.product.KEPT_BYTES", 0)  # so that programs wait for one another
     for programs in (None, 3):
         if programs is not None:
             monkeypatch.setattr("amoeba.kernels.hopper.product.programs", lambda device: 3)

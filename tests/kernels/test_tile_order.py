@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from amoeba.kernels.hopper import order
-from amoeba.kernels.hopper.order import BY_COLUMNS, IN_GROUPS, TALL, WIDE, group_of_gradient, order_of_product
+from amoeba.kernels.hopper.order import BY_COLUMNS, IN_GROUPS, TALL, order_of_product
 from amoeba.kernels.hopper.product import tile_table
 
 BLOCK_M, GROUP_M = 128, 8
@@ -67,37 +67,46 @@ def test_a_group_is_one_experts_and_sweeps_the_columns_together(device: torch.de
     assert heights == {1: {1}, 2: {1}, 3: {1}, 4: {2}, 6: {16}, 7: {17}, 8: {12}, 9: {12}, 10: {16, 15}, 11: {1}}
 
 
-@pytest.mark.parametrize("group", [8, TALL, -WIDE, -3])
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (16, 6), (56, 16), (18, 20), (3, 11)])
-def test_each_tile_of_a_gradient_comes_once(group: int, height: int, width: int) -> None:
-    found = [order.place_in_gradient.fn(inside, height, width, group) for inside in range(height * width)]
-    assert sorted(found) == list(itertools.product(range(height), range(width)))
-
-
 @pytest.mark.parametrize(
-    # rows: of an expert; of up, down and dx, dA'
-    ("rows", "hidden", "inner", "expected"),
+    # of up, down and dx, dA'
+    ("hidden", "inner", "expected"),
     [
-        (2048, 2048, 768, (BY_COLUMNS, BY_COLUMNS, BY_COLUMNS)),  # qwen3_30b: small matrices
-        (4096, 2048, 1024, (BY_COLUMNS, BY_COLUMNS, BY_COLUMNS)),  # olmoe
-        (2048, 7168, 2048, (TALL, TALL, BY_COLUMNS)),  # dsv3: dA' has eight column tiles
-        (2048, 4096, 14336, (TALL, TALL, TALL)),  # mixtral
+        (2048, 768, (TALL, BY_COLUMNS, BY_COLUMNS)),  # qwen3_30b: small matrices
+        (2048, 1024, (TALL, BY_COLUMNS, BY_COLUMNS)),  # olmoe
+        (1536, 256, (BY_COLUMNS, BY_COLUMNS, BY_COLUMNS)),  # sonic_a: up has two column tiles
+        (7168, 2048, (TALL, TALL, TALL)),  # dsv3
+        (4096, 14336, (TALL, TALL, TALL)),  # mixtral
     ],
 )
-def test_wide_matrices_are_swept_by_tall_groups(
-    rows: int, hidden: int, inner: int, expected: tuple[int, int, int]
+def test_wide_matrices_and_wide_up_projections_are_swept_by_tall_groups(
+    hidden: int, inner: int, expected: tuple[int, int, int]
 ) -> None:
     gate_up, down = 4 * hidden * inner, 2 * hidden * inner
     found = (
-        order_of_product(rows, -(-2 * inner // 256), gate_up),
-        order_of_product(rows, -(-hidden // 256), gate_up),
-        order_of_product(rows, -(-inner // 256), down),
+        order_of_product(gate_up, -(-2 * inner // 256), True),
+        order_of_product(gate_up, -(-hidden // 256), False),
+        order_of_product(down, -(-inner // 256), False),
     )
     assert found == expected
 
 
-def test_a_gradients_groups_lie_along_the_side_whose_other_is_read_less_often() -> None:
-    assert group_of_gradient(56, 16) == -WIDE, "dsv3: x twice, dh once"
-    assert group_of_gradient(32, 112) == TALL, "mixtral: dh twice, x once; along W, x 14 times"
-    assert group_of_gradient(16, 6) == -WIDE, "qwen3_30b: one group each way, dh has fewer bytes"
-    assert group_of_gradient(8, 6) == TALL
+class Begun:
+    """A counter that others bring to `others` at each look, up to what they have to do."""
+
+    def __init__(self, others: int) -> None:
+        self.others, self.looks = others, 0
+
+    def atomic_add(self, counter: object, amount: int, sem: str) -> int:
+        self.looks += amount == 0
+        return self.others
+
+
+def test_a_program_that_has_waited_in_vain_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    for others, looks, after in ((131, 0, 0), (100, 64, 64), (100, 0, 64), (132, 0, 64)):
+        counter = Begun(others)
+        monkeypatch.setattr(order.gl, "atomic_add", counter.atomic_add, raising=False)
+        monkeypatch.setattr(order.gl, "num_programs", lambda axis: 132, raising=False)
+        monkeypatch.setattr(order.gl, "where", lambda condition, one, other: one if condition else other, raising=False)
+        looked = order.keep_abreast.fn(None, 0, 10_000, looked, 64)
+        assert (counter.looks, looked) == (looks, after), others

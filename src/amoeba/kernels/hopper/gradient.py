@@ -32,9 +32,8 @@ from amoeba.kernels.hopper.descriptor import bulk_load, descriptor, gather, shar
 from amoeba.kernels.hopper.gradient_onward import consume_onward, fill_onward
 from amoeba.kernels.hopper.gradient_rounds import consume_rounds, fill_rounds
 from amoeba.kernels.hopper.gradient_store import place_of_turn, store_gradient
-from amoeba.kernels.hopper.order import group_of_gradient
 from amoeba.kernels.hopper.ways import GradientWays, gradient_ways
-from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.launch import quick
 from amoeba.kernels.programs import programs
 
 # A tile of the gradient, and how many rows one stage holds. 4 stages and the epilogue's buffers take 224 KB of the 227.
@@ -255,7 +254,7 @@ def _staged(transposed: bool) -> tuple[int, int]:
 
 
 @cache
-def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int, group: int) -> Any:
+def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int) -> Any:
     top_k = top_k if ways.rounds else 0  # elsewhere it need not be known
     return gradient_kernel.bound(
         TRANSPOSED=transposed,
@@ -267,7 +266,7 @@ def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int,
         BLOCK_W=BLOCK_W,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
-        GROUP=group,
+        GROUP=GROUP,
         TOP_K=top_k,
         ONWARD=ways.onward,
         num_warps=4,
@@ -291,8 +290,7 @@ def weight_gradient(
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
     ways = gradient_ways(whole_height=hidden % BLOCK_H == 0, whole_width=width % BLOCK_W == 0)
-    group = group_of_gradient(cdiv(hidden, BLOCK_H), cdiv(width, BLOCK_W)) if ways.thrifty else GROUP
-    _bound(transposed, out_EHW.dtype, ways, top_k, group)[(programs(out_EHW.device),)](
+    _bound(transposed, out_EHW.dtype, ways, top_k)[(programs(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
         descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
         left_TH,

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from amoeba.kernels.hopper.descriptor import bulk_store
-from amoeba.kernels.hopper.order import place_in_gradient
 from amoeba.kernels.hopper.product_store import column_parts, wait_for_buffer
 
 
@@ -49,8 +48,11 @@ def expert_of_turn(turn, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexp
     """Expert, tile along H and along W of a multiprocessor's turn-th tile; of the last tile where it has none."""
     inside = gl.minimum(_tile_of_turn(turn), tiles - 1)
     expert = gl.load(heaviest_E + inside // (h_tiles * w_tiles))
-    h, w = place_in_gradient(inside % (h_tiles * w_tiles), h_tiles, w_tiles, GROUP)
-    return expert, h, w
+    inside = inside % (h_tiles * w_tiles)
+    group = inside // (GROUP * w_tiles)
+    height = gl.minimum(h_tiles - group * GROUP, GROUP)
+    inside = inside % (GROUP * w_tiles)
+    return expert, group * GROUP + inside % height, inside // height
 
 
 @gluon.jit

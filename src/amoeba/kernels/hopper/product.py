@@ -27,7 +27,7 @@ from amoeba.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.order import list_tiles, order_of_product
+from amoeba.kernels.hopper.order import KEPT_BYTES, list_tiles, order_of_product
 from amoeba.kernels.hopper.product_kernel import (
     BLOCK_K,
     BLOCK_M,
@@ -156,19 +156,19 @@ def _step(addend: Addend | None) -> int:
     return 0 if addend is None else min(BLOCK_K, padded_rank(addend.rank))
 
 
-def _chosen(
-    matrix_EOW: Tensor, addend: Addend | None, rows: int, column_tiles: int, whole_table: bool
-) -> dict[str, Any]:
+def _chosen(matrix_EOW: Tensor, addend: Addend | None, activated: bool, whole_table: bool) -> dict[str, Any]:
     """Of the plan, by name."""
-    whole_turns = addend is None and matrix_EOW.shape[2] % (STAGES * BLOCK_K) == 0
-    chosen = chosen_constants(whole_turns)
-    if sharing() != (1, 0):
-        chosen = {**chosen, "ABREAST": False}
+    _, width, depth = matrix_EOW.shape
+    chosen = chosen_constants(addend is None and depth % (STAGES * BLOCK_K) == 0)
     if not (whole_table and is_thrifty()):
-        return chosen
-    experts, width, depth = matrix_EOW.shape
-    order = order_of_product(rows // experts, column_tiles, width * depth * matrix_EOW.element_size())
-    return {"ORDER": order, **chosen}
+        return {**chosen, "ABREAST": False}
+    matrix_bytes = width * depth * matrix_EOW.element_size()
+    alone = sharing() == (1, 0)
+    return {
+        **chosen,
+        "ORDER": order_of_product(matrix_bytes, cdiv(width, BLOCK_N), activated),
+        "ABREAST": chosen["ABREAST"] and alone and matrix_bytes > KEPT_BYTES,
+    }
 
 
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:
@@ -200,7 +200,7 @@ def multiply(
         BIAS=bias_EO is not None,
         KEEP=False,
         LOW=_step(addend),
-        **_chosen(matrix_EOW, addend, out_NO.shape[0], cdiv(matrix_EOW.shape[1], BLOCK_N), whole_table),
+        **_chosen(matrix_EOW, addend, False, whole_table),
     )
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None, addend)
 
@@ -230,7 +230,7 @@ def up(
         BIAS=bias_EJ is not None,
         KEEP=h_NJ is not None,
         LOW=_step(addend),
-        **_chosen(gate_up_EJH, addend, a_NI.shape[0], cdiv(gate_up_EJH.shape[1], BLOCK_N), whole_table),
+        **_chosen(gate_up_EJH, addend, True, whole_table),
         **constants(activation),  # type: ignore[arg-type]
     )
     _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend)

@@ -11,9 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from amoeba.kernels.hopper.descriptor import bulk_load, gather
 
-# Of gathered rows among the threads.
-_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
 
 @gluon.jit
 def _fill_stage(
@@ -92,23 +89,8 @@ def fill_rounds(
 @gluon.jit
 def row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
     """To the first of the depth of a tile's rows; behind the last one, to the last one again."""
-    return pointers_to(x, gl.load(order + _sorted_rows(row, end, BLOCK_M)), x_stride, top_k, BLOCK_K)
-
-
-@gluon.jit
-def _sorted_rows(row, end, BLOCK_M: gl.constexpr):
-    return gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, _LAYOUT)), end - 1)
-
-
-@gluon.jit
-def slots_ahead(order, row, end, BLOCK_M: gl.constexpr):
-    """For `pointers_to`, later on. Where there are no rows, any."""
-    sorted_row = _sorted_rows(row, end, BLOCK_M)
-    return gl.load(order + sorted_row, mask=sorted_row >= 0, other=0)
-
-
-@gluon.jit
-def pointers_to(x, slot, x_stride, top_k, BLOCK_K: gl.constexpr):
-    token = slot // top_k
-    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, _LAYOUT))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
+    token = gl.load(order + sorted_row) // top_k
+    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     return x + (token.to(gl.int64) * x_stride)[:, None] + k[None, :]

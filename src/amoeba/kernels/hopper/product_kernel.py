@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.hopper.order import IN_GROUPS, keep_abreast, place_ahead, place_of_tile
-from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, pointers_to, row_pointers, slots_ahead
+from amoeba.kernels.hopper.order import IN_GROUPS, keep_abreast, place_of_tile
+from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, row_pointers
 from amoeba.kernels.hopper.product_store import add_bias, column_parts, finish_tile, store_tile
 from amoeba.kernels.launch import quick
 
@@ -28,7 +28,7 @@ from amoeba.kernels.launch import quick
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = 128, 256, 64, 4
 # Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
 GROUP_M = 8
-# At the others' progress, a microsecond each, before a program goes on alone.
+# At the others' progress, about a microsecond each, before a program goes on alone.
 LOOKS = gl.constexpr(64)
 
 
@@ -53,7 +53,6 @@ class Plan:
     QUARTERS: bool = False
     BRISK: bool = False
     CARRY: bool = False
-    AHEAD: bool = False
     ABREAST: bool = False
     ORDER: int = IN_GROUPS  # of tiles, see `amoeba.kernels.hopper.order`
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
@@ -66,10 +65,6 @@ class Plan:
     @property
     def CARRIES(self) -> bool:
         return self.CARRY and not self.ACTIVATE and not self.GATHER
-
-    @property
-    def LOOKS_AHEAD(self) -> bool:
-        return self.AHEAD and self.GATHER
 
     @property
     def KEEPS_ABREAST(self) -> bool:
@@ -146,27 +141,15 @@ def _produce(
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
-    if PLAN.LOOKS_AHEAD:
-        expert, row, end, n = place_ahead(first, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
-        slot = slots_ahead(order, row, end, BLOCK_M)
-        next_expert, next_row, next_end, next_n = place_ahead(
-            first + step, table, tiles, column_tiles, GROUP_M, PLAN.ORDER
-        )
+    looked = 0
     for tile in range(first, behind, step):
         if PLAN.KEEPS_ABREAST:
-            keep_abreast(table + 1, tile - first, behind, LOOKS)
-        if PLAN.LOOKS_AHEAD:  # what is loaded here is read when this tile is filled
-            pointers = pointers_to(x, slot, x_stride, top_k, BLOCK_K)
-            slot = slots_ahead(order, next_row, next_end, BLOCK_M)
-            after_expert, after_row, after_end, after_n = place_ahead(
-                tile + 2 * step, table, tiles, column_tiles, GROUP_M, PLAN.ORDER
-            )
+            looked = keep_abreast(table + 1, tile - first, behind, looked, LOOKS)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
+        if PLAN.GATHER:
+            pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
         else:
-            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
-            if PLAN.GATHER:
-                pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
-            else:
-                pointers = x
+            pointers = x
         if PLAN.ROUNDS:
             count = fill_rounds(
                 row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth,
@@ -182,9 +165,6 @@ def _produce(
                 low_desc, factor_desc, x, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank, width,
                 columns, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
-        if PLAN.LOOKS_AHEAD:
-            expert, row, n = next_expert, next_row, next_n
-            next_expert, next_row, next_end, next_n = after_expert, after_row, after_end, after_n
 
 
 @gluon.jit

@@ -7,7 +7,8 @@ Where power limits a GPU, a product's time is its joules, and these spare instru
 `rounds,brisk` takes 5 % less time and 5 to 8 % fewer joules for the up projection of qwen3_30b, olmoe and sonic_b, and
 nothing to 7 % less time for the down projection (docs/log.md, 2026-11-16); `carry` 5 % less time for dx and 10 %
 for the down projection of qwen3_30b (2026-11-17); `rounds` of weight gradients 2 to 4 % less time at qwen3_30b, olmoe
-and dsv3, and 4 to 5 % where the GPU rests, `onward` 1 to 2 % less once more (2026-11-17). The bits are the same in each
+and dsv3, and 4 to 5 % where the GPU rests, `onward` 1 to 2 % less once more (2026-11-17); `thrifty,abreast` 1 to 2 % of
+a whole step (2026-11-17). The bits are the same in each
 (`brisk`: what is below 2^-126 is zero, see `amoeba.kernels.activation`).
 """
 
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from amoeba.errors import bad_value
 
 VARIABLE = "AMOEBA_PRODUCT_WAYS"
-TAKEN = "rounds,brisk,carry"
+TAKEN = "rounds,brisk,carry,thrifty,abreast"
 # Of the weights' gradients.
 GRADIENT_VARIABLE = "AMOEBA_GRADIENT_WAYS"
 GRADIENT_TAKEN = "rounds,onward"
@@ -34,17 +35,15 @@ class Ways(NamedTuple):
     brisk:    a sigmoid of five instructions.
     carry:    with rounds and without quarters, where rows are not gathered and nothing is activated: half of a tile's
               sums leave while the next tile's products run, and its place is found there.
-    ahead:    with rounds, where rows are gathered: a tile's place and token numbers are found during the tile before.
-    thrifty:  tiles come in the order that reads the fewest bytes, see `amoeba.kernels.hopper.order`.
-    abreast:  with thrifty, where tall groups are taken on a GPU of one's own: programs wait for one another at the
-              beginning of a tile.
+    thrifty:  tiles come in the order in which less is read from memory, see `amoeba.kernels.hopper.order`.
+    abreast:  with thrifty, where an expert's matrix is large and the GPU is ours alone: programs wait for one another
+              at the beginning of a tile, so that they read what they share at the same time.
     """
 
     rounds: bool = False
     quarters: bool = False
     brisk: bool = False
     carry: bool = False
-    ahead: bool = False
     thrifty: bool = False
     abreast: bool = False
 
@@ -71,7 +70,7 @@ def _constants(names: str, whole_turns: bool) -> dict[str, bool]:
     ways = ways_named(names)
     rounds = ways.rounds and whole_turns
     carry = ways.carry and rounds and not ways.quarters
-    taken = ways._replace(rounds=rounds, carry=carry, ahead=ways.ahead and rounds)
+    taken = ways._replace(rounds=rounds, carry=carry)
     return {name.upper(): value for name, value in taken._asdict().items() if name != "thrifty"}
 
 
@@ -89,12 +88,10 @@ class GradientWays(NamedTuple):
     """
     rounds: tiles go by whole turns of the ring, see `amoeba.kernels.hopper.gradient_rounds`.
     onward: with rounds, tiles follow one another in the ring, see `amoeba.kernels.hopper.gradient_onward`.
-    thrifty: tiles come in the order that reads the fewest bytes, see `amoeba.kernels.hopper.order`.
     """
 
     rounds: bool = False
     onward: bool = False
-    thrifty: bool = False
 
 
 def gradient_ways(whole_height: bool, whole_width: bool) -> GradientWays:
@@ -106,4 +103,4 @@ def gradient_ways(whole_height: bool, whole_width: bool) -> GradientWays:
 def _gradient_ways(names: str, whole_height: bool, whole_width: bool) -> GradientWays:
     ways = GradientWays(**_named(names, GradientWays._fields, GRADIENT_VARIABLE, GRADIENT_TAKEN))
     rounds = ways.rounds and whole_height
-    return GradientWays(rounds, ways.onward and rounds and whole_width, ways.thrifty)
+    return GradientWays(rounds, ways.onward and rounds and whole_width)
