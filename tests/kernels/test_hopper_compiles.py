@@ -179,6 +179,9 @@ def launches() -> dict[str, Callable[[], None]]:
         "scaled_down_backward": lambda: scaled_product.multiply(
             x_codes, turned_down, table, da, order_N=order, top_k=K
         ),
+        "scaled_down_backward_in_bf16": lambda: scaled_product.multiply(
+            x_codes, turned_down, table, a, order_N=order, top_k=K
+        ),
         "down": lambda: multiply(a, down, table, y),
         "down_backward": lambda: multiply(x, down.transpose(1, 2), table, a, order_N=order, top_k=K),
         "rows_gradient": lambda: multiply(h, gate_up.transpose(1, 2), table, y),

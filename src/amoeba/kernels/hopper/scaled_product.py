@@ -45,18 +45,24 @@ from amoeba.kernels.hopper.scaled_product_plan import (
     PLAIN,
     QUARTER,
     ROWS,
+    TURN,
     Plan,
     Ways,
 )
 from amoeba.kernels.programs import programs
 from amoeba.precision.quantised import QuantisedMatrix
 
+_ALONG = Ways(along=True, alternate=True, brisk=True)
 # Ways to compute the same bits, by name. `_measured` has those that are taken.
 WAYS = {
     "plain": PLAIN,
     "brisk": Ways(brisk=True),
     "under": Ways(under=True, brisk=True),
-    "along": Ways(along=True, alternate=True, brisk=True),
+    "along": _ALONG,
+    "along late": _ALONG._replace(late=True),
+    "along straight": _ALONG._replace(straight=True, late=True),
+    "along straight passing": _ALONG._replace(straight=True, passing=True, late=True),
+    "along straight behind": _ALONG._replace(straight=True, late=True, behind=1),
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
 }
 # Deeper products gain nothing by `under`: their tiles end seldom.
@@ -95,7 +101,7 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
     Biases and half blocks have the same bits in other ways, but were not timed so: they keep what they had. So do tiles
     that are no whole turns of the ring of stages, which cannot take `along`."""
     timed = not (plan.BIAS or _cut(depth, columns))
-    if plan.PAIRED and timed and _is_whole_turns(plan, depth):
+    if plan.PAIRED and timed and depth % TURN == 0:
         return WAYS["along"]
     if plan.ACTIVATE and plan.KEEP:
         return PLAIN if plan.CODED else WAYS["brisk"]
@@ -106,13 +112,9 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
     return WAYS["under"] if timed and not plan.GATHER and depth <= DEEPEST_UNDER else PLAIN
 
 
-def _is_whole_turns(plan: Plan, depth: int) -> bool:
-    return depth % (plan.STAGES * BLOCK) == 0
-
-
 def _with_ways(plan: Plan, depth: int, columns: int) -> Plan:
     ways = _measured(plan, depth, columns) if _way is None else _way
-    along = ways.along and _is_whole_turns(plan, depth)
+    along = ways.along and depth % TURN == 0  # whole turns of the ring of stages
     under = ways.under and depth > BLOCK  # it takes two steps or more
     return replace(plan, WAYS=ways._replace(along=along, under=under))
 

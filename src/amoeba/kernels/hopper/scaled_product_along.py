@@ -19,11 +19,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.activation import gated
-from amoeba.kernels.hopper.descriptor import bulk_load, gather
+from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather
 from amoeba.kernels.hopper.product_kernel import place_of_tile
 from amoeba.kernels.hopper.product_store import add_bias
 from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns
-from amoeba.kernels.hopper.scaled_product_store import keep, store_codes
+from amoeba.kernels.hopper.scaled_product_store import (
+    keep,
+    store_codes,
+    store_halves,
+    store_quarters,
+    store_straight,
+)
 
 
 @gluon.jit
@@ -59,16 +65,33 @@ def produce_along(
                 bar = full.index(stage)
                 matrix_buf = matrix_bufs.index(stage)
                 mbarrier.expect(bar, BLOCK_N * BLOCK)
-                bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf.slice(0, BLOCK, 0))
-                bulk_load(matrix_desc, [at + columns, k + stage * BLOCK], bar, matrix_buf.slice(BLOCK, BLOCK, 0))
+                if PLAN.PAIRED:
+                    bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf.slice(0, BLOCK, 0))
+                    bulk_load(matrix_desc, [at + columns, k + stage * BLOCK], bar, matrix_buf.slice(BLOCK, BLOCK, 0))
+                else:
+                    bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf)
                 gather(row_bufs.index(stage), pointers + stage * BLOCK)
                 gather(scale_bufs.index(stage), of_rows + stage)
                 gather(column_bufs.index(stage), of_columns + stage)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
+                if PLAN.BEHIND > 0:
+                    async_copy.commit_group()
+                    if turn + stage > 0:
+                        async_copy.wait_group(1)
+                        fence_async_shared()
+                        barrier()  # all have done so
+                        mbarrier.arrive(full.index((stage + STAGES - 1) % STAGES), count=1)
+                else:
+                    async_copy.mbarrier_arrive(bar, increment_count=False)
             pointers += STAGES * BLOCK
             of_rows += STAGES
             of_columns += STAGES
             turn += 1
+    if PLAN.BEHIND > 0:
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        if turn > 0:
+            mbarrier.arrive(full.index(STAGES - 1), count=1)
 
 
 @gluon.jit
@@ -106,7 +129,8 @@ def _step(
     mma: gl.constexpr = left.type.layout
     stage = count & (STAGES - 1)
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-    fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+    if PLAN.BEHIND == 0:
+        fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
     found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, HEIGHT, BLOCK)
     of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, gl.SliceLayout(1, mma))
     left += warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None]
@@ -138,6 +162,38 @@ def _widened(pairs):
 
 
 @gluon.jit
+def _keep(
+    value, h, desc, scale, kept, stride, row, end, column, width, shift, blocks, WARPGROUP: gl.constexpr,
+    HALF: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """A tile's gates (HALF 0) or ups (1), rounded to bf16, to memory."""
+    if PLAN.STRAIGHT:
+        store_straight(value, h, stride, row, end, column, width, shift, PLAN.CUT, PLAN)
+    else:
+        keep(
+            value, h, desc, scale, kept, stride, row, end, column, width, shift, blocks, WARPGROUP, HALF == 1, PLAN
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store(
+    sums, out, desc, staging, stride, row, end, column, width, WARPGROUP: gl.constexpr, HALF: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """Half of a tile that is not activated, in fp32 or bf16, to memory."""
+    first: gl.constexpr = WARPGROUP * PLAN.BUFFERS
+    if not PLAN.WIDE:
+        sums = _rounded(sums)
+    if PLAN.STRAIGHT:
+        store_straight(sums, out, stride, row, end, column, width, 0, True, PLAN)
+    elif PLAN.WIDE:
+        store_quarters(sums, out, desc, staging, stride, row, end, column, width, first)
+    else:
+        one, other = staging.index(first), staging.index(first + 1)
+        store_halves(sums, out, desc, one, other, stride, row, end, column, width, 0, 1, 1)
+
+
+@gluon.jit
 def consume_along(
     table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias, h,
     h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
@@ -163,25 +219,43 @@ def consume_along(
             )  # fmt: skip
             count += 1
         bias_row = bias + expert.to(gl.int64) * width
-        column = n * BLOCK
-        if PLAN.BIAS:
-            left = add_bias(left, bias_row, column, columns, BLOCK)
-        gate = _rounded(left)
-        if PLAN.KEEP:
-            keep(
-                gate, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, False, PLAN
+        if PLAN.PAIRED:
+            column = n * BLOCK
+            if PLAN.BIAS:
+                left = add_bias(left, bias_row, column, columns, BLOCK)
+            gate = _rounded(left)
+            if PLAN.KEEP:
+                _keep(
+                    gate, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, 0, PLAN
+                )  # fmt: skip
+            if PLAN.BIAS:
+                right = add_bias(right, bias_row + columns, column, columns, BLOCK)
+            up = _rounded(right)
+            if PLAN.KEEP and (not PLAN.LATE or PLAN.STRAIGHT):
+                _keep(
+                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, 1,
+                    PLAN,
+                )  # fmt: skip
+            a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+            if PLAN.KEEP and PLAN.LATE and not PLAN.CODED and not PLAN.STRAIGHT:
+                _keep(
+                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, 1,
+                    PLAN,
+                )  # fmt: skip
+            store_codes(
+                a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK),
+                1 if PLAN.ALTERNATE or (PLAN.LATE and PLAN.CODED) else 0, PLAN,
             )  # fmt: skip
-        if PLAN.BIAS:
-            right = add_bias(right, bias_row + columns, column, columns, BLOCK)
-        up = _rounded(right)
-        if PLAN.KEEP:
-            keep(
-                up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, True,
-                PLAN,
-            )  # fmt: skip
-        a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-        store_codes(
-            a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK),
-            1 if PLAN.ALTERNATE else 0, PLAN,
-        )  # fmt: skip
+            if PLAN.KEEP and PLAN.LATE and PLAN.CODED:
+                _keep(
+                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, 1,
+                    PLAN,
+                )  # fmt: skip
+        else:
+            for half in gl.static_range(2):
+                sums = right if half else left
+                column = (2 * n + half) * BLOCK
+                if PLAN.BIAS:
+                    sums = add_bias(sums, bias_row, column, width, BLOCK)
+                _store(sums, out, out_desc, staging, out_stride, row, end, column, width, WARPGROUP, half, PLAN)
     tma.store_wait(0)

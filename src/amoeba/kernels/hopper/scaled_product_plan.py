@@ -16,6 +16,9 @@ BLOCK_M, BLOCK_N = 128, 256
 GROUP_M = 8
 ROWS, HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
 QUARTER = (BLOCK_M // 2, BLOCK // 2)
+# Stages of the ring where scales come along with rows, and so much of the depth is one turn of it.
+ALONG_STAGES = 4
+TURN = ALONG_STAGES * BLOCK
 
 
 class Ways(NamedTuple):
@@ -28,7 +31,10 @@ class Ways(NamedTuple):
     under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
                are nothing to it.
     along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, see
-               `scaled_product_along`. `ahead`, `behind`, `skips` and `under` are nothing to it.
+               `scaled_product_along`. `ahead`, `skips` and `under` are nothing to it. Beside it:
+    straight:  h, or a result that is not activated, leaves straight from the registers, 64 bytes of a row at a time.
+    passing:   and is the first to be evicted from the second-level cache.
+    late:      up's half of h leaves behind the activation, and the scales of a behind its codes.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 
@@ -39,6 +45,9 @@ class Ways(NamedTuple):
     brisk: bool = False
     under: bool = False
     along: bool = False
+    straight: bool = False
+    passing: bool = False
+    late: bool = False
 
 
 PLAIN = Ways()
@@ -70,12 +79,24 @@ class Plan:
     @property
     def BEHIND(self) -> int:
         """Of the stages that the producer has begun, the last ones that it has not made visible; 0: consumers do."""
-        return self.WAYS.behind if self.GATHER and not self.ALONG else 0
+        return self.WAYS.behind if self.GATHER else 0
 
     @property
     def ALONG(self) -> bool:
-        """Not for results that are not activated (fp32 was slower), nor for an activation without gates."""
-        return self.WAYS.along and self.GATHER and self.PAIRED
+        """Not for an activation without gates."""
+        return self.WAYS.along and self.GATHER and (self.PAIRED or not self.ACTIVATE)
+
+    @property
+    def STRAIGHT(self) -> bool:
+        return self.WAYS.straight and self.ALONG and not self.CODED
+
+    @property
+    def EVICTION(self) -> str:
+        return "evict_first" if self.WAYS.passing else ""
+
+    @property
+    def LATE(self) -> bool:
+        return self.ALONG and self.WAYS.late
 
     @property
     def UNDER(self) -> bool:
@@ -89,7 +110,8 @@ class Plan:
 
     @property
     def ALTERNATE(self) -> bool:
-        return self.WAYS.alternate and (self.WIDE or (self.KEEP and not self.CODED))
+        in_turns = self.WIDE or (self.KEEP and not self.CODED) or (self.ALONG and not self.ACTIVATE)
+        return self.WAYS.alternate and in_turns and not self.STRAIGHT
 
     @property
     def BRISK(self) -> bool:
@@ -129,16 +151,22 @@ class Plan:
     @property
     def STAGES(self) -> int:
         """They take up to 224 KB of the 227, together with the buffers."""
-        return 4 if self.ACTIVATE or self.WIDE else 3
+        return ALONG_STAGES if self.ACTIVATE or self.WIDE or self.ALONG else 3
 
     @property
     def REGISTERS(self) -> list[int]:
         """Of the second warpgroup's threads and of those that fill stages, so that neither spills."""
+        if self.ALONG and not self.ACTIVATE:
+            return [208, 88]
         return [224, 56] if self.ACTIVATE or self.AHEAD or self.UNDER else [216, 72]
 
     @property
     def STAGED(self) -> tuple[int, int]:
         """As much of the result as leaves at a time."""
-        if not self.WIDE:
-            return HALF
-        return (QUARTER[0], QUARTER[1] // 2) if self.ALTERNATE else QUARTER
+        return BLOCK_M // 2, self.STAGED_COLUMNS
+
+    @property
+    def STAGED_COLUMNS(self) -> int:
+        if self.WIDE:
+            return BLOCK // 4 if self.ALTERNATE else BLOCK // 2
+        return BLOCK if self.ACTIVATE or not self.ALONG else BLOCK // 2

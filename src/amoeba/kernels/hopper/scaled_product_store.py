@@ -21,7 +21,10 @@ def keep(
     """A tile of h, rounded to bf16, to memory. AGAIN: right behind another."""
     one = kept.index(WARPGROUP * PLAN.BUFFERS)
     if PLAN.CODED:
-        store_codes(value.to(gl.float32), h, desc, scale, one, stride, row, end, column, width, shift, blocks, 0, PLAN)
+        PENDING: gl.constexpr = 1 if PLAN.LATE and AGAIN else 0  # the codes of a, which have a buffer of their own
+        store_codes(
+            value.to(gl.float32), h, desc, scale, one, stride, row, end, column, width, shift, blocks, PENDING, PLAN
+        )  # fmt: skip
     elif PLAN.ALTERNATE:
         other = kept.index(WARPGROUP * PLAN.BUFFERS + 1)
         store_halves(value, h, desc, one, other, stride, row, end, column, width, shift, 1 if AGAIN else 0, 1)
@@ -39,6 +42,32 @@ def store_halves(
     left, right = column_parts(value, 2)
     store_tile(left, out, desc, one, stride, row, end, column, width, shift, BEFORE)
     store_tile(right, out, desc, other, stride, row, end, column + COLUMNS, width, shift, BETWEEN)
+
+
+@gluon.jit
+def store_straight(value, out, stride, row, end, column, width, shift, LIMITED: gl.constexpr, PLAN: gl.constexpr):
+    """A tile to memory without a buffer: four threads side by side hand numbers to each other, so that each has 16
+    bytes of a row and they have 64. LIMITED: columns may end inside it."""
+    HEIGHT: gl.constexpr = value.shape[0]
+    COLUMNS: gl.constexpr = value.shape[1]
+    if out.dtype.element_ty == gl.float32:
+        layout: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]],
+            [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [HEIGHT, COLUMNS],
+        )  # fmt: skip
+    else:
+        layout: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+            [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [HEIGHT, COLUMNS],
+        )  # fmt: skip
+    value = gl.convert_layout(value.to(out.dtype.element_ty), layout)
+    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    pointers = out + m.to(gl.int64)[:, None] * stride + (n + shift)[None, :]
+    there = (m < end)[:, None]
+    if LIMITED:
+        there = there & (n < width)[None, :]
+    gl.store(pointers, value, mask=there, eviction_policy=PLAN.EVICTION)
 
 
 @gluon.jit
@@ -81,9 +110,12 @@ def store_codes(
     scale, inverse = power_of_two(largest)
     m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
     at = out_scale + m * blocks + (column + shift) // COLUMNS
-    gl.store(at, scale, mask=(m < end) & (column < width))
+    if not PLAN.LATE:
+        gl.store(at, scale, mask=(m < end) & (column < width))
     codes = encode(value * inverse[:, None]).to(gl.float8e4nv, bitcast=True)
     store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift, PENDING)
+    if PLAN.LATE:  # behind the fence in front of the copy, which would wait for them
+        gl.store(at, scale, mask=(m < end) & (column < width))
 
 
 @gluon.jit
