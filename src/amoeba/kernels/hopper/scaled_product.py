@@ -40,7 +40,6 @@ from amoeba.kernels.hopper.scaled_product_plan import (
     BLOCK_M,
     BLOCK_N,
     E4M3,
-    GROUP_M,
     HALF,
     PLAIN,
     QUARTER,
@@ -59,6 +58,7 @@ WAYS = {
     "brisk": Ways(brisk=True),
     "under": Ways(under=True, brisk=True),
     "along": _ALONG,
+    "along in sixteens": _ALONG._replace(group=16),
     "along late": _ALONG._replace(late=True),
     "along straight": _ALONG._replace(straight=True, late=True),
     "along straight passing": _ALONG._replace(straight=True, passing=True, late=True),
@@ -136,7 +136,7 @@ def _bound(plan: Plan, out_dtype: torch.dtype) -> Any:
         BLOCK_N=BLOCK_N,
         BLOCK=BLOCK,
         STAGES=plan.STAGES,
-        GROUP_M=GROUP_M,
+        GROUP_M=plan.WAYS.group,
         num_warps=4,
     )
 

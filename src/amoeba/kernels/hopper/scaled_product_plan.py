@@ -12,8 +12,6 @@ E4M3 = torch.float8_e4m3fn
 BLOCK = 128
 # A tile.
 BLOCK_M, BLOCK_N = 128, 256
-# Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
-GROUP_M = 8
 ROWS, HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
 QUARTER = (BLOCK_M // 2, BLOCK // 2)
 # Stages of the ring where scales come along with rows, and so much of the depth is one turn of it.
@@ -34,6 +32,8 @@ class Ways(NamedTuple):
                `scaled_product_along`. `ahead`, `skips` and `under` are nothing to it. Beside it:
     straight:  h, or a result that is not activated, leaves straight from the registers, 64 bytes of a row at a time.
     passing:   and is the first to be evicted from the second-level cache.
+    group:     row tiles that sweep the columns together, so that their rows and the weights stay in the second-level
+               cache.
     late:      up's half of h leaves behind the activation, and the scales of a behind its codes.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
@@ -48,6 +48,7 @@ class Ways(NamedTuple):
     straight: bool = False
     passing: bool = False
     late: bool = False
+    group: int = 8
 
 
 PLAIN = Ways()
