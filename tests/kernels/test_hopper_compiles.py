@@ -57,6 +57,17 @@ IN_WAYS = (
     "scaled_up_coded, along",
     "scaled_up_of_cut_columns, along",
 )
+# dA' with scales that come along, and results that leave straight from the registers.
+STRAIGHT = (
+    "scaled_down_backward, along",
+    "scaled_down_backward, along straight",
+    "scaled_down_backward_in_bf16, along",
+    "scaled_down_backward_in_bf16, along straight",
+    "scaled_down_backward_in_bf16, along straight behind",
+    "scaled_up, along straight",
+    "scaled_up_of_cut_columns, along straight",
+    "scaled_up_coded, along late",
+)
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
 UNDER = ("scaled_up_alone, under", "scaled_down, under", "scaled_down_with_bias, under")
 LOTS = [
@@ -64,6 +75,7 @@ LOTS = [
     (*HOT[1:], *OTHERS),
     SCALED[1:],
     IN_WAYS,
+    STRAIGHT,
     UNDER,
 ]
 

@@ -8,11 +8,12 @@ import pytest
 
 pytest.importorskip("triton")
 from amoeba.kernels.hopper import scaled_product
-from amoeba.kernels.hopper.scaled_product_plan import PLAIN, Plan
+from amoeba.kernels.hopper.scaled_product_plan import BLOCK, PLAIN, TURN, Plan
 
 UP = Plan(ACTIVATE=True, GATHER=True, BIAS=False, KEEP=False, GATED=True, KIND="silu")
 DOWN = Plan(ACTIVATE=False, GATHER=False, BIAS=False, KEEP=False)
 DA = Plan(ACTIVATE=False, GATHER=True, BIAS=False, KEEP=False, WIDE=True)
+IN_BF16 = replace(DA, WIDE=False)
 
 
 def taken(plan: Plan, depth: int, columns: int) -> str:
@@ -76,10 +77,29 @@ def test_scales_come_along_where_a_tile_is_whole_turns_of_the_ring(depth: int, a
             assert along == scaled_product._with_ways(plan, depth, 768).ALONG
 
 
-def test_scales_come_along_with_gathered_rows_of_gates_only() -> None:
-    without = [DOWN, replace(DOWN, GATHER=True), replace(UP, GATED=False), DA]
+def test_scales_come_along_with_gathered_rows_but_for_an_activation_without_gates() -> None:
     with scaled_product.way("along"):
-        assert not any(scaled_product._with_ways(plan, 2048, 768).ALONG for plan in without)
+        for plan in (DOWN, replace(UP, GATED=False)):
+            assert not scaled_product._with_ways(plan, 2048, 768).ALONG
+        for plan in (DA, IN_BF16):
+            found = scaled_product._with_ways(plan, 2048, 768)
+            assert found.ALONG and found.STAGES * BLOCK == TURN
+
+
+@pytest.mark.parametrize("plan", [replace(UP, KEEP=True), DA, IN_BF16], ids=["h", "fp32", "bf16"])
+def test_what_leaves_straight_from_the_registers_has_no_buffers_to_take_turns(plan: Plan) -> None:
+    with scaled_product.way("along straight"):
+        found = scaled_product._with_ways(plan, 2048, 768)
+        assert found.STRAIGHT and not found.ALTERNATE
+        assert not scaled_product._with_ways(plan, 768, 768).STRAIGHT, "no whole turns"
+    with scaled_product.way("along"):
+        found = scaled_product._with_ways(plan, 2048, 768)
+        assert found.ALTERNATE and found.BUFFERS == 2
+
+
+def test_codes_of_h_do_not_leave_straight_from_the_registers() -> None:
+    with scaled_product.way("along straight"):
+        assert not scaled_product._with_ways(replace(UP, KEEP=True, CODED=True), 2048, 768).STRAIGHT
 
 
 def test_a_way_holds_within_its_block_only() -> None:
