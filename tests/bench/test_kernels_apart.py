@@ -66,7 +66,7 @@ def test_kernels_are_chosen_by_parts_of_their_names() -> None:
     found = bench_products.chosen(some_roles(), ["torch", "up"])
     assert [role.name for role in found] == ["up", "dx, torch fp8 (rowwise)"]
     assert len(bench_products.chosen(some_roles(), [])) == 5
-    with pytest.raises(ValueError, match="a part of one of these names: up; down; .* got fp4"):
+    with pytest.raises(ValueError, match=r"a part of one of these names: up; down; .* got fp4"):
         bench_products.chosen(some_roles(), ["fp4"])
 
 

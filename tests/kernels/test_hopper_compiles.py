@@ -60,13 +60,15 @@ IN_WAYS = (
 # dA' with scales that come along, and results that leave straight from the registers.
 STRAIGHT = (
     "scaled_down_backward, along",
-    "scaled_down_backward, along straight",
+    "scaled_down_backward, along threads",
     "scaled_down_backward_in_bf16, along",
+    "scaled_down_backward_in_bf16, along threads",
     "scaled_down_backward_in_bf16, along straight",
-    "scaled_down_backward_in_bf16, along straight behind",
     "scaled_up, along straight",
-    "scaled_up_of_cut_columns, along straight",
-    "scaled_up_coded, along late",
+    "scaled_up, along threads",
+    "scaled_up, along threads behind",
+    "scaled_up_of_cut_columns, along threads all",
+    "scaled_up_coded, along threads all",
 )
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
 UNDER = ("scaled_up_alone, under", "scaled_down, under", "scaled_down_with_bias, under")

@@ -87,19 +87,24 @@ def test_scales_come_along_with_gathered_rows_but_for_an_activation_without_gate
 
 
 @pytest.mark.parametrize("plan", [replace(UP, KEEP=True), DA, IN_BF16], ids=["h", "fp32", "bf16"])
-def test_what_leaves_straight_from_the_registers_has_no_buffers_to_take_turns(plan: Plan) -> None:
-    with scaled_product.way("along straight"):
+@pytest.mark.parametrize("way", ["along straight", "along threads"])
+def test_what_threads_store_has_no_buffers_to_take_turns(way: str, plan: Plan) -> None:
+    with scaled_product.way(way):
         found = scaled_product._with_ways(plan, 2048, 768)
-        assert found.STRAIGHT and not found.ALTERNATE
-        assert not scaled_product._with_ways(plan, 768, 768).STRAIGHT, "no whole turns"
+        assert (found.STRAIGHT, found.THREADS) == (way == "along straight", way == "along threads")
+        assert not found.ALTERNATE
+        found = scaled_product._with_ways(plan, 768, 768)
+        assert not (found.STRAIGHT or found.THREADS), "no whole turns"
     with scaled_product.way("along"):
         found = scaled_product._with_ways(plan, 2048, 768)
         assert found.ALTERNATE and found.BUFFERS == 2
 
 
-def test_codes_of_h_do_not_leave_straight_from_the_registers() -> None:
-    with scaled_product.way("along straight"):
-        assert not scaled_product._with_ways(replace(UP, KEEP=True, CODED=True), 2048, 768).STRAIGHT
+def test_codes_are_stored_by_threads_where_all_are() -> None:
+    for way, wanted in (("along straight", False), ("along threads", False), ("along threads all", True)):
+        with scaled_product.way(way):
+            found = scaled_product._with_ways(replace(UP, KEEP=True, CODED=True), 2048, 768)
+            assert not (found.STRAIGHT or found.THREADS) and found.CODES_BY_THREADS == wanted
 
 
 def test_a_way_holds_within_its_block_only() -> None:

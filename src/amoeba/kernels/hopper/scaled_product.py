@@ -61,8 +61,9 @@ WAYS = {
     "along in sixteens": _ALONG._replace(group=16),
     "along late": _ALONG._replace(late=True),
     "along straight": _ALONG._replace(straight=True, late=True),
-    "along straight passing": _ALONG._replace(straight=True, passing=True, late=True),
-    "along straight behind": _ALONG._replace(straight=True, late=True, behind=1),
+    "along threads": _ALONG._replace(threads=1, late=True),
+    "along threads all": _ALONG._replace(threads=2, late=True),
+    "along threads behind": _ALONG._replace(threads=2, late=True, behind=1),
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
 }
 # Deeper products gain nothing by `under`: their tiles end seldom.

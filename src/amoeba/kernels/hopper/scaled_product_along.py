@@ -27,6 +27,7 @@ from amoeba.kernels.hopper.scaled_product_store import (
     keep,
     store_codes,
     store_halves,
+    store_halves_by_threads,
     store_quarters,
     store_straight,
 )
@@ -168,7 +169,10 @@ def _keep(
 ):  # fmt: skip
     """A tile's gates (HALF 0) or ups (1), rounded to bf16, to memory."""
     if PLAN.STRAIGHT:
-        store_straight(value, h, stride, row, end, column, width, shift, PLAN.CUT, PLAN)
+        store_straight(value, h, stride, row, end, column, width, shift, PLAN.CUT)
+    elif PLAN.THREADS:
+        one = kept.index(WARPGROUP)
+        store_halves_by_threads(value, h, one, one, stride, row, end, column, width, shift, PLAN.CUT)
     else:
         keep(
             value, h, desc, scale, kept, stride, row, end, column, width, shift, blocks, WARPGROUP, HALF == 1, PLAN
@@ -185,7 +189,10 @@ def _store(
     if not PLAN.WIDE:
         sums = _rounded(sums)
     if PLAN.STRAIGHT:
-        store_straight(sums, out, stride, row, end, column, width, 0, True, PLAN)
+        store_straight(sums, out, stride, row, end, column, width, 0, True)
+    elif PLAN.THREADS:
+        one, other = staging.index(first), staging.index(first + PLAN.BUFFERS - 1)
+        store_halves_by_threads(sums, out, one, other, stride, row, end, column, width, 0, True)
     elif PLAN.WIDE:
         store_quarters(sums, out, desc, staging, stride, row, end, column, width, first)
     else:
@@ -231,13 +238,13 @@ def consume_along(
             if PLAN.BIAS:
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             up = _rounded(right)
-            if PLAN.KEEP and (not PLAN.LATE or PLAN.STRAIGHT):
+            if PLAN.KEEP and (not PLAN.LATE or PLAN.STRAIGHT or PLAN.THREADS):
                 _keep(
                     up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, 1,
                     PLAN,
                 )  # fmt: skip
             a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            if PLAN.KEEP and PLAN.LATE and not PLAN.CODED and not PLAN.STRAIGHT:
+            if PLAN.KEEP and PLAN.LATE and not (PLAN.CODED or PLAN.STRAIGHT or PLAN.THREADS):
                 _keep(
                     up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, 1,
                     PLAN,

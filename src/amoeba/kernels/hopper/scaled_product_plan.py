@@ -31,7 +31,8 @@ class Ways(NamedTuple):
     along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, see
                `scaled_product_along`. `ahead`, `skips` and `under` are nothing to it. Beside it:
     straight:  h, or a result that is not activated, leaves straight from the registers, 64 bytes of a row at a time.
-    passing:   and is the first to be evicted from the second-level cache.
+    threads:   the same through a buffer, from which threads store it instead of the copy engine, whole lines at a time
+               (1); so do all codes (2).
     group:     row tiles that sweep the columns together, so that their rows and the weights stay in the second-level
                cache.
     late:      up's half of h leaves behind the activation, and the scales of a behind its codes.
@@ -46,7 +47,7 @@ class Ways(NamedTuple):
     under: bool = False
     along: bool = False
     straight: bool = False
-    passing: bool = False
+    threads: int = 0
     late: bool = False
     group: int = 8
 
@@ -92,8 +93,12 @@ class Plan:
         return self.WAYS.straight and self.ALONG and not self.CODED
 
     @property
-    def EVICTION(self) -> str:
-        return "evict_first" if self.WAYS.passing else ""
+    def THREADS(self) -> bool:
+        return self.WAYS.threads > 0 and self.ALONG and not self.CODED
+
+    @property
+    def CODES_BY_THREADS(self) -> bool:
+        return self.WAYS.threads > 1 and self.ALONG
 
     @property
     def LATE(self) -> bool:
@@ -112,7 +117,7 @@ class Plan:
     @property
     def ALTERNATE(self) -> bool:
         in_turns = self.WIDE or (self.KEEP and not self.CODED) or (self.ALONG and not self.ACTIVATE)
-        return self.WAYS.alternate and in_turns and not self.STRAIGHT
+        return self.WAYS.alternate and in_turns and not (self.STRAIGHT or self.THREADS)
 
     @property
     def BRISK(self) -> bool:

@@ -12,6 +12,20 @@ from amoeba.kernels.activation import plain
 from amoeba.kernels.hopper.product_store import add_bias, column_parts, store_tile
 from amoeba.kernels.quantise import encode, finite_size, power_of_two
 
+# A warpgroup's 64 rows by 128 columns as the matrix unit leaves them, but for two bits of the columns that change
+# places, or four: each thread has four numbers side by side, or eight.
+_ROWS, _WARPS = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+FOURS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 8], [0, 4], *_ROWS], _WARPS, [], [64, 128]
+    )
+)
+EIGHTS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], *_ROWS], _WARPS, [], [64, 128]
+    )
+)
+
 
 @gluon.jit
 def keep(
@@ -45,21 +59,12 @@ def store_halves(
 
 
 @gluon.jit
-def store_straight(value, out, stride, row, end, column, width, shift, LIMITED: gl.constexpr, PLAN: gl.constexpr):
+def store_straight(value, out, stride, row, end, column, width, shift, LIMITED: gl.constexpr):
     """A tile to memory without a buffer: four threads side by side hand numbers to each other, so that each has 16
     bytes of a row and they have 64. LIMITED: columns may end inside it."""
     HEIGHT: gl.constexpr = value.shape[0]
     COLUMNS: gl.constexpr = value.shape[1]
-    if out.dtype.element_ty == gl.float32:
-        layout: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]],
-            [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [HEIGHT, COLUMNS],
-        )  # fmt: skip
-    else:
-        layout: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
-            [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [HEIGHT, COLUMNS],
-        )  # fmt: skip
+    layout: gl.constexpr = FOURS if out.dtype.element_ty == gl.float32 else EIGHTS
     value = gl.convert_layout(value.to(out.dtype.element_ty), layout)
     m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
     n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -67,7 +72,31 @@ def store_straight(value, out, stride, row, end, column, width, shift, LIMITED: 
     there = (m < end)[:, None]
     if LIMITED:
         there = there & (n < width)[None, :]
-    gl.store(pointers, value, mask=there, eviction_policy=PLAN.EVICTION)
+    gl.store(pointers, value, mask=there)
+
+
+@gluon.jit
+def store_by_threads(value, out, buffer, stride, row, end, column, width, shift, LIMITED: gl.constexpr):
+    """A tile to memory through a buffer, from which threads store rows of it, 16 bytes each."""
+    HEIGHT: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    PIECE: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, PIECE], [32 * PIECE // COLUMNS, COLUMNS // PIECE], [4, 1], [1, 0])
+    buffer.store(value.to(out.dtype.element_ty))
+    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    there = (m < end)[:, None]
+    if LIMITED:
+        there = there & (n < width)[None, :]
+    gl.store(out + m.to(gl.int64)[:, None] * stride + (n + shift)[None, :], buffer.load(layout), mask=there)
+
+
+@gluon.jit
+def store_halves_by_threads(value, out, one, other, stride, row, end, column, width, shift, LIMITED: gl.constexpr):
+    COLUMNS: gl.constexpr = one.shape[1]
+    left, right = column_parts(value, 2)
+    store_by_threads(left, out, one, stride, row, end, column, width, shift, LIMITED)
+    store_by_threads(right, out, other, stride, row, end, column + COLUMNS, width, shift, LIMITED)
 
 
 @gluon.jit
@@ -113,7 +142,10 @@ def store_codes(
     if not PLAN.LATE:
         gl.store(at, scale, mask=(m < end) & (column < width))
     codes = encode(value * inverse[:, None]).to(gl.float8e4nv, bitcast=True)
-    store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift, PENDING)
+    if PLAN.CODES_BY_THREADS:
+        store_by_threads(codes, out, buffer, stride, row, end, column, width, shift, PLAN.CUT)
+    else:
+        store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift, PENDING)
     if PLAN.LATE:  # behind the fence in front of the copy, which would wait for them
         gl.store(at, scale, mask=(m < end) & (column < width))
 
