@@ -91,7 +91,7 @@ def test_scales_come_along_with_gathered_rows_but_for_an_activation_without_gate
 def test_what_threads_store_has_no_buffers_to_take_turns(way: str, plan: Plan) -> None:
     with scaled_product.way(way):
         found = scaled_product._with_ways(plan, 2048, 768)
-        assert (found.STRAIGHT, found.THREADS) == (way == "along straight", way == "along threads")
+        assert (way == "along straight", way == "along threads") == (found.STRAIGHT, found.THREADS)
         assert not found.ALTERNATE
         found = scaled_product._with_ways(plan, 768, 768)
         assert not (found.STRAIGHT or found.THREADS), "no whole turns"
@@ -104,7 +104,7 @@ def test_codes_are_stored_by_threads_where_all_are() -> None:
     for way, wanted in (("along straight", False), ("along threads", False), ("along threads all", True)):
         with scaled_product.way(way):
             found = scaled_product._with_ways(replace(UP, KEEP=True, CODED=True), 2048, 768)
-            assert not (found.STRAIGHT or found.THREADS) and found.CODES_BY_THREADS == wanted
+            assert not (found.STRAIGHT or found.THREADS) and wanted == found.CODES_BY_THREADS
 
 
 def test_a_way_holds_within_its_block_only() -> None:
