@@ -33,6 +33,7 @@ def taken(plan: Plan, depth: int, columns: int) -> str:
         (replace(UP, KEEP=True, CODED=True), 768, 768, "plain"),
         (UP, 768, 768, "under"),
         (DA, 2048, 768, "all"),
+        (IN_BF16, 2048, 768, "along threads"),
         (DOWN, 768, 2048, "under"),
         (DOWN, 2048, 7168, "under"),
         (DOWN, 4096, 7168, "plain"),
@@ -50,8 +51,9 @@ def test_biases_and_half_blocks_keep_the_way_that_they_had(plan: Plan, way: str)
     assert taken(plan, 768, 704) == way
 
 
-def test_h_that_is_computed_again_takes_the_plain_way() -> None:
-    assert taken(replace(DOWN, GATHER=True), 2048, 768) == "plain"
+def test_gathered_rows_in_bf16_take_the_plain_way_where_tiles_are_no_whole_turns_or_have_biases() -> None:
+    assert taken(replace(DOWN, GATHER=True), 768, 768) == "plain"
+    assert taken(replace(DOWN, GATHER=True, BIAS=True), 2048, 768) == "plain"
 
 
 @pytest.mark.parametrize("plan", [UP, DOWN], ids=["up", "down"])

@@ -5,7 +5,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     up(x_TH, order_N, K, gate_up_EJH, table, activation, a_NI, h_NJ=h)      # a in e4m3, quantised as it is computed
     multiply(a_NI, down_EHI, table, y_NH)                                   # y[n] = a[n] · down[e]ᵀ, in bf16
-    multiply(dy_TH, turned_down_EIH, table, da_NI, order_N=order_N, top_k=K)     # the same in fp32 where da is
+    multiply(dy_TH, turned_down_EIH, table, da_NI, order_N=order_N, top_k=K)     # of gathered rows; in fp32 where da is
 
 The persistent kernel of `amoeba.kernels.hopper.product`, with another inside. The matrix unit adds up e4m3 products in
 fewer bits than fp32 has, so it starts from zero every 128 of the depth, and threads add its result, times both scales,
@@ -104,6 +104,8 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
     timed = not (plan.BIAS or _cut(depth, columns))
     if plan.PAIRED and timed and depth % TURN == 0:
         return WAYS["along"]
+    if plan.GATHER and not plan.ACTIVATE and not plan.WIDE and timed and depth % TURN == 0:
+        return WAYS["along threads"]
     if plan.ACTIVATE and plan.KEEP:
         return PLAIN if plan.CODED else WAYS["brisk"]
     if plan.PAIRED and timed:
