@@ -1,4 +1,4 @@
-"""Hopper's products in e4m3 with gathered rows and gates, where scales come along with rows, a stage's with its codes.
+"""Hopper's products in e4m3 with gathered rows, where scales come along with rows, a stage's with its codes.
 
 The producing and the consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are ALONG, whose
 tiles are whole turns of the ring of stages. Each row has one thread that asks for its scale, by an asynchronous copy
@@ -181,8 +181,7 @@ def _keep(
 
 @gluon.jit
 def _store(
-    sums, out, desc, staging, stride, row, end, column, width, WARPGROUP: gl.constexpr, HALF: gl.constexpr,
-    PLAN: gl.constexpr,
+    sums, out, desc, staging, stride, row, end, column, width, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """Half of a tile that is not activated, in fp32 or bf16, to memory."""
     first: gl.constexpr = WARPGROUP * PLAN.BUFFERS
@@ -206,7 +205,7 @@ def consume_along(
     h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise."""
+    """One warpgroup's half of each tile's rows: multiply, add the bias, then activate gates and quantise, or store."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
@@ -264,5 +263,5 @@ def consume_along(
                 column = (2 * n + half) * BLOCK
                 if PLAN.BIAS:
                     sums = add_bias(sums, bias_row, column, width, BLOCK)
-                _store(sums, out, out_desc, staging, out_stride, row, end, column, width, WARPGROUP, half, PLAN)
+                _store(sums, out, out_desc, staging, out_stride, row, end, column, width, WARPGROUP, PLAN)
     tma.store_wait(0)
