@@ -108,7 +108,7 @@ def produce_along(
             of_rows += STAGES
             of_columns += STAGES
             turn += 1
-            if PLAN.AHEAD:
+            if PLAN.AHEAD:  # noqa: SIM102 (one is known when this is compiled)
                 if k == 0:  # their place has come meanwhile
                     next_slot, next_own = _slots(order, next_row, next_end, layout, flat, BLOCK_M)
     if PLAN.BEHIND > 0:
