@@ -66,6 +66,7 @@ STRAIGHT = (
     "scaled_down_backward_in_bf16, along straight",
     "scaled_up, along straight",
     "scaled_up, along threads",
+    "scaled_up, along threads ahead",
     "scaled_up, along threads behind",
     "scaled_up_of_cut_columns, along threads all",
     "scaled_up_coded, along threads all",

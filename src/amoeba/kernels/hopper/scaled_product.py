@@ -63,6 +63,7 @@ WAYS = {
     "along straight": _ALONG._replace(straight=True, late=True),
     "along threads": _ALONG._replace(threads=1, late=True),
     "along threads all": _ALONG._replace(threads=2, late=True),
+    "along threads ahead": _ALONG._replace(threads=2, late=True, ahead=True),
     "along threads behind": _ALONG._replace(threads=2, late=True, behind=1),
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
 }
@@ -158,6 +159,8 @@ def _launch(
     h_scales: Tensor | None = None,
 ) -> None:
     _, width, depth = matrix_EOW.shape
+    if plan.ALONG and plan.AHEAD:  # a division by a constant takes a few instructions, else some twenty
+        plan = replace(plan, TOP_K=top_k)
     columns = width // 2 if plan.PAIRED else width
     fit = rows.shape[1] == depth and out.shape[1] == columns and not (depth % WIDTH or columns % WIDTH)
     fit = fit and not (plan.CODED and plan.SHIFTED)

@@ -1,4 +1,4 @@
-"""Hopper's products in e4m3 with gathered rows and gates, where scales come along with rows, a stage's with its codes.
+"""Hopper's products in e4m3 with gathered rows, where scales come along with rows, a stage's with its codes.
 
 The producing and the consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are ALONG, whose
 tiles are whole turns of the ring of stages. Each row has one thread that asks for its scale, by an asynchronous copy
@@ -22,7 +22,7 @@ from amoeba.kernels.activation import gated
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather
 from amoeba.kernels.hopper.product_kernel import place_of_tile
 from amoeba.kernels.hopper.product_store import add_bias
-from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns
+from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns, clamped_place
 from amoeba.kernels.hopper.scaled_product_store import (
     keep,
     store_codes,
@@ -31,6 +31,14 @@ from amoeba.kernels.hopper.scaled_product_store import (
     store_quarters,
     store_straight,
 )
+
+
+@gluon.jit
+def _slots(order, row, end, LAYOUT: gl.constexpr, FLAT: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Of a tile's rows: those whose codes a thread gathers, and the one whose scale it does."""
+    of_codes = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT)), end - 1)
+    of_scale = gl.minimum(row + gl.arange(0, BLOCK_M, FLAT), end - 1)
+    return gl.load(order + of_codes), gl.load(order + of_scale)
 
 
 @gluon.jit
@@ -47,14 +55,27 @@ def produce_along(
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     turn = 0
+    if PLAN.AHEAD:
+        next_expert, next_row, next_end, next_n = clamped_place(
+            gl.program_id(0), table, tiles, column_tiles, 0, GROUP_M
+        )
+        next_slot, next_own = _slots(order, next_row, next_end, layout, flat, BLOCK_M)
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
-        sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
-        token = gl.load(order + sorted_row) // top_k
+        if PLAN.AHEAD:
+            expert, n, slot, own_slot = next_expert, next_n, next_slot, next_own
+            next_expert, next_row, next_end, next_n = clamped_place(
+                tile + gl.num_programs(0), table, tiles, column_tiles, 0, GROUP_M
+            )
+        else:
+            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+            slot, own_slot = _slots(order, row, end, layout, flat, BLOCK_M)
+        if PLAN.TOP_K > 0:
+            slot, own_slot = slot // PLAN.TOP_K, own_slot // PLAN.TOP_K
+        else:
+            slot, own_slot = slot // top_k, own_slot // top_k
         k_offset = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-        pointers = rows + (token.to(gl.int64) * row_stride)[:, None] + k_offset[None, :]
-        own_row = gl.minimum(row + gl.arange(0, BLOCK_M, flat), end - 1)
-        of_rows = row_scale + gl.load(order + own_row) // top_k * steps
+        pointers = rows + (slot.to(gl.int64) * row_stride)[:, None] + k_offset[None, :]
+        of_rows = row_scale + own_slot * steps
         first, second, far = blocks_of_columns(n, columns, blocks, PLAN, BLOCK)
         which = gl.arange(0, 4, flat)
         block = gl.where(which == 0, first, gl.where(which == 1, second, far))
@@ -87,6 +108,9 @@ def produce_along(
             of_rows += STAGES
             of_columns += STAGES
             turn += 1
+            if PLAN.AHEAD:  # noqa: SIM102 (one is known when this is compiled)
+                if k == 0:  # their place has come meanwhile
+                    next_slot, next_own = _slots(order, next_row, next_end, layout, flat, BLOCK_M)
     if PLAN.BEHIND > 0:
         async_copy.wait_group(0)
         fence_async_shared()
@@ -181,8 +205,7 @@ def _keep(
 
 @gluon.jit
 def _store(
-    sums, out, desc, staging, stride, row, end, column, width, WARPGROUP: gl.constexpr, HALF: gl.constexpr,
-    PLAN: gl.constexpr,
+    sums, out, desc, staging, stride, row, end, column, width, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """Half of a tile that is not activated, in fp32 or bf16, to memory."""
     first: gl.constexpr = WARPGROUP * PLAN.BUFFERS
@@ -206,7 +229,7 @@ def consume_along(
     h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise."""
+    """One warpgroup's half of each tile's rows: multiply, add the bias, then activate gates and quantise, or store."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
@@ -215,9 +238,12 @@ def consume_along(
     zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
     count = 0
+    if PLAN.AHEAD:
+        expert, row, end, n = clamped_place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
-        row += WARPGROUP * HEIGHT
+        if not PLAN.AHEAD:
+            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+            row += WARPGROUP * HEIGHT
         left, right = zero, zero
         for _ in range(0, depth, BLOCK):
             left, right = _step(
@@ -225,6 +251,10 @@ def consume_along(
                 HEIGHT, BLOCK, STAGES,
             )  # fmt: skip
             count += 1
+        if PLAN.AHEAD:  # not while products run: fences would wait for it
+            next_expert, next_row, next_end, next_n = clamped_place(
+                tile + gl.num_programs(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M
+            )
         bias_row = bias + expert.to(gl.int64) * width
         if PLAN.PAIRED:
             column = n * BLOCK
@@ -264,5 +294,7 @@ def consume_along(
                 column = (2 * n + half) * BLOCK
                 if PLAN.BIAS:
                     sums = add_bias(sums, bias_row, column, width, BLOCK)
-                _store(sums, out, out_desc, staging, out_stride, row, end, column, width, WARPGROUP, half, PLAN)
+                _store(sums, out, out_desc, staging, out_stride, row, end, column, width, WARPGROUP, PLAN)
+        if PLAN.AHEAD:
+            expert, row, end, n = next_expert, next_row, next_end, next_n
     tma.store_wait(0)

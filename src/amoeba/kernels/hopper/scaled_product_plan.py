@@ -22,14 +22,15 @@ TURN = ALONG_STAGES * BLOCK
 class Ways(NamedTuple):
     """How the same bits are computed; `scaled_product.WAYS` has names for some.
 
-    ahead:     a tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored.
+    ahead:     a tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored;
+               with `along` its place, and by those who gather its slots, while the one before is computed.
     behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
     skips:     a warpgroup that has no rows of a tile multiplies nothing.
     alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
     under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
                are nothing to it.
     along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, see
-               `scaled_product_along`. `ahead`, `skips` and `under` are nothing to it. Beside it:
+               `scaled_product_along`. `skips` and `under` are nothing to it. Beside it:
     straight:  h, or a result that is not activated, leaves straight from the registers, 64 bytes of a row at a time.
     threads:   the same through a buffer, from which threads store it instead of the copy engine, whole lines at a time
                (1); so do all codes (2).
@@ -72,6 +73,7 @@ class Plan:
     CLAMP: bool = False
     LIMIT: float = 0.0
     UP_SHIFT: float = 0.0
+    TOP_K: int = 0  # experts of a token, where the kernel is made for that number
     WAYS: Ways = PLAIN
 
     @property

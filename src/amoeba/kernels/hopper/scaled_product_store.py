@@ -1,4 +1,4 @@
-"""How tiles of Hopper's products in e4m3 leave: in fp32, as h in bf16 or quantised, through buffers in shared memory.
+"""How tiles of Hopper's products in e4m3 leave: in fp32, as h in bf16 or quantised, by the copy engine or by threads.
 
 The parts of `amoeba.kernels.hopper.scaled_product_kernel` that follow a tile's products.
 """
