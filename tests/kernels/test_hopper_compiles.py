@@ -51,25 +51,11 @@ SCALED = (
 IN_WAYS = (
     "scaled_up, brisk",
     "scaled_up, all",
-    "scaled_down_backward, all",
+    "scaled_down_backward, along",
     "scaled_up, along",
     "scaled_up_alone, along",
     "scaled_up_coded, along",
     "scaled_up_of_cut_columns, along",
-)
-# dA' with scales that come along, and results that leave straight from the registers.
-STRAIGHT = (
-    "scaled_down_backward, along",
-    "scaled_down_backward, along threads",
-    "scaled_down_backward_in_bf16, along",
-    "scaled_down_backward_in_bf16, along threads",
-    "scaled_down_backward_in_bf16, along straight",
-    "scaled_up, along straight",
-    "scaled_up, along threads",
-    "scaled_up, along threads ahead",
-    "scaled_up, along threads behind",
-    "scaled_up_of_cut_columns, along threads all",
-    "scaled_up_coded, along threads all",
 )
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
 UNDER = ("scaled_up_alone, under", "scaled_down, under", "scaled_down_with_bias, under")
@@ -78,7 +64,6 @@ LOTS = [
     (*HOT[1:], *OTHERS),
     SCALED[1:],
     IN_WAYS,
-    STRAIGHT,
     UNDER,
 ]
 
@@ -145,7 +130,7 @@ def launches() -> dict[str, Callable[[], None]]:
         Addend(empty(N, 16), empty(E, 16, H).transpose(1, 2), 16),
     )
     weight = empty(N // K, K)
-    cpu, da = torch.device("cpu"), empty(N, I, dtype=torch.float32)
+    cpu = torch.device("cpu")
     x_codes, a_codes = empty_rows(N // K, H, cpu), empty_rows(N, I, cpu)
     gate_up_codes, gate_codes = empty_weights(E, 2 * I, H, cpu), empty_weights(E, I, H, cpu)
     down_codes, turned_down = empty_weights(E, H, I, cpu), empty_weights(E, I, H, cpu)
@@ -191,12 +176,7 @@ def launches() -> dict[str, Callable[[], None]]:
         ),
         "scaled_down": lambda: scaled_product.multiply(a_codes, down_codes, table, y),
         "scaled_down_with_bias": lambda: scaled_product.multiply(a_codes, down_codes, table, y, bias_EO=empty(E, H)),
-        "scaled_down_backward": lambda: scaled_product.multiply(
-            x_codes, turned_down, table, da, order_N=order, top_k=K
-        ),
-        "scaled_down_backward_in_bf16": lambda: scaled_product.multiply(
-            x_codes, turned_down, table, a, order_N=order, top_k=K
-        ),
+        "scaled_down_backward": lambda: scaled_product.multiply(x_codes, turned_down, table, a, order_N=order, top_k=K),
         "down": lambda: multiply(a, down, table, y),
         "down_backward": lambda: multiply(x, down.transpose(1, 2), table, a, order_N=order, top_k=K),
         "rows_gradient": lambda: multiply(h, gate_up.transpose(1, 2), table, y),

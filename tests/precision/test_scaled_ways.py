@@ -10,9 +10,6 @@ from test_fp8_kernels import gradients, on_gpu, on_hopper
 
 from amoeba.kernels import launch_plan
 from amoeba.kernels.hopper import scaled_product
-from amoeba.kernels.hopper.product import tile_table
-from amoeba.kernels.quantise import empty_weights, quantise_rows, quantise_weights
-from amoeba.kernels.sort import sort_rows
 
 pytestmark = [pytest.mark.gpu, on_hopper]
 # (tokens, H, I): many tiles with halves that have no rows; half blocks; fewer rows than a tile; whole turns of the ring
@@ -48,28 +45,6 @@ def test_the_ways_that_are_taken_have_the_bits_of_the_plain_one(
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
         assert torch.equal(without_h[name], value), f"{name}, h not kept"
-
-
-@pytest.mark.parametrize("sizes", SIZES[3:], ids=str)
-@pytest.mark.parametrize("way", [name for name in scaled_product.WAYS if name.startswith("along")])
-def test_gathered_products_in_bf16_are_those_in_fp32_rounded(way: str, sizes: tuple[int, int, int]) -> None:
-    tokens, depth, width = sizes
-    device, experts, top_k = torch.device("cuda"), 5, 3
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(tokens, depth, generator=generator, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(experts, width, depth, generator=generator, device=device, dtype=torch.bfloat16)
-    matrix = empty_weights(experts, width, depth, device)
-    quantise_weights(weight, matrix, empty_weights(experts, depth, width, device))
-    ids = torch.rand(tokens, experts, generator=generator, device=device).argsort(1)[:, :top_k]
-    order, _, offs = sort_rows(ids, experts)
-    table = tile_table(offs, tokens * top_k)
-    wide = torch.full((tokens * top_k, width), torch.nan, device=device)
-    found = wide.bfloat16()
-    with scaled_product.way("plain"):
-        scaled_product.multiply(quantise_rows(x), matrix, table, wide, order_N=order, top_k=top_k)
-    with scaled_product.way(way):
-        scaled_product.multiply(quantise_rows(x), matrix, table, found, order_N=order, top_k=top_k)
-    assert torch.equal(found, wide.bfloat16())
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-ste", "fp8-saved"])

@@ -19,26 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.activation import gated
-from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather
+from amoeba.kernels.hopper.descriptor import bulk_load, gather
 from amoeba.kernels.hopper.product_kernel import place_of_tile
 from amoeba.kernels.hopper.product_store import add_bias
-from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns, clamped_place
-from amoeba.kernels.hopper.scaled_product_store import (
-    keep,
-    store_codes,
-    store_halves,
-    store_halves_by_threads,
-    store_quarters,
-    store_straight,
-)
-
-
-@gluon.jit
-def _slots(order, row, end, LAYOUT: gl.constexpr, FLAT: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Of a tile's rows: those whose codes a thread gathers, and the one whose scale it does."""
-    of_codes = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT)), end - 1)
-    of_scale = gl.minimum(row + gl.arange(0, BLOCK_M, FLAT), end - 1)
-    return gl.load(order + of_codes), gl.load(order + of_scale)
+from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns
+from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_halves
 
 
 @gluon.jit
@@ -55,27 +40,14 @@ def produce_along(
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     turn = 0
-    if PLAN.AHEAD:
-        next_expert, next_row, next_end, next_n = clamped_place(
-            gl.program_id(0), table, tiles, column_tiles, 0, GROUP_M
-        )
-        next_slot, next_own = _slots(order, next_row, next_end, layout, flat, BLOCK_M)
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        if PLAN.AHEAD:
-            expert, n, slot, own_slot = next_expert, next_n, next_slot, next_own
-            next_expert, next_row, next_end, next_n = clamped_place(
-                tile + gl.num_programs(0), table, tiles, column_tiles, 0, GROUP_M
-            )
-        else:
-            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
-            slot, own_slot = _slots(order, row, end, layout, flat, BLOCK_M)
-        if PLAN.TOP_K > 0:
-            slot, own_slot = slot // PLAN.TOP_K, own_slot // PLAN.TOP_K
-        else:
-            slot, own_slot = slot // top_k, own_slot // top_k
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
+        token = gl.load(order + sorted_row) // top_k
         k_offset = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-        pointers = rows + (slot.to(gl.int64) * row_stride)[:, None] + k_offset[None, :]
-        of_rows = row_scale + own_slot * steps
+        pointers = rows + (token.to(gl.int64) * row_stride)[:, None] + k_offset[None, :]
+        own_row = gl.minimum(row + gl.arange(0, BLOCK_M, flat), end - 1)
+        of_rows = row_scale + gl.load(order + own_row) // top_k * steps
         first, second, far = blocks_of_columns(n, columns, blocks, PLAN, BLOCK)
         which = gl.arange(0, 4, flat)
         block = gl.where(which == 0, first, gl.where(which == 1, second, far))
@@ -95,28 +67,11 @@ def produce_along(
                 gather(row_bufs.index(stage), pointers + stage * BLOCK)
                 gather(scale_bufs.index(stage), of_rows + stage)
                 gather(column_bufs.index(stage), of_columns + stage)
-                if PLAN.BEHIND > 0:
-                    async_copy.commit_group()
-                    if turn + stage > 0:
-                        async_copy.wait_group(1)
-                        fence_async_shared()
-                        barrier()  # all have done so
-                        mbarrier.arrive(full.index((stage + STAGES - 1) % STAGES), count=1)
-                else:
-                    async_copy.mbarrier_arrive(bar, increment_count=False)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
             pointers += STAGES * BLOCK
             of_rows += STAGES
             of_columns += STAGES
             turn += 1
-            if PLAN.AHEAD:  # noqa: SIM102 (one is known when this is compiled)
-                if k == 0:  # their place has come meanwhile
-                    next_slot, next_own = _slots(order, next_row, next_end, layout, flat, BLOCK_M)
-    if PLAN.BEHIND > 0:
-        async_copy.wait_group(0)
-        fence_async_shared()
-        barrier()
-        if turn > 0:
-            mbarrier.arrive(full.index(STAGES - 1), count=1)
 
 
 @gluon.jit
@@ -154,8 +109,7 @@ def _step(
     mma: gl.constexpr = left.type.layout
     stage = count & (STAGES - 1)
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-    if PLAN.BEHIND == 0:
-        fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+    fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
     found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, HEIGHT, BLOCK)
     of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, gl.SliceLayout(1, mma))
     left += warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None]
@@ -187,43 +141,6 @@ def _widened(pairs):
 
 
 @gluon.jit
-def _keep(
-    value, h, desc, scale, kept, stride, row, end, column, width, shift, blocks, WARPGROUP: gl.constexpr,
-    HALF: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """A tile's gates (HALF 0) or ups (1), rounded to bf16, to memory."""
-    if PLAN.STRAIGHT:
-        store_straight(value, h, stride, row, end, column, width, shift, PLAN.CUT)
-    elif PLAN.THREADS:
-        one = kept.index(WARPGROUP)
-        store_halves_by_threads(value, h, one, one, stride, row, end, column, width, shift, PLAN.CUT)
-    else:
-        keep(
-            value, h, desc, scale, kept, stride, row, end, column, width, shift, blocks, WARPGROUP, HALF == 1, PLAN
-        )  # fmt: skip
-
-
-@gluon.jit
-def _store(
-    sums, out, desc, staging, stride, row, end, column, width, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
-):  # fmt: skip
-    """Half of a tile that is not activated, in fp32 or bf16, to memory."""
-    first: gl.constexpr = WARPGROUP * PLAN.BUFFERS
-    if not PLAN.WIDE:
-        sums = _rounded(sums)
-    if PLAN.STRAIGHT:
-        store_straight(sums, out, stride, row, end, column, width, 0, True)
-    elif PLAN.THREADS:
-        one, other = staging.index(first), staging.index(first + PLAN.BUFFERS - 1)
-        store_halves_by_threads(sums, out, one, other, stride, row, end, column, width, 0, True)
-    elif PLAN.WIDE:
-        store_quarters(sums, out, desc, staging, stride, row, end, column, width, first)
-    else:
-        one, other = staging.index(first), staging.index(first + 1)
-        store_halves(sums, out, desc, one, other, stride, row, end, column, width, 0, 1, 1)
-
-
-@gluon.jit
 def consume_along(
     table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias, h,
     h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
@@ -238,12 +155,9 @@ def consume_along(
     zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
     count = 0
-    if PLAN.AHEAD:
-        expert, row, end, n = clamped_place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        if not PLAN.AHEAD:
-            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
-            row += WARPGROUP * HEIGHT
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        row += WARPGROUP * HEIGHT
         left, right = zero, zero
         for _ in range(0, depth, BLOCK):
             left, right = _step(
@@ -251,10 +165,6 @@ def consume_along(
                 HEIGHT, BLOCK, STAGES,
             )  # fmt: skip
             count += 1
-        if PLAN.AHEAD:  # not while products run: fences would wait for it
-            next_expert, next_row, next_end, next_n = clamped_place(
-                tile + gl.num_programs(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M
-            )
         bias_row = bias + expert.to(gl.int64) * width
         if PLAN.PAIRED:
             column = n * BLOCK
@@ -262,39 +172,29 @@ def consume_along(
                 left = add_bias(left, bias_row, column, columns, BLOCK)
             gate = _rounded(left)
             if PLAN.KEEP:
-                _keep(
-                    gate, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, 0, PLAN
+                keep(
+                    gate, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, False,
+                    PLAN,
                 )  # fmt: skip
             if PLAN.BIAS:
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             up = _rounded(right)
-            if PLAN.KEEP and (not PLAN.LATE or PLAN.STRAIGHT or PLAN.THREADS):
-                _keep(
-                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, 1,
+            if PLAN.KEEP:
+                keep(
+                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, True,
                     PLAN,
                 )  # fmt: skip
             a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            if PLAN.KEEP and PLAN.LATE and not (PLAN.CODED or PLAN.STRAIGHT or PLAN.THREADS):
-                _keep(
-                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, 1,
-                    PLAN,
-                )  # fmt: skip
             store_codes(
                 a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK),
-                1 if PLAN.ALTERNATE or (PLAN.LATE and PLAN.CODED) else 0, PLAN,
+                1 if PLAN.ALTERNATE else 0, PLAN,
             )  # fmt: skip
-            if PLAN.KEEP and PLAN.LATE and PLAN.CODED:
-                _keep(
-                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, 1,
-                    PLAN,
-                )  # fmt: skip
         else:
+            one, other = staging.index(WARPGROUP * PLAN.BUFFERS), staging.index(WARPGROUP * PLAN.BUFFERS + 1)
             for half in gl.static_range(2):
                 sums = right if half else left
                 column = (2 * n + half) * BLOCK
                 if PLAN.BIAS:
                     sums = add_bias(sums, bias_row, column, width, BLOCK)
-                _store(sums, out, out_desc, staging, out_stride, row, end, column, width, WARPGROUP, PLAN)
-        if PLAN.AHEAD:
-            expert, row, end, n = next_expert, next_row, next_end, next_n
+                store_halves(_rounded(sums), out, out_desc, one, other, out_stride, row, end, column, width, 0, 1, 1)
     tma.store_wait(0)

@@ -286,13 +286,14 @@ def scaled_product_kernel(
     row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK], MATRIX_LAYOUT)
     dtype: gl.constexpr = out.dtype.element_ty
+    STAGED: gl.constexpr = BLOCK // 2 if PLAN.ALONG and not PLAN.ACTIVATE else BLOCK
     if PLAN.ALTERNATE and PLAN.KEEP:  # codes leave through the first buffer of h
         kept = gl.allocate_shared_memory(h.dtype.element_ty, [4, BLOCK_M // 2, BLOCK // 2], KEPT_LAYOUT)
         staging = reinterpret(kept, dtype, [4, BLOCK_M // 2, BLOCK], STAGE_LAYOUT)
     else:
-        staging = gl.allocate_shared_memory(dtype, [2 * PLAN.BUFFERS, BLOCK_M // 2, PLAN.STAGED_COLUMNS], STAGE_LAYOUT)
+        staging = gl.allocate_shared_memory(dtype, [2 * PLAN.BUFFERS, BLOCK_M // 2, STAGED], STAGE_LAYOUT)
         kept = staging
-        if PLAN.KEEP and not PLAN.STRAIGHT:
+        if PLAN.KEEP:
             KEPT: gl.constexpr = BLOCK if PLAN.CODED else BLOCK // 2
             kept = gl.allocate_shared_memory(h.dtype.element_ty, [2, BLOCK_M // 2, KEPT], KEPT_LAYOUT)
     scale_bufs, column_bufs = matrix_bufs, matrix_bufs  # stand for what this plan does not have

@@ -12,6 +12,8 @@ E4M3 = torch.float8_e4m3fn
 BLOCK = 128
 # A tile.
 BLOCK_M, BLOCK_N = 128, 256
+# Row tiles that sweep the columns together, so that their rows and the weights stay in the second-level cache.
+GROUP_M = 8
 ROWS, HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
 QUARTER = (BLOCK_M // 2, BLOCK // 2)
 # Stages of the ring where scales come along with rows, and so much of the depth is one turn of it.
@@ -22,21 +24,14 @@ TURN = ALONG_STAGES * BLOCK
 class Ways(NamedTuple):
     """How the same bits are computed; `scaled_product.WAYS` has names for some.
 
-    ahead:     a tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored;
-               with `along` its place, and by those who gather its slots, while the one before is computed.
+    ahead:     a tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored.
     behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
     skips:     a warpgroup that has no rows of a tile multiplies nothing.
-    alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
+    alternate: h in bf16 leaves through two buffers in turns that take the room of one.
     under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
                are nothing to it.
     along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, see
-               `scaled_product_along`. `skips` and `under` are nothing to it. Beside it:
-    straight:  h, or a result that is not activated, leaves straight from the registers, 64 bytes of a row at a time.
-    threads:   the same through a buffer, from which threads store it instead of the copy engine, whole lines at a time
-               (1); so do all codes (2).
-    group:     row tiles that sweep the columns together, so that their rows and the weights stay in the second-level
-               cache.
-    late:      up's half of h leaves behind the activation, and the scales of a behind its codes.
+               `scaled_product_along`. `ahead`, `behind`, `skips` and `under` are nothing to it.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 
@@ -47,10 +42,6 @@ class Ways(NamedTuple):
     brisk: bool = False
     under: bool = False
     along: bool = False
-    straight: bool = False
-    threads: int = 0
-    late: bool = False
-    group: int = 8
 
 
 PLAIN = Ways()
@@ -64,7 +55,6 @@ class Plan:
     GATHER: bool  # rows are those of tokens, found by order // top_k, instead of sorted ones
     BIAS: bool
     KEEP: bool  # write the product in bf16 as well as what its activation gives
-    WIDE: bool = False  # write the product in fp32
     CODED: bool = False  # what KEEP writes is in e4m3
     CUT: bool = False  # the last block of a width is half full
     KIND: str = "relu"
@@ -73,7 +63,6 @@ class Plan:
     CLAMP: bool = False
     LIMIT: float = 0.0
     UP_SHIFT: float = 0.0
-    TOP_K: int = 0  # experts of a token, where the kernel is made for that number
     WAYS: Ways = PLAIN
 
     @property
@@ -83,7 +72,7 @@ class Plan:
     @property
     def BEHIND(self) -> int:
         """Of the stages that the producer has begun, the last ones that it has not made visible; 0: consumers do."""
-        return self.WAYS.behind if self.GATHER else 0
+        return self.WAYS.behind if self.GATHER and not self.ALONG else 0
 
     @property
     def ALONG(self) -> bool:
@@ -91,26 +80,10 @@ class Plan:
         return self.WAYS.along and self.GATHER and (self.PAIRED or not self.ACTIVATE)
 
     @property
-    def STRAIGHT(self) -> bool:
-        return self.WAYS.straight and self.ALONG and not self.CODED
-
-    @property
-    def THREADS(self) -> bool:
-        return self.WAYS.threads > 0 and self.ALONG and not self.CODED
-
-    @property
-    def CODES_BY_THREADS(self) -> bool:
-        return self.WAYS.threads > 1 and self.ALONG
-
-    @property
-    def LATE(self) -> bool:
-        return self.ALONG and self.WAYS.late
-
-    @property
     def UNDER(self) -> bool:
-        """Where it has been faster, or nearly: not with h or fp32 to write. Where two halves are activated one by one,
+        """Where it has been faster, or nearly: not with h to write. Where two halves are activated one by one,
         their sums do not all find registers."""
-        return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not self.KEEP and not self.WIDE
+        return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not self.KEEP
 
     @property
     def SKIPS(self) -> bool:
@@ -118,8 +91,7 @@ class Plan:
 
     @property
     def ALTERNATE(self) -> bool:
-        in_turns = self.WIDE or (self.KEEP and not self.CODED) or (self.ALONG and not self.ACTIVATE)
-        return self.WAYS.alternate and in_turns and not (self.STRAIGHT or self.THREADS)
+        return self.WAYS.alternate and self.KEEP and not self.CODED
 
     @property
     def BRISK(self) -> bool:
@@ -154,12 +126,12 @@ class Plan:
     def BUFFERS(self) -> int:
         """Of the epilogue, for each warpgroup: with two, one is filled while the copy engine reads the other. It is
         worth a stage where nothing but bf16 is written: 3 % of down and dx, while up loses 8 % (H200, 2026-11-16)."""
-        return 1 if (self.ACTIVATE or self.WIDE) and not self.ALTERNATE else 2
+        return 1 if self.ACTIVATE and not self.ALTERNATE else 2
 
     @property
     def STAGES(self) -> int:
         """They take up to 224 KB of the 227, together with the buffers."""
-        return ALONG_STAGES if self.ACTIVATE or self.WIDE or self.ALONG else 3
+        return ALONG_STAGES if self.ACTIVATE or self.ALONG else 3
 
     @property
     def REGISTERS(self) -> list[int]:
@@ -171,10 +143,4 @@ class Plan:
     @property
     def STAGED(self) -> tuple[int, int]:
         """As much of the result as leaves at a time."""
-        return BLOCK_M // 2, self.STAGED_COLUMNS
-
-    @property
-    def STAGED_COLUMNS(self) -> int:
-        if self.WIDE:
-            return BLOCK // 4 if self.ALTERNATE else BLOCK // 2
-        return BLOCK if self.ACTIVATE or not self.ALONG else BLOCK // 2
+        return QUARTER if self.ALONG and not self.ACTIVATE else HALF
