@@ -204,6 +204,7 @@ def multiply(
     bias_EO: Tensor | None = None,
 ) -> None:
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e], in bf16; with order_N the rows are gathered, rows[order[n] // top_k]."""
+    assert out_NO.dtype == torch.bfloat16
     gathers, biased = order_N is not None, bias_EO is not None
     cut = gathers and _cut(rows_NW.columns)
     plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, CUT=cut)
