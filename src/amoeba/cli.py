@@ -213,10 +213,10 @@ def bench(
             from amoeba.commands import bench_products
 
             place = parse_device(device)
-            others = {"--ours": ours, "--peer": peer, "--dtype": dtype, "--sustained": sustained}
+            others = {"--peer": peer, "--dtype": dtype, "--sustained": sustained}
             layers = bench_products.choose_shapes(shape or [], place, others)
             path = bench_command.free_path(out)
-        document, ok = bench_products.run(layers, place, repeats, path, output)
+        document, ok = bench_products.run(layers, place, repeats, path, output, ours or [])
         finish(output, document, ok, json)
         return
     with usage():

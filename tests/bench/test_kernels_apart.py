@@ -52,21 +52,29 @@ def test_each_shape_is_written_down_as_soon_as_it_is_measured(tmp_path: Path, mo
     limits = Ceilings("cpu", {"float32": Product(256, 1e12), "bfloat16": Product(256, 1e12)}, 1 << 20, 1e10)
     seen: list[int] = []
 
-    def measure(shape, device, repeats):
+    def measure(shape, device, repeats, ours):
         seen.append(len(json.loads(path.read_text())["products"]) if path.exists() else 0)
-        return suite.run_products(shape, some_roles()[:1], device, repeats)
+        return suite.run_products(shape, bench_products.chosen(some_roles(), ours), device, repeats)
 
-    document, ok = bench_products.run(shapes, CPU, 1, path, Output(), measure, lambda *_: limits)
+    document, ok = bench_products.run(shapes, CPU, 1, path, Output(), ["u"], measure, lambda *_: limits)
     assert ok and seen == [0, 1] and json.loads(path.read_text()) == document
     assert document["finished"] and document["products"][1]["shape"]["name"] == "8,16,8,4,2"
-    assert document["command"] == "amoeba bench --suite products --shape small --shape 8,16,8,4,2 --repeats 1"
+    assert document["command"] == "amoeba bench --suite products --shape small --shape 8,16,8,4,2 --ours u --repeats 1"
+
+
+def test_kernels_are_chosen_by_parts_of_their_names() -> None:
+    found = bench_products.chosen(some_roles(), ["torch", "up"])
+    assert [role.name for role in found] == ["up", "dx, torch fp8 (rowwise)"]
+    assert len(bench_products.chosen(some_roles(), [])) == 5
+    with pytest.raises(ValueError, match=r"a part of one of these names: up; down; .* got fp4"):
+        bench_products.chosen(some_roles(), ["fp4"])
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "expected a CUDA device; got cpu"),
-        (["--ours", "fp8"], "--ours: expected none with --suite products"),
+        (["--peer", "loop"], "--peer: expected none with --suite products"),
     ],
 )
 def test_what_it_does_not_take_is_said(words: list[str], said: str) -> None:

@@ -11,7 +11,6 @@ import torch
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends import block_scaled_rows, block_scaled_triton
 from amoeba.kernels.decode import block_scaled, block_scaled_by_slot
-from amoeba.kernels.decode.configuration import Tile
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
 from amoeba.precision.quantised import block_counts
@@ -83,23 +82,6 @@ def test_y_is_that_of_what_the_codes_stand_for(
 
 @quick(lambda format: format is MXFP4)
 @by_format
-def test_several_tiles_in_one_program_have_the_bits_of_one_in_each(format: Format, device: torch.device) -> None:
-    """Of down three in each, which leaves two of them behind the last column."""
-    expert_TK = torch.tensor([[0, 3], [E, 3], [3, 0]])
-    layer = Layer(SILU, tokens=3, hidden=112, inner=48, expert_TK=expert_TK)
-    named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
-    weights = quantise_experts(layer.weights(named), format)
-    problem = Problem(named["x"], expert_TK.to(device), named["weight"], weights)
-    up, down = Tile(16, 64, warps=1), Tile(16, 64, warps=1)
-    once = block_scaled.by_expert(problem)._replace(up=up, down=down, rows=16)
-    several = once._replace(up=up._replace(repeats=2), down=down._replace(repeats=3))
-    with poisoned_memory():
-        found = [block_scaled.decode(problem, configuration=chosen) for chosen in (once, several)]
-    assert torch.isfinite(found[0]).all() and torch.equal(*found)
-
-
-@quick(lambda format: format is MXFP4)
-@by_format
 def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
     format: Format, device: torch.device
 ) -> None:
@@ -119,10 +101,10 @@ def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
 
 @pytest.mark.parametrize(
     ("format", "tokens", "listed", "deep"),
-    [(MXFP4, 64, True, 256), (MXFP4, 16, True, 128), (MXFP4, 8, False, 128), (NVFP4, 64, True, 128)],
+    [(MXFP4, 64, True, 256), (MXFP4, 16, True, 256), (MXFP4, 8, False, 256), (NVFP4, 64, True, 128)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_what_is_faster_is_taken_from_so_many_slots_on(
+def test_what_was_faster_is_taken(
     format: Format, tokens: int, listed: bool, deep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3-30B's layers on Hopper."""
@@ -170,7 +152,7 @@ def test_few_tokens_without_gradients_and_factors_are_decoded_and_no_others(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its own instructions decode")
-@pytest.mark.parametrize("tokens", [1, 3, 8, 11, 61])  # with 11, MXFP4 takes long steps
+@pytest.mark.parametrize("tokens", [1, 3, 8, 11, 61])
 @by_format
 def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, device: torch.device) -> None:
     """As models have them: steps without masks, several chunks of an expert, codes of every size."""

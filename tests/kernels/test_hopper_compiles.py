@@ -53,7 +53,7 @@ SCALED = (
 IN_WAYS = (
     "scaled_up, brisk",
     "scaled_up, all",
-    "scaled_down_backward, all",
+    "scaled_down_backward, along",
     "scaled_up, along",
     "scaled_up_alone, along",
     "scaled_up_coded, along",
@@ -133,7 +133,7 @@ def launches() -> dict[str, Callable[[], None]]:
         Addend(empty(N, 16), empty(E, 16, H).transpose(1, 2), 16),
     )
     weight = empty(N // K, K)
-    cpu, da = torch.device("cpu"), empty(N, I, dtype=torch.float32)
+    cpu = torch.device("cpu")
     x_codes, a_codes = empty_rows(N // K, H, cpu), empty_rows(N, I, cpu)
     gate_up_codes, gate_codes = empty_weights(E, 2 * I, H, cpu), empty_weights(E, I, H, cpu)
     down_codes, turned_down = empty_weights(E, H, I, cpu), empty_weights(E, I, H, cpu)
@@ -187,9 +187,7 @@ def launches() -> dict[str, Callable[[], None]]:
         ),
         "scaled_down": lambda: scaled_product.multiply(a_codes, down_codes, table, y),
         "scaled_down_with_bias": lambda: scaled_product.multiply(a_codes, down_codes, table, y, bias_EO=empty(E, H)),
-        "scaled_down_backward": lambda: scaled_product.multiply(
-            x_codes, turned_down, table, da, order_N=order, top_k=K
-        ),
+        "scaled_down_backward": lambda: scaled_product.multiply(x_codes, turned_down, table, a, order_N=order, top_k=K),
         "down": lambda: multiply(a, down, table, y),
         "down_backward": lambda: multiply(x, down.transpose(1, 2), table, a, order_N=order, top_k=K),
         "rows_gradient": lambda: multiply(h, gate_up.transpose(1, 2), table, y),

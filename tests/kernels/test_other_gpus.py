@@ -203,7 +203,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
                 gate_up, quantise.empty_weights(E, 2 * I, H, x.device), quantise.empty_weights(E, H, 2 * I, x.device)
             ),
             "activate_backward in fp8": lambda: activate.activate_backward(
-                empty(N, I, dtype=torch.float32), h, scale, order, activation, h, a, offs,
+                a, h, scale, order, activation, h, a, offs,
                 quantised_dh=quantise.empty_rows(N, 2 * I, x.device),
             ),
         }  # fmt: skip
@@ -216,15 +216,16 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     for tokens, format in itertools.product((1, 64), (FP8_128, MXFP8, MXFP4, NVFP4)):
         found[f"decode {format.name} {tokens}"] = partial(decoding_block_scaled, format, tokens)
 
-    def decoding_listed() -> None:
-        """Four slots an expert: the longest steps that there are."""
+    def decoding_in_long_steps(tokens: int, listed: bool) -> None:
         weights = quantise_experts(ExpertWeights(gate_up, down), MXFP4)
-        ids, scale = empty(4 * E // K, K, dtype=torch.int64), empty(4 * E // K, K, dtype=torch.float32)
-        problem = Problem(empty(4 * E // K, H), ids, scale, weights)
-        chosen = decode_block_scaled.by_expert(problem)._replace(listed=True)
+        ids, scale = empty(tokens, K, dtype=torch.int64), empty(tokens, K, dtype=torch.float32)
+        problem = Problem(empty(tokens, H), ids, scale, weights)
+        chosen = decode_block_scaled.by_expert(problem)._replace(listed=listed)
         decode_block_scaled.decode(problem, configuration=chosen)
 
-    found["decode mxfp4 listed 32"] = decoding_listed
+    # Four slots an expert, and half of one: then tiles are half as high, by half of the warps.
+    found["decode mxfp4 listed 32"] = partial(decoding_in_long_steps, 4 * E // K, True)
+    found["decode mxfp4 by expert"] = partial(decoding_in_long_steps, E // K // 2, False)
 
     def decoding(tokens: int, activation: Activation, lora: bool) -> None:
         first = gate_up if activation.gated else gate_up[:, :I]

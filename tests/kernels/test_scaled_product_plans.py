@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("triton")
 from amoeba.kernels.hopper import scaled_product
-from amoeba.kernels.hopper.scaled_product_plan import PLAIN, Plan
+from amoeba.kernels.hopper.scaled_product_plan import BLOCK, PLAIN, TURN, Plan
 
 UP = Plan(ACTIVATE=True, GATHER=True, BIAS=False, KEEP=False, GATED=True, KIND="silu")
 DOWN = Plan(ACTIVATE=False, GATHER=False, BIAS=False, KEEP=False)
-DA = Plan(ACTIVATE=False, GATHER=True, BIAS=False, KEEP=False, WIDE=True)
+DA = replace(DOWN, GATHER=True)
 
 
 def taken(plan: Plan, depth: int, columns: int) -> str:
@@ -31,7 +31,9 @@ def taken(plan: Plan, depth: int, columns: int) -> str:
         (replace(UP, KEEP=True), 768, 768, "brisk"),
         (replace(UP, KEEP=True, CODED=True), 768, 768, "plain"),
         (UP, 768, 768, "under"),
-        (DA, 2048, 768, "all"),
+        (DA, 2048, 768, "along"),
+        (DA, 7168, 2048, "along"),
+        (DA, 768, 768, "plain"),
         (DOWN, 768, 2048, "under"),
         (DOWN, 2048, 7168, "under"),
         (DOWN, 4096, 7168, "plain"),
@@ -41,16 +43,12 @@ def test_each_product_takes_the_way_that_was_fastest(plan: Plan, depth: int, col
     assert taken(plan, depth, columns) == way
 
 
-@pytest.mark.parametrize(("plan", "way"), [(UP, "all"), (DOWN, "plain")], ids=["up", "down"])
+@pytest.mark.parametrize(("plan", "way"), [(UP, "all"), (DOWN, "plain"), (DA, "plain")], ids=["up", "down", "dA'"])
 def test_biases_and_half_blocks_keep_the_way_that_they_had(plan: Plan, way: str) -> None:
     assert taken(plan, 2048, 704) == way
     assert taken(replace(plan, BIAS=True), 2048, 768) == way
     assert taken(plan, 704, 768) == way
     assert taken(plan, 768, 704) == way
-
-
-def test_h_that_is_computed_again_takes_the_plain_way() -> None:
-    assert taken(replace(DOWN, GATHER=True), 2048, 768) == "plain"
 
 
 @pytest.mark.parametrize("plan", [UP, DOWN], ids=["up", "down"])
@@ -62,24 +60,27 @@ def test_a_tile_of_one_step_is_not_stored_under_the_next_one(plan: Plan) -> None
 
 
 @pytest.mark.parametrize("way", ["under", "all"])
-def test_nothing_with_h_or_fp32_to_write_or_an_activation_without_gates_is_stored_so(way: str) -> None:
-    plans = [UP, DOWN, replace(UP, KEEP=True), replace(UP, GATED=False), DA]
+def test_nothing_with_h_to_write_or_an_activation_without_gates_is_stored_so(way: str) -> None:
+    plans = [UP, DOWN, replace(UP, KEEP=True), replace(UP, GATED=False)]
     with scaled_product.way(way):
         found = [scaled_product._with_ways(plan, 2048, 768).UNDER for plan in plans]
-    assert found == [way == "under"] * 2 + [False] * 3
+    assert found == [way == "under"] * 2 + [False] * 2
 
 
 @pytest.mark.parametrize(("depth", "along"), [(512, True), (2048, True), (768, False), (576, False), (128, False)])
 def test_scales_come_along_where_a_tile_is_whole_turns_of_the_ring(depth: int, along: bool) -> None:
     with scaled_product.way("along"):
-        for plan in (UP, replace(UP, KEEP=True), replace(UP, KEEP=True, CODED=True)):
+        for plan in (UP, replace(UP, KEEP=True), replace(UP, KEEP=True, CODED=True), DA):
             assert along == scaled_product._with_ways(plan, depth, 768).ALONG
 
 
-def test_scales_come_along_with_gathered_rows_of_gates_only() -> None:
-    without = [DOWN, replace(DOWN, GATHER=True), replace(UP, GATED=False), DA]
+def test_scales_come_along_with_gathered_rows_but_for_an_activation_without_gates() -> None:
     with scaled_product.way("along"):
-        assert not any(scaled_product._with_ways(plan, 2048, 768).ALONG for plan in without)
+        for plan in (DOWN, replace(UP, GATED=False)):
+            assert not scaled_product._with_ways(plan, 2048, 768).ALONG
+        for plan in (UP, DA):
+            found = scaled_product._with_ways(plan, 2048, 768)
+            assert found.ALONG and found.STAGES * BLOCK == TURN
 
 
 def test_a_way_holds_within_its_block_only() -> None:

@@ -52,8 +52,7 @@ class StraightThroughRows(TorchRows):
     def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
         assert isinstance(dy, Tensor)
         weights = self.problem.weights
-        # in fp32: rounded twice, every fiftieth number of dh would come to another code
-        da_NI = empty_rows(self.rows, weights.intermediate, h_NJ, torch.float32)
+        da_NI = empty_rows(self.rows, weights.intermediate, self.problem.x_TH)
         self.through_down(dy, da_NI)
         dh_NJ = self.new_rows(h_NJ.shape[1])
         scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
@@ -61,9 +60,9 @@ class StraightThroughRows(TorchRows):
         return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
 
     def through_down(self, dy_NH: Tensor, da_NI: Tensor) -> None:
-        """Writes dA'."""
+        """Writes dA', rounded once."""
         for e, dy, da in self.groups.each(dy_NH, da_NI):
-            torch.mm(dy.float(), self.problem.weights.down_EHI[e].float(), out=da)
+            da.copy_(dy.float() @ self.problem.weights.down_EHI[e].float())
 
     def _multiply(
         self,

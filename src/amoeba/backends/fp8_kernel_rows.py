@@ -93,11 +93,10 @@ class Fp8KernelRows(StraightThroughKernelRows):
     def _activation_backward(self, dy_TH: Tensor, h_NJ: Any, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
         problem, rows = self.problem, self.problem.rows
         weights = problem.weights
-        # in fp32: rounded twice, every fiftieth number of dh would come to another code
-        da_NI = torch.empty((rows, weights.intermediate), dtype=torch.float32, device=dh_NJ.device)
+        da_NI = self.new_rows(weights.intermediate)
         down = codes_of(weights.down_EHI).turned(weights.down_EHI)
         scaled_product.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
-        scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
+        scaled_a_NI = da_NI if needs.scaled_a else None
         fused = needs.x and self._has_whole_blocks
         self._dh = empty_rows(rows, dh_NJ.shape[1], dh_NJ.device) if fused else None
         ds_N = activate_backward(

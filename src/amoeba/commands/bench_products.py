@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
 
+if TYPE_CHECKING:
+    from amoeba.bench.products.roles import Role  # imports Triton
+
 _DEFAULT = ("qwen3_30b",)
 
 
@@ -24,7 +27,9 @@ def choose_shapes(shapes: Sequence[str], device: torch.device, others: dict[str,
     """others: options that this suite does not take, by their names."""
     for option, value in others.items():
         if value:
-            raise bad_value(option, "none with --suite products", value, "it measures all of a layer's kernels in bf16")
+            raise bad_value(
+                option, "none with --suite products", value, "it measures a layer's kernels in bf16 and fp8"
+            )
     if device.type != "cuda":
         raise bad_value("--suite products", "a CUDA device", device.type, "leave it out: the layer runs anywhere")
     found = [parse_shape(text) for text in shapes or _DEFAULT]
@@ -34,16 +39,26 @@ def choose_shapes(shapes: Sequence[str], device: torch.device, others: dict[str,
     return found
 
 
-def command_line(shapes: Sequence[Shape], repeats: int) -> str:
+def command_line(shapes: Sequence[Shape], repeats: int, ours: Sequence[str]) -> str:
     """The command that measures the same again."""
-    named = (word for shape in shapes for word in ("--shape", shape.name))
+    named = [word for shape in shapes for word in ("--shape", shape.name)]
+    named += [word for part in ours for word in ("--ours", part)]
     return shlex.join(["amoeba", "bench", "--suite", "products", *named, "--repeats", str(repeats)])
 
 
-def _measure(shape: Shape, device: torch.device, repeats: int) -> ProductsReport:
+def chosen(roles: Sequence[Role], ours: Sequence[str]) -> list[Role]:
+    """Those that have one of these in their names; all of them, unless something is named."""
+    found = [role for role in roles if not ours or any(part in role.name for part in ours)]
+    if not found:
+        names = "; ".join(role.name for role in roles)
+        raise bad_value("--ours", f"a part of one of these names: {names}", ", ".join(ours), "leave it out for all")
+    return found
+
+
+def _measure(shape: Shape, device: torch.device, repeats: int, ours: Sequence[str]) -> ProductsReport:
     from amoeba.bench.products.roles import roles_of  # imports Triton
 
-    return run_products(shape, roles_of(shape, device), device, repeats)
+    return run_products(shape, chosen(roles_of(shape, device), ours), device, repeats)
 
 
 def run(
@@ -52,11 +67,14 @@ def run(
     repeats: int,
     path: Path | None,
     output: Output,
-    measure: Callable[[Shape, torch.device, int], ProductsReport] = _measure,
+    ours: Sequence[str] = (),
+    measure: Callable[[Shape, torch.device, int, Sequence[str]], ProductsReport] = _measure,
     ceilings: Callable[[torch.device, Sequence[torch.dtype]], Ceilings] = measure_ceilings,
 ) -> tuple[dict[str, Any], bool]:
-    """Prints a table per shape; returns the document, and False if a kernel of ours raised or was wrong."""
-    load, command, reports = warn_if_busy(output), command_line(shapes, repeats), list[ProductsReport]()
+    """Prints a table per shape; returns the document, and False if a kernel of ours raised or was wrong.
+
+    ours: parts of the names of those that are measured; all are without any."""
+    load, command, reports = warn_if_busy(output), command_line(shapes, repeats, ours), list[ProductsReport]()
     output.progress("measuring the ceilings of this device: a dense product and a copy")
     limits = ceilings(device, [torch.bfloat16])
     output.line(limits.line())
@@ -66,7 +84,7 @@ def run(
 
     for shape in shapes:
         output.progress(f"{shape.name}: checking and timing its kernels")
-        reports.append(measure(shape, device, repeats))
+        reports.append(measure(shape, device, repeats, ours))
         _print(reports[-1], limits, output)
         if path is not None:
             (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))

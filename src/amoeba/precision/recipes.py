@@ -12,12 +12,13 @@ recipes the forward pass is
 
 and backward, given dO,
 
-    fp8         dA' = Q(dO) Q(W2)      dh = act'(h) ∘ (s · dA'), rounded to the dtype of x     dx = Q(dh) Q(W1)
-    fp8-ste     dA' = dO W2            dh as above                                             dx = dh W1
+    fp8         dA' = Q(dO) Q(W2)      dh = act'(h) ∘ (s · dA')      dx = Q(dh) Q(W1)
+    fp8-ste     dA' = dO W2            dh as above                   dx = dh W1
 
-with ds = <dA', a> + <dO, b2>, and the gradients of weights and biases as without a recipe, from x, dO, h and dh as
-they are: dW2 = Σ (s · dO)ᵀ a, dW1 = Σ dhᵀ x. fp8-saved is fp8 with Q(h) kept, half of the bytes: in backward all that
-comes from h, a too, comes from Q(h). "auto" is fp8 where that was measured to be faster, else no recipe.
+with dA' and dh rounded to the dtype of x, ds = <dA', a> + <dO, b2>, and the gradients of weights and biases as without
+a recipe, from x, dO, h and dh as they are: dW2 = Σ (s · dO)ᵀ a, dW1 = Σ dhᵀ x. fp8-saved is fp8 with Q(h) kept, half of
+the bytes: in backward all that comes from h, a too, comes from Q(h). "auto" is fp8 where that was measured to be
+faster, else no recipe.
 """
 
 from __future__ import annotations

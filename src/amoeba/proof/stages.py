@@ -66,7 +66,7 @@ def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -
 
     gate_up, down = quantised_weight(weights.gate_up_EJH), quantised_weight(weights.down_EHI)
     x_NH, h, dout = wide(problem.x_TH)[token_N], kept(own(h_NJ), weights), wide(dy_TH)[token_N]
-    da = multiply(back(dout), lambda e: back_down[e])
+    da = wide(multiply(back(dout), lambda e: back_down[e]).to(problem.x_TH.dtype))
     truth = {
         "stage h": (h_NJ, multiply(quantised_rows(x_NH), lambda e: gate_up[e].T, weights.gate_up_bias_EJ)),
         "stage dh": (dh_NJ, activate_backward(s * da, h, weights.activation)),

@@ -123,7 +123,7 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
     refresh()
     x, dy, dh = quantise_rows(x_TH), quantise_rows(dy_TH), quantise_rows(dh_NJ)
     a, h_NJ, y_NH, dx_NH = empty_rows(N, I, device), torch.empty_like(dh_NJ), ours.new_rows(H), ours.new_rows(H)
-    da_NI = torch.empty((N, I), dtype=torch.float32, device=device)
+    da_NI = ours.new_rows(I)
     turned_down, turned_gate_up, unit = of_down.turned(down), of_gate_up.turned(gate_up), 2.0 * N * H * I
     fused, scaled_a_NI = has_whole_blocks(activation, I), ours.new_rows(I)
     codes, kept = empty_rows(N, 2 * I, device), empty_rows(N, 2 * I, device)
@@ -166,7 +166,7 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
         rowwise("down, torch fp8 (rowwise)", a, of_down.matrix, unit, gathered=False),
         fp8("dA' in fp8", down_backward, unit, "da", lambda: da_NI),
         rowwise("dA', torch fp8 (rowwise, sorted rows)", dy, turned_down, unit, gathered=True),
-        Role("activation back in fp8", back, bytes=(16.0 if fused else 14.0) * N * I),
+        Role("activation back in fp8", back, bytes=(14.0 if fused else 12.0) * N * I),
         fp8(
             "dx in fp8",
             lambda: scaled_product.multiply(dh, turned_gate_up, table, dx_NH),

@@ -43,8 +43,9 @@ HEADROOM = 2
 # Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
 FEWEST_LISTED = 128
-# Of MXFP4, where an expert gets so many slots on average: numbers of a row in a step of up. 113 us instead of 128.
-MANY_SLOTS, LONG_STEP = 4, 256
+# Numbers of a row in a step of up, of MXFP4 and with FEWEST_SLOTS in a chunk: 62 us in place of the 68 that steps of
+# 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md).
+LONG_STEP = 256
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
 
 
@@ -146,11 +147,6 @@ def by_expert(problem: Problem) -> Configuration:
     bits = weights.format.element.bits
     depth = DEPTH_BYTES[bits] * 8 // bits
     depth = depth * SMALLEST_CHUNK // max(rows, SMALLEST_CHUNK)  # both operands take registers
-    # Two tiles of down in a program: 130 us at 64 tokens instead of 133. Tiles twice as high by four warps took 133,
-    # but a newer Triton multiplies those by the instruction that reads shared memory: numbers in another order.
-    # With more slots in a chunk than those have, registers do not suffice everywhere (sm_120).
-    twice = weights.format is MXFP4 and problem.rows >= weights.num_experts and rows <= SMALLEST_CHUNK
-    repeats = 2 if twice else 1
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
         rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
 
@@ -159,10 +155,9 @@ def by_expert(problem: Problem) -> Configuration:
         return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES[bits])
 
     up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
-    many = problem.rows >= MANY_SLOTS * weights.num_experts and rows == FEWEST_SLOTS
-    if many and weights.format is MXFP4 and weights.hidden >= LONG_STEP:
+    if weights.format is MXFP4 and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
         up = up._replace(depth=LONG_STEP)
-    down = tile(weights.hidden, height, weights.intermediate)._replace(repeats=repeats)
+    down = tile(weights.hidden, height, weights.intermediate)
     overlap = can_overlap(problem.x_TH.device)
     listed = overlap and problem.rows >= FEWEST_LISTED  # where a launch more costs little
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed)

@@ -41,13 +41,12 @@ LIST_WARPS = 4
 def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
     weights, slots, tile = problem.weights, problem.rows, chosen.up
     return _up_by_expert.fixed(
-        (min(slots, weights.num_experts) * cdiv(weights.intermediate, tile.columns * tile.repeats),),
+        (min(slots, weights.num_experts) * cdiv(weights.intermediate, tile.columns),),
         (slots,),
         E=weights.num_experts,
         I=weights.intermediate,
         K=problem.expert_TK.shape[1],
         COLUMNS=tile.columns,
-        REPEATS=tile.repeats,
         INTERLEAVED=weights.activation.interleaved,
         HAS_BIAS=weights.stored_gate_up_bias is not None,
         **_options(problem, chosen),
@@ -63,12 +62,11 @@ def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
 def down_by_expert(problem: Problem, chosen: Configuration) -> Launch:
     weights, slots, tile = problem.weights, problem.rows, chosen.down
     return _down_by_expert.fixed(
-        (min(slots, weights.num_experts) * cdiv(weights.hidden, tile.columns * tile.repeats),),
+        (min(slots, weights.num_experts) * cdiv(weights.hidden, tile.columns),),
         (slots,),
         E=weights.num_experts,
         H=weights.hidden,
         COLUMNS=tile.columns,
-        REPEATS=tile.repeats,
         HAS_BIAS=weights.stored_down_bias is not None,
         **_options(problem, chosen),
         DEPTH=tile.depth,
@@ -222,7 +220,6 @@ def _up_by_expert(
     I: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
-    REPEATS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OWNER_IS_EXPERT: tl.constexpr,
@@ -257,7 +254,7 @@ def _up_by_expert(
     if OVERLAP:  # programs of the next launch may take the place of those of this one that are done
         tl.extra.cuda.gdc_launch_dependents()
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
-    BLOCKS: tl.constexpr = (I + COLUMNS * REPEATS - 1) // (COLUMNS * REPEATS)
+    BLOCKS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
     if OVERLAP and LISTED:
         tl.extra.cuda.gdc_wait()
@@ -271,26 +268,25 @@ def _up_by_expert(
     for first_rank in range(0, count, ROWS):
         slot = _slots(expert_TK, lists, expert, first_rank, count, N, ROWS, PIECE, LISTED)
         slot_ok = first_rank + tl.arange(0, ROWS) < count
-        for tile in range(0, REPEATS):
-            first = (block * REPEATS + tile) * COLUMNS
-            j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, COLUMNS)
-            column = first + tl.arange(0, COLUMNS)
-            h = _products(
-                data, scales, j, row_ok, x_TH + (slot // K).to(tl.int64) * REDUCTION, slot_ok, HEIGHT, ROWS, DEPTH,
-                STAGES, REDUCTION, BITS, SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW,
-                STRIDE_SCALE_ROW, HARDWARE, BY_LANES,
-            )  # fmt: skip
-            if HAS_MATRIX_SCALE:
-                h *= tl.load(matrix_scale + expert)
-            if HAS_BIAS:
-                J: tl.constexpr = 2 * I if GATED else I
-                h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-            a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, COLUMNS, ROWS)
-            tl.store(
-                a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],
-                a.to(a_NI.dtype.element_ty),
-                mask=slot_ok[None, :] & (column < I)[:, None],
-            )
+        first = block * COLUMNS
+        j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, COLUMNS)
+        column = first + tl.arange(0, COLUMNS)
+        h = _products(
+            data, scales, j, row_ok, x_TH + (slot // K).to(tl.int64) * REDUCTION, slot_ok, HEIGHT, ROWS, DEPTH,
+            STAGES, REDUCTION, BITS, SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW,
+            STRIDE_SCALE_ROW, HARDWARE, BY_LANES,
+        )  # fmt: skip
+        if HAS_MATRIX_SCALE:
+            h *= tl.load(matrix_scale + expert)
+        if HAS_BIAS:
+            J: tl.constexpr = 2 * I if GATED else I
+            h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, COLUMNS, ROWS)
+        tl.store(
+            a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],
+            a.to(a_NI.dtype.element_ty),
+            mask=slot_ok[None, :] & (column < I)[:, None],
+        )
 
 
 @quick
@@ -308,7 +304,6 @@ def _down_by_expert(
     E: tl.constexpr,
     H: tl.constexpr,
     COLUMNS: tl.constexpr,
-    REPEATS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OWNER_IS_EXPERT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -333,7 +328,7 @@ def _down_by_expert(
     BY_LANES: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (H + COLUMNS * REPEATS - 1) // (COLUMNS * REPEATS)
+    BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
     if OVERLAP and LISTED:
         tl.extra.cuda.gdc_wait()
@@ -349,16 +344,15 @@ def _down_by_expert(
     for first_rank in range(0, count, ROWS):
         slot = _slots(expert_TK, lists, expert, first_rank, count, N, ROWS, PIECE, LISTED).to(tl.int64)
         slot_ok = first_rank + tl.arange(0, ROWS) < count
-        for tile in range(0, REPEATS):
-            h = (block * REPEATS + tile) * COLUMNS + tl.arange(0, COLUMNS)
-            row_ok = h < H
-            y = _products(
-                data, scales, h, row_ok, a_NI + slot * REDUCTION, slot_ok, COLUMNS, ROWS, DEPTH, STAGES, REDUCTION,
-                BITS, SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW,
-                HARDWARE, BY_LANES,
-            )  # fmt: skip
-            if HAS_MATRIX_SCALE:
-                y *= tl.load(matrix_scale + expert)
-            if HAS_BIAS:
-                y += tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-            tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])
+        h = block * COLUMNS + tl.arange(0, COLUMNS)
+        row_ok = h < H
+        y = _products(
+            data, scales, h, row_ok, a_NI + slot * REDUCTION, slot_ok, COLUMNS, ROWS, DEPTH, STAGES, REDUCTION,
+            BITS, SCALE, BLOCK_ROWS, BLOCK_COLUMNS, PART_ROWS, PART_BLOCKS, STRIDE_ROW, STRIDE_SCALE_ROW,
+            HARDWARE, BY_LANES,
+        )  # fmt: skip
+        if HAS_MATRIX_SCALE:
+            y *= tl.load(matrix_scale + expert)
+        if HAS_BIAS:
+            y += tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])

@@ -54,8 +54,6 @@ class Tile(NamedTuple):
     Both are powers of two. A gated up projection reads two rows of weights per column.
     at_once: a program has all its weights in flight before it needs the first of them. By slot only: in the up
     projection `depth` then covers a whole row, in the down projection a row is read in pieces of `depth`.
-    repeats: tiles that a program computes one after the other. With codes by expert only, where it finds its slots once
-    for all of them.
     """
 
     columns: int
@@ -63,7 +61,6 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 3
     at_once: bool = False
-    repeats: int = 1
 
 
 class Configuration(NamedTuple):

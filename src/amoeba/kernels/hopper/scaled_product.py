@@ -5,7 +5,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     up(x_TH, order_N, K, gate_up_EJH, table, activation, a_NI, h_NJ=h)      # a in e4m3, quantised as it is computed
     multiply(a_NI, down_EHI, table, y_NH)                                   # y[n] = a[n] · down[e]ᵀ, in bf16
-    multiply(dy_TH, turned_down_EIH, table, da_NI, order_N=order_N, top_k=K)     # the same in fp32 where da is
+    multiply(dy_TH, turned_down_EIH, table, da_NI, order_N=order_N, top_k=K)     # of gathered rows
 
 The persistent kernel of `amoeba.kernels.hopper.product`, with another inside. The matrix unit adds up e4m3 products in
 fewer bits than fp32 has, so it starts from zero every 128 of the depth, and threads add its result, times both scales,
@@ -45,6 +45,7 @@ from amoeba.kernels.hopper.scaled_product_plan import (
     PLAIN,
     QUARTER,
     ROWS,
+    TURN,
     Plan,
     Ways,
 )
@@ -87,7 +88,7 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
     up, h in bf16     along    1040, 1172      brisk 932, 989
     up, h in e4m3     along     996, 1128      plain 924, 1118
     up, h not kept    along    1132, 1198      under 1053, 1151
-    dA'               all      1014, 1167      along, which it has no more, 917, 1037
+    dA'               along    1099, 1165      all, when it was in fp32, 1016, 1173
     down              under    1124, 1219      plain 1038, 1192                         depths of 768 and 2048
     dx                under    1191            plain 1157                               a depth of 1536
     dx                plain          1223      under 1207                               a depth of 4096
@@ -95,24 +96,20 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
     Biases and half blocks have the same bits in other ways, but were not timed so: they keep what they had. So do tiles
     that are no whole turns of the ring of stages, which cannot take `along`."""
     timed = not (plan.BIAS or _cut(depth, columns))
-    if plan.PAIRED and timed and _is_whole_turns(plan, depth):
+    if plan.GATHER and (plan.PAIRED or not plan.ACTIVATE) and timed and depth % TURN == 0:
         return WAYS["along"]
     if plan.ACTIVATE and plan.KEEP:
         return PLAIN if plan.CODED else WAYS["brisk"]
     if plan.PAIRED and timed:
         return WAYS["under"]
-    if plan.ACTIVATE or (plan.GATHER and plan.WIDE):
+    if plan.ACTIVATE:
         return WAYS["all"]
     return WAYS["under"] if timed and not plan.GATHER and depth <= DEEPEST_UNDER else PLAIN
 
 
-def _is_whole_turns(plan: Plan, depth: int) -> bool:
-    return depth % (plan.STAGES * BLOCK) == 0
-
-
 def _with_ways(plan: Plan, depth: int, columns: int) -> Plan:
     ways = _measured(plan, depth, columns) if _way is None else _way
-    along = ways.along and _is_whole_turns(plan, depth)
+    along = ways.along and depth % TURN == 0  # whole turns of the ring of stages
     under = ways.under and depth > BLOCK  # it takes two steps or more
     return replace(plan, WAYS=ways._replace(along=along, under=under))
 
@@ -206,12 +203,11 @@ def multiply(
     top_k: int = 1,
     bias_EO: Tensor | None = None,
 ) -> None:
-    """out[n] = rows[n] · matrix[e]ᵀ + bias[e], in bf16 or fp32; with order_N the rows are gathered,
-    rows[order[n] // top_k]."""
-    wide = out_NO.dtype == torch.float32
+    """out[n] = rows[n] · matrix[e]ᵀ + bias[e], in bf16; with order_N the rows are gathered, rows[order[n] // top_k]."""
+    assert out_NO.dtype == torch.bfloat16
     gathers, biased = order_N is not None, bias_EO is not None
     cut = gathers and _cut(rows_NW.columns)
-    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, WIDE=wide, CUT=cut)
+    plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, CUT=cut)
     plan = _with_ways(plan, rows_NW.columns, out_NO.shape[1])
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 

@@ -1,4 +1,4 @@
-"""Hopper's products in e4m3 with gathered rows and gates, where scales come along with rows, a stage's with its codes.
+"""Hopper's products in e4m3 with gathered rows, where scales come along with rows, a stage's with its codes.
 
 The producing and the consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are ALONG, whose
 tiles are whole turns of the ring of stages. Each row has one thread that asks for its scale, by an asynchronous copy
@@ -23,7 +23,7 @@ from amoeba.kernels.hopper.descriptor import bulk_load, gather
 from amoeba.kernels.hopper.product_kernel import place_of_tile
 from amoeba.kernels.hopper.product_store import add_bias
 from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns
-from amoeba.kernels.hopper.scaled_product_store import keep, store_codes
+from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_halves
 
 
 @gluon.jit
@@ -59,8 +59,11 @@ def produce_along(
                 bar = full.index(stage)
                 matrix_buf = matrix_bufs.index(stage)
                 mbarrier.expect(bar, BLOCK_N * BLOCK)
-                bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf.slice(0, BLOCK, 0))
-                bulk_load(matrix_desc, [at + columns, k + stage * BLOCK], bar, matrix_buf.slice(BLOCK, BLOCK, 0))
+                if PLAN.PAIRED:
+                    bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf.slice(0, BLOCK, 0))
+                    bulk_load(matrix_desc, [at + columns, k + stage * BLOCK], bar, matrix_buf.slice(BLOCK, BLOCK, 0))
+                else:
+                    bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf)
                 gather(row_bufs.index(stage), pointers + stage * BLOCK)
                 gather(scale_bufs.index(stage), of_rows + stage)
                 gather(column_bufs.index(stage), of_columns + stage)
@@ -143,7 +146,7 @@ def consume_along(
     h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise."""
+    """One warpgroup's half of each tile's rows: multiply, add the bias, then activate gates and quantise, or store."""
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
@@ -163,25 +166,35 @@ def consume_along(
             )  # fmt: skip
             count += 1
         bias_row = bias + expert.to(gl.int64) * width
-        column = n * BLOCK
-        if PLAN.BIAS:
-            left = add_bias(left, bias_row, column, columns, BLOCK)
-        gate = _rounded(left)
-        if PLAN.KEEP:
-            keep(
-                gate, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, False, PLAN
+        if PLAN.PAIRED:
+            column = n * BLOCK
+            if PLAN.BIAS:
+                left = add_bias(left, bias_row, column, columns, BLOCK)
+            gate = _rounded(left)
+            if PLAN.KEEP:
+                keep(
+                    gate, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, False,
+                    PLAN,
+                )  # fmt: skip
+            if PLAN.BIAS:
+                right = add_bias(right, bias_row + columns, column, columns, BLOCK)
+            up = _rounded(right)
+            if PLAN.KEEP:
+                keep(
+                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, True,
+                    PLAN,
+                )  # fmt: skip
+            a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+            store_codes(
+                a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK),
+                1 if PLAN.ALTERNATE else 0, PLAN,
             )  # fmt: skip
-        if PLAN.BIAS:
-            right = add_bias(right, bias_row + columns, column, columns, BLOCK)
-        up = _rounded(right)
-        if PLAN.KEEP:
-            keep(
-                up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, True,
-                PLAN,
-            )  # fmt: skip
-        a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-        store_codes(
-            a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK),
-            1 if PLAN.ALTERNATE else 0, PLAN,
-        )  # fmt: skip
+        else:
+            one, other = staging.index(WARPGROUP * PLAN.BUFFERS), staging.index(WARPGROUP * PLAN.BUFFERS + 1)
+            for half in gl.static_range(2):
+                sums = right if half else left
+                column = (2 * n + half) * BLOCK
+                if PLAN.BIAS:
+                    sums = add_bias(sums, bias_row, column, width, BLOCK)
+                store_halves(_rounded(sums), out, out_desc, one, other, out_stride, row, end, column, width, 0, 1, 1)
     tma.store_wait(0)

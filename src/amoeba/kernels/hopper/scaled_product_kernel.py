@@ -286,7 +286,7 @@ def scaled_product_kernel(
     row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK], MATRIX_LAYOUT)
     dtype: gl.constexpr = out.dtype.element_ty
-    STAGED: gl.constexpr = (BLOCK // 4 if PLAN.ALTERNATE else BLOCK // 2) if PLAN.WIDE else BLOCK
+    STAGED: gl.constexpr = BLOCK // 2 if PLAN.ALONG and not PLAN.ACTIVATE else BLOCK
     if PLAN.ALTERNATE and PLAN.KEEP:  # codes leave through the first buffer of h
         kept = gl.allocate_shared_memory(h.dtype.element_ty, [4, BLOCK_M // 2, BLOCK // 2], KEPT_LAYOUT)
         staging = reinterpret(kept, dtype, [4, BLOCK_M // 2, BLOCK], STAGE_LAYOUT)

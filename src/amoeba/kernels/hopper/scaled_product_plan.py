@@ -16,6 +16,9 @@ BLOCK_M, BLOCK_N = 128, 256
 GROUP_M = 8
 ROWS, HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
 QUARTER = (BLOCK_M // 2, BLOCK // 2)
+# Stages of the ring where scales come along with rows, and so much of the depth is one turn of it.
+ALONG_STAGES = 4
+TURN = ALONG_STAGES * BLOCK
 
 
 class Ways(NamedTuple):
@@ -24,7 +27,7 @@ class Ways(NamedTuple):
     ahead:     a tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored.
     behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
     skips:     a warpgroup that has no rows of a tile multiplies nothing.
-    alternate: h in bf16, or a result in fp32, leaves through two buffers in turns that take the room of one.
+    alternate: h in bf16 leaves through two buffers in turns that take the room of one.
     under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
                are nothing to it.
     along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, see
@@ -52,7 +55,6 @@ class Plan:
     GATHER: bool  # rows are those of tokens, found by order // top_k, instead of sorted ones
     BIAS: bool
     KEEP: bool  # write the product in bf16 as well as what its activation gives
-    WIDE: bool = False  # write the product in fp32
     CODED: bool = False  # what KEEP writes is in e4m3
     CUT: bool = False  # the last block of a width is half full
     KIND: str = "relu"
@@ -74,14 +76,14 @@ class Plan:
 
     @property
     def ALONG(self) -> bool:
-        """Not for results that are not activated (fp32 was slower), nor for an activation without gates."""
-        return self.WAYS.along and self.GATHER and self.PAIRED
+        """Not for an activation without gates."""
+        return self.WAYS.along and self.GATHER and (self.PAIRED or not self.ACTIVATE)
 
     @property
     def UNDER(self) -> bool:
-        """Where it has been faster, or nearly: not with h or fp32 to write. Where two halves are activated one by one,
+        """Where it has been faster, or nearly: not with h to write. Where two halves are activated one by one,
         their sums do not all find registers."""
-        return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not self.KEEP and not self.WIDE
+        return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not self.KEEP
 
     @property
     def SKIPS(self) -> bool:
@@ -89,7 +91,7 @@ class Plan:
 
     @property
     def ALTERNATE(self) -> bool:
-        return self.WAYS.alternate and (self.WIDE or (self.KEEP and not self.CODED))
+        return self.WAYS.alternate and self.KEEP and not self.CODED
 
     @property
     def BRISK(self) -> bool:
@@ -124,21 +126,21 @@ class Plan:
     def BUFFERS(self) -> int:
         """Of the epilogue, for each warpgroup: with two, one is filled while the copy engine reads the other. It is
         worth a stage where nothing but bf16 is written: 3 % of down and dx, while up loses 8 % (H200, 2026-11-16)."""
-        return 1 if (self.ACTIVATE or self.WIDE) and not self.ALTERNATE else 2
+        return 1 if self.ACTIVATE and not self.ALTERNATE else 2
 
     @property
     def STAGES(self) -> int:
         """They take up to 224 KB of the 227, together with the buffers."""
-        return 4 if self.ACTIVATE or self.WIDE else 3
+        return ALONG_STAGES if self.ACTIVATE or self.ALONG else 3
 
     @property
     def REGISTERS(self) -> list[int]:
         """Of the second warpgroup's threads and of those that fill stages, so that neither spills."""
+        if self.ALONG and not self.ACTIVATE:
+            return [208, 88]
         return [224, 56] if self.ACTIVATE or self.AHEAD or self.UNDER else [216, 72]
 
     @property
     def STAGED(self) -> tuple[int, int]:
         """As much of the result as leaves at a time."""
-        if not self.WIDE:
-            return HALF
-        return (QUARTER[0], QUARTER[1] // 2) if self.ALTERNATE else QUARTER
+        return QUARTER if self.ALONG and not self.ACTIVATE else HALF

@@ -1,4 +1,4 @@
-"""How tiles of Hopper's products in e4m3 leave: in fp32, as h in bf16 or quantised, through buffers in shared memory.
+"""How tiles of Hopper's products in e4m3 leave: in bf16 or quantised, through buffers in shared memory.
 
 The parts of `amoeba.kernels.hopper.scaled_product_kernel` that follow a tile's products.
 """
@@ -39,18 +39,6 @@ def store_halves(
     left, right = column_parts(value, 2)
     store_tile(left, out, desc, one, stride, row, end, column, width, shift, BEFORE)
     store_tile(right, out, desc, other, stride, row, end, column + COLUMNS, width, shift, BETWEEN)
-
-
-@gluon.jit
-def store_quarters(value, out, desc, staging, stride, row, end, column, width, FIRST: gl.constexpr):
-    """A tile to memory through two buffers that have a quarter of its columns, in turns."""
-    COLUMNS: gl.constexpr = staging.shape[2]
-    first, second, third, fourth = column_parts(value, 4)
-    one, other = staging.index(FIRST), staging.index(FIRST + 1)
-    store_tile(first, out, desc, one, stride, row, end, column, width, 0, 1)
-    store_tile(second, out, desc, other, stride, row, end, column + COLUMNS, width, 0, 1)
-    store_tile(third, out, desc, one, stride, row, end, column + 2 * COLUMNS, width, 0, 1)
-    store_tile(fourth, out, desc, other, stride, row, end, column + 3 * COLUMNS, width, 0, 1)
 
 
 @gluon.jit
@@ -104,9 +92,5 @@ def store_half(
         a = plain(value.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
         PENDING: gl.constexpr = 1 if PLAN.ALTERNATE else 0
         store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, 0, blocks, PENDING, PLAN)
-    elif PLAN.WIDE and PLAN.ALTERNATE:
-        store_quarters(value, out, out_desc, staging, out_stride, row, end, column, width, FIRST)
-    elif PLAN.WIDE:
-        store_halves(value, out, out_desc, buffer, buffer, out_stride, row, end, column, width, 0, 0, 0)
     else:
         store_tile(value, out, out_desc, staging.index(FIRST + HALF), out_stride, row, end, column, width, 0, 1)

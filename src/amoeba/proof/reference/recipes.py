@@ -5,9 +5,10 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · J 
     y_TH = experts_forward(x_TH, expert_TK, weight_TK, weights, dtype)
     grads = experts_backward(dy_TH, x_TH, expert_TK, weight_TK, weights, dtype)
 
-Operands are quantised where the recipe says so, as the formats are defined; between these places all is fp64, but for h
-and dh, which are rounded to dtype, that of x. Only so can others agree with it: a number next to the middle between two
-codes falls to one of them or to the other, a sixteenth away, and with one rounding more in bf16 one in fifty does.
+Operands are quantised where the recipe says so, as the formats are defined; between these places all is fp64, but for
+h, dA' and dh, which are rounded to dtype, that of x. Only so can others agree with it: a number next to the middle
+between two codes falls to one of them or to the other, a sixteenth away, and with one rounding more in bf16 one in
+fifty does.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def experts_backward(
         h = _hidden(quantised_x[token], e, gate_up, weights, dtype)
         h = kept(h, weights)
         a = activate(h, weights.activation)
-        da = back(dout) @ back_down[e]
+        da = (back(dout) @ back_down[e]).to(dtype).double()
         ds = (da * a).sum(-1)
         grads["down"][e] = (s * dout).T @ a
         if weights.down_bias_EH is not None:
