@@ -94,7 +94,7 @@ def _produce(
 ):  # fmt: skip
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
     if PLAN.LISTED:
-        produce_listed(descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule[4], PLAN)
+        produce_listed(descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule[3], PLAN)
     else:
         _produce_decoding(
             descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule, PLAN
