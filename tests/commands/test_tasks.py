@@ -100,7 +100,7 @@ def test_a_schedule_is_drawn(tmp_path):
         (("--picture", "."), "a folder"),
         (("--ranks", 1000), "--ranks: expected at most 64; got 1000"),
         (("--passes", 100000), "multiplications in all"),
-        (("--timing", "--order", "smal"), "--order: expected one of measured, ahead"),
+        (("--timing", "--order", "smal"), "--order: expected one of measured, small, listed"),
         (("--order", "small"), "--order: expected --timing with it"),
     ],
 )

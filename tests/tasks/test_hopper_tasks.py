@@ -111,7 +111,6 @@ class TestOnHopper:
         [
             *((order, "many waves") for order in ORDERS if order != "listed"),
             *(("small", name) for name in ("ragged", "empty experts", "one row")),
-            *(("small tokens", name) for name in ("ragged", "many slots")),
             *(("small listed", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
             *(("measured", name) for name in ("skew", "one expert", "a part of a line")),
             *(("lean", name) for name in ("ragged", "one expert", "one row")),  # of the second, s·a is wider than dx
@@ -248,18 +247,18 @@ def test_a_stage_holds_whole_tokens_for_their_sums():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "stages", "bundle"),
+    ("tokens", "small", "bundle"),
     [
-        (1024, 128, 4, 4),  # 64 rows of an expert: one stage a tile
-        (128, 128, 8, 8),
-        (2048, 128, 4, 2),
-        (8192, 128, 4, 1),
-        (0, 128, 4, 4),
-        (1024, 128, 0, 1),
+        (1024, True, 4),  # 64 rows of an expert: one stage a tile
+        (128, True, 4),
+        (2048, True, 2),
+        (8192, True, 1),
+        (0, True, 4),
+        (1024, False, 1),
     ],
 )
-def test_tiles_of_experts_with_few_rows_are_bundled(tokens, experts, stages, bundle):
-    assert bundle_of(tokens * 8, experts, Order(stages=stages)) == bundle
+def test_tiles_of_experts_with_few_rows_are_bundled(tokens, small, bundle):
+    assert bundle_of(tokens * 8, 128, Order(small=small)) == bundle
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -267,14 +266,13 @@ def test_each_order_hands_out_every_tile_and_keeps_some_gradients_behind_the_sum
     order = ORDERS[name]
     plan = plan_of(1536, 256, 128, 8, Activation(), order, bundle_of(8192, 128, order) > 1)
     layout = plan.layout(1024, 8192, 132, order)
-    assert (order.ahead, order.halves, order.tokens) == (plan.AHEAD, plan.HALVES, plan.TOKENS)
-    assert (order.in_place, order.listed) == (plan.IN_PLACE, plan.LISTED)
-    assert (order.stages > 1) == plan.BUNDLED
-    bundle = max(1, order.stages)
+    assert order == (plan.SMALL, plan.IN_PLACE, plan.LISTED) and order.small == plan.BUNDLED
+    bundle = 4 if order.small else 1
     assert layout.down_weight_parts * bundle >= plan.DOWN_TILES > (layout.down_weight_parts - 1) * bundle
     assert layout.up_weight_parts * bundle >= plan.UP_TILES > (layout.up_weight_parts - 1) * bundle
-    assert layout.behind == (128 - layout.late) * layout.up_weight_parts * order.behind // 100
-    assert layout.token_blocks == 1024 // order.tokens and layout.mixed == order.mixed
+    kept = (128 - layout.late) * layout.up_weight_parts
+    assert layout.behind == (kept * 30 // 100 if order.small else 0)
+    assert layout.token_blocks == 1024 // plan.TOKENS and layout.in_place == order.in_place
 
 
 def test_small_layers_take_the_order_that_was_faster_for_them_and_the_environment_names_another(monkeypatch):
@@ -283,8 +281,8 @@ def test_small_layers_take_the_order_that_was_faster_for_them_and_the_environmen
     assert chosen_order(*small) == ORDERS["small listed"] == ORDERS["small"]._replace(listed=True)
     assert chosen_order(*large, over_ranks=True) == chosen_order(*small, over_ranks=True) == ORDERS["measured"]
     assert chosen_order(16384, 4096, 14336) == ORDERS["listed"], "mixtral: few rows, but long ones"
-    monkeypatch.setenv("AMOEBA_TASKS_ORDER", "small mixed")
-    assert chosen_order(*large) == ORDERS["small mixed"]
+    monkeypatch.setenv("AMOEBA_TASKS_ORDER", "small lean")
+    assert chosen_order(*large) == ORDERS["small lean"]
     monkeypatch.setenv("AMOEBA_TASKS_ORDER", "smal")
-    with pytest.raises(ValueError, match="AMOEBA_TASKS_ORDER: expected one of measured, ahead, "):
+    with pytest.raises(ValueError, match="AMOEBA_TASKS_ORDER: expected one of measured, small, "):
         chosen_order(*small)

@@ -90,6 +90,10 @@ def test_a_line_of_the_row_pass_is_laid_out_as_the_row_pass_of_triton(found):
         assert ours == theirs, width
 
 
+def test_the_launch_that_lists_tasks_keeps_all_in_registers(found):
+    assert found["lists"] == {"dx in its own place": 0, "dx over s·a": 0}
+
+
 def main(names: list[str]) -> dict[str, dict]:
     from amoeba.config import Activation
     from amoeba.tasks import hopper
@@ -126,6 +130,7 @@ def main(names: list[str]) -> dict[str, dict]:
         made[name]["sends"] = order_of(compiled.asm["ptx"], OVER_RANKS)
         made[name]["drawn_waits"] = after_drawing(compiled)
         made[name]["fences_among_gathers"] = fences_among_gathers(compiled)
+    made["lists"] = {"dx in its own place": list_stack(False), "dx over s·a": list_stack(True)}
     return made | {"lines": {I: lines_of(I) for I in (64, 128, 256, 768, 512, 1024, 1472)}}
 
 
@@ -198,6 +203,23 @@ def fences_among_gathers(compiled) -> list[int]:
 
 
 GATHERS = ("UTMALDG", "LDGSTS.E")
+
+
+def list_stack(in_place: bool) -> int:
+    """Bytes, of qwen3_30b's sizes."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from amoeba.tasks.listing import _make_list
+
+    values = {"IN_PLACE": in_place, "EXPERTS": 128, "TN": 3, "TNX": 8, "GROUP": 8, "STEPS": 7, "BLOCK_G": 16}
+    values |= {"BLOCK_M": 128, "ROW_COUNTERS": 129, "BESIDE": 3, "BLOCK": 128}
+    pointers = ("heaviest_E", "first_tile", "offs_E", "records")
+    names = _make_list.kernel.arg_names
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(pointers, "*i32") | dict.fromkeys(values, "constexpr")
+    source = ASTSource(_make_list.kernel, types, constexprs=values)
+    return figures(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}))["stack_bytes"]
 
 
 def lines_of(intermediate: int) -> tuple[list, list]:

@@ -168,7 +168,6 @@ def random_case(seed: int) -> ScheduleCase:
         sent=draw.randint(1, 3),
         wave=draw.randint(1, 3),
         group=draw.randint(1, 3),
-        mixed=draw.random() < 0.5,
         kept=draw.randint(1, 3),
         behind=draw.choice((0, 0, 1, 3)),
         bundle=draw.choice((1, 1, 2, 3)),

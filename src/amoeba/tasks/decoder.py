@@ -48,15 +48,9 @@ class Layout(NamedTuple):
     token_blocks: int
     wave: int
     group: int
-    mixed: bool = False
     kept: int = 1
     behind: int = 0
     in_place: bool = False
-
-    @property
-    def among(self) -> int:
-        """Where a wave's gradients of down are: behind its dx, among it, or before it."""
-        return 2 if self.in_place else int(self.mixed)
 
     @property
     def late(self) -> int:
@@ -79,8 +73,8 @@ class Layout(NamedTuple):
             "WAVE": self.wave,
             "WAVES": waves,
             "LATE": self.late,
-            "MIXED": self.among,
             "BEHIND": self.behind,
+            "IN_PLACE": self.in_place,
             "BLOCK_G": next_power_of_2(waves),
             "GROUP": self.group,
         }
@@ -183,8 +177,8 @@ def decode_ticket(
     WAVE,
     WAVES,
     LATE,
-    MIXED,
     BEHIND,
+    IN_PLACE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """(kind, item, part) of a ticket, as `Task` has them. wave_G: 0 to BLOCK_G, which Gluon wants laid out."""
@@ -212,13 +206,12 @@ def decode_ticket(
             tile, part = grouped_order(product_index, next_tiles, TN, GROUP)
             kind, item = 0 * index + DOWN, tile_end + tile
     elif index < beside + tiles * TNX + experts * DOWN_PARTS:
-        is_product, product_index, weight_index = _merged(index - beside, tiles * TNX, experts * DOWN_PARTS)
-        if MIXED == 0:
-            is_product = index < beside + tiles * TNX
-            product_index, weight_index = index - beside, index - beside - tiles * TNX
-        if MIXED == 2:
+        if IN_PLACE:
             is_product = index >= beside + experts * DOWN_PARTS
             product_index, weight_index = index - beside - experts * DOWN_PARTS, index - beside
+        else:
+            is_product = index < beside + tiles * TNX
+            product_index, weight_index = index - beside, index - beside - tiles * TNX
         if is_product:
             tile, part = grouped_order(product_index, tiles, TNX, GROUP)
             kind, item = 0 * index + UP, tile_begin + tile
@@ -284,8 +277,8 @@ def _decode(
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
     LATE: tl.constexpr,
-    MIXED: tl.constexpr,
     BEHIND: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -307,8 +300,8 @@ def _decode(
             WAVE,
             WAVES,
             LATE,
-            MIXED,
             BEHIND,
+            IN_PLACE,
             GROUP,
         )
         line = out + 3 * index

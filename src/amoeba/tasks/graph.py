@@ -192,7 +192,7 @@ class Graph(Reach):
         for wave in range(-1, waves):
             runs.append((self._lane(Kind.ACTIVATE, wave), self._lane(Kind.DOWN, wave + 1)))
             up, down = self._lane(Kind.UP, wave), self._lane(Kind.DOWN_WEIGHTS, wave)
-            runs += [(down,), (up,)] if self.in_place else [(up, down)] if self.tiling.mixed else [(up,), (down,)]
+            runs += [(down,), (up,)] if self.in_place else [(up,), (down,)]
             if wave < first_kept:
                 runs.append((self._lane(Kind.UP_WEIGHTS, wave),))
         runs.append((self._lane(Kind.RETURN),))  # before all that waits for what peers return

@@ -32,7 +32,7 @@ from amoeba.tasks.decoder import Layout, make_table
 from amoeba.tasks.hopper_arrivals import write_letter
 from amoeba.tasks.hopper_kernel import backward_kernel
 from amoeba.tasks.listing import make_list
-from amoeba.tasks.orders import LEAST_WAVE, MEASURED, Order, bundle_of, chosen_order, tiling_of
+from amoeba.tasks.orders import LEAST_WAVE, MEASURED, SUMMED_TOKENS, Order, bundle_of, chosen_order, tiling_of
 from amoeba.tasks.own_first import make_own_table
 from amoeba.tasks.plain import GROUP, Scheduled
 from amoeba.tasks.sizes import Sizes
@@ -56,7 +56,7 @@ class Plan:
     LIMIT: float
     UP_SHIFT: float
     GROUP: int = GROUP
-    TOKENS: int = MEASURED.tokens
+    TOKENS: int = SUMMED_TOKENS
     # As the functions of the product ask it: rows may be gathered, the matrix lies along its columns.
     GATHER: bool = True
     PAIRED: bool = False
@@ -66,8 +66,7 @@ class Plan:
     RANKS: int = 1
     TAKERS: int = 1
     # See `Order`.
-    AHEAD: bool = False
-    HALVES: bool = False
+    SMALL: bool = False
     BUNDLED: bool = False
     IN_PLACE: bool = False
     LISTED: bool = False
@@ -211,7 +210,6 @@ class Plan:
             cdiv(tokens, tiling.tokens),
             tiling.wave,
             tiling.group,
-            tiling.mixed,
             tiling.kept,
             tiling.behind,
             tiling.in_place,
@@ -310,7 +308,6 @@ def hopper_backward(
         intermediate,
         layout.wave,
         layout.late,
-        layout.among,
         layout.behind,
         bundle,
     )
@@ -330,8 +327,7 @@ def plan_of(
     hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, order: Order, bundled: bool
 ) -> Plan:
     plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    flags = {"AHEAD": order.ahead, "HALVES": order.halves, "IN_PLACE": order.in_place, "LISTED": order.listed}
-    return replace(plan, TOKENS=order.tokens, BUNDLED=bundled, **flags)  # type: ignore[arg-type]
+    return replace(plan, SMALL=order.small, BUNDLED=bundled, IN_PLACE=order.in_place, LISTED=order.listed)
 
 
 @cache

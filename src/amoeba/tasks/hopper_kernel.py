@@ -94,7 +94,7 @@ def _produce(
 ):  # fmt: skip
     """Draws tickets, waits at gates, passes tasks on and fills their stages."""
     if PLAN.LISTED:
-        produce_listed(descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule[4], PLAN)
+        produce_listed(descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule[3], PLAN)
     else:
         _produce_decoding(
             descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule, PLAN
@@ -109,7 +109,7 @@ def _produce_decoding(
     """... where each ticket's task is found out by arithmetic."""
     _, _, _, _, expert_TK = sources
     order, slot_row, offs_E, heaviest_E, _ = maps
-    wave, late, mixed, behind, bundle = schedule
+    wave, late, behind, bundle = schedule
     first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
     place_E = first_tile + PLAN.EXPERTS + 1
     expert_counters = counters + 1
@@ -132,11 +132,12 @@ def _produce_decoding(
     passed = 0
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
-        if PLAN.AHEAD:  # on its way while this one's task is found out and waits at its gates
+        if PLAN.SMALL:  # on its way while this one's task is found out and waits at its gates
             drawn = draw(counters, tokens)
         kind, item, part = decode_ticket(
             gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX,
-            down_parts, up_parts, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, mixed, behind, PLAN.GROUP,
+            down_parts, up_parts, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, behind, PLAN.IN_PLACE,
+            PLAN.GROUP,
         )  # fmt: skip
         if PLAN.RANKS > 1:
             if ticket < sends:
@@ -181,7 +182,7 @@ def _produce_decoding(
             descriptors, sources, order, slot_row, ring, count, kind, item, part, expert, row, end, tokens, rows,
             intermediate, bundle, PLAN,
         )  # fmt: skip
-        if PLAN.AHEAD:
+        if PLAN.SMALL:
             ticket = drawn_ticket(drawn)
         else:
             ticket = gl.atomic_add(counters, 1, sem="relaxed")
@@ -222,7 +223,7 @@ def _consume(
             started = now(trace, False)
         if (kind == DOWN) | (kind == UP):
             depth = gl.where(kind == DOWN, PLAN.H, PLAN.J)
-            if PLAN.HALVES * WARPGROUP == 1:
+            if PLAN.SMALL * WARPGROUP == 1:  # whose half of the row tile may be empty
                 if row + 64 < end:
                     count, ahead, next_task = multiply(
                         next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, untold,
@@ -284,12 +285,12 @@ def _consume(
 
 
 @quick
-@gluon.jit(do_not_specialize=["tokens", "rows", "wave", "late", "mixed", "behind", "bundle"])
+@gluon.jit(do_not_specialize=["tokens", "rows", "wave", "late", "behind", "bundle"])
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
-    slot_row, offs_E, heaviest_E, records, counters, letter, trace, tokens, rows, intermediate, wave, late, mixed,
-    behind, bundle, PLAN: gl.constexpr,
+    slot_row, offs_E, heaviest_E, records, counters, letter, trace, tokens, rows, intermediate, wave, late, behind,
+    bundle, PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -337,7 +338,7 @@ def backward_kernel(
             )),
             (_produce, (
                 loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, letter, tokens, rows, intermediate,
-                (wave, late, mixed, behind, bundle), PLAN,
+                (wave, late, behind, bundle), PLAN,
             )),
         ],
         [4, 4],

@@ -118,7 +118,6 @@ def backward_kernel(
     WAVE: tl.constexpr,
     WAVES: tl.constexpr,
     LATE: tl.constexpr,
-    MIXED: tl.constexpr,
     BEHIND: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
@@ -176,8 +175,8 @@ def backward_kernel(
             WAVE,
             WAVES,
             LATE,
-            MIXED,
             BEHIND,
+            IN_PLACE,
             GROUP,
         )
         if RANKS > 1:

@@ -22,26 +22,23 @@ from amoeba.tasks.sizes import Sizes, Tiling, blocks
 # over tokens, which are bound by memory, so that they can run beside it.
 LEAST_WAVE, BESIDE_TOKENS = 8, 360
 STAGE_ROWS = 64  # of a weight's gradient
+SUMMED_TOKENS = 32  # by one task: to find out whether their rows are there takes as long as to add up ten
+# Where an order is `small`: stages of gradients that are one task, and percent of the kept ones that come last.
+BUNDLED_STAGES, BEHIND_PERCENT = 4, 30
 
 
 class Order(NamedTuple):
     """
-    ahead:  a program's next ticket is on its way while it finds out what this one is, not drawn behind its task.
-    halves: where a row tile has 64 rows or fewer, the warpgroup of the other 64 multiplies nothing.
-    stages: so many tiles of a weight's gradient are one task as make so many stages; a tile at least.
-    behind: percent of the gradients of gate_up that are kept for the end come behind the sums over tokens.
-    mixed, in_place: as in `Tiling`.
-    tokens: that are combined by one task: to find out whether their rows are there takes as long as to add up ten.
-    listed: tasks come from a list that a launch ahead of the kernel makes (`amoeba.tasks.hopper_listed`), and the next
-            ticket is always on its way. Not over ranks.
+    small:    for layers with few rows. A program's next ticket is on its way while it finds out what this one is, not
+              drawn behind its task; where a row tile has 64 rows or fewer, the warpgroup of the other 64 multiplies
+              nothing; so many tiles of a weight's gradient are one task as make BUNDLED_STAGES, a tile at least; of the
+              gradients of gate_up that are kept for the end, BEHIND_PERCENT come behind the sums over tokens.
+    in_place: as in `Tiling`.
+    listed:   tasks come from a list that a launch ahead of the kernel makes (`amoeba.tasks.hopper_listed`), and the
+              next ticket is always on its way. Not over ranks.
     """
 
-    ahead: bool = False
-    halves: bool = False
-    stages: int = 0
-    behind: int = 0
-    mixed: bool = False
-    tokens: int = 32
+    small: bool = False
     in_place: bool = False
     listed: bool = False
 
@@ -50,24 +47,16 @@ class Order(NamedTuple):
 # sonic_a 0.77e11; qwen3_30b has 4.1e11, and was slower so.
 SMALL_WORK = 2 * 10**11
 MEASURED = Order()
-_SMALL = Order(ahead=True, halves=True, stages=4, behind=30)
 # Beside the same order without a list (H200, 2026-11-17, CUDA graphs in turns): sonic_a 1.055 times as fast,
 # qwen3_small 1.033, sonic_a with 1024 tokens 1.021, qwen3_30b 1.014; qwen3 with 128 tokens 0.995.
-_LISTED, _SMALL_LISTED = MEASURED._replace(listed=True), _SMALL._replace(listed=True)
+_LISTED, _SMALL_LISTED = Order(listed=True), Order(small=True, listed=True)
 ORDERS = {
     "measured": MEASURED,
-    "ahead": Order(ahead=True),
-    "halves": Order(halves=True),
-    "bundles": Order(stages=4),
-    "behind": Order(behind=30),
-    "lean": Order(in_place=True),
-    "small": _SMALL,
-    "small mixed": _SMALL._replace(mixed=True),
-    "small tokens": _SMALL._replace(tokens=8),
-    "small bundles": _SMALL._replace(stages=8),
-    "small lean": _SMALL._replace(in_place=True),
+    "small": Order(small=True),
     "listed": _LISTED,
     "small listed": _SMALL_LISTED,
+    "lean": Order(in_place=True),
+    "small lean": Order(small=True, in_place=True),
 }
 VARIABLE = "AMOEBA_TASKS_ORDER"
 
@@ -89,7 +78,7 @@ def chosen_order(rows: int, hidden: int, intermediate: int, over_ranks: bool = F
 
 def bundle_of(rows: int, experts: int, order: Order) -> int:
     """Tiles of a weight's gradient in one task, if all experts have as many rows."""
-    return max(1, order.stages // max(1, blocks(rows, experts * STAGE_ROWS)))
+    return max(1, BUNDLED_STAGES // max(1, blocks(rows, experts * STAGE_ROWS))) if order.small else 1
 
 
 def tiling_of(sizes: Sizes, tokens: int, rows: int, programs: int, order: Order) -> Tiling:
@@ -99,11 +88,12 @@ def tiling_of(sizes: Sizes, tokens: int, rows: int, programs: int, order: Order)
     what it waits for is done. It is no larger, so that its rows stay in the second-level cache.
     """
     bundle = bundle_of(rows, sizes.experts, order)
-    plain = Tiling(tokens=order.tokens, mixed=order.mixed, in_place=order.in_place, bundle=bundle)
+    plain = Tiling(tokens=SUMMED_TOKENS, in_place=order.in_place, bundle=bundle)
     tiles = max(1, blocks(rows, sizes.experts * plain.rows)) * blocks(sizes.intermediate, plain.down_columns)
     wave = max(LEAST_WAVE, 1 << (blocks(2 * programs, tiles) - 1).bit_length())
     waves = blocks(sizes.experts, wave)
     kept = max(1, min(waves, blocks(waves * BESIDE_TOKENS, sizes.width)))
     matrix = blocks(sizes.width, plain.weight_columns) * blocks(sizes.hidden, plain.weight_rows)
     late = sizes.experts - (waves - kept) * wave
-    return plain._replace(wave=wave, kept=kept, behind=late * blocks(matrix, plain.bundle) * order.behind // 100)
+    behind = late * blocks(matrix, bundle) * BEHIND_PERCENT // 100 if order.small else 0
+    return plain._replace(wave=wave, kept=kept, behind=behind)

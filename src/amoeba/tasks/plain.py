@@ -132,7 +132,6 @@ def scheduled_backward(
         TOP_K=top_k,
         A_STRIDE=scaled_a_NI.shape[1],
         DX_STRIDE=dx_NH.shape[1],
-        IN_PLACE=in_place,
         **layout.constants(),
         BLOCK_E=next_power_of_2(experts),
         INTERLEAVED=activation.interleaved,

@@ -28,8 +28,7 @@ class Tiling(NamedTuple):
     tokens:       of a block that is combined.
     sent:         rows of a block that travels.
     wave:         experts that go through the steps together.
-    mixed:        a wave's gradients of down are handed out among its tiles of dx, else behind them.
-    in_place:     dx of a row is written over its s·a, before which come a wave's gradients of down; `mixed` or not.
+    in_place:     dx of a row is written over its s·a: a wave's gradients of down come before its dx, else behind it.
     kept:         so many of the last waves have their gradients of gate_up handed out at the end, beside the sums over
                   tokens; at least one.
     behind:       so many tickets of those kept for the end come behind the sums instead of among them: who takes the
@@ -48,7 +47,6 @@ class Tiling(NamedTuple):
     tokens: int = 16
     sent: int = 128
     wave: int = 8
-    mixed: bool = False
     in_place: bool = False
     kept: int = 1
     behind: int = 0

@@ -57,13 +57,13 @@ def in_order(order: Order) -> Callable[[Graph, Task], float]:
 
 def _microseconds(graph: Graph, task: Task, order: Order) -> float:
     flop = _flop(graph, task)
-    few = task.kind in (Kind.DOWN, Kind.UP) and order.halves and _rows(graph, task) <= graph.tiling.rows // 2
+    few = task.kind in (Kind.DOWN, Kind.UP) and order.small and _rows(graph, task) <= graph.tiling.rows // 2
     work = max(
         flop * (0.5 if few else 1.0) / FLOP_PER_MICROSECOND.get(task.kind, 1.0),
         _bytes(graph, task) / BYTES_PER_MICROSECOND,
         _sent_bytes(graph, task) / LINK_BYTES_PER_MICROSECOND,
     )
-    ticket = GATE_MICROSECONDS + (0.0 if order.ahead or order.listed else TICKET_MICROSECONDS)
+    ticket = GATE_MICROSECONDS + (0.0 if order.small or order.listed else TICKET_MICROSECONDS)
     return work + max(0.0, ticket - work * min(1.0, RING * _STAGE_FLOP / max(flop, _STAGE_FLOP)))
 
 
