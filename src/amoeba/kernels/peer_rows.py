@@ -59,8 +59,9 @@ _WARPS = 16
 
 
 class Push(NamedTuple):
-    """How a program pushes: bytes of a tile as fp32, its warps, and whether it reads the next tile before writing this
-    one, of rows that are one tile wide. Few programs push, and nothing else runs where they do, so tiles are large."""
+    """How a program pushes: twice the bytes of a tile, its warps, and whether it reads the next tile before writing
+    this one, of rows that are one tile wide. Few programs push, and nothing else runs where they do, so tiles are
+    large: about half of a multiprocessor's registers, in any dtype."""
 
     size: int = 262144
     warps: int = _WARPS
@@ -134,9 +135,10 @@ def push_rows(
     width, programs = rows.shape[1], programs or post.pushers
     if post.pushers % programs:
         raise bad_value("programs", f"a divisor of {post.pushers}", programs, "leave it out")
+    size = how.size * 2 // rows.element_size()
     _push_rows[(programs,)](
         rows, wanted, places, *post.waiting, post.cell_at[channel], post.cell_size[channel], post.rank, post.limit,
-        post.pushers // programs, TAKERS=post.takers, AHEAD=how.ahead, **_tile(rows, width, how.size),
+        post.pushers // programs, TAKERS=post.takers, AHEAD=how.ahead, **_tile(rows, width, size),
         **post.constants(channel), num_warps=how.warps,
     )  # fmt: skip
 

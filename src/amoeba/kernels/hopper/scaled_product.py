@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation
+from amoeba.errors import bad_value
 from amoeba.kernels.activation import constants
 from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
@@ -204,7 +205,8 @@ def multiply(
     bias_EO: Tensor | None = None,
 ) -> None:
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e], in bf16; with order_N the rows are gathered, rows[order[n] // top_k]."""
-    assert out_NO.dtype == torch.bfloat16
+    if out_NO.dtype != torch.bfloat16:
+        raise bad_value("out_NO", "bfloat16", out_NO.dtype, "these kernels write nothing else")
     gathers, biased = order_N is not None, bias_EO is not None
     cut = gathers and _cut(rows_NW.columns)
     plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, CUT=cut)
