@@ -160,14 +160,13 @@ def _chosen(matrix_EOW: Tensor, addend: Addend | None, activated: bool, whole_ta
     """Of the plan, by name."""
     _, width, depth = matrix_EOW.shape
     chosen = chosen_constants(addend is None and depth % (STAGES * BLOCK_K) == 0)
-    if not (whole_table and is_thrifty()):
+    if not (whole_table and is_thrifty() and sharing() == (1, 0)):
         return {**chosen, "ABREAST": False}
     matrix_bytes = width * depth * matrix_EOW.element_size()
-    alone = sharing() == (1, 0)
     return {
         **chosen,
         "ORDER": order_of_product(matrix_bytes, cdiv(width, BLOCK_N), activated),
-        "ABREAST": chosen["ABREAST"] and alone and matrix_bytes > KEPT_BYTES,
+        "ABREAST": chosen["ABREAST"] and matrix_bytes > KEPT_BYTES,
     }
 
 

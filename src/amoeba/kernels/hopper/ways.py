@@ -35,9 +35,10 @@ class Ways(NamedTuple):
     brisk:    a sigmoid of five instructions.
     carry:    with rounds and without quarters, where rows are not gathered and nothing is activated: half of a tile's
               sums leave while the next tile's products run, and its place is found there.
-    thrifty:  tiles come in the order in which less is read from memory, see `amoeba.kernels.hopper.order`.
-    abreast:  with thrifty, where an expert's matrix is large and the GPU is ours alone: programs wait for one another
-              at the beginning of a tile, so that they read what they share at the same time.
+    thrifty:  where the GPU is ours alone, tiles come in the order in which less is read from memory, see
+              `amoeba.kernels.hopper.order`.
+    abreast:  with thrifty, where an expert's matrix is large: programs wait for one another at the beginning of a tile,
+              so that they read what they share at the same time.
     """
 
     rounds: bool = False
