@@ -27,7 +27,7 @@ def tiles_in_order(counts: list[int], column_tiles: int, which: int, device: tor
     offs_E = torch.tensor(counts, device=device).cumsum(0).int()
     table = tile_table(offs_E, sum(counts))
     if which > 0:
-        table = order.list_tiles(table, column_tiles, which)
+        table = order.list_tiles(table, column_tiles, which, BLOCK_M)
     (tiles, begun, _, _), *entries = table.view(-1, 4).tolist()
     assert which <= 0 or begun == 0, "programs count from zero"
     found = []

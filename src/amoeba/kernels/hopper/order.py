@@ -1,7 +1,7 @@
 """In which order the tiles of a product are computed: which ones are there at once, and so what comes from memory.
 
     order = order_of_product(matrix_bytes, column_tiles, activated)         # BY_COLUMNS, or how tall groups are
-    listed = list_tiles(table, column_tiles, order)                         # for the latter
+    listed = list_tiles(table, column_tiles, order, BLOCK_M)                # for the latter
     expert, row, end, n = place_of_tile(tile, table or listed, tiles, column_tiles, GROUP_M, ORDER)     # in a kernel
 
 As many tiles as there are multiprocessors are multiplied at once, along the same depth. What they share is read from
@@ -30,7 +30,7 @@ IN_GROUPS, BY_COLUMNS = -1, 0
 # Where P tiles are there at once and a column tile has twice a row tile's bytes, a·R + 2b·R with a·b = P is least for
 # a = sqrt(2 P): 16 of 132.
 TALL = 16
-# A matrix of so many bytes stays in the second-level cache, of 50 MB on an H200, while its expert's tiles are computed.
+# A matrix of so many bytes stays in the second-level cache, of 60 MB on an H200, while its expert's tiles are computed.
 KEPT_BYTES = 10_000_000
 # Column tiles of the up projection up to which it makes no difference, and a list would be one more launch.
 FEW_COLUMNS = 4
@@ -73,15 +73,15 @@ def _list_tiles(table, listed, column_tiles, HEIGHT: tl.constexpr, BLOCK_M: tl.c
         tl.store(listed + 1, 0)
 
 
-def list_tiles(table: Tensor, column_tiles: int, height: int) -> Tensor:
+def list_tiles(table: Tensor, column_tiles: int, height: int, block_m: int) -> Tensor:
     """All tiles of a product as groups of one expert's row tiles sweep its columns: the number of row tiles, a zero for
     `keep_abreast`, two unused places; then for each tile expert, first row, expert's end, column tile.
 
-    height: of a group, give or take a half.
+    height: of a group, give or take a half. block_m: rows of a tile.
     """
     most = (table.shape[0] // 4 - 1) * column_tiles
     listed = torch.empty(4 + 4 * most, dtype=torch.int32, device=table.device)
-    _list_tiles[(cdiv(most, _BLOCK),)](table, listed, column_tiles, HEIGHT=height, BLOCK_M=128, BLOCK=_BLOCK)
+    _list_tiles[(cdiv(most, _BLOCK),)](table, listed, column_tiles, HEIGHT=height, BLOCK_M=block_m, BLOCK=_BLOCK)
     return listed
 
 

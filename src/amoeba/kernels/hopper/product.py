@@ -117,7 +117,7 @@ def _launch(
         plan, count = replace(plan, HALVINGS=halvings()), programs_in_halves
     matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
     if plan.ORDER > 0:
-        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER)
+        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, BLOCK_M)
     layout = shared_layout(plan.MATRIX, out.dtype)
     # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
     row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
