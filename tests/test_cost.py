@@ -7,6 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from amoeba import Activation, ExpertWeights, cost
+from amoeba.backends import fp8_saved
+from amoeba.precision import FP8_128, FP8_TRAINING, MXFP4, MXFP8, NVFP4
+from amoeba.precision.experts import quantise_experts
+from amoeba.precision.weight_cache import quantised_weight
 from amoeba.proof.reference.experts import experts_forward
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 63, 3, 5, 24, 40
@@ -63,6 +67,35 @@ def test_weight_bytes_are_those_of_the_tensors(gated):
     assert cost.expert_bytes(**sizes) == gate_up[0].nbytes + down[0].nbytes
     picked = torch.zeros(ROWS, dtype=torch.int64)
     assert cost.gathered_weight_bytes(rows=ROWS, **sizes) == gate_up[picked].nbytes + down[picked].nbytes
+
+
+@pytest.mark.parametrize("format", [FP8_128, MXFP8, MXFP4, NVFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize("activation", [Activation(), Activation(interleaved=True), Activation(gated=False)])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(24, 40), (256, 128), (199, 200)])
+def test_weights_in_a_format_have_the_bytes_of_codes_and_scales(format, activation, hidden, intermediate):
+    gate_up = torch.randn(2, activation.width(intermediate), hidden)
+    held = quantise_experts(ExpertWeights(gate_up, torch.randn(2, hidden, intermediate), activation=activation), format)
+    sizes = {"hidden": hidden, "intermediate": intermediate, "gated": activation.gated, "format": format}
+    assert 2 * cost.expert_bytes(**sizes, interleaved=activation.interleaved) == held.nbytes
+    if not activation.interleaved:
+        assert cost.weight_bytes(experts=2, **sizes) == held.nbytes
+
+
+@pytest.mark.parametrize(("rows", "intermediate"), [(0, 40), (63, 40), (256, 64), (199, 200)])
+def test_fp8_saved_keeps_h_in_e4m3(rows, intermediate):
+    sizes = {"tokens": TOKENS, "rows": rows, "hidden": HIDDEN, "intermediate": intermediate, "itemsize": 2}
+    x = 2 * TOKENS * HIDDEN
+    assert cost.kept_bytes(**sizes, precision="fp8-saved") == x + fp8_saved.bytes_of(rows, 2 * intermediate)
+    assert cost.kept_bytes(**sizes, precision="fp8-saved", recompute=True) == x
+    assert cost.kept_bytes(**sizes, precision="fp8") == cost.kept_bytes(**sizes)
+
+
+def test_training_in_fp8_keeps_codes_in_both_orientations():
+    weights = [torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.randn(EXPERTS, HIDDEN, INTERMEDIATE)]
+    cached = [quantised_weight(weight) for weight in weights]
+    kept = sum(matrix.nbytes for each in cached for matrix in (each.matrix, each.turned()))
+    sizes = {"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE}
+    assert cost.code_bytes(**sizes, format=FP8_TRAINING) == kept
 
 
 def test_nothing_costs_nothing():

@@ -7,12 +7,21 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 Only matrix products are counted, a multiplication and an addition as two; rows of sentinels cost nothing,
 so pass the rows that are computed. Whoever states a rate or a size (benchmarks, progress lines, planning) calls these.
+Weights in a block-scaled format have as many bytes as their codes and scales: pass `format` instead of `itemsize`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from amoeba.precision.formats import Format
+
 _ID_BYTES = 8  # row maps and expert ids are int64
 _OFFSET_BYTES = 4  # offs_E is int32
+_SCALE_BYTES = {"fp32": 4, "e8m0": 1, "e4m3": 1}
+# What is kept in e4m3 has a scale in fp32 for so many numbers of a row; its codes begin at a multiple of so many bytes.
+_SAVED_BLOCK, _SAVED_ALIGNED = 128, 128
 
 
 def forward_flops(*, rows: int, hidden: int, intermediate: int, gated: bool = True) -> int:
@@ -36,10 +45,18 @@ def kept_bytes(
     itemsize: int,
     gated: bool = True,
     recompute: bool = False,
+    precision: str = "bf16",
 ) -> int:
-    """x_TH and h_NJ, all that has to live from forward to backward; x alone with recompute."""
-    x = tokens * hidden * itemsize
-    return x if recompute else x + rows * _width(intermediate, gated) * itemsize
+    """x_TH and h_NJ, all that has to live from forward to backward; x alone with recompute. precision: the recipe of
+    experts that train (`amoeba.precision.recipes`): of "fp8-saved", h in e4m3 with its scales; others keep what they
+    keep without one."""
+    x, width = tokens * hidden * itemsize, _width(intermediate, gated)
+    if recompute:
+        return x
+    if precision != "fp8-saved":
+        return x + rows * width * itemsize
+    scales = rows * -(-width // _SAVED_BLOCK) * _SCALE_BYTES["fp32"]
+    return x + -(-scales // _SAVED_ALIGNED) * _SAVED_ALIGNED + rows * width
 
 
 def row_map_bytes(*, rows: int, experts: int, weight_itemsize: int = 4, map_itemsize: int = _ID_BYTES) -> int:
@@ -47,14 +64,54 @@ def row_map_bytes(*, rows: int, experts: int, weight_itemsize: int = 4, map_item
     return rows * (_ID_BYTES + 2 * map_itemsize + weight_itemsize) + experts * _OFFSET_BYTES
 
 
-def expert_bytes(*, hidden: int, intermediate: int, itemsize: int, gated: bool = True) -> int:
-    """The two matrices of one expert."""
-    return hidden * (_width(intermediate, gated) + intermediate) * itemsize
+def matrix_bytes(*, rows: int, columns: int, format: Format, parts: int = 1) -> int:
+    """Codes and scales of one matrix. parts: of its rows, each with blocks of its own."""
+    block_rows, block_columns = format.block
+    blocks = parts * -(-(rows // parts) // block_rows) * -(-columns // block_columns)
+    of_matrix = _SCALE_BYTES["fp32"] if format.has_matrix_scale else 0
+    return rows * format.stored_columns(columns) + blocks * _SCALE_BYTES[format.scale] + of_matrix
 
 
-def weight_bytes(*, experts: int, hidden: int, intermediate: int, itemsize: int, gated: bool = True) -> int:
+def expert_bytes(
+    *,
+    hidden: int,
+    intermediate: int,
+    itemsize: int | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
+    format: Format | None = None,
+) -> int:
+    """The two matrices of one expert, of numbers of `itemsize` bytes or in a format. interleaved: gate and up take
+    turns, row by row, and share blocks of a format."""
+    width = _width(intermediate, gated)
+    if format is not None:
+        parts = 2 if gated and not interleaved else 1
+        up = matrix_bytes(rows=width, columns=hidden, format=format, parts=parts)
+        return up + matrix_bytes(rows=hidden, columns=intermediate, format=format)
+    assert itemsize is not None, "expert_bytes: give itemsize, or format"
+    return hidden * (width + intermediate) * itemsize
+
+
+def weight_bytes(
+    *,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    itemsize: int | None = None,
+    gated: bool = True,
+    format: Format | None = None,
+) -> int:
     """Weights read by a forward in which `experts` experts got rows. Decoding a token can be no faster than this."""
-    return experts * expert_bytes(hidden=hidden, intermediate=intermediate, itemsize=itemsize, gated=gated)
+    return experts * expert_bytes(
+        hidden=hidden, intermediate=intermediate, itemsize=itemsize, gated=gated, format=format
+    )
+
+
+def code_bytes(*, experts: int, hidden: int, intermediate: int, format: Format, gated: bool = True) -> int:
+    """What training by a recipe keeps beside the weights: their codes and scales, once as they are and once turned.
+    Blocks are counted through gate and up."""
+    up = matrix_bytes(rows=_width(intermediate, gated), columns=hidden, format=format)
+    return 2 * experts * (up + matrix_bytes(rows=hidden, columns=intermediate, format=format))
 
 
 def gathered_weight_bytes(*, rows: int, hidden: int, intermediate: int, itemsize: int, gated: bool = True) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -14,8 +15,12 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 from typer.testing import CliRunner
 
 from amoeba.cli import app
+from amoeba.commands.run_console import describe
 from amoeba.jobs.resume import settings_of
+from amoeba.jobs.run_precision import RunPrecision
 from amoeba.jobs.settings import TrainSettings
+from amoeba.observe.report import page_data
+from amoeba.observe.run_log import read_run
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -74,6 +79,28 @@ def test_a_resumed_run_keeps_its_precision_and_its_numbers(inputs: Path, tmp_pat
     assert not tiny_run(settings, console, resume=True).interrupted
     assert any(line.startswith("experts in fp8: ") for line in console.said)
     assert kept_weights(tmp_path / "cut", "train") == kept_weights(tmp_path / "whole", "train")
+
+
+@pytest.mark.parametrize("precision", ["fp8-saved", "bf16"])
+def test_console_log_and_report_name_the_precision_and_what_computes_it(
+    precision: str, inputs: Path, tmp_path: Path
+) -> None:
+    few = {"steps": 2, "log_every": 1, "eval_every": 2, "save_every": 2}
+    _, console = trained(tmp_path / "run", inputs, precision=precision, **few)
+    experts = json.loads((tmp_path / "run" / "environment.json").read_text()).get("experts")
+    said = [line for line in console.said if line.startswith("experts in ")]
+    if precision == "bf16":
+        assert (experts, said) == (None, [])
+        assert not any("precision" in line for line in console.lines)
+        return
+    assert experts["precision"] == "fp8-saved"
+    assert experts["backend"].startswith("eager, ")
+    assert experts["code_bytes"] > 0
+    assert said == [str(RunPrecision(**experts))]
+    assert f"the weights' codes take {experts['code_bytes'] / 2**20:.1f} MiB" in said[0]
+    assert [line["precision"] for line in console.lines] == ["fp8-saved"] * 2
+    assert "fp8-saved" in describe(console.lines[0], 2, None, 120)
+    assert page_data(read_run(tmp_path / "run"))["environment"]["experts"] == experts
 
 
 def test_bad_settings_are_refused() -> None:

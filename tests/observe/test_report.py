@@ -530,6 +530,17 @@ AWKWARD: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 
 
 @needs_chromium
+def test_a_run_in_fp8_says_so_below_its_name(chromium, tmp_path):
+    folder = write_run(tmp_path / "fp8")
+    environment = json.loads((folder / "environment.json").read_text())
+    environment["experts"] = {"precision": "fp8", "backend": "triton, our kernels", "code_bytes": 5}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    chromium.open(write_report(folder).as_uri(), 1200)
+    assert chromium.problems == []
+    assert "experts in fp8 by triton, our kernels · run" in text_of(chromium)
+
+
+@needs_chromium
 @quick(lambda name: name != "many")
 @pytest.mark.parametrize("name", AWKWARD)
 def test_awkward_runs_are_shown_for_what_they_are(chromium, tmp_path, name):

@@ -86,6 +86,7 @@ def describe(line: dict[str, Any], total: int, seconds_left: float | None, width
         f"{line['tokens_per_second']:,.0f} tok/s",
         f"MaxVio {line['max_violation']:.2f}",
         *([] if line["memory_bytes"] is None else [f"{line['memory_bytes'] / 2**30:.1f} GiB"]),
+        *([line["precision"]] if "precision" in line else []),
         f"lr {line['lr']:.1e}",
     ]
     text = f"step {line['step']}/{total}  loss {line['loss']:.3f}  "

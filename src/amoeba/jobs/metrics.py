@@ -24,6 +24,7 @@ from amoeba.jobs.settings import RunSettings
 from amoeba.machine import peak_memory
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.parallel.together import Together
+from amoeba.precision.recipes import UNCHANGED
 from amoeba.routing import update_selection_bias_
 
 logger = logging.getLogger("amoeba")
@@ -195,6 +196,8 @@ class RunLog(TrainerCallback):
             "dead_experts": self.dead_experts,
             "drop_rate": max((layer["drop_rate"] for layer in layers), default=0.0),
         }
+        if (precision := getattr(self.settings, "precision", UNCHANGED)) != UNCHANGED:
+            line["precision"] = precision
         self.write(line)
         self.write({"kind": "router", "step": state.global_step, "layers": layers})
         self._events(line, layers)

@@ -143,9 +143,14 @@ def _locked(folder: Path, option: str, say: Callable[[str], None]) -> Iterator[N
 
 
 def describe_run(
-    folder: Path, settings: dict[str, Any], model_config: dict[str, Any], began_with: dict[str, Any] | None
+    folder: Path,
+    settings: dict[str, Any],
+    model_config: dict[str, Any],
+    began_with: dict[str, Any] | None,
+    precision: dict[str, Any] | None = None,
 ) -> None:
-    """What is used, and on which machine. began_with: see `amoeba.jobs.resume`; None where an older run has none."""
+    """What is used, and on which machine. began_with: see `amoeba.jobs.resume`; None where an older run has none.
+    precision: of the experts, see `amoeba.jobs.run_precision`; None for the run's own dtype."""
     from amoeba.machine import commit, machine, versions
 
     environment = {
@@ -153,7 +158,7 @@ def describe_run(
         "versions": versions(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": commit(),
-    }
+    } | ({} if precision is None else {"experts": precision})
     config = settings | {"model_config": model_config}
     if began_with is not None:
         config = with_digest(config | {"began_with": began_with})

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from amoeba.backends.registry import backends_of
 from amoeba.data.corpus import load_corpus
 from amoeba.data.token_rows import PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
@@ -30,11 +29,12 @@ from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.run_mesh import check_ranks, mesh_of
+from amoeba.jobs.run_precision import run_precision
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
-from amoeba.precision.recipes import UNCHANGED, Fp8Experts, summary_of
+from amoeba.precision.recipes import UNCHANGED
 from amoeba.shell import shell_words
 
 COMMAND = "amoeba train"
@@ -136,19 +136,20 @@ def _train(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "
         f"{str(dtype).removeprefix('torch.')}, experts by {covered}{'' if mesh is None else f' {mesh}'}"
     )
+    precision = None
     if settings.precision != UNCHANGED:
         set_precision(model, settings.precision)
-        backends = backends_of(Fp8Experts, torch.device(device))
-        backends = backends[:1] if device == "cpu" else backends  # a GPU's layers may be of a shape that some refuse
-        how = " or else ".join(f"{backend.name}, {backend.summary}" for backend in backends)
-        console.say(f"experts in {settings.precision}: {summary_of(settings.precision)}; backend {how}")
+        precision = run_precision(model, settings.precision, torch.device(device))
+        console.say(str(precision))
     check_balance(model, settings.balance, settings.z_loss_coefficient)
     if earlier:
         check_model_config(earlier, model.config)
     with together.all_or_none("the description of the run"):
         if together.first:
             began = earlier.began_with if earlier else content
-            describe_run(folder, settings.as_dict(), model.config.to_dict(), began)
+            describe_run(
+                folder, settings.as_dict(), model.config.to_dict(), began, None if precision is None else asdict(precision)
+            )
     documents = max(train_rows.documents_per_row(), held_out_rows.documents_per_row())
     rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents, settings.sequence_length)
     trainer = make_trainer(

@@ -6,6 +6,8 @@ import functools
 
 import torch
 
+from amoeba import cost
+from amoeba.config import Activation
 from amoeba.placement import LayerSizes, Placement, Tolerance
 from amoeba.precision.experts import dequantise_experts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
@@ -20,12 +22,14 @@ def _represented(weights: ExpertWeights, format: Format) -> ExpertWeights:
 
 
 def _expert_bytes(sizes: LayerSizes, format: Format) -> int:
-    activation = sizes.activation
-    up = sizes.intermediate if activation is not None and not activation.gated else 2 * sizes.intermediate
-    matrices = ((up, sizes.hidden), (sizes.hidden, sizes.intermediate))
-    scale, (rows, columns) = 4 if format.scale == "fp32" else 1, format.block
-    codes = sum(down * format.stored_columns(across) for down, across in matrices)
-    return codes + scale * sum(-(-down // rows) * -(-across // columns) for down, across in matrices)
+    activation = sizes.activation or Activation()
+    return cost.expert_bytes(
+        hidden=sizes.hidden,
+        intermediate=sizes.intermediate,
+        gated=activation.gated,
+        interleaved=activation.interleaved,
+        format=format,
+    )
 
 
 def _bytes_of_number(format: Format) -> float:
