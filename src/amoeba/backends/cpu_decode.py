@@ -16,16 +16,20 @@ from torch import Tensor
 from amoeba.backends import low_rank
 from amoeba.backends.backend import RowsApart
 from amoeba.backends.low_rank import Rows
+from amoeba.backends.read_codes import scaled_codes
+from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU, has_lines
+from amoeba.precision.experts import ReadInBlocks
 from amoeba.problem import Problem, Save
 
 
 def serves(problem: Problem, most_rows: int) -> bool:
     """most_rows: where sorting becomes the faster way."""
-    return (
-        has_lines(problem.weights.gate_up_EJH) and has_lines(problem.weights.down_EHI) and 0 < problem.rows <= most_rows
-    )
+    if not 0 < problem.rows <= most_rows:
+        return False
+    matrices = problem.weights.gate_up_EJH, problem.weights.down_EHI
+    return all(isinstance(matrix, ReadInBlocks) or has_lines(matrix) for matrix in matrices)
 
 
 def decode(problem: Problem) -> Tensor:
@@ -37,7 +41,8 @@ def _decode(problem: Problem, owned_TK: Tensor | None, key_TK: Tensor | None = N
     """y (T, H) without what factors of down add, and that for each slot (N, H), without its weight; all in fp32."""
     x_TH, weight_TK, expert_TK = _plain(problem.x_TH), _plain(problem.weight_TK), _int64(problem.expert_TK)
     b1, b2 = (None if b is None else _plain(b) for b in (problem.weights.gate_up_bias_EJ, problem.weights.down_bias_EH))
-    weights = problem.weights.gate_up_EJH, problem.weights.down_EHI, b1, b2, problem.weights.activation
+    matrices = (_as_read(matrix) for matrix in (problem.weights.gate_up_EJH, problem.weights.down_EHI))
+    weights = *matrices, b1, b2, problem.weights.activation
     if owned_TK is None:
         return load_core().decode(x_TH, expert_TK, weight_TK, *weights, None, key_TK)
     products = _SlotProducts(expert_TK.where(owned_TK, 0).flatten(), problem.weights.down_EHI.dtype)
@@ -109,6 +114,10 @@ class _SlotProducts:
         if matrix_EIO.stride(2) == 1:
             return matrix_EIO.index_select(0, self.expert_N).to(self.dtype).float()
         return matrix_EIO.mT.index_select(0, self.expert_N).to(self.dtype).float().mT
+
+
+def _as_read(matrix: Tensor | ReadInBlocks) -> Tensor | ScaledCodes:
+    return scaled_codes(matrix) if isinstance(matrix, ReadInBlocks) else matrix
 
 
 def _plain(tensor: Tensor) -> Tensor:

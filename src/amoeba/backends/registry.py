@@ -16,7 +16,18 @@ from typing import NamedTuple
 
 import torch
 
-from amoeba.backends import block_scaled, block_scaled_triton, cpu, eager, fp8, fp8_triton, grouped, packed, triton
+from amoeba.backends import (
+    block_scaled,
+    block_scaled_cpu,
+    block_scaled_triton,
+    cpu,
+    eager,
+    fp8,
+    fp8_triton,
+    grouped,
+    packed,
+    triton,
+)
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.measured import faster_than
 from amoeba.errors import bad_value
@@ -25,7 +36,11 @@ logger = logging.getLogger("amoeba")
 
 _backends: list[Backend] = [
     module.BACKEND
-    for module in (cpu, eager, grouped, triton, packed, block_scaled, block_scaled_triton, fp8, fp8_triton)
+    for module in (
+        *(cpu, eager, grouped, triton, packed),
+        *(block_scaled, block_scaled_cpu, block_scaled_triton),
+        *(fp8, fp8_triton),
+    )
 ]
 # Those that come when they are asked for by name, or because they were measured to be faster: where they register.
 _BY_NAME = {"tasks": "amoeba.backends.tasks"}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.cpu.build import CoreUnavailable, load, with_library
+from amoeba.cpu.codes import CScales, ScaledCodes
 from amoeba.cpu.node_library import ACTIVATION_KINDS
 from amoeba.cpu.pointers import (
     CPU,
@@ -58,13 +59,18 @@ _SIGNATURES = {
         _FLOAT, _FLOAT, _FLOAT,                             # alpha, limit, up_shift
         _POINTER, _POINTER, _POINTER, _INT,                 # dh, scaled a, ds, threads
     ),
-    **dict.fromkeys(("amoeba_decode_f32", "amoeba_decode_bf16"), (
+    **dict.fromkeys(("amoeba_decode_f32", "amoeba_decode_bf16", "amoeba_decode_e4m3"), (
         _INT64, _INT64, _INT64, _INT64, _INT64, _INT64,     # tokens, top_k, experts, hidden, intermediate, width
         _POINTER, _INT64, _POINTER, _POINTER, _POINTER,     # x, stride, expert ids, keys, weights
-        _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # gate_up, its strides, bias, added rows
-        _POINTER, _INT64, _INT64, _POINTER,                 # down, its strides, bias
+        _POINTER, _INT64, _INT64, _POINTER,                 # gate_up, its strides, scales of codes
+        _POINTER, _POINTER,                                 # bias, added rows
+        _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # down, its strides, scales of codes, bias
         _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
         _POINTER, _POINTER, _POINTER, _POINTER, _INT,       # scratch h, a and order, y, threads
+    )),
+    **dict.fromkeys(("amoeba_dequantise_f32", "amoeba_dequantise_bf16"), (
+        _POINTER, _POINTER, _INT64, _INT64, _INT64,         # codes of an expert, scales of all, expert, rows, columns
+        _POINTER, _INT,                                     # out, threads
     )),
     "amoeba_sum_decoded": (
         _INT64, _INT64, _INT64, _INT64,                     # tokens, top_k, experts, hidden
@@ -86,6 +92,11 @@ class Core:
         self._swiglu = library.amoeba_swiglu_f32
         self._swiglu_backward = library.amoeba_swiglu_backward_f32
         self._decode = {torch.float32: library.amoeba_decode_f32, torch.bfloat16: library.amoeba_decode_bf16}
+        self._decode_codes = library.amoeba_decode_e4m3
+        self._dequantise = {
+            torch.float32: library.amoeba_dequantise_f32,
+            torch.bfloat16: library.amoeba_dequantise_bf16,
+        }
         self._sum_decoded = library.amoeba_sum_decoded
 
     def activates(self, activation: Activation, intermediate: int) -> bool:
@@ -193,8 +204,8 @@ class Core:
         x_TH: Tensor,
         expert_TK: Tensor,
         weight_TK: Tensor,
-        gate_up_EJH: Tensor,
-        down_EHI: Tensor,
+        gate_up_EJH: Tensor | ScaledCodes,
+        down_EHI: Tensor | ScaledCodes,
         gate_up_bias_EJ: Tensor | None,
         down_bias_EH: Tensor | None,
         activation: Activation,
@@ -203,7 +214,7 @@ class Core:
     ) -> tuple[Tensor, Tensor | None]:
         """The whole layer for a few tokens in one call, in fp32: y (T, H).
 
-        Weights are fp32 or bf16, contiguous along the last dimension.
+        Weights are fp32 or bf16, contiguous along the last dimension, or both are codes.
         added_NJ: what each slot's h gets on top; then the activations of the slots (N, I) come beside y, where those of
         sentinels' slots hold anything.
         key_TK: other numbers for the experts, in whose order they are added up.
@@ -212,14 +223,17 @@ class Core:
         top_k, (experts, width, _), intermediate = expert_TK.shape[1], gate_up_EJH.shape, down_EHI.shape[2]
         if width != intermediate and width != 2 * intermediate:
             raise bad_value("gate_up_EJH", f"J = I or 2I with I = {intermediate}", width, "check activation.gated")
-        slots, weight_dtype = tokens * top_k, down_EHI.dtype
-        run = self._decode.get(weight_dtype)
-        if run is None:
-            raise bad_value("down_EHI", "float32 or bfloat16", weight_dtype, "cast the weights")
+        slots = tokens * top_k
+        (gate_up, gate_up_scales), (down, down_scales) = _parts(gate_up_EJH), _parts(down_EHI)
+        weight_dtype, is_coded = down.dtype, down_scales is not None
+        run = self._decode_codes if is_coded else self._decode.get(weight_dtype)
+        if run is None or (gate_up_scales is not None) != is_coded:
+            got = f"{gate_up.dtype} and {weight_dtype}"
+            raise bad_value("gate_up_EJH and down_EHI", "float32, bfloat16, or codes of both", got, "cast the weights")
         # h, a and a list of slots in 8-byte integers
         scratch = torch.empty(slots * (width + intermediate + 2), dtype=torch.float32, device=CPU)
         y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
-        (gate_up_e, gate_up_row, _), (down_e, down_row, _) = gate_up_EJH.stride(), down_EHI.stride()
+        (gate_up_e, gate_up_row, _), (down_e, down_row, _) = gate_up.stride(), down.stride()
         order = address("scratch", scratch, torch.float32, (slots * (width + intermediate + 2),))
         run(
             tokens, top_k, experts, hidden, intermediate, width,
@@ -227,12 +241,12 @@ class Core:
             address("expert_TK", expert_TK, torch.int64, (tokens, top_k)),
             optional_address("key_TK", key_TK, torch.int64, (tokens, top_k)),
             address("weight_TK", weight_TK, torch.float32, (tokens, top_k)),
-            address_of_lines("gate_up_EJH", gate_up_EJH, weight_dtype, (experts, width, hidden)),
-            gate_up_e, gate_up_row,
+            address_of_lines("gate_up_EJH", gate_up, weight_dtype, (experts, width, hidden)),
+            gate_up_e, gate_up_row, None if gate_up_scales is None else ctypes.addressof(gate_up_scales),
             optional_address("gate_up_bias_EJ", gate_up_bias_EJ, torch.float32, (experts, width)),
             optional_address("added_NJ", added_NJ, torch.float32, (slots, width)),
-            address_of_lines("down_EHI", down_EHI, weight_dtype, (experts, hidden, intermediate)),
-            down_e, down_row,
+            address_of_lines("down_EHI", down, weight_dtype, (experts, hidden, intermediate)),
+            down_e, down_row, None if down_scales is None else ctypes.addressof(down_scales),
             optional_address("down_bias_EH", down_bias_EH, torch.float32, (experts, hidden)),
             ACTIVATION_KINDS[activation.kind], activation.interleaved,
             activation.alpha, activation.limit, activation.up_shift,
@@ -242,6 +256,20 @@ class Core:
         if added_NJ is None:
             return y_TH, None
         return y_TH, scratch[slots * (width + 2) :].view(slots, intermediate)
+
+    def dequantise(self, codes: ScaledCodes, expert: int, *, out: Tensor) -> None:
+        """out (O, I), in fp32 or bf16: what the codes of one expert stand for, each code · scale in fp32 and rounded."""
+        experts, rows, columns = codes.shape
+        run = self._dequantise.get(out.dtype)
+        if run is None or not 0 <= expert < experts:
+            got = f"{out.dtype}, expert {expert}"
+            raise bad_value("out", f"float32 or bfloat16, for one of {experts} experts", got, "convert it afterwards")
+        scales = codes.scales()
+        run(
+            address("codes", codes.code_EOI, torch.uint8, (experts, rows, columns)) + expert * rows * columns,
+            ctypes.addressof(scales), expert, rows, columns,
+            address("out", out, out.dtype, (rows, columns)), torch.get_num_threads(),
+        )  # fmt: skip
 
     def sum_decoded(self, rows_NH: Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: int) -> Tensor:
         """y (T, H) as `decode` gives it, bit for bit, of its rows for the slots as tokens with weight 1 each.
@@ -284,6 +312,11 @@ def why_no_core() -> str | None:
     """None where the core runs; it is compiled by the first call."""
     loaded = _load()
     return str(loaded) if isinstance(loaded, CoreUnavailable) else None
+
+
+def _parts(weight: Tensor | ScaledCodes) -> tuple[Tensor, CScales | None]:
+    """What lies in memory, and the scales of codes."""
+    return (weight.code_EOI, weight.scales()) if isinstance(weight, ScaledCodes) else (weight, None)
 
 
 def _address_of_rows(name: str, rows: Tensor, columns: int, index: Tensor | None, count: int) -> int:

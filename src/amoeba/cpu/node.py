@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.node_experts import NodeExperts, describe_matrix
 from amoeba.cpu.node_factors import NodeFactors, factor_shape, padded
 from amoeba.cpu.node_library import CBatch, CGradients, CNode, CWeightTarget, load_node
@@ -203,9 +204,11 @@ def _map_size(node: NodeExperts, slots: int) -> int:
     return node.down.experts + 1 + 2 * slots
 
 
-def _empty_gradient(weights: PackedWeights | StoredWeights) -> Tensor:
+def _empty_gradient(weights: PackedWeights | StoredWeights | ScaledCodes) -> Tensor:
     if not isinstance(weights, StoredWeights):
-        raise bad_value("needs", "no gradient of packed weights, which are frozen", "one", "train stored weights")
+        raise bad_value(
+            "needs", "no gradient of packed weights and of codes, which are frozen", "one", "train stored weights"
+        )
     gradient = torch.empty_like(weights.weight_EOI)
     start = address_to_write("gradient", gradient, torch.bfloat16, tuple(gradient.shape))
     load_packed().ask_for_huge_pages(start, gradient.nbytes)

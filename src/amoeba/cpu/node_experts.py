@@ -4,7 +4,8 @@ E experts · H hidden · I intermediate of this node's block · J = 2I or I
 
     node = NodeExperts(PackedWeights.pack(gate_up_EJH), PackedWeights.pack(down_EHI), None, None, activation)
 
-Weights are packed and frozen, or stored (`StoredWeights`) and then given gradients too.
+Weights are packed and frozen, or stored (`StoredWeights`) and then given gradients too, or stored as codes
+(`ScaledCodes`), which are frozen.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amoeba.config import Activation
+from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.node_library import ACTIVATION_KINDS, CNode
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, empty_in_huge_pages, packing_address
 from amoeba.cpu.pointers import optional_address
@@ -28,8 +30,8 @@ from amoeba.errors import bad_value
 class NodeExperts:
     """One node's share of the experts: a contiguous block of I."""
 
-    gate_up: PackedWeights | StoredWeights  # (E, J, H)
-    down: PackedWeights | StoredWeights  # (E, H, I)
+    gate_up: PackedWeights | StoredWeights | ScaledCodes  # (E, J, H)
+    down: PackedWeights | StoredWeights | ScaledCodes  # (E, H, I)
     gate_up_bias_EJ: Tensor | None  # fp32, contiguous
     down_bias_EH: Tensor | None  # fp32, contiguous; under several nodes only the first has it
     activation: Activation
@@ -102,4 +104,6 @@ def describe_matrix(name: str, matrix: ctypes.Structure, kind: PackedKind, exper
         if packing.stride_ECD is not None:
             matrix.stored = 1
             matrix.stride_e, matrix.stride_column, matrix.stride_k = packing.stride_ECD
+        if packing.scales is not None:
+            matrix.scales, matrix.turned = packing.scales, packing.turned
         matrix.data = packing_address(name, kind, experts, packing)

@@ -14,6 +14,7 @@ from typing import get_args
 
 from amoeba.config import ActivationKind
 from amoeba.cpu.build import load, with_library
+from amoeba.cpu.codes import CScales
 
 # `enum ActivationKind` in csrc/activation.h
 ACTIVATION_KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
@@ -38,6 +39,8 @@ class CMatrix(Structure):
         *((name, c_int64) for name in ("columns", "depth")),
         ("stored", c_int32),
         *((name, c_int64) for name in ("stride_e", "stride_column", "stride_k")),
+        ("turned", c_int32),
+        ("scales", CScales),
     ]
 
 

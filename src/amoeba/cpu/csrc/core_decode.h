@@ -1,5 +1,6 @@
-// A few tokens through all of their layer in one call; weights in fp32 or bf16, read where they lie.
+// A few tokens through all of their layer in one call; weights in fp32, bf16 or e4m3 codes, read where they lie.
 #pragma once
+#include "codes.h"
 #include "core_activation.h"
 #ifdef _OPENMP
 #include <omp.h>
@@ -41,31 +42,114 @@ inline void dots(const Weight* w, const Weight* next, int64_t w_row, const float
     }
 }
 
-template <int W, class Weight>
-inline void dots(int64_t count, const Weight* w, const Weight* next, int64_t w_row, const float* const* rows, int64_t n,
-                 float out[][4]) {
+// The same of codes, whose scale is applied to the sum of each block; nothing of a weight is rounded.
+// scales: those of each of the W rows, for one block after the other.
+template <int W, int R>
+inline void coded_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, const float* const* scales,
+                       const ScaleAxis& axis, const float* const* rows, int64_t n, float out[][4]) {
+  constexpr int PIECES = CODES / LANES;
+  const int64_t block = int64_t(1) << axis.shift;
+  Floats sum[W][R] = {};
+  for (int64_t start = 0; start < n; start += block) {
+    Floats part[W][R] = {};
+    const auto add = [&](int64_t j, const Floats16& left, const auto& right) {
+      Floats piece[PIECES];
+      std::memcpy(piece, &left, sizeof(left));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < PIECES; ++v) part[j][r] += piece[v] * load<LANES>(right(r) + v * LANES);
+    };
+    const int64_t end = std::min(n, start + block);
+    int64_t k = start;
+    for (; k + CODES <= end; k += CODES) {
+      if (k % 64 == 0)
+#pragma GCC unroll 4
+        for (int j = 0; j < W; ++j) __builtin_prefetch(next + j * w_row + k, 0, 2);
+#pragma GCC unroll 4
+      for (int j = 0; j < W; ++j) add(j, load_codes(w + j * w_row + k), [&](int r) { return rows[r] + k; });
+    }
+    if (k < end) {
+      alignas(64) float last[R][CODES] = {};
+      for (int r = 0; r < R; ++r) std::memcpy(last[r], rows[r] + k, size_t(end - k) * sizeof(float));
+      for (int j = 0; j < W; ++j)
+        add(j, load_some_codes(w + j * w_row + k, end - k), [&](int r) { return last[r]; });
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[j][r] += part[j][r] * (CODES_ARE_OVER * scales[j][axis.at(start)]);
+  }
+  for (int j = 0; j < W; ++j)
+    for (int r = 0; r < R; ++r) out[j][r] = total(sum[j][r]);
+}
+
+// Calls with the number of rows, one to four, as a constant.
+template <class Call>
+inline void with_count(int64_t count, const Call& call) {
   switch (count) {
-    case 1: return dots<W, 1>(w, next, w_row, rows, n, out);
-    case 2: return dots<W, 2>(w, next, w_row, rows, n, out);
-    case 3: return dots<W, 3>(w, next, w_row, rows, n, out);
-    default: return dots<W, 4>(w, next, w_row, rows, n, out);
+    case 1: return call(std::integral_constant<int, 1>{});
+    case 2: return call(std::integral_constant<int, 2>{});
+    case 3: return call(std::integral_constant<int, 3>{});
+    default: return call(std::integral_constant<int, 4>{});
   }
 }
 
+// A weight (expert, row, k), contiguous along k: dots<W> of its rows j .. j + W with `count` rows; next: as above.
+template <class Weight>
+struct PlainMatrix {
+  using Element = Weight;
+  const Weight* data;
+  int64_t stride_e, stride_row;
+  static PlainMatrix of(const Weight* data, int64_t stride_e, int64_t stride_row, const Scales*) {
+    return {data, stride_e, stride_row};
+  }
+
+  template <int W>
+  void dots(int64_t e, int64_t j, int64_t next, int64_t count, const float* const* rows, int64_t n,
+            float out[][4]) const {
+    const Weight* w = data + e * stride_e;
+    with_count(count, [&](auto r) {
+      amoeba::dots<W, r>(w + j * stride_row, w + next * stride_row, stride_row, rows, n, out);
+    });
+  }
+};
+
+struct CodedMatrix {
+  using Element = uint8_t;
+  const uint8_t* data;
+  int64_t stride_e, stride_row;
+  Scales scales;
+  static CodedMatrix of(const uint8_t* data, int64_t stride_e, int64_t stride_row, const Scales* scales) {
+    return {data, stride_e, stride_row, *scales};
+  }
+
+  template <int W>
+  void dots(int64_t e, int64_t j, int64_t next, int64_t count, const float* const* rows, int64_t n,
+            float out[][4]) const {
+    const uint8_t* w = data + e * stride_e;
+    const float* of_rows[W];
+    for (int i = 0; i < W; ++i) of_rows[i] = scales.of_row(e, j + i);
+    with_count(count, [&](auto r) {
+      coded_dots<W, r>(w + j * stride_row, w + next * stride_row, stride_row, of_rows, scales.column, rows, n, out);
+    });
+  }
+};
+
 // Calls take(j, products of weight row j with each of the `count` rows) for every j in [from, to). after: the row that
 // the caller reads next.
-template <class Weight, class Take>
-inline void each_weight_row(const Weight* w, int64_t w_row, int64_t from, int64_t to, int64_t after, int64_t count,
+template <class Matrix, class Take>
+inline void each_weight_row(const Matrix& w, int64_t e, int64_t from, int64_t to, int64_t after, int64_t count,
                             const float* const* rows, int64_t n, const Take& take) {
   float products[WEIGHT_ROWS][4];
   int64_t j = from;
   for (; j + WEIGHT_ROWS <= to; j += WEIGHT_ROWS) {
     const int64_t next = j + WEIGHT_ROWS < to ? j + WEIGHT_ROWS : after;
-    dots<WEIGHT_ROWS>(count, w + j * w_row, w + next * w_row, w_row, rows, n, products);
+    w.template dots<WEIGHT_ROWS>(e, j, next, count, rows, n, products);
     for (int i = 0; i < WEIGHT_ROWS; ++i) take(j + i, products[i]);
   }
   for (; j < to; ++j) {
-    dots<1>(count, w + j * w_row, w + j * w_row, w_row, rows, n, products);
+    w.template dots<1>(e, j, j, count, rows, n, products);
     take(j, products[0]);
   }
 }
@@ -101,18 +185,16 @@ inline void sum_decoded(int64_t tokens, int64_t top_k, int64_t experts, int64_t 
 //
 // In two parts, each cut into fixed shares of the rows of a weight, so that each share streams contiguous memory: all of
 // `up`, then all of `down`.
-template <class Weight>
+template <class Matrix>
 struct Decoding {
   int64_t tokens, top_k, experts, hidden, intermediate, width;
   const float* x;
   int64_t x_stride;
   const int64_t *expert, *key;
   const float* scale;
-  const Weight* gate_up;
-  int64_t gate_up_e, gate_up_row;
+  Matrix gate_up;
   const float *gate_up_bias, *added;
-  const Weight* down;
-  int64_t down_e, down_row;
+  Matrix down;
   const float* down_bias;
   int kind, interleaved;
   float alpha, limit, up_shift;
@@ -129,12 +211,11 @@ struct Decoding {
     const int64_t lo = intermediate * self / team, hi = intermediate * (self + 1) / team;
     each_group([&](const int64_t* slot, int64_t count) {
       const int64_t e = expert[*slot];
-      const Weight* w = gate_up + e * gate_up_e;
       const float* b = gate_up_bias ? gate_up_bias + e * width : nullptr;
       const float* rows[4];
       for (int64_t r = 0; r < count; ++r) rows[r] = x + slot[r] / top_k * x_stride;
       const auto project = [&](int64_t from, int64_t to, int64_t after) {
-        each_weight_row(w, gate_up_row, from, to, after, count, rows, hidden, [&](int64_t j, const float* products) {
+        each_weight_row(gate_up, e, from, to, after, count, rows, hidden, [&](int64_t j, const float* products) {
           for (int64_t r = 0; r < count; ++r) {
             const int64_t i = slot[r] * width + j;
             h[i] = products[r] + (b ? b[j] : 0.0f) + (added ? added[i] : 0.0f);
@@ -174,11 +255,10 @@ struct Decoding {
     for (int64_t t = 0; t < tokens; ++t) std::memset(y + t * hidden + first, 0, (last - first) * sizeof(float));
     each_group([&](const int64_t* slot, int64_t count) {
       const int64_t e = expert[*slot];
-      const Weight* w = down + e * down_e;
       const float* b = down_bias ? down_bias + e * hidden : nullptr;
       const float* rows[4];
       for (int64_t r = 0; r < count; ++r) rows[r] = a + slot[r] * intermediate;
-      each_weight_row(w, down_row, first, last, first, count, rows, intermediate, [&](int64_t n, const float* products) {
+      each_weight_row(down, e, first, last, first, count, rows, intermediate, [&](int64_t n, const float* products) {
         for (int64_t r = 0; r < count; ++r)
           y[slot[r] / top_k * hidden + n] += scale[slot[r]] * (products[r] + (b ? b[n] : 0.0f));
       });
@@ -197,8 +277,8 @@ struct Decoding {
 };
 
 // All of it, by OpenMP's threads.
-template <class Weight>
-void decode(Decoding<Weight> decoding, [[maybe_unused]] int threads) {
+template <class Matrix>
+void decode(Decoding<Matrix> decoding, [[maybe_unused]] int threads) {
   decoding.sort();
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)

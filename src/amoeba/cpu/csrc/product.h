@@ -227,9 +227,9 @@ void run_units(const Product& p, const Job& job, const uint32_t* rows, const uin
         const int64_t next_unit = turn && !last ? group : unit + 1, next_chunk = turn ? (last ? 0 : chunk + 1) : chunk;
         const int64_t place = (unit - group) % at_once;
         for (int which = 0; stored && place == 0 && which < panels; ++which)
-          StoredPanels(p.weights.stored, job.expert, unit + which * p.second, std::min(at_once, group_end - unit),
-                       p.weights.columns, p.weights.depth)
-              .pack(first_tile, tiles, packed + which * at_once * chunk_words, chunk_words);
+          pack_stored(p.weights.stored, job.expert, unit + which * p.second, std::min(at_once, group_end - unit),
+                      p.weights.columns, p.weights.depth, first_tile, tiles, packed + which * at_once * chunk_words,
+                      chunk_words);
         if (last)
           for (int which = 0; which < panels; ++which)
             sums[which].of_panel(p, job.expert, unit + which * p.second);

@@ -1,12 +1,15 @@
 // Weights as the caller stores them, packed panel by panel by the job that reads them: nothing of it is kept.
 #pragma once
+#include "codes.h"
 #include "interleave.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-struct Stored {  // (expert, column, k) in bf16; data is null where the weights are packed
-  const uint16_t* data = nullptr;
+struct Stored {  // (expert, column, k) in bf16, or in codes if there are scales; data is null where weights are packed
+  const void* data = nullptr;
   int64_t stride_e = 0, stride_column = 0, stride_k = 0;
+  bool turned = false;  // codes whose rows are the depth, and lie together along the columns
+  Scales scales;
 };
 
 // Some panels of one expert that lie beside each other, packed at once: where the columns of one k lie together, that
@@ -14,7 +17,7 @@ struct Stored {  // (expert, column, k) in bf16; data is null where the weights 
 class StoredPanels {
  public:
   StoredPanels(const Stored& stored, int64_t expert, int64_t panel, int64_t panels, int64_t columns, int64_t depth)
-      : from_(stored.data + expert * stored.stride_e + panel * PANEL * stored.stride_column),
+      : from_(static_cast<const uint16_t*>(stored.data) + expert * stored.stride_e + panel * PANEL * stored.stride_column),
         column_(stored.stride_column), k_(stored.stride_k), panels_(panels), width_(columns - panel * PANEL),
         depth_(depth) {}
 
@@ -58,5 +61,75 @@ class StoredPanels {
   const uint16_t* from_;
   int64_t column_, k_, panels_, width_, depth_;
 };
+
+// The same of codes: each weight is code . scale, rounded to bf16.
+class CodedPanels {
+ public:
+  CodedPanels(const Stored& stored, int64_t expert, int64_t panel, int64_t panels, int64_t columns, int64_t depth)
+      : codes_(static_cast<const uint8_t*>(stored.data) + expert * stored.stride_e),
+        row_(stored.turned ? stored.stride_k : stored.stride_column), turned_(stored.turned), scales_(stored.scales),
+        expert_(expert), panel_(panel), panels_(panels), columns_(columns), depth_(depth) {}
+
+  void pack(int64_t first, int64_t tiles, uint32_t* out, int64_t panel_words) const {
+    for (int64_t t = first; t < first + tiles; ++t, out += 2 * TILE_WORDS)
+      for (int64_t i = 0; i < panels_; ++i)
+        turned_ ? by_depth(t, panel_ + i, out + i * panel_words) : by_columns(t, panel_ + i, out + i * panel_words);
+  }
+
+ private:
+  // Rows of codes are columns of the product.
+  void by_columns(int64_t t, int64_t panel, uint32_t* out) const {
+    alignas(64) uint16_t lines[TILE][PANEL];
+    for (int64_t half = 0; half < 2; ++half, out += TILE_WORDS) {
+      for (int64_t c = 0; c < TILE; ++c)
+        read(panel * PANEL + half * TILE + c, columns_, t * PANEL, depth_, lines[c]);
+      transpose_tile([&](int64_t c) { return lines[c]; }, out);
+    }
+  }
+
+  // Rows of codes are the depth.
+  void by_depth(int64_t t, int64_t panel, uint32_t* out) const {
+    alignas(64) uint16_t lines[2][PANEL];
+    for (int64_t w = 0; w < TILE; ++w, out += TILE) {
+      for (int64_t j = 0; j < 2; ++j) read(t * PANEL + 2 * w + j, depth_, panel * PANEL, columns_, lines[j]);
+      pack_pair(lines[0], lines[1], out, out + TILE_WORDS);
+    }
+  }
+
+  // 32 numbers of a row from `first` on, zeros past the rows and past the end of a row.
+  void read(int64_t row, int64_t rows, int64_t first, int64_t length, uint16_t* out) const {
+    for (int64_t k = first; k < first + PANEL; k += CODES, out += CODES) {
+      Floats16 numbers = {};
+      if (row < rows && k < length) {
+        const float scale = CODES_ARE_OVER * scales_.of_row(expert_, row)[scales_.column.at(k)];
+        numbers = load_some_codes(codes_ + row * row_ + k, length - k) * scale;
+        if (length - k < CODES) numbers = first_of(numbers, length - k);
+      }
+      store(out, numbers);
+    }
+  }
+
+  // Where the scale is no number, zeros of the padding are none either.
+  static Floats16 first_of(const Floats16& numbers, int64_t count) {
+    alignas(64) float values[CODES];
+    store(values, numbers);
+    return load_some(values, count);
+  }
+
+  const uint8_t* codes_;
+  int64_t row_;
+  bool turned_;
+  const Scales& scales_;
+  int64_t expert_, panel_, panels_, columns_, depth_;
+};
+
+[[gnu::noinline]] inline void pack_stored(const Stored& stored, int64_t expert, int64_t panel, int64_t panels,
+                                          int64_t columns, int64_t depth, int64_t first, int64_t tiles, uint32_t* out,
+                                          int64_t panel_words) {
+  if (stored.scales.data)
+    CodedPanels(stored, expert, panel, panels, columns, depth).pack(first, tiles, out, panel_words);
+  else
+    StoredPanels(stored, expert, panel, panels, columns, depth).pack(first, tiles, out, panel_words);
+}
 
 }  // namespace amoeba

@@ -83,10 +83,10 @@ class Computer {
     const int64_t stride = int64_t(b.bytes / sizeof(Weight));
     const auto* gate_up = reinterpret_cast<const Weight*>(b.first + b.gate_up_offset);
     const auto* down = reinterpret_cast<const Weight*>(b.first + b.down_offset);
-    Decoding<Weight> decoding{tokens_, top_k_, int64_t(b.count), b.hidden, b.intermediate, b.width, x_, b.hidden,
-                              blob_.data(), key_.data(), scale_.data(), gate_up, stride, b.hidden, nullptr, nullptr,
-                              down, stride, b.intermediate, nullptr, int(b.kind), 0, b.alpha, b.limit, b.up_shift,
-                              h_.data(), a_.data(), order_.data(), y_};
+    Decoding<PlainMatrix<Weight>> decoding{
+        tokens_, top_k_, int64_t(b.count), b.hidden, b.intermediate, b.width, x_, b.hidden, blob_.data(), key_.data(),
+        scale_.data(), {gate_up, stride, b.hidden}, nullptr, nullptr, {down, stride, b.intermediate}, nullptr,
+        int(b.kind), 0, b.alpha, b.limit, b.up_shift, h_.data(), a_.data(), order_.data(), y_};
     decoding.sort();
     const int64_t shares = SHARES * pool_.threads();
     pool_.run(shares, [&](int64_t share) { decoding.up_share(share, shares); });

@@ -1,0 +1,67 @@
+"""Block-scaled experts in fp8 as the C++ core reads them: their codes where they lie, or one expert as numbers.
+
+E experts · O out · I in
+
+    codes = scaled_codes(weights.gate_up_EJH)            # no copy
+    weights = read_by_core(weights)                      # the same experts, dequantised by the core for a product
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from amoeba.cpu.codes import ScaledCodes, why_not_codes
+from amoeba.cpu.core import load_core
+from amoeba.cpu.pointers import CPU
+from amoeba.cpu_features import compute_dtype
+from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks
+from amoeba.precision.formats import E4M3
+
+
+def why_not(weights: BlockScaledExperts) -> str | None:
+    """Why the core does not read these experts, or None."""
+    format = weights.format
+    if weights.device.type != "cpu":
+        return f"computes on the CPU, these weights are on {weights.device}"
+    if format.element is not E4M3 or format.scale != "fp32":
+        return f"the C++ core reads e4m3 codes with scales in fp32, these are {format.name}"
+    reason = why_not_codes(format.block, weights.parts)
+    return None if reason is None else f"the C++ core {reason}"
+
+
+def scaled_codes(matrix_EOI: ReadInBlocks) -> ScaledCodes:
+    """As they are stored, whichever way round they are read."""
+    stored = matrix_EOI.matrix
+    return ScaledCodes(stored.data.contiguous(), stored.scales.contiguous(), stored.format.block, stored.parts)
+
+
+def read_by_core(weights: BlockScaledExperts) -> BlockScaledExperts:
+    return _ReadByCore(**{each.name: getattr(weights, each.name) for each in fields(weights)})
+
+
+class _ReadByCore(BlockScaledExperts):
+    @property
+    def gate_up_EJH(self) -> ReadInBlocks:
+        return _DequantisedByCore(super().gate_up_EJH.matrix, self.dtype)
+
+    @property
+    def down_EHI(self) -> ReadInBlocks:
+        return _DequantisedByCore(super().down_EHI.matrix, self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _DequantisedByCore(ReadInBlocks):
+    """An expert that is asked for lies where the one before it was: products take one after the other."""
+
+    room: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, expert: int) -> Tensor:
+        codes, dtype = scaled_codes(self), compute_dtype(self.dtype, self.device)
+        if dtype not in self.room:
+            self.room[dtype] = torch.empty(codes.shape[1:], dtype=dtype, device=CPU)
+        found = self.room[dtype]
+        load_core().dequantise(codes, expert, out=found)
+        return found.t() if self.transposed else found
