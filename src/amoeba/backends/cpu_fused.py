@@ -1,4 +1,5 @@
-"""bf16 passes of `cpu` over resident weights: the node's fused passes, which pack the panels of a weight as they go.
+"""bf16 passes of `cpu` over weights as they are stored, in bf16 or in fp8: the node's fused passes, which pack the
+panels of a weight as they go.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.backend import RowsApart
+from amoeba.backends.read_codes import scaled_codes
 from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable
+from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.node import NodeCache
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.node_factors import NodeFactors
@@ -29,6 +32,7 @@ from amoeba.cpu.packed_weights import Path, current_path
 from amoeba.cpu.places import Place, places_for
 from amoeba.cpu.pointers import CPU, has_lines
 from amoeba.cpu.stored import StoredWeights
+from amoeba.precision.experts import ReadInBlocks
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
 logger = logging.getLogger("amoeba")
@@ -123,9 +127,7 @@ def _rows(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _experts(problem: Problem, place: Place) -> tuple[NodeExperts, NodeFactors | None]:
-    gate_up, down = (
-        StoredWeights(weight.detach()) for weight in (problem.weights.gate_up_EJH, problem.weights.down_EHI)
-    )
+    gate_up, down = (_stored(weight) for weight in (problem.weights.gate_up_EJH, problem.weights.down_EHI))
     gate_up_bias, down_bias = (
         None if bias is None else bias.detach().to(torch.float32).contiguous()
         for bias in (problem.weights.gate_up_bias_EJ, problem.weights.down_bias_EH)
@@ -134,6 +136,10 @@ def _experts(problem: Problem, place: Place) -> tuple[NodeExperts, NodeFactors |
     if problem.lora is None:
         return experts, None
     return experts, NodeFactors.pack(experts, problem.lora, place.pool)
+
+
+def _stored(weight_EOI: Tensor | ReadInBlocks) -> StoredWeights | ScaledCodes:
+    return scaled_codes(weight_EOI) if isinstance(weight_EOI, ReadInBlocks) else StoredWeights(weight_EOI.detach())
 
 
 def _as(gradient: Tensor | None, source: Tensor | None) -> Tensor | None:

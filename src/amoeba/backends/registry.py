@@ -43,7 +43,7 @@ _backends: list[Backend] = [
     )
 ]
 # Those that come when they are asked for by name, or because they were measured to be faster: where they register.
-_BY_NAME = {"tasks": "amoeba.backends.tasks"}
+_BY_NAME = {"tasks": "amoeba.backends.tasks", "cpu-fused": "amoeba.backends.block_scaled_fused"}
 _serving: dict[tuple[type, str], list[Backend]] = {}  # by kind and type of device, the preferred ones first
 _announced: set[str] = set()
 
