@@ -3,7 +3,8 @@
 T tokens · K experts per token · N = T·K routed rows · E experts
 
 Few rows without gradients are decoded from the codes where they lie: sums and scales in fp32, no weight is rounded.
-All else is the flow of `eager` with its bits: one expert after the other is dequantised, by the core instead of torch.
+For all else one expert after the other is dequantised, as in `eager` and to the same bits, but by the core, and so are
+the products where they are computed in fp32.
 """
 
 from __future__ import annotations
@@ -14,12 +15,23 @@ from torch import Tensor
 from amoeba.backends import cpu, cpu_decode, read_codes, sorted_rows
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
-from amoeba.backends.torch_rows import TorchRows
-from amoeba.cpu.core import why_no_core
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.backends.cpu import CoreGroups, CoreRows
+from amoeba.backends.torch_rows import Groups
+from amoeba.cpu.core import load_core, why_no_core
+from amoeba.cpu.pointers import CPU
+from amoeba.cpu_features import compute_dtype
+from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
-DECODE_ROWS = 128
+# Up to so many routed rows in any routing, and up to so many for each expert that is visited, a pass without gradients
+# decodes. Decoding, sorting and `eager`, ms, in fp32, at so many rows per expert (Neoverse-N1, two busy cores, by turns,
+# 2026-11-17):
+#                          1               2               4               8               16
+#   H=512 I=256 E=32       4.2/19/85       6.8/25/236      12/29/434       22/33/346       41/43/73
+#   H=2048 I=768 E=16      33/139/376      52/168/521      98/201/860      188/234/646     355/340/544
+# An expert that gets all rows takes as long as 15 groups of four rows to be dequantised by torch.
+DECODE_ROWS = 64
+DECODE_ROWS_PER_EXPERT = 8
 
 
 class BlockScaledCpuBackend(PassesBackend):
@@ -45,18 +57,55 @@ class BlockScaledCpuBackend(PassesBackend):
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         if save != "h" and _decodes(problem):
             return cpu_decode.decode(problem), None
-        return sorted_rows.forward(_dequantised_by_core(problem), save, TorchRows)
+        return sorted_rows.forward(_dequantised_by_core(problem), save, CodedRows)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        return sorted_rows.backward(_dequantised_by_core(problem), saved, dy_TH, needs, TorchRows)
+        return sorted_rows.backward(_dequantised_by_core(problem), saved, dy_TH, needs, CodedRows)
 
 
 def _decodes(problem: Problem) -> bool:
-    return cpu_decode.serves(problem, DECODE_ROWS)
+    most, experts = DECODE_ROWS, problem.weights.num_experts
+    if most < problem.rows <= DECODE_ROWS_PER_EXPERT * experts:
+        visited = {e for e in problem.expert_TK.flatten().tolist() if 0 <= e < experts}
+        most = DECODE_ROWS_PER_EXPERT * len(visited)
+    return cpu_decode.serves(problem, most)
 
 
 def _dequantised_by_core(problem: Problem) -> Problem:
     return problem._replace(weights=read_codes.read_by_core(problem.weights))
+
+
+class CodedRows(CoreRows):
+    @staticmethod
+    def groups_of(offs_E: Tensor, rows: int) -> Groups:
+        return CodedGroups(offs_E, rows)
+
+
+class CodedGroups(CoreGroups):
+    """Products with one dequantised expert after the other: by the core in fp32, by torch where it multiplies bf16."""
+
+    def multiply_rows(
+        self,
+        rows: Tensor,
+        matrix_EIO: Tensor | ReadInBlocks,
+        *,
+        out: Tensor,
+        bias_EO: Tensor | None = None,
+        index_N: Tensor | None = None,
+    ) -> None:
+        if isinstance(matrix_EIO, Tensor):  # a factor of LoRA
+            return super().multiply_rows(rows, matrix_EIO, out=out, bias_EO=bias_EO, index_N=index_N)
+        if compute_dtype(rows.dtype, rows.device) != torch.float32:
+            return Groups.multiply_rows(self, rows, matrix_EIO, out=out, bias_EO=bias_EO, index_N=index_N)  # type: ignore[arg-type]
+        core, rows_NI = load_core(), rows if index_N is None else rows.index_select(0, index_N)
+        for e, part, target in self.each(rows_NI, out):
+            offs = torch.full((1,), part.shape[0], dtype=torch.int32, device=CPU)
+            bias = None if bias_EO is None else bias_EO[e : e + 1].to(torch.float32).contiguous()
+            wide = target if target.dtype == torch.float32 else torch.empty(target.shape, dtype=torch.float32, device=CPU)
+            core.multiply_rows(offs, part.to(torch.float32).contiguous(), matrix_EIO[e][None], out=wide, bias_EO=bias)
+            if wide is not target:
+                target.copy_(wide)
+        return None
 
 
 BACKEND = BlockScaledCpuBackend()

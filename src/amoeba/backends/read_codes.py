@@ -27,9 +27,8 @@ def why_not(weights: BlockScaledExperts) -> str | None:
     if weights.device.type != "cpu":
         return f"computes on the CPU, these weights are on {weights.device}"
     if format.element is not E4M3 or format.scale != "fp32":
-        return f"the C++ core reads e4m3 codes with scales in fp32, these are {format.name}"
-    reason = why_not_codes(format.block, weights.parts)
-    return None if reason is None else f"the C++ core {reason}"
+        return f"reads e4m3 codes with scales in fp32, these are {format.name}"
+    return why_not_codes(format.block, weights.parts)
 
 
 def scaled_codes(matrix_EOI: ReadInBlocks) -> ScaledCodes:

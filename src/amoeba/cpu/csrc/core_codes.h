@@ -15,7 +15,8 @@ void dequantise(const uint8_t* codes, const Scales& scales, int64_t expert, int6
       const float* of_row = scales.of_row(expert, r);
       for (int64_t k = 0; k < columns; k += CODES) {
         const float scale = CODES_ARE_OVER * of_row[scales.column.at(k)];
-        store_some(out + r * columns + k, load_some_codes(codes + r * columns + k, columns - k) * scale, columns - k);
+        const Numbers numbers = load_some_codes(codes + r * columns + k, columns - k);
+        store_some_scaled(out + r * columns + k, numbers, scale, columns - k);
       }
     }
   });

@@ -47,18 +47,15 @@ inline void dots(const Weight* w, const Weight* next, int64_t w_row, const float
 template <int W, int R>
 inline void coded_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, const float* const* scales,
                        const ScaleAxis& axis, const float* const* rows, int64_t n, float out[][4]) {
-  constexpr int PIECES = CODES / LANES;
   const int64_t block = int64_t(1) << axis.shift;
   Floats sum[W][R] = {};
   for (int64_t start = 0; start < n; start += block) {
     Floats part[W][R] = {};
-    const auto add = [&](int64_t j, const Floats16& left, const auto& right) {
-      Floats piece[PIECES];
-      std::memcpy(piece, &left, sizeof(left));
+    const auto add = [&](int64_t j, const Numbers& left, const auto& right) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < PIECES; ++v) part[j][r] += piece[v] * load<LANES>(right(r) + v * LANES);
+        for (int v = 0; v < CODES / LANES; ++v) part[j][r] += left.at[v] * load<LANES>(right(r) + v * LANES);
     };
     const int64_t end = std::min(n, start + block);
     int64_t k = start;

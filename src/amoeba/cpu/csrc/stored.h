@@ -99,21 +99,12 @@ class CodedPanels {
   // 32 numbers of a row from `first` on, zeros past the rows and past the end of a row.
   void read(int64_t row, int64_t rows, int64_t first, int64_t length, uint16_t* out) const {
     for (int64_t k = first; k < first + PANEL; k += CODES, out += CODES) {
-      Floats16 numbers = {};
-      if (row < rows && k < length) {
-        const float scale = CODES_ARE_OVER * scales_.of_row(expert_, row)[scales_.column.at(k)];
-        numbers = load_some_codes(codes_ + row * row_ + k, length - k) * scale;
-        if (length - k < CODES) numbers = first_of(numbers, length - k);
-      }
-      store(out, numbers);
+      const int64_t count = row < rows ? length - k : 0;
+      if (count < CODES) std::memset(out, 0, CODES * sizeof(uint16_t));
+      if (count <= 0) continue;
+      const float scale = CODES_ARE_OVER * scales_.of_row(expert_, row)[scales_.column.at(k)];
+      store_some_scaled(out, load_some_codes(codes_ + row * row_ + k, count), scale, count);
     }
-  }
-
-  // Where the scale is no number, zeros of the padding are none either.
-  static Floats16 first_of(const Floats16& numbers, int64_t count) {
-    alignas(64) float values[CODES];
-    store(values, numbers);
-    return load_some(values, count);
   }
 
   const uint8_t* codes_;
