@@ -12,6 +12,8 @@ from torch import Tensor
 from amoeba import Routing, experts
 from amoeba.backends import cpu_fused
 from amoeba.cpu.packed_experts import pack_experts
+from amoeba.precision.experts import quantise_experts
+from amoeba.precision.formats import fp8_blocks
 from amoeba.proof.reference import experts as reference
 from small_layer import E, Layer
 
@@ -117,7 +119,11 @@ class Laid:
         if way.startswith("packed"):
             named = {name: tensor for name, tensor in named.items() if name not in FROZEN}
             weights = pack_experts(self.weights, way.split()[-1], nodes=2 if self.weights.intermediate > 1 else 1)
-        call = {"lora": self.lora, "backend": way.split()[0].replace("packed", "auto")}
+        backend = way.split()[0].replace("packed", "auto")
+        if way.startswith("codes"):  # in fp8, of blocks of 16 x 32: several, some of them cut
+            named = {name: tensor for name, tensor in named.items() if name not in FROZEN}
+            weights, backend = quantise_experts(self.weights, fp8_blocks(16, 32)), way.split()[-1]
+        call = {"lora": self.lora, "backend": backend}
         y = experts(self.named["x"], self.routing, weights, **call)
         gradients = torch.autograd.grad(y, list(named.values()), self.dy_TH)
         with torch.no_grad():

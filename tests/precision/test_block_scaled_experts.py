@@ -135,7 +135,8 @@ def test_the_choice_is_explained() -> None:
         Routing(layer.expert_TK, layer.tensors["weight"]),
         quantise_experts(frozen(layer), MXFP4),
     )
-    assert str(amoeba.explain(request)) == "eager, experts dequantised one after the other"
+    reason = "cpu reads e4m3 codes with scales in fp32, these are mxfp4"
+    assert str(amoeba.explain(request)) == f"eager, experts dequantised one after the other ({reason})"
     with pytest.raises(ValueError, match=r"one that serves block-scaled weights \(BlockScaledExperts\); got grouped"):
         run(layer, request.weights, backend="grouped")
 

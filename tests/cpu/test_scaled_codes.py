@@ -1,0 +1,186 @@
+"""Experts in fp8 by the C++ core: codes made numbers, few rows decoded, fused passes, and what is refused.
+
+T tokens · K experts per token · E experts · H hidden · I intermediate
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+import amoeba
+from amoeba import Activation, ExpertWeights, Request, Routing, experts
+from amoeba.backends import block_scaled_cpu, read_codes
+from amoeba.cpu.core import Core, load_core, why_no_core
+from amoeba.precision import FP8_128, MXFP8, Format, quantise
+from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.formats import fp8_blocks
+from amoeba.proof import conformance
+from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
+from amoeba.proof.reference.experts import experts_forward
+from small_layer import Layer
+
+pytestmark = pytest.mark.skipif(why_no_core() is not None, reason="needs the C++ core")
+CPU = torch.device("cpu")
+GPT_OSS = Activation(alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
+# whole blocks; cut ones, gate and up with blocks of their own; interleaved; small blocks; one number
+SHAPES = {
+    "whole": (256, 128, Activation(), FP8_128),
+    "cut": (199, 200, Activation(), FP8_128),
+    "interleaved": (63, 31, GPT_OSS, FP8_128),
+    "plain": (300, 77, Activation("relu2", gated=False), fp8_blocks(16, 32)),
+    "narrow blocks": (33, 47, Activation(), fp8_blocks(1, 16)),
+    "one number": (1, 1, Activation(), FP8_128),
+}
+by_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+def made(shape: str, dtype: torch.dtype = torch.float32, experts: int = 4) -> BlockScaledExperts:
+    hidden, inner, activation, format = SHAPES[shape]
+    generator = torch.Generator().manual_seed(1)
+    gate_up = torch.randn(experts, activation.width(inner), hidden, generator=generator) / hidden**0.5
+    down = torch.randn(experts, hidden, inner, generator=generator) / inner**0.5
+    biases = torch.randn(experts, gate_up.shape[1], generator=generator), torch.randn(experts, hidden)
+    return quantise_experts(ExpertWeights(gate_up, down, *biases, activation), format).to(dtype)
+
+
+def inputs(weights: BlockScaledExperts, tokens: int, top_k: int = 3, sentinels: bool = True) -> tuple[Tensor, Routing]:
+    generator = torch.Generator().manual_seed(2)
+    x_TH = torch.randn(tokens, weights.hidden, generator=generator).to(weights.dtype)
+    low, high = (-1, weights.num_experts + 1) if sentinels else (0, weights.num_experts)
+    expert_TK = torch.randint(low, high, (tokens, top_k), generator=generator)
+    return x_TH, Routing(expert_TK, torch.rand(tokens, top_k, generator=generator).to(weights.dtype))
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_every_code_is_the_number_that_torch_makes_of_it(flush: bool) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 8, 32)
+    expected = codes[0].view(torch.float8_e4m3fn).to(torch.float32)
+    matrix = read_codes.ScaledCodes(codes, torch.ones(1, 1, 1), (128, 128))
+    found = torch.empty(8, 32)
+    torch.set_flush_denormal(flush)
+    try:
+        load_core().dequantise(matrix, 0, out=found)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found.nan_to_num(nan=1e9).view(torch.int32), expected.nan_to_num(nan=1e9).view(torch.int32))
+    assert found.isnan().sum() == 2
+
+
+@by_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_expert_is_dequantised_to_the_bits_of_torch(shape: str, dtype: torch.dtype) -> None:
+    weights = made(shape)
+    for matrix in (weights.gate_up_EJH, weights.down_EHI):
+        found = torch.empty(matrix.shape[1:], dtype=dtype)
+        for expert in range(2):
+            load_core().dequantise(read_codes.scaled_codes(matrix), expert, out=found)
+            assert torch.equal(found, matrix.matrix[expert].dequantise(dtype))
+
+
+def test_nan_stays_nan() -> None:
+    matrix = torch.randn(1, 40, 40)
+    matrix[0, 3, 35] = torch.nan
+    quantised = quantise(matrix, FP8_128)
+    found = torch.empty(40, 40, dtype=torch.bfloat16)
+    codes = read_codes.ScaledCodes(quantised.data, quantised.scales, FP8_128.block)
+    load_core().dequantise(codes, 0, out=found)
+    assert found.isnan().nonzero().tolist() == [[3, 35]]
+
+
+@by_shape
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_few_rows_are_decoded_from_the_codes(shape: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight is rounded, and none is dequantised: in fp32 only the order of the sums differs from fp64's."""
+    monkeypatch.setattr(Core, "dequantise", lambda *_, **__: pytest.fail("an expert was dequantised"))
+    weights = made(shape)
+    x_TH, routing = inputs(weights, tokens)
+    wide = dequantise_experts(weights, torch.float64)
+    truth = experts_forward(x_TH.double(), routing.expert_TK, routing.weight_TK.double(), wide)
+    found = experts(x_TH, routing, weights)
+    assert (found - truth).norm() <= 2e-6 * truth.norm()
+    halves = experts(x_TH.bfloat16(), Routing(routing.expert_TK, routing.weight_TK), weights.to(torch.bfloat16))
+    assert (halves - truth).norm() <= 1e-2 * truth.norm()
+
+
+def test_many_rows_for_few_experts_are_sorted_and_few_for_each_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    decode = Core.decode
+    monkeypatch.setattr(Core, "decode", lambda self, x, *rest: decoded.append(len(x)) or decode(self, x, *rest))
+    weights = made("narrow blocks", experts=40)
+    rows = block_scaled_cpu.DECODE_ROWS
+    for tokens, spread, expected in [(rows, 1, True), (rows + 1, 1, False), (4 * rows, 40, True), (6 * rows, 40, False)]:
+        decoded.clear()
+        x_TH, _ = inputs(weights, tokens)
+        expert_TK = (torch.arange(tokens) % spread).view(tokens, 1)
+        routing = Routing(expert_TK, torch.ones(tokens, 1))
+        found = experts(x_TH, routing, weights)
+        assert bool(decoded) == expected, (tokens, spread)
+        torch.testing.assert_close(found, experts(x_TH, routing, weights, backend="eager"), rtol=1e-5, atol=1e-5)
+
+
+CASES = [
+    Case(63, 8, SILU, True, "sentinels", lora="all", rank=5),
+    Case(0, 2, SILU, True, lora="all"),
+    Case(9, 2, PLAIN_RELU2, True, "empty_experts", 31, 23, lora="all", rank=3),
+    Case(9, 1, CLAMPED_SWIGLU, True, "all_on_one", lora="all", rank=5, recompute=True),
+    Case(21, 2, SILU, False, "random", 144, 136, storage="transposed", narrow=True, lora="all", rank=8),
+    Case(130, 2, SILU, False, "random", 144, 136),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fused_passes_have_every_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "experts", functools.partial(experts, backend="cpu-fused"))
+    result = conformance.verify_case(case, "fp8-weights", CPU, torch.bfloat16)
+    assert result.ok and result.refused is None, result
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_fused_passes_read_what_is_packed_in_bf16(tokens: int) -> None:
+    """Their weights are code · scale rounded to bf16: with those as resident ones, the same bits."""
+    from amoeba.cpu.packed_experts import pack_experts
+
+    for shape in SHAPES:
+        weights = made(shape, torch.bfloat16)
+        x_TH, routing = inputs(weights, tokens)
+        leaves = x_TH.requires_grad_(), routing.weight_TK.requires_grad_()
+        packed = pack_experts(dequantise_experts(weights, torch.bfloat16))
+        found = experts(x_TH, routing, weights, backend="cpu-fused")
+        expected = experts(x_TH, routing, packed)
+        assert torch.equal(found, expected), shape
+        dy_TH = torch.randn_like(found)
+        for got, right in zip(*(torch.autograd.grad(y, leaves, dy_TH) for y in (found, expected)), strict=True):
+            assert torch.equal(got, right), shape
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "reason"),
+    [
+        (MXFP8, torch.float32, "cpu reads e4m3 codes with scales in fp32, these are mxfp8"),
+        (fp8_blocks(128, 8), torch.float32, "cpu reads blocks of powers of two, 16 columns or more, these are 128 x 8"),
+        (FP8_128, torch.float16, r"cpu the C\+\+ core takes fp32 and bf16, x is torch.float16"),
+    ],
+)
+def test_what_the_core_does_not_read_goes_to_eager(format: Format, dtype: torch.dtype, reason: str) -> None:
+    layer = Layer()
+    weights = quantise_experts(layer.weights({k: t.detach() for k, t in layer.tensors.items()}), format).to(dtype)
+    x_TH, weight_TK = (layer.tensors[name].detach().to(dtype) for name in ("x", "weight"))
+    routing = Routing(layer.expert_TK, weight_TK)
+    found = amoeba.explain(Request(x_TH, routing, weights))
+    assert found.backend is not None and found.backend.name == "eager"
+    for backend, start in (("cpu", reason), ("cpu-fused", "")):
+        with pytest.raises(ValueError, match=f"{backend} does not; got {start.removeprefix('cpu ')}"):
+            experts(x_TH, routing, weights, backend=backend)
+
+
+def test_fp8_on_this_cpu_is_computed_by_the_core_and_fused_passes_wait_for_their_name() -> None:
+    weights = made("whole")
+    x_TH, routing = inputs(weights, 3)
+    found = amoeba.explain(Request(x_TH, routing, weights))
+    assert str(found) == "cpu, the C++ core, which reads codes"
+    with pytest.raises(ValueError, match="computes in bf16, x is torch.float32"):
+        experts(x_TH, routing, weights, backend="cpu-fused")
