@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 import amoeba
-from amoeba import Activation, ExpertWeights, Request, Routing, experts
+from amoeba import Activation, ExpertWeights, Request, Routing, cpu_features, experts
 from amoeba.backends import block_scaled_cpu, read_codes
+from amoeba.bench.implementations import BY_BACKEND, implementations, names_of_ours
+from amoeba.bench.shapes import Shape
+from amoeba.bench.workload import make_workload
 from amoeba.cpu.core import Core, load_core, why_no_core
 from amoeba.precision import FP8_128, MXFP8, Format, quantise
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
@@ -110,9 +113,13 @@ def test_many_rows_for_few_experts_are_sorted_and_few_for_each_are_decoded(monke
     decoded = []
     decode = Core.decode
     monkeypatch.setattr(Core, "decode", lambda self, x, *rest: decoded.append(len(x)) or decode(self, x, *rest))
-    weights = made("narrow blocks", experts=40)
-    rows = block_scaled_cpu.DECODE_ROWS
-    for tokens, spread, expected in [(rows, 1, True), (rows + 1, 1, False), (4 * rows, 40, True), (6 * rows, 40, False)]:
+    weights, rows = made("narrow blocks", experts=40), block_scaled_cpu.DECODE_ROWS
+    for tokens, spread, expected in [
+        (rows, 1, True),
+        (rows + 1, 1, False),
+        (4 * rows, 40, True),
+        (6 * rows, 40, False),
+    ]:
         decoded.clear()
         x_TH, _ = inputs(weights, tokens)
         expert_TK = (torch.arange(tokens) % spread).view(tokens, 1)
@@ -120,6 +127,33 @@ def test_many_rows_for_few_experts_are_sorted_and_few_for_each_are_decoded(monke
         found = experts(x_TH, routing, weights)
         assert bool(decoded) == expected, (tokens, spread)
         torch.testing.assert_close(found, experts(x_TH, routing, weights, backend="eager"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_where_bf16_is_multiplied_experts_are_dequantised_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their products are torch's then, as `eager`'s are."""
+    monkeypatch.setattr(cpu_features, "has_bf16_instructions", lambda: True)
+    for shape in SHAPES:
+        weights = made(shape, torch.bfloat16)
+        x_TH, routing = inputs(weights, 30)
+        leaves = x_TH.requires_grad_(), routing.weight_TK.requires_grad_()
+        dy_TH = torch.randn(x_TH.shape).bfloat16()
+        y = [experts(x_TH, routing, weights, backend=backend) for backend in ("cpu", "eager")]
+        found, expected = ((each, *torch.autograd.grad(each, leaves, dy_TH)) for each in y)
+        for got, right in zip(found, expected, strict=True):
+            assert (got - right).norm() <= 5e-3 * right.norm(), shape
+
+
+def test_the_benchmark_times_other_backends_where_they_are_asked_for() -> None:
+    workload = make_workload(Shape("tiny", 9, 64, 32, 4, 2), CPU, torch.bfloat16, training=False)
+    names = list(BY_BACKEND)
+    found, left_out = implementations(workload, training=False, peers=(), ours=names)
+    assert {each.name for each in found} == {f"amoeba {name}" for name in names}
+    first, second = (each.run() for each in found)
+    assert (first - second).norm() <= 1e-2 * first.norm()
+    assert set(names) <= set(names_of_ours())
+    found, left_out = implementations(workload, training=False, peers=())
+    assert {left_out[f"amoeba {name}"] for name in names} == {"was not asked for"}
 
 
 CASES = [
@@ -182,5 +216,5 @@ def test_fp8_on_this_cpu_is_computed_by_the_core_and_fused_passes_wait_for_their
     x_TH, routing = inputs(weights, 3)
     found = amoeba.explain(Request(x_TH, routing, weights))
     assert str(found) == "cpu, the C++ core, which reads codes"
-    with pytest.raises(ValueError, match="computes in bf16, x is torch.float32"):
+    with pytest.raises(ValueError, match=r"computes in bf16, x is torch\.float32"):
         experts(x_TH, routing, weights, backend="cpu-fused")

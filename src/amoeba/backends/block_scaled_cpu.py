@@ -14,8 +14,8 @@ from torch import Tensor
 
 from amoeba.backends import cpu, cpu_decode, read_codes, sorted_rows
 from amoeba.backends.backend import PassesBackend, Request
-from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.cpu import CoreGroups, CoreRows
+from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.torch_rows import Groups
 from amoeba.cpu.core import load_core, why_no_core
 from amoeba.cpu.pointers import CPU
@@ -24,8 +24,8 @@ from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
 # Up to so many routed rows in any routing, and up to so many for each expert that is visited, a pass without gradients
-# decodes. Decoding, sorting and `eager`, ms, in fp32, at so many rows per expert (Neoverse-N1, two busy cores, by turns,
-# 2026-11-17):
+# decodes. Decoding, sorting and `eager`, ms, in fp32, at so many rows per expert (Neoverse-N1, two cores that others
+# used, too, by turns, 2026-11-17):
 #                          1               2               4               8               16
 #   H=512 I=256 E=32       4.2/19/85       6.8/25/236      12/29/434       22/33/346       41/43/73
 #   H=2048 I=768 E=16      33/139/376      52/168/521      98/201/860      188/234/646     355/340/544
@@ -101,10 +101,12 @@ class CodedGroups(CoreGroups):
         for e, part, target in self.each(rows_NI, out):
             offs = torch.full((1,), part.shape[0], dtype=torch.int32, device=CPU)
             bias = None if bias_EO is None else bias_EO[e : e + 1].to(torch.float32).contiguous()
-            wide = target if target.dtype == torch.float32 else torch.empty(target.shape, dtype=torch.float32, device=CPU)
-            core.multiply_rows(offs, part.to(torch.float32).contiguous(), matrix_EIO[e][None], out=wide, bias_EO=bias)
-            if wide is not target:
-                target.copy_(wide)
+            wide = target.dtype == torch.float32
+            product = target if wide else torch.empty(target.shape, dtype=torch.float32, device=CPU)
+            part = part.to(torch.float32).contiguous()
+            core.multiply_rows(offs, part, matrix_EIO[e][None], out=product, bias_EO=bias)
+            if not wide:
+                target.copy_(product)
         return None
 
 

@@ -5,8 +5,8 @@ T tokens · K experts per token · N = T·K routed rows · E experts
     y_TH = experts(x_TH, routing, weights, lora=lora, backend="cpu-fused")
 
 Forward and backward, with LoRA factors, as `cpu` runs resident experts in bf16 where the CPU multiplies it
-(`cpu_fused`): each weight is code · scale in fp32, rounded to bf16 as it is packed. Nothing of a weight is kept, and the
-codes are all that memory holds. Any CPU computes it; where there are no bf16 products, in fp32 on the rounded weights.
+(`cpu_fused`): each weight is code · scale in fp32, rounded to bf16 as it is packed. Nothing is kept of a weight but its
+codes. Any CPU computes it; where there are no bf16 products, in fp32 on the rounded weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
 
 class BlockScaledFusedBackend(PassesBackend):
-    name, summary, kinds = "cpu-fused", "the C++ core's fused passes, which pack codes as they go", (BlockScaledExperts,)
+    name, summary, kinds = (
+        "cpu-fused",
+        "the C++ core's fused passes, which pack codes as they go",
+        (BlockScaledExperts,),
+    )
     operator_name = "block_scaled_fused"
     traced = SavedRows(has_maps=lambda problem: False)
 

@@ -41,8 +41,8 @@ def _decode(problem: Problem, owned_TK: Tensor | None, key_TK: Tensor | None = N
     """y (T, H) without what factors of down add, and that for each slot (N, H), without its weight; all in fp32."""
     x_TH, weight_TK, expert_TK = _plain(problem.x_TH), _plain(problem.weight_TK), _int64(problem.expert_TK)
     b1, b2 = (None if b is None else _plain(b) for b in (problem.weights.gate_up_bias_EJ, problem.weights.down_bias_EH))
-    matrices = (_as_read(matrix) for matrix in (problem.weights.gate_up_EJH, problem.weights.down_EHI))
-    weights = *matrices, b1, b2, problem.weights.activation
+    gate_up, down = (_as_read(matrix) for matrix in (problem.weights.gate_up_EJH, problem.weights.down_EHI))
+    weights = gate_up, down, b1, b2, problem.weights.activation
     if owned_TK is None:
         return load_core().decode(x_TH, expert_TK, weight_TK, *weights, None, key_TK)
     products = _SlotProducts(expert_TK.where(owned_TK, 0).flatten(), problem.weights.down_EHI.dtype)

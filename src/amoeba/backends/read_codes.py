@@ -19,10 +19,12 @@ from amoeba.cpu.pointers import CPU
 from amoeba.cpu_features import compute_dtype
 from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks
 from amoeba.precision.formats import E4M3
+from amoeba.weights import AnyExperts
 
 
-def why_not(weights: BlockScaledExperts) -> str | None:
-    """Why the core does not read these experts, or None."""
+def why_not(weights: AnyExperts) -> str | None:
+    """Why the core does not read these block-scaled experts, or None."""
+    assert isinstance(weights, BlockScaledExperts)
     format = weights.format
     if weights.device.type != "cpu":
         return f"computes on the CPU, these weights are on {weights.device}"

@@ -45,6 +45,8 @@ _SHARE_OF_MEMORY = 0.8
 _LARGEST_FP32_COPY = 1 << 30
 _NOT_ASKED_FOR = "was not asked for"
 _WARM, _RECOMPUTED = ", weights unchanged", ", h recomputed"
+# Of experts in fp8 on a CPU, what `auto` leaves aside: measured where it is asked for.
+_CODED, BY_BACKEND = "fp8-weights", {f"fp8-weights by {backend}": backend for backend in ("eager", "cpu-fused")}
 RECIPES = tuple(recipe + way for recipe in SUMMARIES for way in ("", _WARM, _RECOMPUTED))
 
 
@@ -62,7 +64,7 @@ def implementations(
         found, left_out = found + in_fp8, left_out | not_in_fp8
     decodes = workload.shape.forward_only and workload.device.type == "cuda"
     if lora or ((infers or decodes) and workload.dtype == torch.bfloat16):
-        for more in (_elsewhere, _in_fp32):
+        for more in (_elsewhere, _by_other_backends, _in_fp32):
             more_found, more_left_out = more(workload, ours)
             found, left_out = found + more_found, left_out | more_left_out
     others, others_left_out = _lora_peers(workload, peers) if lora else _transformers_ways(workload, training, peers)
@@ -121,7 +123,7 @@ def names_of_ours() -> list[str]:
     """What `ours` may name."""
     backends = [backend.name for backend in all_backends_of(ExpertWeights, torch.device("cpu"))]
     placed = [placement.name for placement in all_placements() if placement.offered]
-    return [*backends, *RECIPES, *placed, "in float32", THROUGH_TRANSFORMERS.removeprefix("amoeba ")]
+    return [*backends, *RECIPES, *placed, *BY_BACKEND, "in float32", THROUGH_TRANSFORMERS.removeprefix("amoeba ")]
 
 
 def chosen_by_auto(workload: Workload) -> str | None:
@@ -217,8 +219,25 @@ def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Imp
     return found, left_out
 
 
-def _placed(workload: Workload, weights: AnyExperts, recompute: bool = False) -> Tensor:
-    return experts(workload.x_TH, _routing(workload), weights, lora=workload.lora, recompute=recompute)
+def _by_other_backends(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Implementation], dict[str, str]]:
+    """Experts in fp8 by what `auto` does not take for them on a CPU."""
+    found, left_out = [], {}
+    for name, backend in BY_BACKEND.items():
+        if ours is None or name not in ours or workload.device.type != "cpu":
+            left_out[f"amoeba {name}"] = _NOT_ASKED_FOR if ours is None or name not in ours else "is for a CPU"
+            continue
+        placement = next(each for each in all_placements() if each.name == _CODED)
+        if _CODED not in workload.placed:
+            source = ExpertWeights(workload.gate_up_EJH.detach(), workload.down_EHI.detach())
+            workload.placed[_CODED] = placement.make(source)
+        run = functools.partial(_placed, workload, workload.placed[_CODED], backend=backend)
+        found.append(Implementation(f"amoeba {name}", True, run, _ROUNDED, itemsize=placement.itemsize))
+    return found, left_out
+
+
+def _placed(workload: Workload, weights: AnyExperts, recompute: bool = False, backend: str = "auto") -> Tensor:
+    routing = _routing(workload)
+    return experts(workload.x_TH, routing, weights, lora=workload.lora, recompute=recompute, backend=backend)
 
 
 def _in_fp32(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Implementation], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Frozen weights in e4m3 with a scale for each block, as their owner keeps them: one byte a number, read where they lie.
+"""Frozen weights in e4m3 with a scale for each block, as their owner keeps them: one byte a number, read in place.
 
 E experts · O out · I in
 

@@ -258,7 +258,7 @@ class Core:
         return y_TH, scratch[slots * (width + 2) :].view(slots, intermediate)
 
     def dequantise(self, codes: ScaledCodes, expert: int, *, out: Tensor) -> None:
-        """out (O, I), in fp32 or bf16: what the codes of one expert stand for, each code · scale in fp32 and rounded."""
+        """out (O, I), in fp32 or bf16: of one expert each code · scale in fp32, rounded."""
         experts, rows, columns = codes.shape
         run = self._dequantise.get(out.dtype)
         if run is None or not 0 <= expert < experts:

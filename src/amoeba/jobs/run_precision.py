@@ -1,7 +1,7 @@
 """In which precision the experts of a run train, what computes it, and what it keeps: for the console and the report.
 
-    found = run_precision(model, "fp8", device)
-    console.say(str(found))          # experts in fp8: products of forward and ...; backend triton, ...; codes of ...
+found = run_precision(model, "fp8", device)
+console.say(str(found))          # experts in fp8: products of forward and ...; backend triton, ...; codes of ...
 """
 
 from __future__ import annotations

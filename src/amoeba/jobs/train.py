@@ -147,9 +147,8 @@ def _train(
     with together.all_or_none("the description of the run"):
         if together.first:
             began = earlier.began_with if earlier else content
-            describe_run(
-                folder, settings.as_dict(), model.config.to_dict(), began, None if precision is None else asdict(precision)
-            )
+            about = None if precision is None else asdict(precision)
+            describe_run(folder, settings.as_dict(), model.config.to_dict(), began, about)
     documents = max(train_rows.documents_per_row(), held_out_rows.documents_per_row())
     rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents, settings.sequence_length)
     trainer = make_trainer(
