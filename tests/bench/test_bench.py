@@ -21,7 +21,14 @@ from amoeba.bench import timing as timing_module
 from amoeba.bench.ceilings import Ceilings, Product, Size, measure_ceilings
 from amoeba.bench.document import make_document, result_path, write_new
 from amoeba.bench.implementation import Implementation
-from amoeba.bench.implementations import LOOP, THROUGH_TRANSFORMERS, TRANSFORMERS, implementations
+from amoeba.bench.implementations import (
+    BY_BACKEND,
+    LOOP,
+    THROUGH_TRANSFORMERS,
+    TRANSFORMERS,
+    implementations,
+    names_of_ours,
+)
 from amoeba.bench.memory import peak_bytes, watch_saved
 from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
 from amoeba.bench.suite import run_suite
@@ -345,6 +352,18 @@ def test_a_result_is_written_whole_and_never_over_another(tmp_path):
         write_new(path, {"first": False})
     assert json.loads(path.read_text()) == {"first": True}
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_experts_in_fp8_are_timed_by_other_backends_where_they_are_asked_for():
+    workload = make_workload(TINY, CPU, torch.bfloat16, training=False)
+    names = list(BY_BACKEND)
+    found, left_out = implementations(workload, training=False, peers=(), ours=names)
+    assert {each.name for each in found} == {f"amoeba {name}" for name in names}
+    first, second = (each.run() for each in found)
+    assert (first - second).norm() <= 1e-2 * first.norm()
+    assert set(names) <= set(names_of_ours())
+    found, left_out = implementations(workload, training=False, peers=(), ours=["eager"])
+    assert {left_out[f"amoeba {name}"] for name in names} == {"was not asked for"}
 
 
 @pytest.mark.gpu

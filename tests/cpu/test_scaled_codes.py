@@ -10,13 +10,11 @@ import functools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, cpu_features, experts
 from amoeba.backends import block_scaled_cpu, read_codes
-from amoeba.bench.implementations import BY_BACKEND, implementations, names_of_ours
-from amoeba.bench.shapes import Shape
-from amoeba.bench.workload import make_workload
 from amoeba.cpu.core import Core, load_core, why_no_core
 from amoeba.precision import FP8_128, MXFP8, Format, quantise
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
@@ -144,16 +142,23 @@ def test_where_bf16_is_multiplied_experts_are_dequantised_to_it(monkeypatch: pyt
             assert (got - right).norm() <= 5e-3 * right.norm(), shape
 
 
-def test_the_benchmark_times_other_backends_where_they_are_asked_for() -> None:
-    workload = make_workload(Shape("tiny", 9, 64, 32, 4, 2), CPU, torch.bfloat16, training=False)
-    names = list(BY_BACKEND)
-    found, left_out = implementations(workload, training=False, peers=(), ours=names)
-    assert {each.name for each in found} == {f"amoeba {name}" for name in names}
-    first, second = (each.run() for each in found)
-    assert (first - second).norm() <= 1e-2 * first.norm()
-    assert set(names) <= set(names_of_ours())
-    found, left_out = implementations(workload, training=False, peers=(), ours=["eager"])
-    assert {left_out[f"amoeba {name}"] for name in names} == {"was not asked for"}
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["cpu", "cpu-fused"])
+def test_compiled_graphs_and_checkpointing_have_the_same_bits(backend: str) -> None:
+    torch.compiler.reset()
+    weights = made("cut", torch.bfloat16)
+    x_TH, routing = inputs(weights, 40)
+    leaves = x_TH.requires_grad_(), routing.weight_TK.requires_grad_()
+
+    def layer_of(x: Tensor, weight: Tensor) -> Tensor:
+        return experts(x * 2, Routing(routing.expert_TK, weight), weights, backend=backend) + 1
+
+    dy_TH = torch.randn(x_TH.shape).bfloat16()
+    expected = torch.autograd.grad(layer_of(*leaves), leaves, dy_TH)
+    compiled = torch.compile(layer_of, fullgraph=True, backend="aot_eager")
+    for call in (compiled, lambda *given: checkpoint(layer_of, *given, use_reentrant=False)):
+        for found, right in zip(torch.autograd.grad(call(*leaves), leaves, dy_TH), expected, strict=True):
+            assert torch.equal(found, right)
 
 
 CASES = [

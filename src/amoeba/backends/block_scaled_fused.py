@@ -21,6 +21,7 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_library import load_node
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.torch_internals import constant_when_traced
 
 
 class BlockScaledFusedBackend(PassesBackend):
@@ -47,6 +48,7 @@ class BlockScaledFusedBackend(PassesBackend):
         return cpu_fused.backward(problem, saved, dy_TH, needs)
 
 
+@constant_when_traced
 def _why_no_node() -> str | None:
     try:
         load_node()

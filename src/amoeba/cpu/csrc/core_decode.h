@@ -1,5 +1,7 @@
 // A few tokens through all of their layer in one call; weights in fp32, bf16 or e4m3 codes, read where they lie.
 #pragma once
+#include <type_traits>
+
 #include "codes.h"
 #include "core_activation.h"
 #ifdef _OPENMP
