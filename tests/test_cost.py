@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from amoeba import Activation, ExpertWeights, cost
+from amoeba import Activation, ExpertWeights, Routing, cost, experts, with_precision
 from amoeba.backends import fp8_saved
+from amoeba.bench.memory import watch_saved
 from amoeba.precision import FP8_128, FP8_TRAINING, MXFP4, MXFP8, NVFP4
 from amoeba.precision.experts import quantise_experts
 from amoeba.precision.weight_cache import quantised_weight
@@ -88,6 +89,18 @@ def test_fp8_saved_keeps_h_in_e4m3(rows, intermediate):
     assert cost.kept_bytes(**sizes, precision="fp8-saved") == x + fp8_saved.bytes_of(rows, 2 * intermediate)
     assert cost.kept_bytes(**sizes, precision="fp8-saved", recompute=True) == x
     assert cost.kept_bytes(**sizes, precision="fp8") == cost.kept_bytes(**sizes)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-ste", "fp8-saved"])
+def test_kept_bytes_are_those_that_autograd_saves(precision):
+    gate_up, down = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.randn(EXPERTS, HIDDEN, INTERMEDIATE)
+    leaves = [each.bfloat16().requires_grad_() for each in (torch.randn(TOKENS, HIDDEN), gate_up, down)]
+    routing = Routing(torch.randint(0, EXPERTS, (TOKENS, TOP_K)), torch.rand(TOKENS, TOP_K).bfloat16().requires_grad_())
+    with watch_saved() as saved:
+        experts(leaves[0], routing, with_precision(ExpertWeights(*leaves[1:]), precision), backend="eager")
+    sizes = {"tokens": TOKENS, "rows": ROWS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "itemsize": 2}
+    maps = cost.row_map_bytes(rows=ROWS, experts=EXPERTS, weight_itemsize=2)
+    assert saved.bytes_without(leaves[1:]) == cost.kept_bytes(**sizes, precision=precision) + maps
 
 
 def test_training_in_fp8_keeps_codes_in_both_orientations():
