@@ -27,6 +27,7 @@ from amoeba.errors import bad_value
 from amoeba.files import model_folder
 from amoeba.integrations.experts_module import experts_modules, hand_over, layout_of, router_matrix
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
+from amoeba.integrations.quantised_models import unquantised
 from amoeba.machine import available_memory, total_memory
 from amoeba.stream.gpu.budgets import AUTO_SHARE, share
 from amoeba.stream.gpu.computing import check_miss
@@ -46,6 +47,11 @@ from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.timed import time_calls
 from amoeba.stream.timeline import Timeline
 from amoeba.stream.trace import LayerShape
+
+_ON_CPU = (
+    "the slots of --vram take no codes yet: leave --vram out, which streams on the CPU (where there is a GPU, finetune "
+    "asks for CUDA_VISIBLE_DEVICES= too), or load the model's folder without a budget, where its experts are resident"
+)
 
 
 @dataclass(eq=False)
@@ -165,12 +171,13 @@ def attach(
     closing: Store | ExpertMemory | DeviceMemory = opened
     try:
         _check_dtype(opened, dtype)
-        rest = sum(entry.size for entry in opened.rest.values())
+        rest = opened.rest_bytes
         make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, miss, prefetch, beside(opened))
         if loaded is None:
-            config = load_config(str(source), trust_remote_code=trust_remote_code)
+            config = unquantised(load_config(str(source), trust_remote_code=trust_remote_code))
             kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
-            loaded = load_rest(kind, config, str(source), dict(opened.rest_tensors()))
+            of_rest = None if opened.format is None else opened.layers[0].dtype
+            loaded = load_rest(kind, config, str(source), dict(opened.rest_tensors()), of_rest)
         _check_goes_with(loaded, opened)
         closing = memory = make()
         register()
@@ -205,6 +212,7 @@ def _ways(
     if vram is None:
         budget, slots = _share(store, rest, ram, beside)
         return partial(ExpertMemory, store, slots, policy), budget, None
+    store.check_plain(_ON_CPU)
     device = gpu()
     found = share(store, rest, vram, ram, device.device, beside)
 

@@ -68,6 +68,7 @@ class PackReport:
     experts: int
     expert_bytes: int  # of all blobs
     rest_bytes: int
+    numbers: str  # bfloat16, or the format of codes: fp8-128
     resumed_layers: int  # that an earlier run had packed
     left_out: tuple[str, ...]  # tensors of the checkpoint that the model has no place for
     seconds: float
@@ -119,6 +120,7 @@ class _Packing:
             experts=sum(entry.experts for entry in self.source.layers),
             expert_bytes=sum(self.sizes),
             rest_bytes=self.rest_bytes,
+            numbers=self.source.layers[0].numbers,
             resumed_layers=len(resumed),
             left_out=self.source.left_out,
             seconds=round(time.monotonic() - self.began, 3),
@@ -291,7 +293,8 @@ def fingerprint(source: FolderStore) -> str:
     changed = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     ranges = [(entry.file.name, entry.start, entry.size) for entry in entries]
     blobs = [(piece.shape, piece.stride, piece.offset) for piece in pieces]
-    facts = repr((changed, ranges, blobs, [repr(entry) for entry in source.layers], list(source.rest)))
+    formats = [(entry.format.name, entry.row_parts) for entry in source.layers if entry.format is not None]
+    facts = repr((changed, ranges, blobs, [repr(entry) for entry in source.layers], list(source.rest), *formats))
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
