@@ -254,7 +254,7 @@ def test_what_takes_plain_experts_alone_says_so(stored, tmp_path: Path, monkeypa
     with pytest.raises(ValueError, match="Leave --experts ranks out"):
         load_share(str(store), None, ranks=None)  # type: ignore[arg-type]
     monkeypatch.setattr(attaching, "home_of", lambda vram: torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"got fp8-128 .* slots of --vram take no codes yet"):
+    with pytest.raises(ValueError, match=r"got fp8-128 .* slots of --vram have not run on a GPU yet"):
         amoeba.stream.attach(store, vram="1GiB")
     with pytest.raises(ValueError, match=r"expected torch.float32"):
         amoeba.stream.attach(store, ram="1GiB", dtype=torch.bfloat16)

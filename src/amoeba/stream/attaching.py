@@ -13,6 +13,7 @@ and the cache of keys and values, comes on top.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,9 +49,11 @@ from amoeba.stream.timed import time_calls
 from amoeba.stream.timeline import Timeline
 from amoeba.stream.trace import LayerShape
 
+GPU_CODES = "AMOEBA_GPU_CODES"  # codes in slots on a GPU, which have not run on one yet: where this is 1
 _ON_CPU = (
-    "the slots of --vram take no codes yet: leave --vram out, which streams on the CPU (where there is a GPU, finetune "
-    "asks for CUDA_VISIBLE_DEVICES= too), or load the model's folder without a budget, where its experts are resident"
+    f"codes in slots of --vram have not run on a GPU yet: set {GPU_CODES}=1 to try them; or leave --vram out, which "
+    "streams on the CPU (finetune asks for CUDA_VISIBLE_DEVICES= too); or load the model's folder without a budget, "
+    "where its experts are resident"
 )
 
 
@@ -212,7 +215,8 @@ def _ways(
     if vram is None:
         budget, slots = _share(store, rest, ram, beside)
         return partial(ExpertMemory, store, slots, policy), budget, None
-    store.check_plain(_ON_CPU)
+    if os.environ.get(GPU_CODES) != "1":
+        store.check_plain(_ON_CPU)
     device = gpu()
     found = share(store, rest, vram, ram, device.device, beside)
 

@@ -66,8 +66,8 @@ class ExpertMemory:
 
     def __str__(self) -> str:
         experts = max(entry.experts for entry in self.store.layers)
-        codes = "" if self.store.format is None else f", as {self.store.format.name}"
-        return f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}{codes}"
+        there = f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}"
+        return there + self.store.as_codes
 
     def record(self, recorder: Recorder | None) -> None:
         """Hands every pass that begins from now on to the recorder."""

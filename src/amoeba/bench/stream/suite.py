@@ -22,8 +22,8 @@ from amoeba.bench.stream.problem import StreamProblem, StreamSize
 from amoeba.bench.stream.stores import FileStore, ResidentStore
 from amoeba.bench.stream.turns import TurnsMeasurement
 from amoeba.stream.bandwidth import read_rate
+from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
-from amoeba.weights import ExpertWeights
 
 # Of the tokens: a read takes a hundred times as long as a copy.
 _TOKENS_FROM_DISK = 4
@@ -140,7 +140,7 @@ class _Decodes:
         self,
         problem: StreamProblem,
         place: Place,
-        resident: list[ExpertWeights],
+        resident: list[StoredExperts],
         files: Callable[[], FileStore],
         tokens: int,
         report: StreamSuiteReport,
@@ -213,7 +213,7 @@ class _Decodes:
 
 
 @contextmanager
-def _files(problem: StreamProblem, resident: list[ExpertWeights], folder: Path | None) -> Iterator[FileStore]:
+def _files(problem: StreamProblem, resident: list[StoredExperts], folder: Path | None) -> Iterator[FileStore]:
     with tempfile.TemporaryDirectory(prefix="amoeba-bench-", dir=folder) as made:
         store = FileStore(problem, resident, Path(made))
         try:

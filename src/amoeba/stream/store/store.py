@@ -42,6 +42,11 @@ class Store(ABC):
         """Of the experts' codes; None: plain numbers."""
         return self.layers[0].format
 
+    @property
+    def as_codes(self) -> str:
+        """For a line that says what is where."""
+        return "" if self.format is None else f", as {self.format.name}"
+
     def check_plain(self, remedy: str) -> None:
         """ValueError where the experts are codes."""
         if self.format is not None:
