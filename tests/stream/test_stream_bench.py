@@ -358,6 +358,5 @@ def test_on_a_gpu_every_setting_is_right_and_timed(tmp_path: Path) -> None:
 def test_on_a_gpu_codes_are_right_and_timed(format: str, tmp_path: Path) -> None:
     problem = StreamProblem(replace(SIZES["small"], format=format), torch.device("cuda"))
     report = suite.run_stream(problem, 8, tmp_path)
-    assert all(each.same_bits for each in report.decodes if each.miss == "move")
-    assert {each.reason for each in report.decodes if each.miss != "move"} == {"the CPU cannot compute experts here"}
+    assert not report.wrong and all(each.same_bits and each.miss == "move" for each in report.decodes)
     assert all(each.same_bits and each.turns_us > 0 for each in report.turns) and report.lora.error < 1e-3

@@ -186,15 +186,13 @@ def test_commands_pack_check_and_generate_from_codes(stored, tmp_path: Path) -> 
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout.splitlines()[-1]), " ".join(result.output.split())
 
-    document, said = invoke("pack", str(folder), "--out", str(tmp_path / "store"), "--check", "--json")
+    document, _ = invoke("pack", str(folder), "--out", str(tmp_path / "store"), "--check", "--json")
     assert document["numbers"] == "fp8-128" and not document["damaged"]
     words = ("--max-new-tokens", "6", "--temperature", "0", "--device", "cpu", "--json")
-    texts = [
-        invoke("generate", str(tmp_path / "store"), "Once", "--ram", str(budget(tmp_path / "store", 2)), *words),
-        invoke("generate", str(folder), "Once", *words),
-    ]
-    (streamed, said), (kept, _) = texts
-    assert streamed["text"] == kept["text"] and "as fp8-128" in said
+    ram = str(budget(tmp_path / "store", 2))
+    streamed, said = invoke("generate", str(tmp_path / "store"), "Once", "--ram", ram, *words)
+    kept, _ = invoke("generate", str(folder), "Once", *words)
+    assert streamed["streaming"]["numbers"] == "fp8-128" and streamed["text"] == kept["text"] and "as fp8-128" in said
     assert (streamed["placement"], kept["placement"]) == ("streamed", "fp8-weights")
 
 

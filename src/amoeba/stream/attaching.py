@@ -82,6 +82,7 @@ class Streamed:
         recorder = memory.recorder
         return StreamReport(
             store="packed" if is_store(memory.store.folder) else "folder",
+            numbers=memory.store.layers[0].numbers,
             ram_bytes=self.ram_bytes,
             rest_bytes=self.rest_bytes,
             slot_bytes=memory.slot_bytes,
@@ -261,7 +262,8 @@ def _share(store: Store, rest: int, ram: str | int, beside: int) -> tuple[int, l
 def _check_dtype(store: Store, dtype: torch.dtype | None) -> None:
     stored = store.layers[0].dtype
     if dtype is not None and dtype != stored:
-        raise bad_value("dtype", f"{stored}, as the checkpoint has its experts", dtype, "leave it out")
+        of = "has its experts" if store.format is None else "says in config.json"
+        raise bad_value("dtype", f"{stored}, as the checkpoint {of}", dtype, "leave it out")
 
 
 def _check_goes_with(model: Any, store: Store) -> None:

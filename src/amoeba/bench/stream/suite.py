@@ -91,6 +91,8 @@ def run_stream(
         place = stack.enter_context(place_of(problem.device) if make_place is None else make_place())
         report.link_bytes_per_second = place.link_rate()
         wanted = [each for each in settings(size.experts, place.has_link) if each.part in problem.parts]
+        if problem.format is not None:  # the CPU core reads no codes
+            wanted = [each for each in wanted if each.miss == "move"]
         wants_lora = "lora" in problem.parts
         layers = [size.layers if place.has_link and not each.is_on_disk else size.disk_layers for each in wanted]
         wants_turns = "turns" in problem.parts and place.has_link
