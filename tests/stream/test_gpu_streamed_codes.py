@@ -28,9 +28,11 @@ from test_gpu_streamed_experts import (
 )
 
 import amoeba
-from amoeba import experts
+from amoeba import ExpertWeights, experts
+from amoeba.kernels.decode import Like, block_scaled
 from amoeba.precision.experts import BlockScaledExperts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, Format, fp8_blocks
+from amoeba.problem import Problem
 from amoeba.replays import CannotCapture
 from amoeba.stream import attaching
 from amoeba.stream.gpu.memory import DeviceMemory
@@ -97,11 +99,25 @@ def test_lora_gradients_are_those_beside_resident_codes(name: str, slots: int, d
                 assert torch.equal(found[each], tensor), (each, tokens)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_in_slots_have_the_tiles_of_all_experts(name: str) -> None:
+    """Else the last bits could be others."""
+    all_of_them = quantise_experts(ExpertWeights(torch.zeros(128, 8, 16), torch.zeros(128, 16, 4)), FORMATS[name])
+    tensors = [None if tensor is None else tensor[:8] for tensor in all_of_them.tensors()]
+    slots, differ = all_of_them.of(tensors, all_of_them.constants()), 0
+    for tokens in (1, 2, 4, 8, 64):
+        given = torch.zeros(tokens, 16), torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8)
+        expected, like = block_scaled.configuration_of(Problem(*given, all_of_them)), Like(tokens, 128)
+        assert block_scaled.configuration_of(Problem(*given, slots), like) == expected
+        differ += block_scaled.configuration_of(Problem(*given, slots)) != expected
+    assert differ
+
+
 @quick(lambda name: DEVICE.type == "cuda" or name == "mxfp4")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_captured_passes_give_the_numbers_of_resident_codes(name: str, dtype: torch.dtype) -> None:
-    resident = quantised(FORMATS[name], dtype)
+    resident = quantised(FORMATS[name], dtype, bias=False)
     with closing(Captured(resident, 4, 2, routed(1, dtype), miss="auto")) as captured, torch.no_grad():
         assert captured.memory.miss == "move"  # the CPU's core reads no codes
         for seed in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -282,7 +283,27 @@ def test_a_changed_code_is_named_and_never_computed_with(stored, tmp_path: Path)
         outcome(streamed.model)
 
 
-def test_experts_modules_of_a_streamed_model_hold_no_codes(stored) -> None:
-    _, store = stored["fp8"]
-    with amoeba.stream.attach(store, ram="1GiB") as streamed:
-        assert not [p for module in experts_modules(streamed.model).values() for p in module.parameters()]
+def test_all_but_the_experts_is_an_unquantised_model(stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU transformers would else put linears of its own into it, which have no gradient."""
+    asked, load = [], attaching.load_rest
+
+    def loaded(kind: Any, config: Any, *rest: Any) -> Any:
+        asked.append(copy.deepcopy(config))
+        return load(kind, config, *rest)
+
+    monkeypatch.setattr(attaching, "load_rest", loaded)
+    with amoeba.stream.attach(stored["fp8"][1], ram="1GiB") as streamed:
+        model = streamed.model
+        assert len(asked) == 1 and not hasattr(asked[0], "quantization_config")
+        assert not getattr(model, "is_quantized", False) and all(p.dtype == torch.float32 for p in model.parameters())
+        assert not [p for module in experts_modules(model).values() for p in module.parameters()]
+
+
+def test_without_a_dtype_in_config_the_rest_is_bf16_as_in_the_resident_model(stored, tmp_path: Path) -> None:
+    shutil.copytree(stored["mxfp4"][0], tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    del config["dtype"]
+    path.write_text(json.dumps(config))
+    with amoeba.stream.attach(tmp_path / "model", ram="1GiB") as streamed:
+        assert streamed.model.dtype == streamed.memory.layers[0].dtype == resident(path.parent).dtype == torch.bfloat16

@@ -293,8 +293,7 @@ def fingerprint(source: FolderStore) -> str:
     changed = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     ranges = [(entry.file.name, entry.start, entry.size) for entry in entries]
     blobs = [(piece.shape, piece.stride, piece.offset) for piece in pieces]
-    formats = [(entry.format.name, entry.row_parts) for entry in source.layers if entry.format is not None]
-    facts = repr((changed, ranges, blobs, [repr(entry) for entry in source.layers], list(source.rest), *formats))
+    facts = repr((changed, ranges, blobs, [repr(entry) for entry in source.layers], list(source.rest)))
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
