@@ -112,7 +112,10 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
     unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
     if "model_type" in unknown:
         raise bad_value(
-            "--resume", "the folder of an earlier run", f"{resume!r}, a model's", "leave --resume out and give it as the model"
+            "--resume",
+            "the folder of an earlier run",
+            f"{resume!r}, a model's",
+            "leave --resume out and give it as the model",
         )
     if unknown:
         other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
