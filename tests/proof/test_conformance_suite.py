@@ -17,6 +17,7 @@ from amoeba.proof import conformance
 from amoeba.proof.cases import ACTIVATIONS, CLAMPED_SWIGLU, SCALING, Case, Lora, cases, example, most_telling_first
 from amoeba.proof.conformance import (
     COMPOSED,
+    TOLERANCE,
     backend_names,
     check,
     poisoned_memory,
@@ -25,6 +26,7 @@ from amoeba.proof.conformance import (
     verify_case,
     worst,
 )
+from amoeba.proof.stages import STAGE_TOLERANCE
 from amoeba.weights import LORA_NAMES
 from selection import quick
 
@@ -158,6 +160,11 @@ def test_placed_experts_have_the_same_tolerance_in_every_case_and_every_gradient
     as_resident = dict.fromkeys(("streamed", *ROUNDED), (1e-2, 1e-2))
     limits = {"cpu-int8": (3e-2, 5e-2), **as_resident}.get(backend, (5e-3, 1e-2))
     assert (tolerance(backend, torch.bfloat16, "output"), tolerance(backend, torch.bfloat16, "x")) == limits
+
+
+def test_a_product_in_fp8_by_itself_has_the_narrower_tolerance():
+    assert tolerance("fp8", torch.bfloat16, "stage h") == STAGE_TOLERANCE < TOLERANCE[torch.bfloat16]
+    assert tolerance("fp8", torch.float32, "stage h") == TOLERANCE[torch.float32] < STAGE_TOLERANCE
 
 
 class TestVerify:
