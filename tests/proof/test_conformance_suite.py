@@ -162,6 +162,23 @@ def test_placed_experts_have_the_same_tolerance_in_every_case_and_every_gradient
     assert (tolerance(backend, torch.bfloat16, "output"), tolerance(backend, torch.bfloat16, "x")) == limits
 
 
+def test_memory_is_poisoned_also_where_somebody_has_switched_that_off(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    with poisoned_memory():
+        assert torch.empty(1000).isnan().all()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.parametrize("storage", ["plain", "transposed"])
+def test_weights_are_stored_as_the_case_says(storage, monkeypatch):
+    met = []
+    monkeypatch.setattr(conformance, "experts", lambda x, routing, weights, **_: met.append(weights) or x * 1)
+    case = Case(3, 2, storage=storage)
+    tensors, routing, _ = conformance._placed(example(case, torch.float32), case, CPU, torch.float32)
+    conformance._run(tensors, routing, case, "eager")
+    assert {matrix.is_contiguous() for matrix in (met[0].gate_up_EJH, met[0].down_EHI)} == {storage == "plain"}
+
+
 def test_a_product_in_fp8_by_itself_has_the_narrower_tolerance():
     assert tolerance("fp8", torch.bfloat16, "stage h") == STAGE_TOLERANCE < TOLERANCE[torch.bfloat16]
     assert tolerance("fp8", torch.float32, "stage h") == TOLERANCE[torch.float32] < STAGE_TOLERANCE
