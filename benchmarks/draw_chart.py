@@ -196,7 +196,8 @@ STYLE = """
     .card { fill: var(--card); stroke: var(--line); } .axis { stroke: var(--line); }
     .ceiling { stroke: var(--muted); stroke-dasharray: 4 3; }
     .ours { fill: var(--ours); }
-    .grouped { fill: var(--grouped); } .eager { fill: var(--eager); } .kt { fill: var(--kt); } .sonic { fill: var(--sonic); }
+    .grouped { fill: var(--grouped); } .eager { fill: var(--eager); } .kt { fill: var(--kt); }
+    .sonic { fill: var(--sonic); }
 """
 
 
