@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("triton")
 from amoeba.kernels.hopper import scaled_product
+from amoeba.kernels.hopper.order import IN_GROUPS, TALL
 from amoeba.kernels.hopper.scaled_product_plan import BLOCK, PLAIN, TURN, Plan
+from amoeba.kernels.programs import share_the_gpu
 
 UP = Plan(ACTIVATE=True, GATHER=True, BIAS=False, KEEP=False, GATED=True, KIND="silu")
 DOWN = Plan(ACTIVATE=False, GATHER=False, BIAS=False, KEEP=False)
@@ -87,3 +89,24 @@ def test_a_way_holds_within_its_block_only() -> None:
     with scaled_product.way("plain"):
         assert scaled_product._with_ways(UP, 2048, 768).WAYS == scaled_product.current_way() == PLAIN
     assert scaled_product.current_way() is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "matrix_bytes", "order"),
+    [
+        (DA, 2048 * 768, TALL),
+        (UP, 2048 * 1536, TALL),
+        (replace(UP, KEEP=True, CODED=True), 2048 * 1536, TALL),
+        (replace(UP, KEEP=True), 2048 * 1536, IN_GROUPS),
+        (replace(UP, KEEP=True), 7168 * 4096, IN_GROUPS),
+        (DOWN, 2048 * 768, IN_GROUPS),
+        (DOWN, 7168 * 4096, TALL),
+    ],
+)
+def test_tiles_come_in_the_order_that_was_fastest(plan: Plan, matrix_bytes: int, order: int) -> None:
+    assert scaled_product.order_of_tiles(plan, matrix_bytes) == order
+    share_the_gpu()
+    try:
+        assert scaled_product.order_of_tiles(plan, matrix_bytes) == IN_GROUPS
+    finally:
+        share_the_gpu(False)

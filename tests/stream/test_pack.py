@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,9 +83,12 @@ def killed_at(event: int, model: Path, store: Path) -> bool:
         sys.addaudithook(count)
         try:
             pack(model, store, progress=count_bytes)
-        finally:
-            os._exit(0)
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())  # past what pytest does with a process of its own
+            os._exit(1)
+        os._exit(0)
     _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "packing failed, see its traceback"
     return os.WIFSIGNALED(status)
 
 

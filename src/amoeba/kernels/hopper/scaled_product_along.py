@@ -41,7 +41,7 @@ def produce_along(
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     turn = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
         sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
         token = gl.load(order + sorted_row) // top_k
         k_offset = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
@@ -110,8 +110,12 @@ def _step(
     stage = count & (STAGES - 1)
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
     fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+    of_sums: gl.constexpr = gl.SliceLayout(1, mma)
+    if not PLAN.ACTIVATE:  # asked for later, they are waited for between the products; the up projection gains nothing
+        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
     found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, HEIGHT, BLOCK)
-    of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, gl.SliceLayout(1, mma))
+    if PLAN.ACTIVATE:
+        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
     left += warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None]
     found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, HEIGHT, BLOCK)
     done = warpgroup_mma_wait(0, deps=(found,))
@@ -156,7 +160,7 @@ def consume_along(
     buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
     count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
         row += WARPGROUP * HEIGHT
         left, right = zero, zero
         for _ in range(0, depth, BLOCK):

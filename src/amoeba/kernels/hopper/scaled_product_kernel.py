@@ -50,7 +50,7 @@ def _produce_in_order(
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
         pointers = rows
         layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         if PLAN.GATHER:
@@ -178,7 +178,9 @@ def _consume_in_order(
     blocks = gl.cdiv(width, BLOCK)
     count = 0
     if PLAN.AHEAD:
-        expert, row, end, n = clamped_place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
+        expert, row, end, n = clamped_place(
+            gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+        )
         m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
         of_row, of_left, of_right, of_far = first_scales(
             row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
@@ -186,10 +188,10 @@ def _consume_in_order(
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         if PLAN.AHEAD:
             next_expert, next_row, next_end, next_n = clamped_place(
-                tile + gl.num_programs(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M
+                tile + gl.num_programs(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
             )
         else:
-            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M)
+            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
             row += WARPGROUP * HEIGHT
             m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
             of_row, of_left, of_right, of_far = first_scales(

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from amoeba.kernels.hopper.order import IN_GROUPS
+
 E4M3 = torch.float8_e4m3fn
 # A stage holds so much of the depth, and so many columns share a scale.
 BLOCK = 128
@@ -64,6 +66,7 @@ class Plan:
     LIMIT: float = 0.0
     UP_SHIFT: float = 0.0
     WAYS: Ways = PLAIN
+    ORDER: int = IN_GROUPS  # of tiles, see `amoeba.kernels.hopper.order`
 
     @property
     def AHEAD(self) -> bool:

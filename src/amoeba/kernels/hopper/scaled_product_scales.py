@@ -18,13 +18,14 @@ def load_scales(row_scales, left_scales, right_scales, far_scales, PLAN: gl.cons
 
 
 @gluon.jit
-def clamped_place(tile, table, tiles, column_tiles, shift, GROUP_M: gl.constexpr):
+def clamped_place(tile, table, tiles, column_tiles, shift, GROUP_M: gl.constexpr, ORDER: gl.constexpr):
     """As `place_of_tile`, `shift` rows further; behind the last tile that of the last one, without any the first row's,
     so that all may be loaded that belongs to it."""
     some = tiles > 0
     last = gl.maximum(tiles * column_tiles - 1, 0)
-    expert, row, end, n = place_of_tile(gl.minimum(tile, last), table, gl.maximum(tiles, 1), column_tiles, GROUP_M)
-    return gl.where(some, expert, 0), gl.where(some, row, 0) + shift, gl.where(some, end, 1), n
+    tile = gl.minimum(tile, last)
+    expert, row, end, n = place_of_tile(tile, table, gl.maximum(tiles, 1), column_tiles, GROUP_M, ORDER)
+    return gl.where(some, expert, 0), gl.where(some, row, 0) + shift, gl.where(some, end, 1), gl.where(some, n, 0)
 
 
 @gluon.jit

@@ -107,7 +107,9 @@ def consume_under(
     blocks = gl.cdiv(width, BLOCK)
     count = 0
     zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
-    expert, row, end, n = clamped_place(gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M)
+    expert, row, end, n = clamped_place(
+        gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+    )
     m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
     of_row, of_left, of_right, of_far = first_scales(
         row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
@@ -139,7 +141,7 @@ def consume_under(
             right, count = _finish_right(begun, right, by_right, by_far, empty, count, True, PLAN, BLOCK, STAGES)
         last = _begin_left(row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
         coming_expert, coming_row, coming_end, coming_n = clamped_place(
-            next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M
+            next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
         )
         left = _now(left + warpgroup_mma_wait(0, deps=(last,)) * (next_row * next_left)[:, None])
         last = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
