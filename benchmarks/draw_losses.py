@@ -3,7 +3,8 @@
     python benchmarks/draw_losses.py     # rewrites docs/images/fp8_losses.svg
 
 A document holds what runs of `amoeba train --precision bf16` and `fp8` found at their evaluations: {"model": "120m",
-"tokens_per_step": 8192, "runs": {"bf16": [[step, loss], ...], "fp8": ...}}. Plain Python, no packages.
+"tokens_per_step": 8192, "seed": 1, "runs": {"bf16": [[step, loss], ...], "fp8": ...}}. All seeds of the newest commit
+are drawn. Plain Python, no packages.
 """
 
 from __future__ import annotations
@@ -37,20 +38,27 @@ STYLE = """
 """
 
 
-def newest() -> dict[str, Any]:
-    found = sorted(RESULTS.glob(DOCUMENTS))
+def newest() -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(DOCUMENTS))]
     if not found:
         raise SystemExit(f"draw_losses: expected a document {DOCUMENTS} in {RESULTS}, found none")
-    return json.loads(found[-1].read_text())
+    return [document for document in found if document["commit"] == found[-1]["commit"]]
 
 
-def chart(document: dict[str, Any]) -> str:
-    runs = {name: [(step, loss) for step, loss in document["runs"][name] if step] for name in COLOURS}
-    last = max(step for points in runs.values() for step, _ in points)
-    losses = [loss for points in runs.values() for _, loss in points]
-    lowest, highest = min(losses), max(losses)
-    bf16 = dict(runs["bf16"])
-    apart = [(step, 100 * (loss / bf16[step] - 1)) for step, loss in runs["fp8"] if step in bf16]
+def chart(documents: list[dict[str, Any]]) -> str:
+    """One pair of curves for each document, that is for each seed."""
+    pairs = [
+        {name: [(step, loss) for step, loss in document["runs"][name] if step] for name in COLOURS}
+        for document in documents
+    ]
+    points = [point for runs in pairs for curve in runs.values() for point in curve]
+    last, lowest, highest = max(step for step, _ in points), min(loss for _, loss in points), max(p[1] for p in points)
+    apart = [
+        (step, 100 * (loss / dict(runs["bf16"])[step] - 1))
+        for runs in pairs
+        for step, loss in runs["fp8"]
+        if step in dict(runs["bf16"])
+    ]
     widest = max(0.5, *(abs(each) for _, each in apart))
 
     def x(step: float) -> float:
@@ -63,13 +71,14 @@ def chart(document: dict[str, Any]) -> str:
         return (BELOW_TOP + BELOW_BOTTOM) / 2 - (BELOW_BOTTOM - BELOW_TOP) / 2 * percent / widest
 
     drawn = [*_frame(lowest, highest, last, widest)]
-    for name, colour in COLOURS.items():
-        points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in runs[name])
-        drawn.append(f'<polyline class="curve {colour}" points="{points}"/>')
+    for runs in pairs:
+        for name, colour in COLOURS.items():
+            places = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in runs[name])
+            drawn.append(f'<polyline class="curve {colour}" points="{places}"/>')
     drawn += [f'<circle class="dot ours" cx="{x(step):.1f}" cy="{below(each):.1f}" r="3"/>' for step, each in apart]
-    title = f"{document['model']}: held-out loss in bf16 and in fp8"
-    tokens = f"{last} steps of {document['tokens_per_step']} tokens, equal seeds and data"
-    ends = ", ".join(f"{name} {runs[name][-1][1]:.3f}" for name in COLOURS)
+    title = f"{documents[0]['model']}: held-out loss in bf16 and in fp8"
+    tokens = f"{last} steps of {documents[0]['tokens_per_step']} tokens, equal seeds and data"
+    ends = " and ".join(", ".join(f"{name} {runs[name][-1][1]:.3f}" for name in COLOURS) for runs in pairs)
     body = "\n  ".join(drawn)
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">
   <title>{title}</title>

@@ -28,7 +28,7 @@ Stand = Callable[[str, frozenset[str], str | None], None]
 
 
 def forget() -> None:
-    for cached in (cpu_features.cpu_flags, cpu_features.features_override, cpu_features.has_bf16_instructions):
+    for cached in (cpu_features.cpu_flags, cpu_features.features_override):
         cached.cache_clear()
 
 

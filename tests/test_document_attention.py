@@ -87,3 +87,11 @@ def test_a_model_on_a_cpu_makes_no_mask_and_learns_the_same(window, monkeypatch)
     assert not made
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_graph_is_told_that_the_result_is_contiguous_however_queries_lie():
+    """As the kernels write it: a compiled graph takes it for what it is told."""
+    q, k, v = (torch.empty(heads, 12, 32, device="meta").transpose(0, 1) for heads in (4, 2, 2))
+    assert document_attention(
+        q, k, v, torch.empty(3, dtype=torch.int32, device="meta"), longest=8, scale=1.0
+    ).is_contiguous()

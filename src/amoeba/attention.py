@@ -90,7 +90,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if (kernels := _ours(q, scale)) is not None:
         return kernels.forward(q, k, v, ends, scale, window)
-    return flash_attention(q, k, v, ends, longest, scale, window)
+    y, logsumexp = flash_attention(q, k, v, ends, longest, scale, window)
+    return y.contiguous(), logsumexp  # as our kernels write it
 
 
 def _backward(
@@ -105,7 +106,8 @@ def _backward(
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    y = torch.empty_like(q, memory_format=torch.contiguous_format)  # however q lies, see `_forward`
+    return y, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 _attention = operators.define(

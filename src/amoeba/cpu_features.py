@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from amoeba.errors import bad_value
+from amoeba.torch_internals import constant_when_traced
 
 # Matrix or dot-product instructions that multiply bf16 and accumulate in fp32, as the kernel names them.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
@@ -92,7 +93,7 @@ def compiler_flag() -> str:
     return level.compiler_flag if level is not None else _NATIVE.get(platform.machine(), "-march=native")
 
 
-@functools.cache
+@constant_when_traced
 def has_bf16_instructions() -> bool:
     return bool(cpu_flags() & _BF16_FLAGS)
 

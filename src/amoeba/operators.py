@@ -68,7 +68,8 @@ def define(
     keep:                   the arguments as they are saved for backward: one that is not needed there becomes an empty
                             tensor.
     overwrites_saved:       backward may, so that is_grads_batched=True, which would run it several times, is refused.
-    fake_backward:          by default a gradient is like its argument.
+    fake_backward:          by default a gradient is like its argument, in its strides, too, and is brought into them
+                            where backward gives it in others.
     remedy:                 what to do instead of asking for second derivatives.
     """
     wanted = [place for place, argument in enumerate(arguments) if argument.differentiable]
@@ -96,6 +97,13 @@ def define(
         return [
             torch.empty_like(source) if need and source is not None else None
             for source, need in zip(sources, needs, strict=True)
+        ]
+
+    def laid_as_arguments(given: tuple, kept: Tensors, gradients: Gradients, needs: Sequence[bool]) -> Gradients:
+        found = backward(given, kept, gradients, needs)
+        return [
+            gradient if gradient is None or given[place] is None else _laid_as(given[place], gradient)
+            for place, gradient in zip(wanted, found, strict=True)
         ]
 
     def remember(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -126,7 +134,7 @@ def define(
 
     implementations = {
         name: lambda *args: _unpacked(forward(*args)),
-        f"{name}_backward": run_backward(backward),
+        f"{name}_backward": run_backward(backward if fake_backward else laid_as_arguments),
     }
     fakes = {
         name: lambda *args: _unpacked(fake(*args)),
@@ -153,6 +161,16 @@ def define_forward(
     _library.define(f"{name}({schema}) -> ({', '.join(['Tensor'] * len(results))})")
     _library.impl(name, lambda *args: _unpacked(forward(*args)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"amoeba::{name}", lambda *args: _unpacked(fake(*args)), lib=_library)
+
+
+def _laid_as(source: Tensor, gradient: Tensor) -> Tensor:
+    """In the strides that `torch.empty_like` tells a compiled graph, which would take it for what it is not."""
+    if gradient.stride() == source.stride():
+        return gradient
+    strides = torch.empty_like(source, device="meta").stride()
+    if gradient.stride() == strides:
+        return gradient
+    return torch.empty_strided(source.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
 def _unpacked(found: Sequence[Tensor]) -> Any:

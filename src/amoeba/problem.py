@@ -147,7 +147,7 @@ class Saved(NamedTuple):
         return self.order_N, self.slot_row_N, self.offs_E
 
     def layout(self, top_k: int) -> Layout:
-        return Layout(self.order_N, self.slot_row_N, self.offs_E, self.order_N, top_k)
+        return Layout(self.order_N, self.slot_row_N, self.offs_E, top_k)
 
 
 def layout_of(problem: Problem, saved: Saved | None) -> Layout:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amoeba import experts
 from amoeba.backends.grouped import _misaligned
@@ -19,6 +22,7 @@ from laid_layer import (
     every_other,
     expanded,
     first_dimension_last,
+    inner_dimensions_swapped,
 )
 from selection import each_value_once
 from small_layer import kernel_device
@@ -48,6 +52,36 @@ def test_any_layout_in_memory_for_the_kernels(layout, size: str) -> None:
     sizes = SIZES[size] | {"tokens": 1, "rank": 0}  # slow in Triton's interpreter
     laid = Laid(layout, torch.float32, sizes, device=kernel_device())
     check(laid.found("triton"), laid.truth(), TOLERANCE[torch.float32])
+
+
+class ToldStrides(TorchDispatchMode):
+    """Compares what our operators give with what their fakes tell a compiled graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compared: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        if operator.namespace == "amoeba":
+            with FakeTensorMode() as mode:
+                told = operator(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+            for real, fake in zip(tree_leaves(found), tree_leaves(told), strict=True):
+                assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+            self.compared.append(operator.name())
+        return found
+
+
+@pytest.mark.parametrize("layout", [first_dimension_last, inner_dimensions_swapped, expanded])
+@pytest.mark.parametrize("way", [*WAYS, "triton"])
+def test_a_compiled_graph_is_told_the_strides_that_results_have(way: str, layout) -> None:
+    device = kernel_device() if way == "triton" else "cpu"
+    laid = Laid(layout, WAYS.get(way, torch.float32), {"tokens": 5, "hidden": 16, "inner": 16}, device=device)
+    if way == "grouped" and _misaligned(laid.weights) is not None:
+        pytest.skip("refused: test_any_layout_in_memory")
+    with ToldStrides() as told:
+        laid.found(way)
+    assert any(name.endswith("_backward") for name in told.compared)
 
 
 @pytest.mark.parametrize("way", ["cpu", "eager", "cpu fused in bf16", "packed in bf16"])

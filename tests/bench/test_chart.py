@@ -42,9 +42,10 @@ def test_a_bar_needs_a_measurement_that_passed_its_check(draw_chart: ModuleType)
 def test_losses_are_drawn_with_their_differences() -> None:
     """A run that was cut off has fewer of them."""
     runs = {"bf16": [[0, 9.0], [100, 5.0], [200, 4.0]], "fp8": [[0, 9.0], [100, 5.1]]}
-    drawn = script("draw_losses").chart({"model": "120m", "tokens_per_step": 8192, "runs": runs})
+    document = {"model": "120m", "tokens_per_step": 8192, "runs": runs}
+    drawn = script("draw_losses").chart([document, document])
     root = ElementTree.fromstring(drawn)
     space = "{http://www.w3.org/2000/svg}"
     curves = [each.attrib["points"].split() for each in root.iter(f"{space}polyline")]
-    assert [len(points) for points in curves] == [2, 1] and len(list(root.iter(f"{space}circle"))) == 1
-    assert "bf16 4.000, fp8 5.100" in drawn and "+2.0 %" in drawn
+    assert [len(points) for points in curves] == [2, 1, 2, 1] and len(list(root.iter(f"{space}circle"))) == 2
+    assert "bf16 4.000, fp8 5.100 and bf16 4.000" in drawn and "+2.0 %" in drawn

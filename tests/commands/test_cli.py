@@ -2,198 +2,39 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
-import os
-import pickle
 import re
 import subprocess
 import sys
 import textwrap
-import warnings
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import fields
 
 import pytest
 import torch
+from few_cases import ENVIRONMENT, TINY, all_commands, invoke, last_line, only_few_cases
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from amoeba.backends import eager, registry
-from amoeba.bench import ceilings, suite, timing
+from amoeba.bench import suite
 from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.bench.shapes import Shape
 from amoeba.cli import app
 from amoeba.commands import bench as bench_command
 from amoeba.commands.options import DTYPES
-from amoeba.commands.output import Output, strict_json
+from amoeba.commands.output import strict_json
 from amoeba.commands.over_ranks import over_ranks
 from amoeba.commands.rich_output import RichOutput
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
-from amoeba.placements import all_placements
 from amoeba.proof import conformance
-from amoeba.proof.cases import Case
 from amoeba.weights import ExpertWeights
 from noted_output import NotedOutput
 from planted_backend import Planted, plant
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
-TINY = "37,32,16,6,2"
-FEW = [Case(0, 2), Case(1, 2), Case(5, 2, bias=True, pattern="sentinels", num_experts=4)]
-SMALL = ceilings.Size(64, 1 << 20, 1)
-FOR_EVER = 10_000  # seconds
-
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch):
-    """The suite itself is run by test_conformance.py."""
-    monkeypatch.setattr(conformance, "cases", lambda thorough=False: FEW)
-    monkeypatch.setattr("amoeba.commands.verify.cases", lambda thorough=False: FEW)
-    monkeypatch.setattr("amoeba.commands.verify.SECONDS", FOR_EVER)
-    monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
-    monkeypatch.setitem(ceilings.SIZES, "cpu", SMALL)
-
-
-def invoke(*words: str):
-    return CliRunner().invoke(app, list(words))
-
-
-def last_line(result) -> dict:
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def test_verify_passes_and_names_every_backend_and_gradient():
-    result = invoke("verify", "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
-    document = last_line(result)
-    assert document["ok"]
-    assert {row["backend"] for row in document["backends"]} == set(conformance.backend_names(torch.device("cpu")))
-    for row in document["backends"]:
-        if row["cases_checked"]:
-            placed = {placement.name for placement in all_placements() if not placement.trains}
-            base = set() if row["backend"] in placed else {"gate_up", "down", "down_bias"}
-            assert {"inference", "output", "x", "weight"} | base <= set(row["worst"])
-    assert "every gradient within tolerance" in result.stdout
-    for name in ("eager", "float32", "bfloat16", "gate_up_bias", "tolerance"):
-        assert name in result.stdout
-
-
-def test_verify_over_ranks_starts_its_own_processes_and_compares_bits():
-    result = invoke("verify", "--ranks", "2", "--dtype", "float32", "--json")
-    assert result.exit_code == 0, result.output
-    document = last_line(result)
-    (row,) = document["backends"]
-    assert document["ok"] and document["ranks"] == 2 and row["backend"] == "2 ranks" and row["cases_checked"] >= 12
-    assert {"inference", "output", "x", "weight", "gate_up", "down_bias", "gate_lora_a"} <= set(row["worst"])
-    assert "the bits of one process" in result.stdout
-
-
-@pytest.mark.parametrize("more", [("--ranks", "99"), ("--ranks", "1"), ("--ranks", "2", "--backend", "eager")])
-def test_verify_says_what_does_not_go_with_ranks(more):
-    result = invoke("verify", *more)
-    assert result.exit_code == 2 and more[-2] in result.output
-
-
-def test_verify_fails_on_a_backend_with_one_wrong_gradient(monkeypatch):
-    def wrong_weight_gradient(request):
-        weight_TK = request.routing.weight_TK
-        routing = replace(request.routing, weight_TK=weight_TK + (weight_TK - weight_TK.detach()))
-        return eager.BACKEND.run(replace(request, routing=routing))
-
-    plant(monkeypatch, Planted("broken", wrong_weight_gradient))
-    only = ("--backend", "eager", "--backend", "broken")
-    result = invoke("verify", "--device", "cpu", "--dtype", "float32", *only, "--json")
-    assert result.exit_code == 1
-    document = last_line(result)
-    rows = {row["backend"]: row["ok"] for row in document["backends"]}
-    assert rows == {"eager": True, "broken": False}
-    assert {tuple(failure["out_of_tolerance"]) for failure in document["failures"]} == {("weight",)}
-    assert "FAIL" in result.stdout
-
-
-def test_verify_fails_on_a_backend_that_raises(monkeypatch):
-    def raises(request):
-        raise RuntimeError("no such kernel")
-
-    plant(monkeypatch, Planted("raising", raises))
-    result = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "raising")
-    assert result.exit_code == 1
-    assert "RuntimeError: no such kernel" in result.stdout
-
-
-def test_verify_says_who_refuses_and_that_nothing_checked_is_no_success(monkeypatch):
-    plant(monkeypatch, Planted("absent", eager.BACKEND.run, lambda request: "needs hardware that is not here"))
-    two = ("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "absent")
-    result = invoke(*two)
-    assert result.exit_code == 0
-    assert "not served (-v tells why)" in result.stdout and "\n  absent: float32\n" in result.stdout
-    why = invoke(*two, "-v")
-    assert "absent (cases: 3 in float32): needs hardware that is not here" in why.stdout
-    alone = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "absent")
-    assert alone.exit_code == 1
-    assert "nothing was checked" in alone.stdout
-
-
-def test_verify_says_which_cases_the_time_was_too_short_for(monkeypatch):
-    monkeypatch.setattr("amoeba.commands.verify.SECONDS", 0)
-    monkeypatch.setattr("amoeba.commands.verify._SECONDS_BETWEEN_LINES", 0.0)
-    words = ("verify", "--device", "cpu", "--dtype", "fp32", "--dtype", "fp64", "--backend", "eager", "--json")
-    result = invoke(*words)
-    assert result.exit_code == 0
-    document = last_line(result)
-    assert (document["cases"], document["cases_left_out"]) == (1, 2)
-    assert {row["dtype"] for row in document["backends"] if row["cases_checked"] == 1} == {"float32", "float64"}
-    assert (
-        "1 of 3 cases within 0 s, the rest was left out; amoeba verify --thorough has 3 and no limit" in result.stdout
-    )
-    assert "1 of 6 done, now eager in float64: " in result.stderr, "a pipe sees how far it is"
-    document = last_line(invoke(*words, "--thorough"))
-    assert (document["cases"], document["cases_left_out"]) == (3, 0)
-
-
-def test_a_pipe_hears_of_a_long_verify_every_few_seconds(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("amoeba.commands.verify.time.monotonic", lambda: now.append(now[-1] + 1) or now[-1])
-    result = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "cpu")
-    assert len([line for line in result.stderr.splitlines() if " of 6 done, now " in line]) in (1, 2)
-
-
-def test_what_torch_and_transformers_warn_about_is_shown_with_verbose_alone(monkeypatch):
-    class Package:
-        levels: ClassVar[list[str]] = []
-
-        class logging:
-            set_verbosity_error = staticmethod(lambda: Package.levels.append("error"))
-
-    monkeypatch.setitem(sys.modules, "transformers", Package)
-    for words, shown in (
-        (("doctor",), False),
-        (("doctor", "-v"), True),
-        (("-v", "doctor"), True),
-        (("doctor",), False),
-    ):
-        Package.levels.clear()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert invoke(*words).exit_code == 0
-            warnings.warn_explicit("of torch's", UserWarning, "file", 1, module="torch.nn")
-            warnings.warn_explicit("of ours", UserWarning, "file", 2, module="amoeba.cpu.build")
-            logging.getLogger("amoeba").warning("something to know")
-        assert [str(warning.message) for warning in caught] == (["of torch's", "of ours"] if shown else ["of ours"])
-        assert Package.levels == ([] if shown else ["error"])
-        assert logging.getLogger("amoeba").isEnabledFor(logging.INFO) == shown
-        assert logging.getLogger("amoeba.cpu.build").isEnabledFor(logging.INFO), "a build takes long, it is always said"
-
-
-def all_commands(group=None, *words: str):
-    """Each command by the words that call it; a group of commands (amoeba stream) comes before its own."""
-    for name, command in (group or get_command(app)).commands.items():
-        yield (*words, name), command
-        if hasattr(command, "commands"):
-            yield from all_commands(command, *words, name)
+    only_few_cases(monkeypatch)
 
 
 def test_every_command_has_the_flag_of_verbose():
@@ -222,13 +63,6 @@ def test_a_default_that_a_help_text_names_is_that_of_the_settings(name, kind):
 
 def test_dtypes_of_the_options_are_those_of_the_proof():
     assert tuple(map(str, conformance.TOLERANCE)) == tuple(f"torch.{name}" for name in DTYPES)
-
-
-def test_verify_prints_plain_lines_in_a_pipe():
-    result = invoke("verify", "--device", "cpu", "--dtype", "float64", "--backend", "eager")
-    assert result.exit_code == 0
-    assert "\x1b" not in result.stdout
-    assert "…" not in result.stdout
 
 
 def test_doctor_describes_the_machine_and_every_backend():
@@ -381,9 +215,6 @@ def test_an_unknown_option_exits_with_2():
     assert invoke("verify", "--dvice", "cpu").exit_code == 2
 
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-
-
 @pytest.mark.thorough
 def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
     start = """
@@ -396,186 +227,6 @@ def test_as_a_process_the_last_line_is_json_and_the_log_is_on_stderr():
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["document"] == "amoeba doctor"
     assert "amoeba: said by the library" in done.stderr
-
-
-# Runs commands one after another as `python -m amoeba` does, where some packages cannot be imported: each set of them
-# in a process of its own, which takes over torch from the first.
-WITHOUT = """
-    import contextlib, io, json, os, pickle, runpy, sys
-
-    from amoeba.proof import conformance
-    from amoeba.bench import ceilings, timing
-
-    class Absent:
-        def __init__(self, names):
-            self.names = names
-
-        def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] in self.names:
-                raise ImportError(f"No module named {name!r}", name=name)
-
-    few, small, for_ever, commands_without = pickle.load(sys.stdin.buffer)
-    for absent, commands in commands_without.items():
-        if os.fork():
-            assert os.wait()[1] == 0
-            continue
-        sys.meta_path.insert(0, Absent(absent))
-        from amoeba.commands import verify
-
-        conformance.cases = verify.cases = lambda thorough=False: few
-        verify.SECONDS = for_ever
-        timing.LEAST_SECONDS = 0.0
-        ceilings.SIZES["cpu"] = small
-        done = []
-        for words in commands:
-            sys.argv = ["amoeba", *words]
-            code, out, err = 0, io.StringIO(), io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                try:
-                    runpy.run_module("amoeba", run_name="__main__")
-                except SystemExit as left:
-                    code = left.code or 0
-            done.append([code, out.getvalue(), err.getvalue()])
-        present = [name for name in (*absent, "torch._dynamo") if name in sys.modules]
-        print(json.dumps({"done": done, "present": present}), flush=True)
-        os._exit(0)
-"""
-TORCH_ALONE = ("typer", "rich", "click", "transformers", "yaml", "safetensors")
-VERIFY = ("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--json")
-BENCH = ("bench", "--device", "cpu", "--shape", TINY, "--pass", "training", "--repeats", "1", "--json")
-BAD_USAGE = [
-    ("bench", "--shape", "1,2,3"),
-    ("bench", "--suite", "cpu", "--shape", "small"),
-    ("verify", "--device", "cpu", "--backend", "fastest"),
-    ("bench", "--repeats", "0"),
-    ("bench", "--repeats", "x"),
-    ("verify", "--dvice", "cpu"),
-    ("verify", "--thor"),
-    ("stream",),
-    ("stream", "nothing"),
-    ("stream", "simulate"),
-    ("nothing",),
-    (),
-]
-
-
-def run_without(commands, *, compiler=False):
-    """Exit code, stdout and stderr of each command, by the packages that are not there.
-
-    compiler: whether a command may import torch's compiler, as bench does.
-    """
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WITHOUT)],
-        input=pickle.dumps((FEW, SMALL, FOR_EVER, commands)),
-        capture_output=True,
-        env=ENVIRONMENT,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr.decode()
-    answers = dict(zip(commands, map(json.loads, ran.stdout.splitlines()), strict=True))
-    present = {name for answer in answers.values() for name in answer["present"]}
-    assert present <= ({"torch._dynamo"} if compiler else set())
-    return {absent: list(zip(commands[absent], answer["done"], strict=True)) for absent, answer in answers.items()}
-
-
-@pytest.fixture(scope="module")
-def told_without():
-    """What the commands say at once."""
-    helps = [(*words, "--help") for words, _ in all_commands()]
-    commands = {TORCH_ALONE: [*BAD_USAGE, *helps]}
-    return run_without(commands | {(name,): [("--version",), VERIFY[:-1]] for name in ("typer", "rich")})
-
-
-def outline(value):
-    """The keys of a document, without its numbers."""
-    if isinstance(value, dict):
-        return {key: outline(inner) for key, inner in value.items()}
-    return [outline(inner) for inner in value] if isinstance(value, list) else None
-
-
-def without_errors(text: str) -> str:
-    """Rounding depends on what torch's products did before in a process, so the digits of an error may differ."""
-    return re.sub(r"\d\.\de-\d\d", "#", text)
-
-
-@pytest.mark.thorough
-def test_with_torch_alone_the_commands_say_and_return_the_same(tmp_path):
-    folder = tmp_path / "without"
-    bench = (*BENCH, "--out", str(folder))
-    ran = run_without({TORCH_ALONE: [VERIFY, bench, bench, ("doctor", "--json")]}, compiler=True)
-    plain_verify, plain_bench, again, doctor = (done for _, done in ran[TORCH_ALONE])
-
-    expected = invoke(*VERIFY)
-    code, out, _ = plain_verify
-    assert (code, expected.exit_code) == (0, 0)
-    assert without_errors(out).splitlines()[:-1] == without_errors(expected.stdout).splitlines()[:-1]
-    assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
-
-    expected = invoke(*BENCH, "--out", str(tmp_path / "with"))
-    code, out, err = plain_bench
-    assert (code, expected.exit_code) == (0, 0), err
-    (written,) = folder.iterdir()
-    document, as_typer = json.loads(written.read_text()), last_line(expected)
-    assert document == json.loads(out.splitlines()[-1])
-    assert document["command"] == as_typer["command"]
-    results, expected_results = document.pop("results"), as_typer.pop("results")
-    assert outline(document) == outline(as_typer)
-    for result, expected_result in zip(results, expected_results, strict=True):
-        measurements, others = result.pop("measurements"), expected_result.pop("measurements")
-        assert result == expected_result
-        assert {m["implementation"] for m in measurements} == {m["implementation"] for m in others}
-        assert {key for m in measurements for key in m} == {key for m in others for key in m}
-    assert f"{TINY} (T=37 H=32 I=16 E=6 K=2) training, float32 on cpu" in out
-
-    assert again[0] == 2
-    assert "not overwritten" in again[2]
-
-    expected = invoke("doctor", "--json")
-    code, out, _ = doctor
-    assert code == 0
-    assert outline(json.loads(out.splitlines()[-1])) == outline(last_line(expected))
-
-
-def test_with_torch_alone_bad_usage_exits_with_2(told_without):
-    ran = [(words, done) for words, done in told_without[TORCH_ALONE] if words in BAD_USAGE]
-    assert len(ran) == len(BAD_USAGE)
-    for words, (code, out, err) in ran:
-        expected = invoke(*words)
-        assert (code, out) == (2, ""), words
-        assert expected.exit_code == 2
-        if expected.stderr.startswith("amoeba: "):
-            assert err == expected.stderr
-        else:
-            assert "usage: amoeba" in err
-
-
-def test_with_torch_alone_every_option_is_there(told_without):
-    helps = {words[:-1]: done for words, done in told_without[TORCH_ALONE] if words[-1:] == ("--help",)}
-    assert ("stream", "simulate") in helps
-    for words, command in all_commands():
-        code, out, _ = helps[words]
-        assert code == 0
-        for parameter in command.params:
-            for option in parameter.opts if parameter.param_type_name == "option" else [parameter.name.upper()]:
-                assert option in out
-
-
-@pytest.mark.parametrize("absent", ["typer", "rich"])
-def test_with_only_one_of_typer_and_rich_the_commands_run(told_without, absent):
-    (_, version), (_, verify) = told_without[(absent,)]
-    assert version[:2] == [0, invoke("--version").stdout]
-    assert verify[0] == 0
-    assert without_errors(verify[1]) == without_errors(verified())
-
-
-@functools.cache
-def verified() -> str:
-    return invoke(*VERIFY[:-1]).stdout
-
-
-def test_a_plain_table_is_aligned(capsys):
-    Output().table("title", ["", "ms"], [["a", "10.5"], ["long", "7"]])
-    assert capsys.readouterr().out == "\ntitle\n          ms\n  a     10.5\n  long     7\n"
 
 
 def test_no_cell_is_cut_on_a_narrow_terminal(monkeypatch, capsys):

@@ -140,7 +140,12 @@ CASES: dict[str, tuple[Callable[[Place], object], Callable[[Place], list[object]
     "a size below 0": (
         lambda p: change_json(p.model / "config.json", hidden_size=-4), generate(), "whose model loads"),
     "a size other than the weights'": (
-        lambda p: change_json(p.model / "config.json", hidden_size=64), generate(), "MODEL: expected"),
+        lambda p: change_json(p.model / "config.json", intermediate_size=64, moe_intermediate_size=64), generate(),
+        "weights of the sizes that config.json gives: (6, 32, 64) of model.layers.0.mlp.experts.down_proj; got (6, 32"),
+    "more experts for a token than there are": (
+        lambda p: change_json(p.model / "config.json", num_experts_per_tok=7), train(), "a number from 1 to 6"),
+    "a model in place of a run to resume": (
+        nothing, lambda p: ["train", "--resume", p.model], "the folder of an earlier run; got"),
     "an unknown architecture": (
         lambda p: change_json(p.model / "config.json", model_type="gpt9"), generate(), "gpt9"),
     "an architecture that is a number": (

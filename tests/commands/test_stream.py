@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from amoeba.cli import app
 from amoeba.stream.simulate import replay, slots_of_share
 from amoeba.stream.synthetic import Locality, synthetic_trace
-from amoeba.stream.trace import LayerShape, TraceWriter, write_trace
+from amoeba.stream.trace import LayerShape, TraceWriter
 
 SMALL = "layers=2,tokens=60"
 
@@ -28,7 +28,10 @@ def results(result) -> list[dict]:
 @pytest.fixture
 def trace(tmp_path):
     found = synthetic_trace(Locality(), [LayerShape(64, 8), LayerShape(32, 4)], tokens=60)
-    write_trace(tmp_path / "run.trace", found)
+    with TraceWriter(tmp_path / "run.trace", found.layers) as writer:
+        for each in found.passes:
+            for layer in range(len(found.layers)):
+                writer.add(layer, each.of_layer(layer))
     return tmp_path / "run.trace", found
 
 

@@ -6,6 +6,7 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,30 @@ def test_where_bf16_is_multiplied_experts_are_dequantised_to_it(monkeypatch: pyt
         found, expected = ((each, *torch.autograd.grad(each, leaves, dy_TH)) for each in y)
         for got, right in zip(found, expected, strict=True):
             assert (got - right).norm() <= 5e-3 * right.norm(), shape
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """Experts as in the slots of a store: each contiguous, with other bytes between them."""
+    whole = torch.full((len(tensor), tensor[0].numel() + 64), 113, dtype=tensor.dtype)
+    whole[:, : tensor[0].numel()] = tensor.flatten(1)
+    return whole[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
+
+
+@by_shape
+@pytest.mark.parametrize("tokens", [2, 70])
+def test_experts_that_lie_apart_are_read_where_they_are(shape: str, tokens: int) -> None:
+    weights = made(shape, torch.bfloat16)
+    stored = [(apart(codes), apart(scales), None) for codes, scales, _ in (weights.stored_gate_up, weights.stored_down)]
+    slots = replace(weights, stored_gate_up=stored[0], stored_down=stored[1])
+    assert read_codes.scaled_codes(slots.down_EHI).code_EOI.data_ptr() == stored[1][0].data_ptr()
+    x_TH, routing = inputs(weights, tokens)
+    for backend in ("cpu", "cpu-fused"):
+        leaf = x_TH.detach().requires_grad_()
+        found, expected = (experts(leaf, routing, each, backend=backend) for each in (slots, weights))
+        gradients = (torch.autograd.grad(each.float().sum(), leaf) for each in (found, expected))
+        assert torch.equal(found, expected) and torch.equal(*(each for (each,) in gradients))
+        with torch.no_grad():
+            assert torch.equal(*(experts(x_TH, routing, each, backend=backend) for each in (slots, weights)))
 
 
 @pytest.mark.thorough

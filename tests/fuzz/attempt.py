@@ -7,6 +7,7 @@ A refusal is an error in the project's form: what was expected, what came, what 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import traceback
@@ -26,6 +27,7 @@ from .case import Case
 from .compare import faults
 from .tensors import Made, bits, make
 
+QUOTED_BY_DYNAMO = re.compile(r"raised exception ValueError\((.*)\)$", re.MULTILINE)
 OUR_FORM = re.compile(r".+: expected .+; got .+\. [A-Z`].*\.", re.DOTALL)
 
 
@@ -51,6 +53,9 @@ def attempt(case: Case) -> Outcome:
 def verdict_on(error: Exception) -> Outcome:
     """Whether an exception is a refusal in our words."""
     text = str(error)
+    if quoted := QUOTED_BY_DYNAMO.search(text):
+        error = ValueError(ast.literal_eval(quoted[1])).with_traceback(error.__traceback__)
+        text = str(error)
     ours = isinstance(error, ValueError) and OUR_FORM.fullmatch(text)
     if ours or (isinstance(error, NotImplementedError) and text.startswith("amoeba")):
         return Outcome("refused", text)
@@ -165,6 +170,10 @@ def _forward(case: Case, made: Made, weights: Any) -> Tensor:
     if case.mode == "checkpoint":
         return torch.utils.checkpoint.checkpoint(call, named["x"], named["weight"], use_reentrant=False)
     if case.mode == "compile":
+        # to dynamo all cases are one function, which it compiles anew eight times and no more; code that was kept on
+        # the disk may be of operators that were changed since
+        torch.compiler.reset()
+        torch.compiler.config.force_disable_caches = True
         call = torch.compile(call, fullgraph=True, dynamic=False)
     return call(named["x"], named["weight"])
 

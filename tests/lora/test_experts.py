@@ -139,6 +139,13 @@ def test_ranks_may_differ(backend):
 
 
 @pytest.mark.skipif(why_no_core() is not None, reason=str(why_no_core()))
+def test_an_a_that_reads_the_same_memory_in_another_order_is_another():
+    layer = Layer(rank=H)
+    gate = layer.tensors["gate_lora_a"].detach()
+    turned, copied = (layer.run("eager", gate_lora_a=gate, up_lora_a=up) for up in (gate.mT, gate.mT.contiguous()))
+    torch.testing.assert_close(turned, copied)
+
+
 class TestFewTokensOnTheCpu:
     """Without gradients the core decodes them, factors or not: nothing is sorted, no factors are packed."""
 
@@ -181,9 +188,13 @@ class TestFewTokensOnTheCpu:
         if tokens > 3:
             assert not found[3].count_nonzero()
 
+    @pytest.mark.parametrize("turned", [False, True], ids=["", "rank outermost in b"])
     @pytest.mark.parametrize("tokens", [1, 6])
-    def test_fp32_factors_are_rounded_where_they_are_met(self, tokens, monkeypatch):
+    def test_fp32_factors_are_rounded_where_they_are_met(self, tokens, turned, monkeypatch):
         layer = Layer(rank=5)
+        for name in LORA_NAMES if turned else ():
+            if name.endswith("b"):
+                layer.tensors[name] = layer.tensors[name].detach().mT.contiguous().mT
         layer.expert_TK = self.IDS[:tokens]
         half = {name: t.detach().bfloat16() for name, t in layer.tensors.items()}
         half |= {"x": half["x"][:tokens], "weight": normal(tokens, 3, seed=9).abs().bfloat16()}

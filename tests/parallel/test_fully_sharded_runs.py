@@ -183,7 +183,7 @@ def some_ranks(count: int) -> Ranks:
     return found
 
 
-@pytest.mark.parametrize("wrong", [3, 8])
+@pytest.mark.parametrize("wrong", [3, 8, 0, -2])
 def test_a_number_that_does_not_divide_the_ranks_is_refused_with_those_that_do(wrong: int) -> None:
     expected = rf"--expert-ranks: expected .* the 4 ranks \(1, 2, 4\); got {wrong}\. .*leave it out"
     with pytest.raises(ValueError, match=expected):

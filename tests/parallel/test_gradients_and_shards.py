@@ -62,6 +62,14 @@ def test_a_shard_that_several_ranks_have_counts_once_in_the_norm(monkeypatch: py
     torch.testing.assert_close(float(norm), 54**0.5)
 
 
+@pytest.mark.parametrize("most", [1.0, 10.0])
+def test_gradients_are_scaled_down_and_never_up(most: float) -> None:
+    parameter, ranks = given(0, 2), SimpleNamespace(count=1)
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert float(gradients.clip_gradients([parameter], most, ranks)) == pytest.approx(5.0)  # type: ignore[arg-type]
+    torch.testing.assert_close(parameter.grad, torch.tensor([3.0, 4.0]) * min(most / 5, 1))
+
+
 def test_a_step_of_shards_has_their_gradient_and_keeps_none() -> None:
     whole, local = given(0, 4), given(1, 2)
     whole.to_local, whole._amoeba_local_part = None, local  # type: ignore[attr-defined]

@@ -120,8 +120,8 @@ def test_codes_are_made_once_and_stay_where_they_are(monkeypatch: pytest.MonkeyP
     made = []
     again = weight_cache.quantise_again
     monkeypatch.setattr(weight_cache, "quantise_again", lambda *given: (made.append(given), again(*given)))
-    weight = nn.Parameter(torch.randn(3, 200, 40))
-    stored = nn.Parameter(torch.randn(3, 40, 200))  # of a module that keeps (E, in, out): a new view for each call
+    weight = nn.Parameter(torch.randn(3, 200, 140))
+    stored = nn.Parameter(torch.randn(3, 140, 200))  # of a module that keeps (E, in, out): a new view for each call
     for make in (lambda: weight, lambda: stored.transpose(1, 2)):
         first = quantised_weight(make())
         turned = first.turned()

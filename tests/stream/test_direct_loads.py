@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from served_layers import Served, drawn_ids
 from simulated_device import LiveDevice
 from test_device_memory import E
-from test_replays import Served, drawn_ids
 
 from amoeba.bench.stream.waits import DISK, TABLES_FIRST, WaitRecord
 from amoeba.config import Activation
@@ -38,7 +38,7 @@ H, I = 64, 32  # 24 KiB an expert
 
 
 class Files(Store):
-    """Of each expert its number in all of its weights, and that of the layer in gate and up, as test_replays.py looks.
+    """Of each expert its number in all of its weights, and that of the layer in gate and up, as served_layers.py looks.
     read_by_python: what was not read by threads of its own."""
 
     def __init__(self, folder: Path, layers: int = 2) -> None:

@@ -211,6 +211,14 @@ def test_only_what_was_asked_for_is_measured(tmp_path: Path) -> None:
     assert [each.slots for each in report.decodes] == [8, 4] and report.lora is None
 
 
+@pytest.mark.parametrize("format", ["fp8-128", "mxfp4"])
+def test_codes_are_right_and_timed(format: str, tmp_path: Path) -> None:
+    problem = StreamProblem(replace(SIZES["tiny"], format=format), CPU, ("decode", "disk", "lora"))
+    report = suite.run_stream(problem, 4, tmp_path)
+    assert not report.wrong and all(each.same_bits and each.us > 0 for each in report.decodes)
+    assert report.lora is not None and report.lora.error < 1e-5
+
+
 def test_experts_that_differ_from_the_resident_ones_get_no_times(tmp_path: Path, monkeypatch) -> None:
     true = stores.FileStore._read
 
@@ -343,3 +351,12 @@ def test_on_a_gpu_every_setting_is_right_and_timed(tmp_path: Path) -> None:
     assert len(report.turns) == 4 and all(each.same_bits and each.turns_us > 0 for each in report.turns)
     assert report.lora.error < 1e-3  # groups of experts one after the other add up in another order than all at once
     assert all(0 < each.export_us < 1000 for each in report.decodes if each.slots < 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["fp8-128", "mxfp4"])
+def test_on_a_gpu_codes_are_right_and_timed(format: str, tmp_path: Path) -> None:
+    problem = StreamProblem(replace(SIZES["small"], format=format), torch.device("cuda"))
+    report = suite.run_stream(problem, 8, tmp_path)
+    assert not report.wrong and all(each.same_bits and each.miss == "move" for each in report.decodes)
+    assert all(each.same_bits and each.turns_us > 0 for each in report.turns) and report.lora.error < 1e-3

@@ -18,7 +18,7 @@ import pytest
 import torch
 from simulated_device import LiveDevice, LiveGraph, SimulatedStream
 from test_device_memory import E, Layers
-from test_replays import tables
+from test_fast_path import tables
 from torch import Tensor
 
 from amoeba.kernels import ask as ask_module

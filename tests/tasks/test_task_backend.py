@@ -95,7 +95,7 @@ def test_auto_takes_it_where_the_table_says_that_it_is_faster_and_nowhere_else(m
 
 
 def test_it_needs_as_much_more_memory_than_triton_as_was_measured():
-    """Peaks in MiB: docs/benchmarks.md (H200, 2026-11-16)."""
+    """Peaks in MiB: document `sonicmoe-unfinished` of 7051d0f (H200, 2026-11-16)."""
     for tokens, sizes, tasks, triton in (
         (32768, Sizes(2048, 768, 128, 8), 3588, 2436),
         (32768, Sizes(2048, 1024, 64, 8), 3588, 2564),

@@ -7,7 +7,7 @@ import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from amoeba.commands import doctor
 from amoeba.kernels.attention import tile as attention
 from amoeba.kernels.candidates import bucket, candidates, shared_bytes
 from amoeba.kernels.choice import configuration_on, tile_key
-from amoeba.kernels.configuration import DTYPES, ROLES, Configuration, configuration
+from amoeba.kernels.configuration import DTYPES, Configuration, Role, configuration
 from amoeba.kernels.decode.candidates import candidates as decode_candidates
 from selection import each_value_once, quick
 
@@ -156,7 +156,7 @@ def test_gpus_and_versions_of_triton_have_files_of_their_own():
 @each_value_once("dtype")
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", get_args(Role))
 def test_all_candidates_fit_and_our_own_is_the_first(role, dtype, capability):
     for rows in (8, 200, 1000, 100_000):
         problem = PROBLEM | {"rows": rows, "dtype": dtype}
@@ -188,7 +188,7 @@ def test_rows_per_expert_are_taken_together():
 
 
 @quick(lambda dtype: dtype == torch.float16)
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", get_args(Role))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_what_is_found_for_some_rows_is_a_candidate_for_all_that_share_the_search(role, dtype):
     """Else a measured choice, ours among them, would be refused for another batch of the same kind."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import eager, sorted_rows
-from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.torch_rows import TorchRows
 from amoeba.precision.experts import BlockScaledExperts
@@ -33,6 +33,9 @@ class BlockScaledBackend(PassesBackend):
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         return sorted_rows.forward(problem, save, TorchRows)
+
+    def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
+        return sorted_rows.apart(TorchRows)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         return sorted_rows.backward(problem, saved, dy_TH, needs, TorchRows)

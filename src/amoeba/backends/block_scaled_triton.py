@@ -41,6 +41,10 @@ class BlockScaledTritonBackend(PassesBackend):
             from amoeba.kernels.decode.block_scaled import decode
 
             return decode(problem), None
+        return self.forward_sorted(problem, save)
+
+    def forward_sorted(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        """However few rows there are."""
         from amoeba.backends.block_scaled_rows import BlockScaledRows
 
         return sorted_rows.forward(problem, save, BlockScaledRows)

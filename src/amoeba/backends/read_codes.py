@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from amoeba.cpu.codes import ScaledCodes, why_not_codes
+from amoeba.cpu.codes import ScaledCodes, has_whole_experts, why_not_codes
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU
 from amoeba.cpu_features import compute_dtype
@@ -36,7 +36,8 @@ def why_not(weights: AnyExperts) -> str | None:
 def scaled_codes(matrix_EOI: ReadInBlocks) -> ScaledCodes:
     """As they are stored, whichever way round they are read."""
     stored = matrix_EOI.matrix
-    return ScaledCodes(stored.data.contiguous(), stored.scales.contiguous(), stored.format.block, stored.parts)
+    data, scales = (each if has_whole_experts(each) else each.contiguous() for each in (stored.data, stored.scales))
+    return ScaledCodes(data, scales, stored.format.block, stored.parts)
 
 
 def read_by_core(weights: BlockScaledExperts) -> BlockScaledExperts:

@@ -74,7 +74,9 @@ def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) ->
         output.line(
             f"left out: {len(report.left_out)} tensors that the model has no place for ({report.left_out[0]}, ...)"
         )
-    size = f"{show_size(report.expert_bytes)} of experts, {show_size(report.rest_bytes)} of the rest"
+    size = (
+        f"{show_size(report.expert_bytes)} of experts in {report.numbers}, {show_size(report.rest_bytes)} of the rest"
+    )
     output.line(f"packed into {report.store}: {report.experts} experts in {report.layers} layers, {size}")
     return asdict(report)
 

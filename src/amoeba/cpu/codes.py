@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu.packed_weights import PackedKind, _Packing
-from amoeba.cpu.pointers import address
+from amoeba.cpu.pointers import address_at_strides
 from amoeba.errors import bad_value
 
 LEAST_COLUMNS = 16  # of a block: so many codes are read at once
@@ -46,8 +46,8 @@ def why_not_codes(block: tuple[int, int], parts: int) -> str | None:
 @dataclass(frozen=True, eq=False)
 class ScaledCodes:
     """
-    code_EOI: uint8, contiguous.
-    scale:    fp32 (E, blocks of rows, blocks of columns), contiguous.
+    code_EOI: uint8; each expert is contiguous, wherever it lies.
+    scale:    fp32 (E, blocks of rows, blocks of columns); the same.
     block:    rows and columns that share a scale.
     parts:    equal parts of the rows, each with blocks of its own.
     """
@@ -61,6 +61,8 @@ class ScaledCodes:
         reason = why_not_codes(self.block, self.parts)
         if reason is None and (self.code_EOI.dim() != 3 or self.code_EOI.shape[1] % self.parts):
             reason = f"takes (experts, out, in) with {self.parts} equal parts, these are {tuple(self.code_EOI.shape)}"
+        if reason is None and not (has_whole_experts(self.code_EOI) and has_whole_experts(self.scale)):
+            reason = f"takes contiguous experts, codes have strides {self.code_EOI.stride()}"
         if reason is not None:
             raise bad_value("codes", "e4m3 codes that the core reads", reason, "dequantise them")
 
@@ -73,10 +75,10 @@ class ScaledCodes:
         (experts, out_features, in_features), (rows, columns) = self.shape, self.block
         of_part = out_features // self.parts
         down, across = -(-of_part // rows), -(-in_features // columns)
-        start = address("scale", self.scale, torch.float32, (experts, self.parts * down, across))
+        start = address_at_strides("scale", self.scale, torch.float32, (experts, self.parts * down, across))
         row = CScaleAxis(rows.bit_length() - 1, of_part, down, across)
         column = CScaleAxis(columns.bit_length() - 1, in_features, across, 1)
-        return CScales(start, self.parts * down * across, row, column)
+        return CScales(start, self.scale.stride(0), row, column)
 
     @property
     def kind(self) -> PackedKind:
@@ -96,16 +98,14 @@ class ScaledCodes:
 
     @property
     def forward(self) -> _Packing:
-        stride_e, stride_out, stride_in = self.code_EOI.stride()
-        strides = (stride_e, stride_out, stride_in)
+        strides = (self.code_EOI.stride(0), self.in_features, 1)
         return _Packing(
             self.code_EOI, self.out_features, self.in_features, None, stride_ECD=strides, scales=self.scales()
         )
 
     @property
     def transposed(self) -> _Packing:
-        stride_e, stride_out, stride_in = self.code_EOI.stride()
-        strides = (stride_e, stride_in, stride_out)
+        strides = (self.code_EOI.stride(0), 1, self.in_features)
         return _Packing(
             self.code_EOI,
             self.in_features,
@@ -115,3 +115,8 @@ class ScaledCodes:
             scales=self.scales(),
             turned=True,
         )
+
+
+def has_whole_experts(tensor: Tensor) -> bool:
+    """Whether each is contiguous; experts of a store lie apart, in their slots."""
+    return all(expert.is_contiguous() for expert in tensor[:1])

@@ -266,7 +266,7 @@ class Core:
             raise bad_value("out", f"float32 or bfloat16, for one of {experts} experts", got, "convert it afterwards")
         scales = codes.scales()
         run(
-            address("codes", codes.code_EOI, torch.uint8, (experts, rows, columns)) + expert * rows * columns,
+            address_at_strides("codes", codes.code_EOI[expert], torch.uint8, (rows, columns)),
             ctypes.addressof(scales), expert, rows, columns,
             address("out", out, out.dtype, (rows, columns)), torch.get_num_threads(),
         )  # fmt: skip

@@ -186,7 +186,7 @@ class PackedWeights:
 def packing_address(name: str, kind: PackedKind, experts: int, packing: _Packing) -> int:
     """Where that memory begins, in tiles or, where the weight is read as it is stored, at its strides."""
     if packing.scales is not None:
-        return address(name, packing.data, torch.uint8, tuple(packing.data.shape))
+        return address_at_strides(name, packing.data, torch.uint8, tuple(packing.data.shape))
     if packing.stride_ECD is not None:
         return address_at_strides(name, packing.data, _STORAGE[kind], tuple(packing.data.shape))
     return address(name, packing.data, _STORAGE[kind], _packing_shape(kind, experts, packing.columns, packing.depth))

@@ -39,6 +39,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _PICKLES = ("pytorch_model*.bin", "model*.bin", "model*.pt", "consolidated*", "*.pth", "*.ckpt")
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of experts, as families call it
 MOST_QUOTED = 400  # characters of what another package says
 ADAPTER_FOLDER, MODEL_FOLDER = "adapter", "model"  # in the folder of a run
 
@@ -91,7 +92,24 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     with _reading(name, "config.json"):
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+    _check_choice(name, text)
+    return config
+
+
+def _check_choice(name: str, config: Any) -> None:
+    """More experts for a token than there are would end the first pass, in the words of torch's topk."""
+    for chosen, all_of_them in (("num_experts_per_tok", _COUNTS), ("topk_group", ("n_group",))):
+        count = getattr(config, chosen, None)
+        of = next((each for each in all_of_them if isinstance(getattr(config, each, None), int)), None)
+        if of is not None and isinstance(count, int) and not 1 <= count <= getattr(config, of):
+            raise bad_value(
+                f"{chosen} in config.json of {name!r}",
+                f"a number from 1 to {getattr(config, of)}, its {of}",
+                count,
+                "correct the file",
+            )
 
 
 def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
@@ -112,9 +130,10 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told in `found`; its own error tells none of them
         )
     model, found = loaded
-    _check_nothing_is_missing(name, found)
+    _check_weights_fit(name, found)
     logger.info("dtype %s: %s", model.dtype, "the checkpoint's own" if dtype is None else "as asked")
     return model.eval()
 
@@ -140,8 +159,9 @@ def load_rest(
             experts_implementation="amoeba",
             trust_remote_code=False,  # its class is there already
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    _check_nothing_is_missing(name, found)
+    _check_weights_fit(name, found)
     if (Path(name) / "generation_config.json").is_file():
         with _reading(name, "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(name, trust_remote_code=False)
@@ -149,9 +169,17 @@ def load_rest(
     return model.eval()
 
 
-def _check_nothing_is_missing(name: str, found: Any) -> None:
+def _check_weights_fit(name: str, found: Any) -> None:
+    """transformers would leave what is missing or of another size as it was drawn, at random."""
+    for weight, there, expected in sorted(found["mismatched_keys"]):
+        raise bad_value(
+            "MODEL",
+            f"weights of the sizes that config.json gives: {tuple(expected)} of {weight}",
+            f"{tuple(there)} in {name!r}",
+            "correct config.json, or copy or download the folder again",
+        )
     missing = sorted(map(str, found["missing_keys"]))
-    if missing:  # transformers would leave them as they were drawn, at random
+    if missing:
         named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise bad_value(
             "MODEL", "weights for all of the model", f"none for {named} in {name!r}", "copy or download it again"

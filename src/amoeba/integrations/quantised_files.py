@@ -13,7 +13,7 @@ renamings and conversions, as in loading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from amoeba.errors import bad_value
-from amoeba.integrations.checkpoint_names import sort_names
+from amoeba.integrations.checkpoint_names import CheckpointNames, sort_names
 from amoeba.integrations.experts_module import ExpertsModule, described, layout_of
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.formats import E8M0, MXFP4, Format, format_named, fp8_blocks
@@ -29,11 +29,11 @@ from amoeba.precision.quantised import QuantisedMatrix
 
 # What follows the name of a quantised tensor's weight; "" is the weight itself.
 BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE = "_blocks", "_scales", "_scale_inv", "_matrix_scale"
-_SUFFIXES = (BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE)
+SUFFIXES = (BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE)
 # quant_method of what transformers does not know. It would read the codes as numbers and leave out the scales, with a
 # warning: so these codes have a dimension more than the weight, of length 1, at which it raises.
 OURS = "amoeba"
-_REMEDY = "load it dequantised with transformers and save that, or take its unquantised checkpoint"
+REMEDY = "load it dequantised with transformers and save that, or take its unquantised checkpoint"
 
 
 def format_of(facts: Mapping[str, Any]) -> Format | None:
@@ -57,16 +57,16 @@ class QuantisedFiles:
         self.format, self._is_ours = found, facts["quant_method"] == OURS
         self._file_of = _files(folder)
         self._open: dict[Path, Any] = {}
-        self._names = sort_names(model, {_weight_of(name) for name in self._file_of})
+        self._names = sort_names(model, {weight_of(name) for name in self._file_of})
 
     def has_quantised_experts(self) -> bool:
         names = (name for sources in self._names.of_experts.values() for names in sources.values() for name in names)
-        return any(self._is_quantised(name) for name in names)
+        return any(is_quantised(name, self._file_of) for name in names)
 
     def rest(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Linears of attention, for one, which transformers computes in FP8 without a backward: dequantised."""
         return {
-            name: self._quantised(name).dequantise(dtype) if self._is_quantised(name) else self._read(name)
+            name: self._quantised(name).dequantise(dtype) if is_quantised(name, self._file_of) else self._read(name)
             for name in self._names.rest
         }
 
@@ -74,14 +74,14 @@ class QuantisedFiles:
         found = described(module)
         if found.fused is None:
             expected = "an activation that aMoEba computes itself"
-            raise bad_value("MODEL", expected, f"that of {type(module).__name__} ({name})", _REMEDY)
+            raise bad_value("MODEL", expected, f"that of {type(module).__name__} ({name})", REMEDY)
         layout = layout_of(module)
         assert layout is not None  # fused experts are stacked
         gate_up = self._matrix(f"{name}.{found.up_name}", found, layout.hidden)
         down = self._matrix(f"{name}.down_proj", found, layout.intermediate)
         up_bias = down_bias = None
         if found.has_bias:
-            names = (self._one(f"{name}.{part}_bias") for part in (found.up_name, "down_proj"))
+            names = (_one(self._names, f"{name}.{part}_bias") for part in (found.up_name, "down_proj"))
             up_bias, down_bias = (self._read(each).to(dtype) for each in names)
         return BlockScaledExperts.holding(gate_up, down, up_bias, down_bias, found.fused, dtype)
 
@@ -95,17 +95,10 @@ class QuantisedFiles:
 
     def _matrix(self, parameter: str, found: ExpertsModule, columns: int) -> QuantisedMatrix:
         """All experts' matrices of a parameter, whatever number of tensors they are in."""
-        sources, converter = self._names.sources(parameter), self._names.converter(parameter)
-        if not sources:
-            raise bad_value("MODEL", f"weights for {parameter}", "none in the checkpoint", "download it again")
-        if converter is None:
-            return self._quantised(self._one(parameter), columns)
-        patterns = list(converter.source_patterns)
-        kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
-        known = {("MergeModulelist", 0), ("Concatenate", 1), ("Force16BytesAlignment", None)}
-        if set(sources) != set(patterns) or not set(kinds) <= known or found.interleaved or found.transposed:
-            raise bad_value("MODEL", "experts stored one by one, gate, up and down", f"{parameter} by {kinds}", _REMEDY)
-        of_parts = [[self._quantised(name, columns) for name in sources[each]] for each in patterns]
+        sources = matrices_of(self._names, parameter, found)
+        if self._names.converter(parameter) is None:
+            return self._quantised(sources[0][0], columns)
+        of_parts = [[self._quantised(name, columns) for name in each] for each in sources]
         experts = {len(each) for each in of_parts}
         shapes = {one.shape for each in of_parts for one in each}
         if len(experts) != 1 or len(shapes) != 1 or len(next(iter(shapes))) != 2:
@@ -120,36 +113,12 @@ class QuantisedFiles:
             torch.stack([torch.cat([part.scales for part in each]) for each in joined]),
             self.format,
             joined[0][0].columns,
-            len(patterns),
+            len(sources),
             scale,
         )
 
     def _quantised(self, name: str, columns: int | None = None) -> QuantisedMatrix:
-        """One tensor with its scales, a matrix or a stack of them. columns: where the last block may be cut short."""
-        if not self._is_quantised(name):
-            raise bad_value("MODEL", f"{name} in {self.format.name}", "a tensor without scales", _REMEDY)
-        if name + BLOCKS in self._file_of:
-            data, scales = self._read(name + BLOCKS).flatten(-2), self._read(name + SCALES)  # (..., H/32, 16)
-        else:
-            data, scales = self._read(name).view(torch.uint8), self._read(name + SCALE_INV)
-            data = data.squeeze(-1) if self._is_ours else data
-        if scales.dtype.itemsize == 1:
-            scales = scales.view(torch.uint8)
-            scales = E8M0.decode(scales) if self.format.scale == "fp32" else scales  # ue8m0
-        elif self.format.scale == "fp32":
-            scales = scales.float()
-        matrix_scale = self._read(name + MATRIX_SCALE) if self.format.has_matrix_scale else None
-        columns = columns or data.shape[-1] * 8 // self.format.element.bits
-        return QuantisedMatrix(data, scales, self.format, columns, 1, matrix_scale)
-
-    def _is_quantised(self, name: str) -> bool:
-        return any(name + suffix in self._file_of for suffix in (BLOCKS, SCALE_INV))
-
-    def _one(self, parameter: str) -> str:
-        names = [name for names in self._names.sources(parameter).values() for name in names]
-        if len(names) != 1:
-            raise bad_value("MODEL", f"one tensor for {parameter}", f"{len(names)}", "download the checkpoint again")
-        return names[0]
+        return read_quantised(name, self.format, self._file_of, self._read, columns, is_ours=self._is_ours)
 
     def _read(self, name: str) -> Tensor:
         from safetensors import safe_open
@@ -158,6 +127,61 @@ class QuantisedFiles:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt").__enter__()
         return self._open[path].get_tensor(name)
+
+
+def is_quantised(name: str, names: Container[str]) -> bool:
+    """Whether a weight has scales among these."""
+    return any(name + suffix in names for suffix in (BLOCKS, SCALE_INV))
+
+
+def read_quantised(
+    name: str,
+    format: Format,
+    names: Container[str],
+    read: Callable[[str], Tensor],
+    columns: int | None = None,
+    *,
+    is_ours: bool = False,
+) -> QuantisedMatrix:
+    """One tensor with its scales, a matrix or a stack of them. columns: where the last block may be cut short."""
+    if not is_quantised(name, names):
+        raise bad_value("MODEL", f"{name} in {format.name}", "a tensor without scales", REMEDY)
+    if name + BLOCKS in names:
+        data, scales = read(name + BLOCKS).flatten(-2), read(name + SCALES)  # (..., H/32, 16)
+    else:
+        data, scales = read(name).view(torch.uint8), read(name + SCALE_INV)
+        data = data.squeeze(-1) if is_ours else data
+    if scales.dtype.itemsize == 1:
+        scales = scales.view(torch.uint8)
+        scales = E8M0.decode(scales) if format.scale == "fp32" else scales  # ue8m0
+    elif format.scale == "fp32":
+        scales = scales.float()
+    matrix_scale = read(name + MATRIX_SCALE) if format.has_matrix_scale else None
+    columns = columns or data.shape[-1] * 8 // format.element.bits
+    return QuantisedMatrix(data, scales, format, columns, 1, matrix_scale)
+
+
+def matrices_of(names: CheckpointNames, parameter: str, found: ExpertsModule) -> list[list[str]]:
+    """The weights that a parameter of experts is made of: of each part of its rows, gate and up, all experts' in their
+    order; or one alone, of all experts."""
+    sources, converter = names.sources(parameter), names.converter(parameter)
+    if not sources:
+        raise bad_value("MODEL", f"weights for {parameter}", "none in the checkpoint", "download it again")
+    if converter is None:
+        return [[_one(names, parameter)]]
+    patterns = list(converter.source_patterns)
+    kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+    known = {("MergeModulelist", 0), ("Concatenate", 1), ("Force16BytesAlignment", None)}
+    if set(sources) != set(patterns) or not set(kinds) <= known or found.interleaved or found.transposed:
+        raise bad_value("MODEL", "experts stored one by one, gate, up and down", f"{parameter} by {kinds}", REMEDY)
+    return [sources[each] for each in patterns]
+
+
+def _one(names: CheckpointNames, parameter: str) -> str:
+    found = [name for each in names.sources(parameter).values() for name in each]
+    if len(found) != 1:
+        raise bad_value("MODEL", f"one tensor for {parameter}", f"{len(found)}", "download the checkpoint again")
+    return found[0]
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -171,8 +195,9 @@ def _files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _weight_of(name: str) -> str:
-    suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), "")
+def weight_of(name: str) -> str:
+    """Of a weight's own name, of its scales' or of its blocks'."""
+    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     return name.removesuffix(suffix)
 
 

@@ -64,15 +64,26 @@ def _quantised(kind: Any, model: Any, options: dict[str, Any], implementation: s
         return None
     if getattr(options.get("quantization_config"), "dequantize", False) or "state_dict" in options:
         return None
-    config = copy.deepcopy(config)
-    del config.quantization_config
-    return _folder(model, options), config, facts
+    return _folder(model, options), unquantised(config), facts
 
 
 def facts_of(config: Any) -> dict[str, Any] | None:
     """quantization_config, as config.json has it."""
     found = getattr(config, "quantization_config", None)
     return found if found is None or isinstance(found, dict) else dict(found.to_dict())
+
+
+def unquantised(config: Any) -> Any:
+    """The configuration of the same model without its quantisation."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def dtype_of(config: Any) -> torch.dtype:
+    """Of all that is not quantised, of x and of y."""
+    return getattr(config, "dtype", None) or torch.bfloat16
 
 
 def _folder(model: Any, options: Mapping[str, Any]) -> Path:
@@ -97,7 +108,7 @@ def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, 
     options["experts_implementation"] = implementation
     asked = options.pop("torch_dtype", None) or options.pop("dtype", None)
     options.pop("trust_remote_code", None)
-    dtype = asked if isinstance(asked, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
+    dtype = asked if isinstance(asked, torch.dtype) else dtype_of(config)
     with torch.device("meta"):
         empty = kind(copy.deepcopy(config))
     with QuantisedFiles(folder, empty, facts) as files:

@@ -30,8 +30,8 @@ from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.folder import FolderStore
 from amoeba.stream.store.layers import LayerEntry
-from amoeba.stream.store.mapping import Piece
 from amoeba.stream.store.packing import appears_whole, copy_small_files, fingerprint, only_one
+from amoeba.stream.store.pieces import Piece
 from amoeba.stream.store.tensor_files import SHARDS, TensorEntry, checkpoint_tensors, header_of, tensors_of
 
 FORMATS: dict[str, Format] = {"fp8": FP8_128, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
@@ -70,6 +70,7 @@ def quantise_folder(
     if format not in FORMATS:
         raise bad_value("--format", f"one of {', '.join(FORMATS)}", repr(format), "take fp8, the most exact of them")
     with FolderStore(model, trust_remote_code=trust_remote_code) as source:
+        source.check_plain("give the unquantised checkpoint")
         return _Quantising(source, Path(out).expanduser(), format, trust_remote_code, progress).run()
 
 

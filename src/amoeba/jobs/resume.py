@@ -110,6 +110,13 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
         )
     earlier = settings_of_run(Path(resume))
     unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
+    if "model_type" in unknown:
+        raise bad_value(
+            "--resume",
+            "the folder of an earlier run",
+            f"{resume!r}, a model's",
+            "leave --resume out and give it as the model",
+        )
     if unknown:
         other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
         raise bad_value("--resume", "a run of this command", f"one with {', '.join(unknown)}", f"use {other} --resume")

@@ -82,6 +82,7 @@ def load_share(
         shard_model(model.requires_grad_(trains), ranks, tokens)
         return model
     with store:
+        store.check_plain("leave --experts ranks out: experts over ranks are no codes yet")
         config = load_config(name, trust_remote_code=trust_remote_code)
         kind = type(load_without_weights(config, name, trust_remote_code=trust_remote_code))
         model = load_rest(kind, config, name, dict(store.rest_tensors()), dtype)

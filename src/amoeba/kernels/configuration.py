@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -16,7 +16,6 @@ from amoeba.errors import bad_value
 from amoeba.kernels.launch import next_power_of_2
 
 Role = Literal["product", "up", "down_backward", "weight_gradient"]
-ROLES: tuple[Role, ...] = get_args(Role)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

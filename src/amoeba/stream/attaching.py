@@ -13,6 +13,7 @@ and the cache of keys and values, comes on top.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from amoeba.errors import bad_value
 from amoeba.files import model_folder
 from amoeba.integrations.experts_module import experts_modules, hand_over, layout_of, router_matrix
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
+from amoeba.integrations.quantised_models import unquantised
 from amoeba.machine import available_memory, total_memory
 from amoeba.stream.gpu.budgets import AUTO_SHARE, share
 from amoeba.stream.gpu.computing import check_miss
@@ -46,6 +48,13 @@ from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.timed import time_calls
 from amoeba.stream.timeline import Timeline
 from amoeba.stream.trace import LayerShape
+
+GPU_CODES = "AMOEBA_GPU_CODES"  # codes in slots on a GPU, which have not run on one yet: where this is 1
+_ON_CPU = (
+    f"codes in slots of --vram have not run on a GPU yet: set {GPU_CODES}=1 to try them; or leave --vram out, which "
+    "streams on the CPU (finetune asks for CUDA_VISIBLE_DEVICES= too); or load the model's folder without a budget, "
+    "where its experts are resident"
+)
 
 
 @dataclass(eq=False)
@@ -73,6 +82,7 @@ class Streamed:
         recorder = memory.recorder
         return StreamReport(
             store="packed" if is_store(memory.store.folder) else "folder",
+            numbers=memory.store.layers[0].numbers,
             ram_bytes=self.ram_bytes,
             rest_bytes=self.rest_bytes,
             slot_bytes=memory.slot_bytes,
@@ -165,12 +175,13 @@ def attach(
     closing: Store | ExpertMemory | DeviceMemory = opened
     try:
         _check_dtype(opened, dtype)
-        rest = sum(entry.size for entry in opened.rest.values())
+        rest = opened.rest_bytes
         make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, miss, prefetch, beside(opened))
         if loaded is None:
-            config = load_config(str(source), trust_remote_code=trust_remote_code)
+            config = unquantised(load_config(str(source), trust_remote_code=trust_remote_code))
             kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
-            loaded = load_rest(kind, config, str(source), dict(opened.rest_tensors()))
+            of_rest = None if opened.format is None else opened.layers[0].dtype
+            loaded = load_rest(kind, config, str(source), dict(opened.rest_tensors()), of_rest)
         _check_goes_with(loaded, opened)
         closing = memory = make()
         register()
@@ -205,6 +216,8 @@ def _ways(
     if vram is None:
         budget, slots = _share(store, rest, ram, beside)
         return partial(ExpertMemory, store, slots, policy), budget, None
+    if os.environ.get(GPU_CODES) != "1":
+        store.check_plain(_ON_CPU)
     device = gpu()
     found = share(store, rest, vram, ram, device.device, beside)
 
@@ -249,7 +262,8 @@ def _share(store: Store, rest: int, ram: str | int, beside: int) -> tuple[int, l
 def _check_dtype(store: Store, dtype: torch.dtype | None) -> None:
     stored = store.layers[0].dtype
     if dtype is not None and dtype != stored:
-        raise bad_value("dtype", f"{stored}, as the checkpoint has its experts", dtype, "leave it out")
+        of = "has its experts" if store.format is None else "says in config.json"
+        raise bad_value("dtype", f"{stored}, as the checkpoint {of}", dtype, "leave it out")
 
 
 def _check_goes_with(model: Any, store: Store) -> None:

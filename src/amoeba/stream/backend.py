@@ -24,7 +24,8 @@ from amoeba.layout import build_layout
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.routing import Routing
 from amoeba.stream.experts import StreamedExperts
-from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
+from amoeba.stream.store.layers import StoredExperts
+from amoeba.weights import LORA_NAMES, LoraFactors
 
 
 class StreamedBackend(PassesBackend):
@@ -136,7 +137,7 @@ class _Slots:
         return self._of[expert]
 
 
-def _in_slots(problem: Problem, slots: ExpertWeights, places: list[int]) -> Problem:
+def _in_slots(problem: Problem, slots: StoredExperts, places: list[int]) -> Problem:
     place_N = torch.tensor(places, dtype=torch.int64, device=problem.expert_TK.device)
     return problem._replace(expert_TK=place_N.view_as(problem.expert_TK), weights=slots)
 
@@ -159,8 +160,8 @@ def _parts(
 def _of_expert(problem: Problem, slot_N: Tensor, expert: int, slot: int) -> Problem:
     """The rows of one expert, as if there were no other."""
     part, slots = problem.of_slots(slot_N), problem.weights.slots
-    tensors = (None if tensor is None else tensor[slot : slot + 1] for tensor in slots.tensors())
-    weights = ExpertWeights.unchecked(*tensors, slots.activation)
+    tensors = [None if tensor is None else tensor[slot : slot + 1] for tensor in slots.tensors()]
+    weights = slots.of(tensors, slots.constants())
     lora = None if problem.lora is None else _factors_of(problem.lora, expert)
     return part._replace(expert_TK=torch.zeros_like(part.expert_TK), weights=weights, lora=lora)
 

@@ -6,8 +6,9 @@ E experts · S slots · H hidden · I intermediate · J = 2I (gated) or I
     y_TH = experts(x_TH, routing, memory.layers[0])         # reads what is not there, evicts what is colder
 
 A slot holds one expert as the store has it. The slots of a layer are one piece of memory, so gate_up of all of them is
-one tensor (S, J, H) with a stride of one slot, which the backends for resident experts read. The weights get no
-gradient; x, the routing weights and LoRA factors do.
+one tensor (S, J, H) with a stride of one slot, which the backends for resident experts read. Where the store has codes
+and scales, slots have them too, and are computed with as resident block-scaled experts. The weights get no gradient; x,
+the routing weights and LoRA factors do.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
-from amoeba.weights import ExpertsByHandle, ExpertWeights
+from amoeba.weights import ExpertsByHandle
 
 if TYPE_CHECKING:
     from amoeba.stream.memory import ExpertMemory
+    from amoeba.stream.store.layers import StoredExperts
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +38,8 @@ class ExpertsInSlots(ExpertsByHandle):
 
     memory: Any = field(repr=False)
     layer: int
-    slots: ExpertWeights = field(repr=False)
-    others: ExpertWeights = field(repr=False)
+    slots: StoredExperts = field(repr=False)
+    others: StoredExperts = field(repr=False)
 
     placement = "in slots"
 

@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from torch import Tensor
-
 from amoeba.errors import bad_value
 from amoeba.stream.cache import ExpertCache
 from amoeba.stream.experts import StreamedExperts
@@ -25,10 +23,9 @@ from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.recorder import Recorder
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.buffers import aligned_buffer
-from amoeba.stream.store.layers import LayerEntry
+from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
 from amoeba.stream.trace import LayerShape
-from amoeba.weights import ExpertWeights
 
 # Experts that are read at the same time. The store cuts each into reads of a megabyte for threads of its own: two keep
 # them busy, since the last reads of one expert leave threads free for the next.
@@ -55,7 +52,7 @@ class ExpertMemory:
         self.layers = tuple(
             StreamedExperts(self, layer, weights, of_all(weights, entry.experts))
             for layer, (entry, blobs) in enumerate(zip(store.layers, self._blobs, strict=True))
-            for weights in [_weights(entry, blobs)]
+            for weights in [entry.weights(blobs)]
         )
         self.waited_seconds, self._closed = 0.0, False
         self.recorder: Recorder | None = None
@@ -69,7 +66,8 @@ class ExpertMemory:
 
     def __str__(self) -> str:
         experts = max(entry.experts for entry in self.store.layers)
-        return f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}"
+        there = f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}"
+        return there + self.store.as_codes
 
     def record(self, recorder: Recorder | None) -> None:
         """Hands every pass that begins from now on to the recorder."""
@@ -164,11 +162,7 @@ def show_range(numbers: Sequence[int]) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def _weights(entry: LayerEntry, blobs: Tensor) -> ExpertWeights:
-    return ExpertWeights(*entry.views(blobs), entry.activation)
-
-
-def of_all(weights: ExpertWeights, experts: int) -> ExpertWeights:
+def of_all(weights: StoredExperts, experts: int) -> StoredExperts:
     """No memory of its own: every expert is what lies in the first slot."""
-    tensors = (None if t is None else t[:1].expand(experts, *t.shape[1:]) for t in weights.tensors())
-    return ExpertWeights.unchecked(*tensors, weights.activation)
+    tensors = [None if t is None else t[:1].expand(experts, *t.shape[1:]) for t in weights.tensors()]
+    return weights.of(tensors, weights.constants())

@@ -14,33 +14,37 @@ from torch import Tensor
 from amoeba.errors import bad_value
 from amoeba.placement import Placement, Tolerance
 from amoeba.placements import register_placement
+from amoeba.precision.experts import BlockScaledExperts
 from amoeba.stream.backend import StreamedBackend
 from amoeba.stream.experts import StreamedExperts
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.store.buffers import Memory, aligned_buffer
-from amoeba.stream.store.layers import DTYPES, layer_entry
+from amoeba.stream.store.layers import DTYPES, StoredExperts, layer_entry
 from amoeba.stream.store.store import Store
-from amoeba.weights import ExpertWeights
 
 
 class MemoryStore(Store):
     """Resident experts of one layer, copied, in the order of a store."""
 
-    def __init__(self, weights: ExpertWeights) -> None:
+    def __init__(self, weights: StoredExperts) -> None:
         if weights.dtype not in DTYPES.values():
             raise bad_value("experts", f"one of {', '.join(DTYPES)}", weights.dtype, "keep them resident")
-        activation = replace(weights.activation, interleaved=False)
+        activation, format, row_parts = replace(weights.activation, interleaved=False), None, 1
+        if isinstance(weights, BlockScaledExperts):
+            activation, format, row_parts = weights.activation, weights.format, weights.parts
         sizes = weights.num_experts, weights.hidden, weights.intermediate
         has_bias = weights.gate_up_bias_EJ is not None
         if has_bias != (weights.down_bias_EH is not None):
             raise bad_value("experts", "biases of both projections or of none", "of one", "keep them resident")
-        entry = layer_entry("experts", *sizes, activation, weights.dtype, has_bias)
+        if format is not None and format.has_matrix_scale:
+            raise bad_value("experts", "fp8, mxfp8 or mxfp4", format.name, "keep them resident")
+        entry = layer_entry("experts", *sizes, activation, weights.dtype, has_bias, format, row_parts)
         self.layers, self.rest = (entry,), {}
         self._blobs = aligned_buffer(entry.experts * entry.expert_bytes).view(entry.experts, -1)
-        gate_up, down, gate_up_bias, down_bias = weights.tensors()
-        if weights.activation.interleaved:
-            gate_up, gate_up_bias = _gates_first(gate_up), None if gate_up_bias is None else _gates_first(gate_up_bias)
-        for view, tensor in zip(entry.views(self._blobs), (gate_up, down, gate_up_bias, down_bias), strict=True):
+        tensors = list(weights.tensors())
+        if weights.activation != activation:
+            tensors[::2] = (None if rows is None else _gates_first(rows) for rows in tensors[::2])  # of gate and up
+        for view, tensor in zip(entry.weights(self._blobs).tensors(), tensors, strict=True):
             if view is not None and tensor is not None:
                 view.copy_(tensor.detach())
 
@@ -55,7 +59,7 @@ def _gates_first(rows: Tensor) -> Tensor:
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
 
 
-def stream_from_memory(weights: ExpertWeights, slots: int | None = None) -> StreamedExperts:
+def stream_from_memory(weights: StoredExperts, slots: int | None = None) -> StreamedExperts:
     """slots: None for half of the experts, so that a pass may take several waves."""
     if slots is None:
         slots = max(1, weights.num_experts // 2)

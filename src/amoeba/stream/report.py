@@ -52,6 +52,7 @@ class StreamReport:
     """Of all passes since the experts were attached, the warm-up token's too."""
 
     store: Literal["packed", "folder"]
+    numbers: str  # of the experts: bfloat16, or the format of codes
     ram_bytes: int  # the budget
     rest_bytes: int  # of it, the model without its experts
     slot_bytes: int  # of it, experts in memory

@@ -130,13 +130,6 @@ def read_trace(path: str | Path) -> Trace:
     return Trace(layers, passes, complete=tokens == sum(each.tokens for each in passes))
 
 
-def write_trace(path: str | Path, trace: Trace) -> None:
-    with TraceWriter(path, trace.layers) as writer:
-        for each in trace.passes:
-            for layer in range(len(trace.layers)):
-                writer.add(layer, each.of_layer(layer))
-
-
 def starts_of(layers: Sequence[LayerShape]) -> tuple[int, ...]:
     return (0, *accumulate(layer.top_k for layer in layers))
 

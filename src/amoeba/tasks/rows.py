@@ -5,9 +5,9 @@ T tokens · K experts per token · E experts · W ranks
     ranks = divide_rows(expert_WTK, owner_E=(0, 0, 1), ranks=2, row_block=128)
     ranks[1].received, ranks[1].tiles
 
-A token goes once to each rank that owns one of its experts. What came is ordered by (source rank, token), which is the
-order of row_id, and within an expert the rows keep it: sums over rows are those of one process with all tokens. So a
-row tile may hold rows of several ranks.
+A token goes once to each rank that owns one of its experts. What came is ordered by (source rank, token), and within
+an expert the rows keep that order: sums over rows are those of one process with all tokens. So a row tile may hold rows
+of several ranks.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ class RankRows(NamedTuple):
     @property
     def experts(self) -> int:
         return len(self.heaviest)
-
-    def source_of(self, row: int) -> int:
-        return self.received[self.rows[row].received][0]
 
 
 Ids = Sequence[Sequence[int]]  # (T, K) experts of one rank's tokens; an id that nobody owns is a sentinel

@@ -30,9 +30,9 @@ from amoeba.proof.conformance import TOLERANCE
 from amoeba.routing import Routing
 from amoeba.stream.cache import Counters
 from amoeba.stream.simulate import replay
+from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
 from amoeba.stream.trace import Trace
-from amoeba.weights import ExpertWeights
 
 # Tokens ahead of the rounds: slots need about 60 to hold what they will hold (a disk takes a second for a dozen). Of
 # these the first are compared.
@@ -137,7 +137,7 @@ class Tokens:
         with torch.no_grad():
             for layer, kind in enumerate(self._kinds):
                 routing = Routing(self._ids[layer], self._weight_TK, trusted=True)
-                backend = self.place.backend if isinstance(kind, ExpertWeights) else "auto"
+                backend = self.place.backend if isinstance(kind, StoredExperts) else "auto"
                 self.y.append(experts(self._x_TH, routing, kind, backend=backend))
                 if self._pause_us:
                     self.place.pause(self._pause_us)

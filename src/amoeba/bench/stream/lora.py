@@ -17,8 +17,9 @@ from amoeba.bench.workload import relative_error
 from amoeba.experts import experts
 from amoeba.proof.conformance import TOLERANCE
 from amoeba.routing import Routing
+from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
-from amoeba.weights import ExpertWeights, LoraFactors
+from amoeba.weights import LoraFactors
 
 _STEPS = 2  # that are timed, behind one that is compared
 
@@ -83,7 +84,7 @@ def measure(
     problem: StreamProblem,
     place: Place,
     store: Store,
-    resident: Sequence[ExpertWeights],
+    resident: Sequence[StoredExperts],
     rate: float | None,
     ready: Callable[[], object] = lambda: None,
 ) -> LoraMeasurement:

@@ -24,8 +24,10 @@ from amoeba.config import Activation
 from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
 from amoeba.machine import available_memory
+from amoeba.precision.experts import quantise_experts
+from amoeba.precision.formats import Format, format_named
 from amoeba.stream.sizes import show_size
-from amoeba.stream.store.layers import LayerEntry, layer_entry
+from amoeba.stream.store.layers import LayerEntry, StoredExperts, layer_entry
 from amoeba.stream.synthetic import Locality, synthetic_trace
 from amoeba.stream.trace import LayerShape, Trace
 from amoeba.weights import ExpertWeights
@@ -44,6 +46,7 @@ class StreamSize:
     """
     layers:      of a token; disk_layers: of those that are read from the disk as well.
     lora_layers, lora_tokens, rank: of the fine-tuning step.
+    format:      in which experts are codes; None: they are bf16 on a GPU, fp32 elsewhere.
     """
 
     name: str
@@ -56,6 +59,7 @@ class StreamSize:
     lora_layers: int
     lora_tokens: int
     rank: int = 16
+    format: str | None = None
 
 
 SIZES = {
@@ -66,6 +70,8 @@ SIZES = {
         StreamSize("qwen3_30b", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096),
         # 29 GB on the disk, and as much again pinned where all parts are measured
         StreamSize("qwen3_30b_24", 24, 24, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096),
+        StreamSize("qwen3_30b_fp8", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096, format="fp8-128"),
+        StreamSize("qwen3_30b_mxfp4", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096, format="mxfp4"),
     )
 }
 
@@ -82,12 +88,18 @@ class StreamProblem:
 
     @property
     def entry(self) -> LayerEntry:
-        size = self.size
+        size, format = self.size, self.format
         sizes = size.experts, size.hidden, size.intermediate
-        return layer_entry("experts", *sizes, Activation(), self.dtype, False)
+        row_parts = 1 if format is None else 2  # gate and up have blocks of their own
+        return layer_entry("experts", *sizes, Activation(), self.dtype, False, format, row_parts)
 
-    def resident(self, layers: int) -> list[ExpertWeights]:
-        size, found = self.size, []
+    @property
+    def format(self) -> Format | None:
+        return None if self.size.format is None else format_named(self.size.format)
+
+    def resident(self, layers: int) -> list[StoredExperts]:
+        size, format = self.size, self.format
+        found: list[StoredExperts] = []
         for layer in range(layers):
             generator = torch.Generator(self.device).manual_seed(layer)
             gate_up_EJH = torch.empty(
@@ -96,7 +108,8 @@ class StreamProblem:
             down_EHI = torch.empty(size.experts, size.hidden, size.intermediate, device=self.device, dtype=self.dtype)
             for matrix in (gate_up_EJH, down_EHI):
                 matrix.normal_(0, matrix.shape[2] ** -0.5, generator=generator)
-            found.append(ExpertWeights(gate_up_EJH, down_EHI, activation=Activation()))
+            weights = ExpertWeights(gate_up_EJH, down_EHI, activation=Activation())
+            found.append(weights if format is None else quantise_experts(weights, format))
         return found
 
     def trace(self, layers: int, tokens: int, seed: int = 0) -> Trace:

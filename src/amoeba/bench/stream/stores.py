@@ -16,9 +16,9 @@ from torch import Tensor
 from amoeba.bench.stream.problem import StreamProblem
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
+from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.reading import Range, Reader
 from amoeba.stream.store.store import Store
-from amoeba.weights import ExpertWeights
 
 # Files that are written at the same time, each of which is in memory meanwhile; and bytes of one write.
 _WRITERS, _AT_ONCE = 4, 16 * 2**20
@@ -50,34 +50,38 @@ def _write(path: Path, data: memoryview, how: int) -> None:
 class ResidentStore(Store):
     """Experts copied from resident ones: fills pinned memory without a disk. As many threads as like may read."""
 
-    def __init__(self, problem: StreamProblem, resident: Sequence[ExpertWeights]) -> None:
+    def __init__(self, problem: StreamProblem, resident: Sequence[StoredExperts]) -> None:
         self.folder, self.rest = Path(), {}
         self.layers = (problem.entry,) * len(resident)
         self._resident, self._thread = resident, threading.local()
 
     def _read(self, layer: int, expert: int, memory: Memory) -> None:
-        weights = self._resident[layer]
-        views = self.layers[layer].views(memory.tensor)
-        if not weights.gate_up_EJH.is_cuda:
-            views.gate_up_JH.copy_(weights.gate_up_EJH[expert])
-            views.down_HI.copy_(weights.down_EHI[expert])
+        weights, blob = self._resident[layer], self.layers[layer].weights(memory.tensor[None])
+        if weights.device.type != "cuda":
+            _copy(blob, weights, expert)
             return
         if not hasattr(self._thread, "stream"):
             self._thread.stream = torch.cuda.Stream(weights.device)
         with torch.cuda.stream(self._thread.stream):
-            views.gate_up_JH.copy_(weights.gate_up_EJH[expert], non_blocking=True)
-            views.down_HI.copy_(weights.down_EHI[expert], non_blocking=True)
+            _copy(blob, weights, expert)
         self._thread.stream.synchronize()
 
     def close(self) -> None:
         """There are no files."""
 
 
+def _copy(into: StoredExperts, weights: StoredExperts, expert: int | None = None) -> None:
+    """Of all experts, or of one; they have no biases."""
+    for view, tensor in zip(into.tensors(), weights.tensors(), strict=True):
+        if view is not None and tensor is not None:
+            view.copy_(tensor if expert is None else tensor[expert : expert + 1], non_blocking=True)
+
+
 class FileStore(Store):
     """The same in files as `amoeba pack` writes them, read as a packed store is, but for checksums. Several memories
     may use it one after another; `end` closes the files."""
 
-    def __init__(self, problem: StreamProblem, resident: Sequence[ExpertWeights], folder: Path) -> None:
+    def __init__(self, problem: StreamProblem, resident: Sequence[StoredExperts], folder: Path) -> None:
         entry = problem.entry
         self.folder, self.rest, self.layers = folder, {}, (entry,) * len(resident)
         self._reader = Reader()
@@ -85,12 +89,10 @@ class FileStore(Store):
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="writes experts") as pool:
             list(pool.map(self._write, range(len(resident)), resident))
 
-    def _write(self, layer: int, weights: ExpertWeights) -> None:
+    def _write(self, layer: int, weights: StoredExperts) -> None:
         entry = self.layers[layer]
         blobs = torch.zeros(entry.experts, entry.expert_bytes, dtype=torch.uint8, device=weights.device)
-        views = entry.views(blobs)
-        views.gate_up_JH.copy_(weights.gate_up_EJH)
-        views.down_HI.copy_(weights.down_EHI)
+        _copy(entry.weights(blobs), weights)
         write_whole(self._file(layer), aligned_buffer(blobs.numel()).copy_(blobs.view(-1)))
 
     def _file(self, layer: int) -> Path:

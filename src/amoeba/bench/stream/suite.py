@@ -22,8 +22,8 @@ from amoeba.bench.stream.problem import StreamProblem, StreamSize
 from amoeba.bench.stream.stores import FileStore, ResidentStore
 from amoeba.bench.stream.turns import TurnsMeasurement
 from amoeba.stream.bandwidth import read_rate
+from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
-from amoeba.weights import ExpertWeights
 
 # Of the tokens: a read takes a hundred times as long as a copy.
 _TOKENS_FROM_DISK = 4
@@ -91,6 +91,8 @@ def run_stream(
         place = stack.enter_context(place_of(problem.device) if make_place is None else make_place())
         report.link_bytes_per_second = place.link_rate()
         wanted = [each for each in settings(size.experts, place.has_link) if each.part in problem.parts]
+        if problem.format is not None:  # the CPU core reads no codes
+            wanted = [each for each in wanted if each.miss == "move"]
         wants_lora = "lora" in problem.parts
         layers = [size.layers if place.has_link and not each.is_on_disk else size.disk_layers for each in wanted]
         wants_turns = "turns" in problem.parts and place.has_link
@@ -140,7 +142,7 @@ class _Decodes:
         self,
         problem: StreamProblem,
         place: Place,
-        resident: list[ExpertWeights],
+        resident: list[StoredExperts],
         files: Callable[[], FileStore],
         tokens: int,
         report: StreamSuiteReport,
@@ -213,7 +215,7 @@ class _Decodes:
 
 
 @contextmanager
-def _files(problem: StreamProblem, resident: list[ExpertWeights], folder: Path | None) -> Iterator[FileStore]:
+def _files(problem: StreamProblem, resident: list[StoredExperts], folder: Path | None) -> Iterator[FileStore]:
     with tempfile.TemporaryDirectory(prefix="amoeba-bench-", dir=folder) as made:
         store = FileStore(problem, resident, Path(made))
         try:

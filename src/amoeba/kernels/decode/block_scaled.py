@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.kernels.decode import can_overlap
+from amoeba.kernels.decode import Like, can_overlap
 from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, list_slots, up_by_expert
 from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.by_expert import sum_of_slots
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 _plans: dict[tuple, Plan] = {}
 
 
-def decode(problem: Problem, *, configuration: Configuration | None = None) -> Tensor:
+def decode(problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None) -> Tensor:
     """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
     x_TH, expert_TK, weight_TK, weights = problem[:4]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
@@ -81,32 +81,50 @@ def decode(problem: Problem, *, configuration: Configuration | None = None) -> T
             weights.stored_gate_up_bias is None,
             weights.stored_down_bias is None,
             *weights.constants(),
+            like,
         )
         found = _plans.get(key)
-        plan = _plans[key] = _plan(problem, configuration_of(problem)) if found is None else found
-    gate_up, down = weights.gate_up_EJH.matrix, weights.down_EHI.matrix
-    a_NI = x_TH.new_empty((slots, weights.intermediate))
+        plan = _plans[key] = _plan(problem, configuration_of(problem, like)) if found is None else found
     y_TH = torch.empty_like(x_TH)
-
-    def given(tensor: Tensor | None) -> Tensor:
-        """A kernel without a bias or a scale of the matrix looks at none, whatever stands in its place."""
-        return x_TH if tensor is None else tensor.contiguous()
-
-    scale, bias = given(gate_up.matrix_scale), given(weights.gate_up_bias_EJ)
-    of_down = down.data, down.scales, given(down.matrix_scale), given(weights.down_bias_EH)
     if plan.sum is None:
-        plan.up(x_TH, expert_TK, gate_up.data, gate_up.scales, scale, bias, a_NI)
+        a_NI = x_TH.new_empty((slots, weights.intermediate))
+        of_up, of_down = _read_by_kernels(weights, x_TH)
+        plan.up(x_TH, expert_TK, *of_up, a_NI)
         plan.down(a_NI, expert_TK, weight_TK, *of_down, y_TH)
         return y_TH
     y_NH = x_TH.new_empty((slots, weights.hidden), dtype=torch.float32)
+    _rows(plan, x_TH, expert_TK, weights, y_NH)
+    plan.sum(y_NH, expert_TK, weight_TK, y_TH)
+    return y_TH
+
+
+def decode_rows(problem: Problem, y_NH: Tensor, like: Like) -> None:
+    """By expert, without the sum, as `amoeba.kernels.decode.decode_rows`."""
+    x_TH, expert_TK = problem.x_TH.contiguous(), problem.expert_TK.contiguous()
+    _rows(_plan(problem, by_expert(problem, like)), x_TH, expert_TK, problem.weights, y_NH)
+
+
+def _rows(plan: Plan, x_TH: Tensor, expert_TK: Tensor, weights: BlockScaledExperts, y_NH: Tensor) -> None:
+    slots, (of_up, of_down) = expert_TK.numel(), _read_by_kernels(weights, x_TH)
+    a_NI = x_TH.new_empty((slots, weights.intermediate))
     lists = expert_TK
     if plan.list is not None:
         lists = expert_TK.new_empty(weights.num_experts * (slots + 1), dtype=torch.int32)
         plan.list(expert_TK, lists)
-    plan.up(x_TH, expert_TK, lists, gate_up.data, gate_up.scales, scale, bias, a_NI)
+    plan.up(x_TH, expert_TK, lists, *of_up, a_NI)
     plan.down(a_NI, expert_TK, lists, *of_down, y_NH)
-    plan.sum(y_NH, expert_TK, weight_TK, y_TH)
-    return y_TH
+
+
+def _read_by_kernels(weights: BlockScaledExperts, x_TH: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Codes, scales, the scale of the matrix and the bias, of both matrices. A kernel without the last two looks at
+    none, whatever stands in their place."""
+    gate_up, down = weights.gate_up_EJH.matrix, weights.down_EHI.matrix
+
+    def given(tensor: Tensor | None) -> Tensor:
+        return x_TH if tensor is None else tensor.contiguous()
+
+    of_up = gate_up.data, gate_up.scales, given(gate_up.matrix_scale), given(weights.gate_up_bias_EJ)
+    return of_up, (down.data, down.scales, given(down.matrix_scale), given(weights.down_bias_EH))
 
 
 def _plan(problem: Problem, chosen: Configuration) -> Plan:
@@ -116,12 +134,15 @@ def _plan(problem: Problem, chosen: Configuration) -> Plan:
     return Plan(up_by_expert(problem, chosen), down_by_expert(problem, chosen), sum_of_slots(problem), listing)
 
 
-def configuration_of(problem: Problem) -> Configuration:
-    tokens, top_k = problem.expert_TK.shape
-    weights: BlockScaledExperts = problem.weights
-    if goes_by_slot(tokens, top_k, weights.num_experts):
+def configuration_of(problem: Problem, like: Like | None = None) -> Configuration:
+    tokens, experts = like or _own(problem)
+    if goes_by_slot(tokens, problem.expert_TK.shape[1], experts):
         return by_slot(problem)
-    return by_expert(problem)
+    return by_expert(problem, like)
+
+
+def _own(problem: Problem) -> Like:
+    return Like(problem.expert_TK.shape[0], problem.weights.num_experts)
 
 
 def by_slot(problem: Problem) -> Configuration:
@@ -139,10 +160,12 @@ def by_slot(problem: Problem) -> Configuration:
     )
 
 
-def by_expert(problem: Problem) -> Configuration:
+def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     weights: BlockScaledExperts = problem.weights
-    rows, height, warps = chunk_rows(problem.rows, weights.num_experts, FEWEST_SLOTS, HEADROOM), WEIGHT_ROWS, WARPS
-    if problem.rows < weights.num_experts:  # more programs for the few experts
+    tokens, experts = like or _own(problem)
+    slots = tokens * problem.expert_TK.shape[1]
+    rows, height, warps = chunk_rows(slots, experts, FEWEST_SLOTS, HEADROOM), WEIGHT_ROWS, WARPS
+    if slots < experts:  # more programs for the few experts
         height, warps = height // 2, warps // 2
     bits = weights.format.element.bits
     depth = DEPTH_BYTES[bits] * 8 // bits
@@ -159,7 +182,7 @@ def by_expert(problem: Problem) -> Configuration:
         up = up._replace(depth=LONG_STEP)
     down = tile(weights.hidden, height, weights.intermediate)
     overlap = can_overlap(problem.x_TH.device)
-    listed = overlap and problem.rows >= FEWEST_LISTED  # where a launch more costs little
+    listed = overlap and slots >= FEWEST_LISTED  # where a launch more costs little
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed)
 
 

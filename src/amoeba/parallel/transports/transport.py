@@ -25,7 +25,7 @@ from amoeba.routing import Routing
 
 
 class Exchange(Travel):
-    """Of one pass of one layer. Rows arrive by source, then by token, which is the order of row ids.
+    """Of one pass of one layer. Rows arrive by source, then by token.
 
     slots:   of the rows received, so many have an expert here, at most; None where the host does not know.
     travels: whether the others' rows are still under way when `dispatch` and `send` return, until `wait`.

@@ -1,4 +1,5 @@
-"""Experts streamed to a GPU inside torch: the backend `streamed` of that kind, which computes by `triton`'s kernels.
+"""Experts streamed to a GPU inside torch: the backend `streamed` of that kind, which computes by `triton`'s kernels:
+for plain numbers those of resident experts, for codes those of block-scaled ones (slot_kernels.py).
 
 T tokens · K experts per token · N = T·K routed rows · E experts · S slots · H hidden
 
@@ -31,6 +32,7 @@ from amoeba.backends.backend import PassesBackend, Request
 from amoeba.problem import Gradients, Needs, Problem, Save
 from amoeba.replays import CannotCapture
 from amoeba.stream.gpu.experts import GpuStreamedExperts
+from amoeba.stream.gpu.slot_kernels import kernels_of
 from amoeba.weights import LORA_NAMES, LoraFactors
 
 
@@ -54,18 +56,19 @@ class GpuStreamedBackend(PassesBackend):
         if memory.recorder is not None:
             memory.recorder.add(layer, problem.expert_TK.reshape(-1).tolist(), tokens)
         with memory.turn(layer):
-            if save != "h" and tokens <= triton.DECODE_TOKENS:
+            kernels = kernels_of(problem.weights.slots)
+            if save != "h" and kernels.decodes(problem):
                 return _Few(problem).decode(), None
             y_NH = alone = None
             with _groups(problem) as groups:
                 for slot_of in groups:
                     if len(slot_of) == problem.weights.num_experts:
-                        y_TH = _many(_in_slots(problem))
+                        y_TH = kernels.sorted(_in_slots(problem))
                         break
                     if alone is None:
                         alone = _rows_alone(problem)
                         alone = alone._replace(weight_TK=torch.ones_like(alone.weight_TK))
-                    y_NH = _many(_in_slots(alone)._replace(onto_TH=y_NH))  # others' rows are zero
+                    y_NH = kernels.sorted(_in_slots(alone)._replace(onto_TH=y_NH))  # others' rows are zero
             if y_NH is not None:
                 y_TH = _combined(y_NH, problem, problem.weight_TK)
         _expect(problem, layer + 1)
@@ -80,9 +83,9 @@ class GpuStreamedBackend(PassesBackend):
         with problem.weights.memory.turn(layer), _groups(problem) as groups:
             alone = _rows_alone(problem)
             dy_NH = dy_TH.index_select(0, _token_N(problem))
-            factors = _FactorGradients(problem)
+            factors, kernels = _FactorGradients(problem), kernels_of(problem.weights.slots)
             for _ in groups:
-                of_group = triton.BACKEND.backward(_in_slots(alone), None, dy_NH, needs)
+                of_group = kernels.backward(_in_slots(alone), dy_NH, needs)
                 if dx_NH is not None:
                     dx_NH += _there(of_group.x)
                 if d_weight is not None:
@@ -101,6 +104,7 @@ class _Few:
 
         self.problem = problem
         self.memory, self.layer = problem.weights.memory, problem.weights.layer
+        self.kernels = kernels_of(problem.weights.slots)
         self.like = Like(problem.x_TH.shape[0], problem.weights.num_experts)
 
     def decode(self) -> Tensor:
@@ -133,9 +137,7 @@ class _Few:
         return self._whole(problem, slot_TK) if y_TH is None else y_TH
 
     def _whole(self, problem: Problem, slot_TK: Tensor) -> Tensor:
-        from amoeba.kernels.decode import decode
-
-        return decode(_in_slots(problem, slot_TK), like=self.like)
+        return self.kernels.decode(_in_slots(problem, slot_TK), self.like)
 
     def _with(self, problem: Problem, ids: list[int]) -> Tensor:
         """Once these are there, which are all that the problem asks for."""
@@ -148,17 +150,17 @@ class _Few:
         return y_TH
 
     def _in_parts(self, problem: Problem, ids: list[int]) -> Tensor:
-        from amoeba.kernels.decode import decode_rows, is_by_slot, sum_rows
+        from amoeba.kernels.decode import sum_rows
 
         memory, layer = self.memory, self.layer
         tokens, top_k = problem.expert_TK.shape
         of_all = problem._replace(weights=problem.weights.others)
-        if is_by_slot(of_all, self.like) and tokens > 1 and top_k <= memory.slots[layer]:
+        if self.kernels.is_by_slot(of_all, self.like) and tokens > 1 and top_k <= memory.slots[layer]:
             return torch.cat([self._alone(problem, token) for token in range(tokens)])
         y_NH = problem.x_TH.new_empty((problem.rows, problem.x_TH.shape[1]), dtype=torch.float32)
         with closing(memory.lend(layer, ids)) as groups:
             for _ in groups:
-                decode_rows(_in_slots(problem), y_NH, self.like)
+                self.kernels.decode_rows(_in_slots(problem), y_NH, self.like)
         return sum_rows(y_NH, of_all)
 
     def _alone(self, problem: Problem, token: int) -> Tensor:
@@ -176,15 +178,17 @@ class _Few:
 
 def _captured(problem: Problem, save: Save) -> Tensor:
     """The kernels of a pass whose experts come while it is replayed."""
-    from amoeba.kernels.decode import Like, decode
+    from amoeba.kernels.decode import Like
 
     memory, layer, tokens = problem.weights.memory, problem.weights.layer, problem.x_TH.shape[0]
-    if save == "h" or tokens > triton.DECODE_TOKENS:
-        raise CannotCapture(f"{tokens} tokens of a step, or its gradients, are streamed by the host")
+    kernels = kernels_of(problem.weights.slots)
+    if save == "h" or not kernels.decodes(problem):
+        beside = "" if problem.lora is None else " beside LoRA factors"
+        raise CannotCapture(f"{tokens} tokens of a step{beside}, or its gradients, are streamed by the host")
     given = _given(problem)
     memory.replays.predict(layer, problem.x_TH, problem.expert_TK.shape[1])
     slot_TK = memory.replays.slots_of(layer, problem.expert_TK, given)
-    y_TH = decode(_in_slots(problem, slot_TK), like=Like(tokens, problem.weights.num_experts))
+    y_TH = kernels.decode(_in_slots(problem, slot_TK), Like(tokens, problem.weights.num_experts))
     if given is not None:
         memory.replays.add_computed(layer, y_TH, given)
     return y_TH
@@ -209,11 +213,6 @@ def _expect(problem: Problem, layer: int) -> None:
     memory = problem.weights.memory
     if 0 <= layer < len(memory.layers):
         memory.expect_all(layer)
-
-
-def _many(problem: Problem) -> Tensor:
-    """The sorted way, however few rows there are."""
-    return triton.BACKEND.forward_sorted(problem, "nothing")[0]
 
 
 def _in_slots(problem: Problem, slot_TK: Tensor | None = None) -> Problem:

@@ -83,6 +83,8 @@ def _why_not(memory: DeviceMemory) -> str | None:
 
 
 def _why_not_layer(entry: LayerEntry) -> str | None:
+    if entry.format is not None:
+        return f"the CPU core reads bfloat16 and float32, not {entry.format.name}"
     if entry.dtype not in (torch.bfloat16, torch.float32):
         return f"the CPU core reads bfloat16 and float32, not {entry.dtype}"
     return "experts with biases" if entry.has_bias else None

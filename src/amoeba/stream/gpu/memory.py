@@ -104,7 +104,8 @@ class DeviceMemory:
         experts = max(entry.experts for entry in self.store.layers)
         below = f"{show_range(self.host_slots)} in {show_size(self.host_bytes)} of host memory"
         below += "" if self.computing is None else f", {self.computing}"
-        return f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}, {below}"
+        there = f"{show_range(self.slots)} of {experts} experts per layer in {show_size(self.slot_bytes)}"
+        return f"{there}{self.store.as_codes}, {below}"
 
     def record(self, recorder: Recorder | None) -> None:
         """Hands every pass that begins from now on to the recorder; each then waits for its ids."""

@@ -2,10 +2,10 @@
 
 S slots on the device · P slots of pinned memory
 
-A slot on the device is gate_up, down and biases, each in a stack of its own, so that the kernels for resident experts
-read them as they are (those for many tokens on Hopper would copy what lies between other things). A slot of pinned
-memory is a blob as the store has it. All copies to the device are in one stream, so they come to pass in the order of
-their calls; what has to wait beside that:
+A slot on the device is gate_up, down and biases, or codes, scales and biases, each in a stack of its own, so that the
+kernels for resident experts read them as they are (those for many tokens on Hopper would copy what lies between other
+things). A slot of pinned memory is a blob as the store has it. All copies to the device are in one stream, so they come
+to pass in the order of their calls; what has to wait beside that:
 
     a copy into a slot      for the last pass that reads it         `read_by`
                             for the copy of what leaves it          `down`, in a stream of its own
@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from amoeba.stream.gpu.device import Device, Event, Stream
-from amoeba.stream.store.layers import LayerEntry
-from amoeba.weights import ExpertWeights
+from amoeba.stream.store.layers import LayerEntry, StoredExperts
 
 Read = Callable[[Callable[[int, int], None]], None]
 Load = tuple[int, int, int]  # expert, host slot, slot
@@ -40,7 +39,7 @@ class LayerTiers:
         self.blobs = device.host_memory(host_slots * entry.expert_bytes).view(host_slots, -1) if host_slots else None
         self._host_bytes = None if self.blobs is None else self.blobs.view(-1)
         self._stacks = {
-            part.name: torch.empty((slots, *part.shape), dtype=entry.dtype, device=device.device)
+            part.name: torch.empty((slots, *part.shape), dtype=entry.dtype_of(part.name), device=device.device)
             for part in entry.parts
         }
         # of each part: its stack as bytes, how many there are, where they are in a blob
@@ -57,10 +56,8 @@ class LayerTiers:
         self._blob_users: list[Event | None] = [None] * host_slots
 
     @property
-    def weights(self) -> ExpertWeights:
-        stacks = self._stacks
-        biases = stacks.get("gate_up_bias_J"), stacks.get("down_bias_H")
-        return ExpertWeights(stacks["gate_up_JH"], stacks["down_HI"], *biases, self._entry.activation)
+    def weights(self) -> StoredExperts:
+        return self._entry.weights_of(self._stacks)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +65,7 @@ class LayerTiers:
 
     @staticmethod
     def slot_bytes(entry: LayerEntry) -> int:
-        return sum(torch.Size(part.shape).numel() for part in entry.parts) * entry.dtype.itemsize
+        return sum(entry.size_of(part) for part in entry.parts)
 
     def read_by(self, slots: Iterable[int], event: Event) -> None:
         """Passes over a layer come one after the other, so the latest stands for those before it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from amoeba.stream.store.buffers import Memory, aligned_buffer
@@ -51,12 +50,8 @@ class FolderStore(Store):
             blob = memory.tensor
             for begin, end in entry.gaps():
                 blob[begin:end] = 0
-            numbers = blob.view(entry.dtype)
             for piece, source in zip(pieces, found, strict=True):
-                if source.storage_offset() % entry.dtype.itemsize:
-                    source = source.clone()
-                there = torch.as_strided(numbers, piece.shape, piece.stride, numbers.storage_offset() + piece.offset)
-                there.copy_(source.view(entry.dtype).view(piece.shape))
+                piece.put(source, blob)
         finally:
             self._scratch.append(scratch)
 

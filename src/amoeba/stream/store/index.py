@@ -10,8 +10,9 @@
                  "checksums": [1, 2, ...]}],
      "crc32": 9012}
 
-`format.kind` is the place for block-scaled numbers: another kind with parts of its own. A reader refuses kinds and
-versions that it does not know.
+Block-scaled numbers are another kind with parts of their own: {"kind": "block_scaled", "name": "fp8-128",
+"row_parts": 2, "dtype": "bfloat16"}, where dtype is that of biases, x and y. A reader refuses kinds and versions
+that it does not know.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from typing import Any
 
 from amoeba.config import Activation
 from amoeba.errors import one_line
+from amoeba.precision.formats import Format, format_named
 from amoeba.stream.store.error import StoreError
-from amoeba.stream.store.layers import BLOCK, DTYPES, PARTS, LayerEntry, Part
+from amoeba.stream.store.layers import BLOCK, DTYPES, LayerEntry, Part, part_shapes
 from amoeba.stream.store.reading import PART
 
 INDEX, UNFINISHED, REST = "index.json", "packing.json", "rest.safetensors"
-FORMAT, VERSION, PLAIN = "amoeba expert store", 1, "plain"
+FORMAT, VERSION, PLAIN, BLOCK_SCALED = "amoeba expert store", 1, "plain", "block_scaled"
 _AGAIN = "copy the store again, or pack it anew with `amoeba pack`"
 
 
@@ -90,10 +92,33 @@ def _layer_facts(entry: LayerEntry) -> dict[str, Any]:
         "hidden": entry.hidden,
         "intermediate": entry.intermediate,
         "activation": activation,
-        "format": {"kind": PLAIN, "dtype": str(entry.dtype).removeprefix("torch.")},
+        "format": _format_facts(entry),
         "expert_bytes": entry.expert_bytes,
         "parts": [part._asdict() for part in entry.parts],
     }
+
+
+def _format_facts(entry: LayerEntry) -> dict[str, Any]:
+    dtype = {"dtype": str(entry.dtype).removeprefix("torch.")}
+    if entry.format is None:
+        return {"kind": PLAIN} | dtype
+    return {"kind": BLOCK_SCALED, "name": entry.format.name, "row_parts": entry.row_parts} | dtype
+
+
+def _format(path: Path, facts: dict[str, Any]) -> tuple[Format | None, int]:
+    """Of the codes, and the parts of the rows; None and 1 of plain numbers."""
+    kind, name = facts["kind"], facts.get("name")
+    found, row_parts = None, int(facts.get("row_parts", 1))
+    try:
+        found = format_named(str(name)) if kind == BLOCK_SCALED else None
+        known = kind == PLAIN or (found is not None and not found.has_matrix_scale)
+    except ValueError:
+        known = False
+    if not known or facts["dtype"] not in DTYPES or row_parts not in (1, 2):
+        got = " ".join(str(each) for each in (kind, name, facts.get("dtype")) if each is not None)
+        expected = f"numbers as {PLAIN} {', '.join(DTYPES)}, or as {BLOCK_SCALED} fp8, mxfp8 or mxfp4"
+        raise StoreError(path, expected, got, "use a newer aMoEba")
+    return found, row_parts
 
 
 def read_index(folder: Path) -> Index:
@@ -123,10 +148,7 @@ def read_index(folder: Path) -> Index:
 
 
 def _stored_layer(path: Path, facts: dict[str, Any]) -> StoredLayer:
-    kind = facts["format"]["kind"]
-    if kind != PLAIN or facts["format"]["dtype"] not in DTYPES:
-        got = f"{kind} {facts['format'].get('dtype')}"
-        raise StoreError(path, f"numbers as {PLAIN} {', '.join(DTYPES)}", got, "use a newer aMoEba")
+    format, row_parts = _format(path, facts["format"])
     limit = facts["activation"]["limit"]
     activation = Activation(**facts["activation"] | {"limit": math.inf if limit is None else limit})
     parts = tuple(Part(part["name"], int(part["offset"]), tuple(map(int, part["shape"]))) for part in facts["parts"])
@@ -139,6 +161,8 @@ def _stored_layer(path: Path, facts: dict[str, Any]) -> StoredLayer:
         dtype=DTYPES[facts["format"]["dtype"]],
         parts=parts,
         expert_bytes=int(facts["expert_bytes"]),
+        format=format,
+        row_parts=row_parts,
     )
     checksums = tuple(map(int, facts["checksums"]))
     _check_layer(entry, checksums)
@@ -146,13 +170,13 @@ def _stored_layer(path: Path, facts: dict[str, Any]) -> StoredLayer:
 
 
 def _check_layer(entry: LayerEntry, checksums: Sequence[int]) -> None:
-    width, end = entry.activation.width(entry.intermediate), 0
-    shapes = [(width, entry.hidden), (entry.hidden, entry.intermediate), (width,), (entry.hidden,)]
-    for part, name, shape in zip(entry.parts, PARTS, shapes, strict=False):
-        if (part.name, part.shape) != (name, shape) or part.offset < end or part.offset % entry.dtype.itemsize:
+    end, shapes = 0, part_shapes(entry, entry.has_bias)
+    for part, (name, shape) in zip(entry.parts, shapes.items(), strict=False):
+        misplaced = part.offset < end or part.offset % entry.dtype_of(name).itemsize
+        if (part.name, part.shape) != (name, shape) or misplaced:
             raise ValueError(f"{entry.name}: {part}")
-        end = part.offset + math.prod(shape) * entry.dtype.itemsize
-    if len(entry.parts) not in (2, 4) or end > entry.expert_bytes or entry.expert_bytes % BLOCK:
+        end = part.offset + entry.size_of(part)
+    if len(entry.parts) != len(shapes) or end > entry.expert_bytes or entry.expert_bytes % BLOCK:
         raise ValueError(f"{entry.name}: {len(entry.parts)} parts of {end} bytes in {entry.expert_bytes}")
     if len(checksums) != entry.experts:
         raise ValueError(f"{entry.name}: {len(checksums)} checksums of {entry.experts}")

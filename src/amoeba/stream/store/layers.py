@@ -3,16 +3,18 @@
 E experts · H hidden · I intermediate · J = 2I (gated) or I
 
 An expert is one blob of bytes: gate_up_JH (all rows of gate first, then up), down_HI, and the biases if there are any.
+In a block-scaled format each matrix is two parts, its codes and its scales, in the order of the checkpoint's rows.
 Every blob of a layer has its parts at the same offsets, so a stack of blobs is a stack of each part:
 
     views = entry.views(blobs)           # (slots, expert_bytes) of uint8 -> gate_up of shape (slots, J, H), and so on
+    weights = entry.weights(blobs)       # the same as experts to compute with, in whatever format
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,10 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
+from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.formats import Format
+from amoeba.precision.quantised import block_counts
+from amoeba.weights import ExpertWeights
 
 BLOCK = 4096  # bytes; blobs are multiples of it: O_DIRECT reads whole blocks of the disk
 _PART = 256  # bytes; where a part begins: enough for every load a kernel makes
@@ -42,16 +48,20 @@ class ExpertViews(NamedTuple):
 
 
 PARTS = ExpertViews._fields
+CODES, SCALES = "_codes", "_scales"  # what the parts of a matrix are called in a block-scaled format
+BIASES = PARTS[2:]
 
 
 @dataclass(frozen=True)
 class LayerEntry:
     """
     name:       of the experts module in the model.
-    activation: of these rows: never interleaved.
-    dtype:      of all parts.
+    activation: of these rows: never interleaved, unless they are codes.
+    dtype:      of all parts; beside codes that of the biases, of x and of y.
     parts:      in the order of the blob.
     expert_bytes: of a blob, a multiple of 4096.
+    format:     of the codes; None: plain numbers.
+    row_parts:  of the rows of gate_up, each with blocks of its own (see `QuantisedMatrix`).
     """
 
     name: str
@@ -62,19 +72,44 @@ class LayerEntry:
     dtype: torch.dtype
     parts: tuple[Part, ...]
     expert_bytes: int
+    format: Format | None = field(default=None, repr=False)
+    row_parts: int = field(default=1, repr=False)
 
     @property
     def has_bias(self) -> bool:
         return any(part.name == "gate_up_bias_J" for part in self.parts)
 
+    @property
+    def numbers(self) -> str:
+        """How they are kept, in a word."""
+        return str(self.dtype).removeprefix("torch.") if self.format is None else self.format.name
+
+    def dtype_of(self, part: str) -> torch.dtype:
+        if self.format is None or part in BIASES:
+            return self.dtype
+        return torch.float32 if part.endswith(SCALES) and self.format.scale == "fp32" else torch.uint8
+
+    def size_of(self, part: Part) -> int:
+        """In bytes."""
+        return math.prod(part.shape) * self.dtype_of(part.name).itemsize
+
     def gaps(self) -> Iterator[tuple[int, int]]:
         """What is after each part, up to the next or to the end: zeros, so that equal experts are equal blobs."""
         ends = [*(part.offset for part in self.parts[1:]), self.expert_bytes]
         for part, end in zip(self.parts, ends, strict=True):
-            yield part.offset + math.prod(part.shape) * self.dtype.itemsize, end
+            yield part.offset + self.size_of(part), end
 
     def views(self, blob: Tensor) -> ExpertViews:
-        """blob: (..., expert_bytes) of uint8, on any device, contiguous along its last dimension. Nothing is copied."""
+        """Of plain numbers; blob as in `tensors`."""
+        found = dict.fromkeys(PARTS) | self.tensors(blob)
+        if self.format is not None:
+            got = f"codes of {self.format.name} ({self.name})"
+            raise bad_value("views", "plain numbers", got, "take `tensors` or `weights` of the layer's entry")
+        return ExpertViews(**found)  # type: ignore[arg-type]
+
+    def tensors(self, blob: Tensor) -> dict[str, Tensor]:
+        """All parts by their names. blob: (..., expert_bytes) of uint8, on any device, contiguous along its last
+        dimension. Nothing is copied."""
         if blob.dtype != torch.uint8 or blob.dim() == 0 or blob.shape[-1] != self.expert_bytes:
             raise bad_value(
                 "blob",
@@ -82,24 +117,65 @@ class LayerEntry:
                 f"{blob.dtype} of shape {tuple(blob.shape)}",
                 "make it with aligned_buffer(store.expert_bytes(layer)), or a stack of these",
             )
-        found: dict[str, Tensor | None] = dict.fromkeys(PARTS)
+        found = {}
         for part in self.parts:
-            size = math.prod(part.shape) * self.dtype.itemsize
-            flat = blob[..., part.offset : part.offset + size].view(self.dtype)
+            flat = blob[..., part.offset : part.offset + self.size_of(part)].view(self.dtype_of(part.name))
             found[part.name] = flat.unflatten(-1, part.shape)
-        return ExpertViews(**found)  # type: ignore[arg-type]
+        return found
+
+    def weights(self, blobs: Tensor) -> StoredExperts:
+        """A stack of blobs as experts that share its memory."""
+        return self.weights_of(self.tensors(blobs))
+
+    def weights_of(self, stacks: Mapping[str, Tensor]) -> StoredExperts:
+        """stacks: of each part, by its name."""
+        biases = stacks.get(BIASES[0]), stacks.get(BIASES[1])
+        if self.format is None:
+            return ExpertWeights(stacks["gate_up_JH"], stacks["down_HI"], *biases, self.activation)
+        gate_up, down = ((stacks[name + CODES], _integers(stacks[name + SCALES]), None) for name in ("gate_up", "down"))
+        sizes = self.hidden, self.intermediate, self.row_parts
+        return BlockScaledExperts(gate_up, down, *biases, self.format, *sizes, self.activation, self.dtype)
+
+
+StoredExperts = ExpertWeights | BlockScaledExperts
+
+
+def _integers(scales: Tensor) -> Tensor:
+    """As block-scaled experts keep them."""
+    return scales.view(torch.int32) if scales.dtype == torch.float32 else scales
 
 
 def layer_entry(
-    name: str, experts: int, hidden: int, intermediate: int, activation: Activation, dtype: torch.dtype, bias: bool
+    name: str,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    activation: Activation,
+    dtype: torch.dtype,
+    bias: bool,
+    format: Format | None = None,
+    row_parts: int = 1,
 ) -> LayerEntry:
-    width = activation.width(intermediate)
-    shapes: list[tuple[int, ...]] = [(width, hidden), (hidden, intermediate), (width,), (hidden,)]
+    entry = LayerEntry(name, experts, hidden, intermediate, activation, dtype, (), 0, format, row_parts)
     parts, end = [], 0
-    for part_name, shape in list(zip(PARTS, shapes, strict=True))[: 4 if bias else 2]:
+    for part_name, shape in part_shapes(entry, bias).items():
         parts.append(Part(part_name, end, shape))
-        end = _up(end + math.prod(shape) * dtype.itemsize, _PART)
-    return LayerEntry(name, experts, hidden, intermediate, activation, dtype, tuple(parts), _up(end, BLOCK))
+        end = _up(end + entry.size_of(parts[-1]), _PART)
+    return replace(entry, parts=tuple(parts), expert_bytes=_up(end, BLOCK))
+
+
+def part_shapes(entry: LayerEntry, bias: bool) -> dict[str, tuple[int, ...]]:
+    """Of the parts of an expert, in the order of the blob."""
+    hidden, intermediate, format = entry.hidden, entry.intermediate, entry.format
+    width = entry.activation.width(intermediate)
+    shapes: dict[str, tuple[int, ...]] = {}
+    biases: dict[str, tuple[int, ...]] = {"gate_up_bias_J": (width,), "down_bias_H": (hidden,)} if bias else {}
+    if format is None:
+        return {"gate_up_JH": (width, hidden), "down_HI": (hidden, intermediate)} | biases
+    for name, rows, columns, parts in (("gate_up", width, hidden, entry.row_parts), ("down", hidden, intermediate, 1)):
+        shapes[name + CODES] = rows, format.stored_columns(columns)
+        shapes[name + SCALES] = block_counts(rows, columns, format, parts)
+    return shapes | biases
 
 
 def _up(number: int, step: int) -> int:

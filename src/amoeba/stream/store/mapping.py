@@ -8,14 +8,14 @@ transformers loads a checkpoint by renaming its tensors and running conversions 
 and up concatenated, transposed. Here the same table is read for a model without weights
 (integrations/checkpoint_names.py), and each conversion is undone on a view of an expert's blob: what remains is where
 in the blob each piece of the checkpoint belongs, as strides. A conversion that is not known here is refused by its
-name.
+name. Codes and scales of a quantised checkpoint stay as they are: coded.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,59 +26,41 @@ from amoeba.errors import bad_value
 from amoeba.integrations.checkpoint_names import sort_names
 from amoeba.integrations.experts_module import ExpertsLayout, described, experts_modules, layout_of
 from amoeba.integrations.model_folder import load_config, load_without_weights
-from amoeba.stream.store.layers import DTYPES, LayerEntry, layer_entry
+from amoeba.integrations.quantised_files import format_of
+from amoeba.integrations.quantised_models import dtype_of, facts_of, unquantised
+from amoeba.stream.store.coded import CodedCheckpoint
+from amoeba.stream.store.layers import DTYPES, layer_entry
+from amoeba.stream.store.pieces import MappedLayer, Piece
 from amoeba.stream.store.tensor_files import TensorEntry
 
 _BESIDE = "keep its experts resident, or convert it to a checkpoint with one tensor per expert and projection"
 
 
-class Piece(NamedTuple):
-    """A tensor of each expert, or a slice of one tensor of all, and where its elements are in the blob."""
-
-    tensors: tuple[TensorEntry, ...]  # one, or one per expert
-    stacked: bool  # one tensor with a first dimension over experts
-    size: int  # bytes of an expert's
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # elements from the start of the blob
-
-    def range_of(self, expert: int) -> tuple[Path, int]:
-        tensor = self.tensors[0 if self.stacked else expert]
-        return tensor.file, tensor.start + (expert * self.size if self.stacked else 0)
-
-
-@dataclass(frozen=True)
-class MappedLayer:
-    entry: LayerEntry
-    pieces: tuple[Piece, ...]
-
-
 def map_experts(
     folder: Path, tensors: Mapping[str, TensorEntry], *, trust_remote_code: bool = False
 ) -> tuple[list[MappedLayer], dict[str, TensorEntry]]:
-    """The layers with experts, and the tensors that belong to the rest of the model. What the model has no place for,
-    as transformers ignores it in loading, is in neither."""
+    """The layers with experts, and the tensors that belong to the rest of the model, with the scales of those that are
+    quantised. What the model has no place for, as transformers ignores it in loading, is in neither."""
     config = load_config(str(folder), trust_remote_code=trust_remote_code)
-    _check_not_quantized(config)
-    model = load_without_weights(config, str(folder), trust_remote_code=trust_remote_code)
-    checkpoint = _Checkpoint(model, tensors)
+    facts = facts_of(config)
+    if facts is not None and format_of(facts) is None:
+        raise bad_value(
+            "MODEL",
+            "experts in bfloat16, float16 or float32, or block-scaled (fp8, mxfp8, mxfp4)",
+            f"{config.model_type} quantized by {facts.get('quant_method')}, in a way not known here",
+            "take the model's unquantized checkpoint, or load it dequantized with transformers and save that",
+        )
+    model = load_without_weights(unquantised(config), str(folder), trust_remote_code=trust_remote_code)
+    checkpoint: _Checkpoint | CodedCheckpoint
+    if facts is None:
+        checkpoint = _Checkpoint(model, tensors)
+    else:
+        checkpoint = CodedCheckpoint(model, tensors, facts, dtype_of(config))
     layers = [checkpoint.layer(name, module) for name, module in experts_modules(model).items()]
     if not layers:
         expected = "a mixture of experts that transformers hands over (use_experts_implementation)"
         raise bad_value("MODEL", expected, f"{checkpoint.family}, which has none", "there is nothing to stream in it")
     return layers, checkpoint.rest
-
-
-def _check_not_quantized(config: Any) -> None:
-    quantized = getattr(config, "quantization_config", None)
-    if quantized is not None:
-        facts = quantized if isinstance(quantized, dict) else quantized.to_dict()
-        raise bad_value(
-            "MODEL",
-            "experts in bfloat16, float16 or float32",
-            f"{config.model_type} quantized by {facts.get('quant_method')}",
-            "take the model's unquantized checkpoint, or load it dequantized with transformers and save that",
-        )
 
 
 class _Checkpoint:
@@ -164,7 +146,7 @@ class _Checkpoint:
             raise bad_value(parameter, f"tensors for {experts} experts", len(tensors), "download the checkpoint again")
         view = axes.view
         size = view.numel() * view.element_size()
-        return Piece(tensors, stacked, size, tuple(view.shape), view.stride(), int(view.storage_offset()))
+        return Piece(tensors, stacked, size, tuple(view.shape), view.stride(), int(view.storage_offset()), view.dtype)
 
     def _refused(self, parameter: str, got: str) -> ValueError:
         expected = f"a checkpoint of {self.family} that is converted in a way known here"

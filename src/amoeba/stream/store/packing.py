@@ -68,6 +68,7 @@ class PackReport:
     experts: int
     expert_bytes: int  # of all blobs
     rest_bytes: int
+    numbers: str  # bfloat16, or the format of codes: fp8-128
     resumed_layers: int  # that an earlier run had packed
     left_out: tuple[str, ...]  # tensors of the checkpoint that the model has no place for
     seconds: float
@@ -119,6 +120,7 @@ class _Packing:
             experts=sum(entry.experts for entry in self.source.layers),
             expert_bytes=sum(self.sizes),
             rest_bytes=self.rest_bytes,
+            numbers=self.source.layers[0].numbers,
             resumed_layers=len(resumed),
             left_out=self.source.left_out,
             seconds=round(time.monotonic() - self.began, 3),

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from amoeba.errors import bad_value
+from amoeba.integrations.quantised_files import BLOCKS, is_quantised, read_quantised, weight_of
+from amoeba.precision.formats import Format
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.error import StoreError
@@ -26,13 +28,30 @@ class Store(ABC):
 
     folder: where the model's config and tokenizer are.
     layers: one entry per layer with experts, in the model's order; `layer` is an index into it everywhere.
-    rest:   the checkpoint's other tensors, by the names it has for them, which transformers maps to the model's.
+    rest:   the checkpoint's other tensors, by the names it has for them, which transformers maps to the model's; where
+            the experts are codes, some of these may be too, with their scales beside them.
     """
 
     folder: Path
     layers: tuple[LayerEntry, ...]
     rest: Mapping[str, TensorEntry]
     _reader: Reader
+
+    @property
+    def format(self) -> Format | None:
+        """Of the experts' codes; None: plain numbers."""
+        return self.layers[0].format
+
+    @property
+    def as_codes(self) -> str:
+        """For a line that says what is where."""
+        return "" if self.format is None else f", as {self.format.name}"
+
+    def check_plain(self, remedy: str) -> None:
+        """ValueError where the experts are codes."""
+        if self.format is not None:
+            got = f"{self.format.name} ({self.folder})"
+            raise bad_value("MODEL", "experts in bfloat16, float16 or float32", got, remedy)
 
     def expert_bytes(self, layer: int) -> int:
         return self.layers[layer].expert_bytes
@@ -74,8 +93,25 @@ class Store(ABC):
         """The parts of a blob (..., expert_bytes) as tensors that share its memory."""
         return self.layers[layer].views(blob)
 
+    @property
+    def rest_bytes(self) -> int:
+        """Of all that `rest_tensors` gives."""
+        sizes = {name: entry.size for name, entry in self.rest.items()}
+        if self.format is None:
+            return sum(sizes.values())
+        weights, bits = self._rest_weights(), self.format.element.bits
+        widths = {name: 8 * self.layers[0].dtype.itemsize // bits for name in weights if is_quantised(name, self.rest)}
+        codes = {name: name + BLOCKS if name + BLOCKS in sizes else name for name in weights}
+        return sum(sizes[codes[name]] * widths.get(name, 1) for name in weights)
+
+    def _rest_weights(self) -> list[str]:
+        """Without scales, which belong to a weight."""
+        return list(
+            dict.fromkeys(each if is_quantised(each := weight_of(name), self.rest) else name for name in self.rest)
+        )
+
     def read_rest(self, name: str) -> Tensor:
-        """A tensor that is no expert's, on the CPU."""
+        """A tensor that is no expert's, as it is stored, on the CPU."""
         entry = self.rest[name]
         if entry.size == 0:
             return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
@@ -90,8 +126,13 @@ class Store(ABC):
         return found.view(entry.dtype).view(entry.shape)
 
     def rest_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self.rest:
-            yield name, self.read_rest(name)
+        """As the model takes them: what was quantised, such as the linears of attention, is dequantised."""
+        format, dtype = self.format, self.layers[0].dtype
+        for name in self.rest if format is None else self._rest_weights():
+            if format is not None and is_quantised(name, self.rest):
+                yield name, read_quantised(name, format, self.rest, self.read_rest).dequantise(dtype)
+            else:
+                yield name, self.read_rest(name)
 
     def close(self) -> None:
         self._reader.close()

@@ -1,0 +1,46 @@
+"""Where the bytes of an expert are in a checkpoint, and where they belong in its blob."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amoeba.precision.formats import E8M0
+from amoeba.stream.store.layers import LayerEntry
+from amoeba.stream.store.tensor_files import TensorEntry
+
+
+class Piece(NamedTuple):
+    """A tensor of each expert, or a slice of one tensor of all, and where its elements are in the blob."""
+
+    tensors: tuple[TensorEntry, ...]  # one, or one per expert
+    stacked: bool  # one tensor with a first dimension over experts
+    size: int  # bytes of an expert's, in the file
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements from the start of the blob
+    dtype: torch.dtype  # in the blob
+
+    def range_of(self, expert: int) -> tuple[Path, int]:
+        tensor = self.tensors[0 if self.stacked else expert]
+        return tensor.file, tensor.start + (expert * self.size if self.stacked else 0)
+
+    def put(self, source: Tensor, blob: Tensor) -> None:
+        """source: the bytes that were read; both are uint8. Codes stay as they are; scales may be wider in the blob."""
+        stored, numbers = self.tensors[0].dtype, blob.view(self.dtype)
+        if stored.itemsize == 1:
+            found = E8M0.decode(source) if self.dtype == torch.float32 else source
+        else:
+            found = (source.clone() if source.storage_offset() % stored.itemsize else source).view(stored)
+        there = torch.as_strided(numbers, self.shape, self.stride, numbers.storage_offset() + self.offset)
+        there.copy_(found.view(self.shape))
+
+
+@dataclass(frozen=True)
+class MappedLayer:
+    entry: LayerEntry
+    pieces: tuple[Piece, ...]

@@ -1,0 +1,153 @@
+"""`amoeba verify` as a user meets it: what it checks, what it says, and its exit codes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from few_cases import invoke, last_line, only_few_cases
+
+from amoeba.backends import eager
+from amoeba.placements import all_placements
+from amoeba.proof import conformance
+from planted_backend import Planted, plant
+
+
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch):
+    only_few_cases(monkeypatch)
+
+
+def test_verify_passes_and_names_every_backend_and_gradient():
+    result = invoke("verify", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    document = last_line(result)
+    assert document["ok"]
+    assert {row["backend"] for row in document["backends"]} == set(conformance.backend_names(torch.device("cpu")))
+    for row in document["backends"]:
+        if row["cases_checked"]:
+            placed = {placement.name for placement in all_placements() if not placement.trains}
+            base = set() if row["backend"] in placed else {"gate_up", "down", "down_bias"}
+            assert {"inference", "output", "x", "weight"} | base <= set(row["worst"])
+    assert "every gradient within tolerance" in result.stdout
+    for name in ("eager", "float32", "bfloat16", "gate_up_bias", "tolerance"):
+        assert name in result.stdout
+
+
+def test_verify_over_ranks_starts_its_own_processes_and_compares_bits():
+    result = invoke("verify", "--ranks", "2", "--dtype", "float32", "--json")
+    assert result.exit_code == 0, result.output
+    document = last_line(result)
+    (row,) = document["backends"]
+    assert document["ok"] and document["ranks"] == 2 and row["backend"] == "2 ranks" and row["cases_checked"] >= 12
+    assert {"inference", "output", "x", "weight", "gate_up", "down_bias", "gate_lora_a"} <= set(row["worst"])
+    assert "the bits of one process" in result.stdout
+
+
+@pytest.mark.parametrize("more", [("--ranks", "99"), ("--ranks", "1"), ("--ranks", "2", "--backend", "eager")])
+def test_verify_says_what_does_not_go_with_ranks(more):
+    result = invoke("verify", *more)
+    assert result.exit_code == 2 and more[-2] in result.output
+
+
+def test_verify_fails_on_a_backend_with_one_wrong_gradient(monkeypatch):
+    def wrong_weight_gradient(request):
+        weight_TK = request.routing.weight_TK
+        routing = replace(request.routing, weight_TK=weight_TK + (weight_TK - weight_TK.detach()))
+        return eager.BACKEND.run(replace(request, routing=routing))
+
+    plant(monkeypatch, Planted("broken", wrong_weight_gradient))
+    only = ("--backend", "eager", "--backend", "broken")
+    result = invoke("verify", "--device", "cpu", "--dtype", "float32", *only, "--json")
+    assert result.exit_code == 1
+    document = last_line(result)
+    rows = {row["backend"]: row["ok"] for row in document["backends"]}
+    assert rows == {"eager": True, "broken": False}
+    assert {tuple(failure["out_of_tolerance"]) for failure in document["failures"]} == {("weight",)}
+    assert "FAIL" in result.stdout
+
+
+def test_verify_fails_on_a_backend_that_raises(monkeypatch):
+    def raises(request):
+        raise RuntimeError("no such kernel")
+
+    plant(monkeypatch, Planted("raising", raises))
+    result = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "raising")
+    assert result.exit_code == 1
+    assert "RuntimeError: no such kernel" in result.stdout
+
+
+def test_verify_says_who_refuses_and_that_nothing_checked_is_no_success(monkeypatch):
+    plant(monkeypatch, Planted("absent", eager.BACKEND.run, lambda request: "needs hardware that is not here"))
+    two = ("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "absent")
+    result = invoke(*two)
+    assert result.exit_code == 0
+    assert "not served (-v tells why)" in result.stdout and "\n  absent: float32\n" in result.stdout
+    why = invoke(*two, "-v")
+    assert "absent (cases: 3 in float32): needs hardware that is not here" in why.stdout
+    alone = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "absent")
+    assert alone.exit_code == 1
+    assert "nothing was checked" in alone.stdout
+
+
+def test_verify_says_which_cases_the_time_was_too_short_for(monkeypatch):
+    monkeypatch.setattr("amoeba.commands.verify.SECONDS", 0)
+    monkeypatch.setattr("amoeba.commands.verify._SECONDS_BETWEEN_LINES", 0.0)
+    words = ("verify", "--device", "cpu", "--dtype", "fp32", "--dtype", "fp64", "--backend", "eager", "--json")
+    result = invoke(*words)
+    assert result.exit_code == 0
+    document = last_line(result)
+    assert (document["cases"], document["cases_left_out"]) == (1, 2)
+    assert {row["dtype"] for row in document["backends"] if row["cases_checked"] == 1} == {"float32", "float64"}
+    assert (
+        "1 of 3 cases within 0 s, the rest was left out; amoeba verify --thorough has 3 and no limit" in result.stdout
+    )
+    assert "1 of 6 done, now eager in float64: " in result.stderr, "a pipe sees how far it is"
+    document = last_line(invoke(*words, "--thorough"))
+    assert (document["cases"], document["cases_left_out"]) == (3, 0)
+
+
+def test_a_pipe_hears_of_a_long_verify_every_few_seconds(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("amoeba.commands.verify.time.monotonic", lambda: now.append(now[-1] + 1) or now[-1])
+    result = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "cpu")
+    assert len([line for line in result.stderr.splitlines() if " of 6 done, now " in line]) in (1, 2)
+
+
+def test_what_torch_and_transformers_warn_about_is_shown_with_verbose_alone(monkeypatch):
+    class Package:
+        levels: ClassVar[list[str]] = []
+
+        class logging:
+            set_verbosity_error = staticmethod(lambda: Package.levels.append("error"))
+
+    monkeypatch.setitem(sys.modules, "transformers", Package)
+    for words, shown in (
+        (("doctor",), False),
+        (("doctor", "-v"), True),
+        (("-v", "doctor"), True),
+        (("doctor",), False),
+    ):
+        Package.levels.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert invoke(*words).exit_code == 0
+            warnings.warn_explicit("of torch's", UserWarning, "file", 1, module="torch.nn")
+            warnings.warn_explicit("of ours", UserWarning, "file", 2, module="amoeba.cpu.build")
+            logging.getLogger("amoeba").warning("something to know")
+        assert [str(warning.message) for warning in caught] == (["of torch's", "of ours"] if shown else ["of ours"])
+        assert Package.levels == ([] if shown else ["error"])
+        assert logging.getLogger("amoeba").isEnabledFor(logging.INFO) == shown
+        assert logging.getLogger("amoeba.cpu.build").isEnabledFor(logging.INFO), "a build takes long, it is always said"
+
+
+def test_verify_prints_plain_lines_in_a_pipe():
+    result = invoke("verify", "--device", "cpu", "--dtype", "float64", "--backend", "eager")
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    assert "…" not in result.stdout

@@ -1,0 +1,191 @@
+"""Codes and scales in slots on a device give the numbers of the same block-scaled experts resident.
+
+On a machine without a GPU a simulated device stands for it, whose copies come late, and Triton's interpreter computes.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from simulated_device import SimulatedDevice
+from test_captured_experts import Captured, routed_as
+from test_gpu_streamed_experts import (
+    DEVICE,
+    DTYPES,
+    E,
+    K,
+    by_triton,
+    device,
+    factors,
+    gradients,
+    routed,
+    routed_wide,
+    weights_of,
+    wide,
+)
+
+import amoeba
+from amoeba import ExpertWeights, experts
+from amoeba.kernels.decode import Like, block_scaled
+from amoeba.precision.experts import BlockScaledExperts, quantise_experts
+from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, Format, fp8_blocks
+from amoeba.problem import Problem
+from amoeba.replays import CannotCapture
+from amoeba.stream import attaching
+from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.gpu.placement import MOST_IDS
+from amoeba.stream.placement import MemoryStore
+from amoeba.weights import LORA_NAMES
+from selection import quick
+
+FP8 = fp8_blocks(16, 16)  # of which these small experts have several
+FORMATS = {each.name: each for each in (FP8, MXFP8, MXFP4)}
+
+# With a GPU all of this runs on it: `pytest -m gpu` has it too.
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+
+def quantised(format: Format, dtype: torch.dtype = torch.float32, bias: bool = True) -> BlockScaledExperts:
+    return quantise_experts(weights_of(dtype, bias), format)
+
+
+def memory_of(resident: BlockScaledExperts, slots: int, host_slots: int = 0) -> DeviceMemory:
+    """With slots that hold NaN."""
+    found = DeviceMemory(MemoryStore(resident), device(), [slots], [host_slots], MOST_IDS)
+    for tensor in found.layers[0].slots.tensors():
+        if tensor is not None:
+            tensor.view(torch.uint8).fill_(255)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()  # before copies, which are in another stream
+    return found
+
+
+@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 3), ("mxfp4", 1)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [1, 3, E])
+@pytest.mark.parametrize("name", FORMATS)
+def test_outputs_are_those_of_resident_codes(name: str, slots: int, dtype: torch.dtype) -> None:
+    resident = quantised(FORMATS[name], dtype)
+    with closing(memory_of(resident, slots, 0 if slots == 1 else 2)) as memory, torch.no_grad():
+        for tokens in (0, 1, 3, 7, 1, 66) if DEVICE.type == "cuda" else (0, 1, 66) if slots == 3 else (1, 7):
+            x_TH, routing = routed(tokens, dtype, sentinels=tokens in (7, 66))
+            expected = by_triton(x_TH, routing, resident)
+            for again in range(2 if tokens < 66 else 1):
+                y_TH = experts(x_TH, routing, memory.layers[0])
+                if tokens <= 4 and slots < K:  # one token's experts do not fit: another order of summation
+                    accuracy = 1e-5 if dtype == torch.float32 else 2e-2
+                    torch.testing.assert_close(y_TH, expected, rtol=accuracy, atol=accuracy)
+                else:
+                    assert torch.equal(y_TH, expected), (tokens, again)
+
+
+@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) == (FP8.name, 4))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [1, 4, E])
+@pytest.mark.parametrize("name", FORMATS)
+def test_lora_gradients_are_those_beside_resident_codes(name: str, slots: int, dtype: torch.dtype) -> None:
+    resident = quantised(FORMATS[name], dtype)
+    with closing(memory_of(resident, slots, 3)) as memory:
+        for tokens, recompute in ((5, True),) if slots < E else ((23, False),):  # the interpreter takes its time
+            x_TH, routing = routed(tokens, dtype, sentinels=tokens == 5)
+            dy_TH = torch.randn(x_TH.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
+            expected = gradients(resident, x_TH, routing, dy_TH, slots == 4, backend="triton", recompute=recompute)
+            found = gradients(memory.layers[0], x_TH, routing, dy_TH, slots == 4, recompute=recompute)
+            assert found.keys() == expected.keys() >= {"x", "weight", *LORA_NAMES}
+            for each, tensor in expected.items():
+                assert torch.equal(found[each], tensor), (each, tokens)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_in_slots_have_the_tiles_of_all_experts(name: str) -> None:
+    """Else the last bits could be others."""
+    all_of_them = quantise_experts(ExpertWeights(torch.zeros(128, 8, 16), torch.zeros(128, 16, 4)), FORMATS[name])
+    tensors = [None if tensor is None else tensor[:8] for tensor in all_of_them.tensors()]
+    slots, differ = all_of_them.of(tensors, all_of_them.constants()), 0
+    for tokens in (1, 2, 4, 8, 64):
+        given = torch.zeros(tokens, 16), torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8)
+        expected, like = block_scaled.configuration_of(Problem(*given, all_of_them)), Like(tokens, 128)
+        assert block_scaled.configuration_of(Problem(*given, slots), like) == expected
+        differ += block_scaled.configuration_of(Problem(*given, slots)) != expected
+    assert differ
+
+
+@quick(lambda name: DEVICE.type == "cuda" or name == "mxfp4")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_captured_passes_give_the_numbers_of_resident_codes(name: str, dtype: torch.dtype) -> None:
+    resident = quantised(FORMATS[name], dtype, bias=False)
+    with closing(Captured(resident, 4, 2, routed(1, dtype), miss="auto")) as captured, torch.no_grad():
+        assert captured.memory.miss == "move"  # the CPU's core reads no codes
+        for seed in range(2):
+            x_TH, routing = routed_as(seed, dtype)
+            for y_TH in captured(x_TH, routing):
+                assert torch.equal(y_TH, by_triton(x_TH, routing, resident)), seed
+
+
+def test_codes_beside_an_adapter_are_not_captured() -> None:
+    with pytest.raises(CannotCapture, match="beside LoRA factors"):
+        Captured(quantised(FP8), 4, 2, routed(1), 1, factors(torch.float32))
+
+
+def test_a_store_of_codes_streams_to_a_gpu_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
+    from transformers import AutoModelForCausalLM
+
+    from amoeba.stream.gpu.tiers import LayerTiers
+    from amoeba.stream.store import open_store
+    from amoeba.stream.store.packing import pack
+    from quantised_checkpoints import write_mxfp4
+    from tiny_models import LAYERS, token_ids
+
+    write_mxfp4(tmp_path)
+    pack(tmp_path, tmp_path / "store")
+    amoeba.register()
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(attaching, "gpu", lambda: SimulatedDevice(inline=True))
+    with open_store(tmp_path / "store") as store:
+        vram = store.rest_bytes + 3 * sum(LayerTiers.slot_bytes(entry) for entry in store.layers)
+    with pytest.raises(ValueError, match=r"got mxfp4 .*set AMOEBA_GPU_CODES=1 to try them"):
+        amoeba.stream.attach(tmp_path / "store", vram=vram, ram="1MiB")
+    monkeypatch.setenv(attaching.GPU_CODES, "1")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", experts_implementation="amoeba")
+    ids = token_ids()[:1, :2].to(DEVICE)
+    with torch.no_grad(), amoeba.stream.attach(tmp_path / "store", vram=vram, ram="1MiB") as streamed:
+        assert streamed.memory.slots == (3,) * LAYERS and ", as mxfp4, " in str(streamed.memory)
+        found = [streamed.model(input_ids=each, use_cache=False).logits for each in (ids, ids[:, :1])]
+        expected = [model.to(DEVICE)(input_ids=each, use_cache=False).logits for each in (ids, ids[:, :1])]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # on a CPU others compute the resident ones
+
+
+# --- on a GPU alone ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", [FP8_128, MXFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize(("count", "slots"), [(32, 9), (32, 20), (128, 8), (128, 40)])
+def test_every_way_to_compute_gives_the_bits_of_resident_codes(count: int, slots: int, format: Format) -> None:
+    """With 128 experts two to four tokens go by slot, with 32 by expert."""
+    resident = quantise_experts(wide(count), format)
+    with torch.no_grad(), closing(memory_of(resident, slots, 6)) as memory:
+        for tokens in (1, 2, 4, 5, 8, 64, 65, 300):
+            for seed in range(2):
+                given = routed_wide(tokens, count, 8, seed)
+                assert torch.equal(experts(*given, memory.layers[0]), by_triton(*given, resident)), (tokens, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", [FP8_128, MXFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize(("tokens", "slots", "host_slots"), [(1, 8, 0), (1, 9, 32), (4, 32, 0)])
+def test_many_replays_give_the_bits_of_resident_codes(tokens: int, slots: int, host_slots: int, format: Format) -> None:
+    resident = quantise_experts(wide(32), format)
+    with torch.no_grad(), closing(Captured(resident, slots, host_slots, routed_wide(tokens, 32, 8, 0), 3)) as captured:
+        for seed in range(40):
+            given = routed_wide(tokens, 32, 8, seed)
+            expected = by_triton(*given, resident)
+            for y_TH in captured(*given):
+                assert torch.equal(y_TH, expected), seed

@@ -1,0 +1,309 @@
+"""FP8 and MXFP4 checkpoints streamed as codes and scales: the bits of the same experts resident."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
+
+from safetensors.torch import load_file, save_file
+from stored_models import save
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import amoeba
+from amoeba import lora
+from amoeba.cli import app
+from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.jobs.quantise import quantise_folder
+from amoeba.jobs.sharded_model import load_share
+from amoeba.precision.experts import BlockScaledExperts
+from amoeba.stream import attaching
+from amoeba.stream.memory import READS
+from amoeba.stream.store import StoreError, aligned_buffer, index, open_store
+from amoeba.stream.store.packing import Progress, pack
+from quantised_checkpoints import write_fp8, write_mxfp4
+from selection import quick
+from tiny_models import EXPERTS, LAYERS, token_ids
+
+amoeba.register()
+FORMATS = {"fp8": "fp8-128", "ue8m0": "fp8-128", "mxfp4": "mxfp4", "mxfp8": "mxfp8"}
+
+
+def write(folder: Path, name: str) -> Path:
+    folder.mkdir()
+    if name == "mxfp8":  # no file of the hub's: codes have a dimension more
+        save(folder / "plain", hidden_size=40, moe_intermediate_size=24, vocab_size=257)
+        quantise_folder(folder / "plain", folder / "model", name)
+        return folder / "model"
+    if name == "mxfp4":
+        write_mxfp4(folder)
+    else:
+        write_fp8(folder, **({"scale_dtype": "float8_e8m0fnu"} if name == "ue8m0" else {}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """name -> folder and store."""
+    found = {}
+    for name in FORMATS:
+        root = tmp_path_factory.mktemp(name)
+        folder = write(root / "folder", name)
+        found[name] = folder, Path(pack(folder, root / "store").store)
+    return found
+
+
+def resident(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation="amoeba").eval()
+
+
+def budget(path: Path, slots: int) -> int:
+    with open_store(path) as store:
+        return store.rest_bytes + store.scratch_bytes(READS) + slots * sum(e.expert_bytes for e in store.layers)
+
+
+def outcome(model: Any) -> list[Tensor]:
+    """Of many tokens at once, and of one after the other."""
+    ids = token_ids()
+    options = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    with torch.no_grad():
+        steps = model.generate(input_ids=ids[:1], attention_mask=torch.ones_like(ids[:1]), eos_token_id=None, **options)
+        return [model(input_ids=ids, use_cache=False).logits, steps.sequences, *steps.logits]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("which", ["folder", "store"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_and_scales_are_those_of_the_resident_experts(name: str, which: str, stored) -> None:
+    model = resident(stored[name][0])
+    with open_store(stored[name][which == "store"]) as store:
+        assert store.format is not None and store.format.name == FORMATS[name]
+        for layer, entry in enumerate(store.layers):
+            expected = placed_in(model.get_submodule(entry.name))
+            blobs = aligned_buffer(entry.experts * entry.expert_bytes).view(entry.experts, -1).fill_(255)
+            for expert in range(entry.experts):
+                store.read(layer, expert, blobs[expert])
+            found = entry.weights(blobs)
+            assert isinstance(found, BlockScaledExperts) and isinstance(expected, BlockScaledExperts)
+            assert found.constants() == expected.constants()
+            for ours, theirs in zip(found.tensors(), expected.tensors(), strict=True):
+                assert ours is theirs is None or torch.equal(ours, theirs)  # type: ignore[arg-type]
+            assert not any(blobs[:, begin:end].any() for begin, end in entry.gaps())
+
+
+@quick(lambda name, slots: (name, slots) in (("fp8", 1), ("mxfp4", 2), ("ue8m0", EXPERTS)))
+@pytest.mark.parametrize("slots", [1, 2, EXPERTS])
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_and_logits_are_those_of_the_resident_model(name: str, slots: int, stored) -> None:
+    folder, store = stored[name]
+    with amoeba.stream.attach(store, ram=budget(store, slots)) as streamed:
+        assert streamed.memory.slots == (slots,) * LAYERS
+        assert streamed.rest_bytes == sum(p.nbytes for p in streamed.model.parameters())
+        assert str(streamed.memory).endswith(f", as {FORMATS[name]}")
+        assert same(outcome(streamed.model), outcome(resident(folder)))
+
+
+def test_a_quantised_folder_is_streamed_from_without_packing_it(stored) -> None:
+    folder, _ = stored["fp8"]
+    with amoeba.stream.attach(folder, ram=budget(folder, 2)) as streamed:
+        assert streamed.memory.slots == (2,) * LAYERS and streamed.report().store == "folder"
+        assert same(outcome(streamed.model), outcome(resident(folder)))
+
+
+def test_a_model_with_resident_codes_gives_them_up(stored) -> None:
+    folder, store = stored["mxfp4"]
+    model = resident(folder)
+    expected = outcome(model)
+    with amoeba.stream.attach(model, store=store, ram=budget(store, 1)) as streamed:
+        assert streamed.model is model and not any(p.dtype == torch.uint8 for p in model.parameters())
+        assert same(outcome(model), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_lora_beside_streamed_codes_has_the_gradients_of_resident_ones(name: str, stored) -> None:
+    def gradients(model: Any) -> dict[str, Tensor]:
+        lora.attach(model, r=3, alpha=6, targets=["gate_proj", "up_proj", "down_proj", "q_proj"])
+        generator = torch.Generator().manual_seed(0)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora" in parameter_name:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        model(input_ids=token_ids(), labels=token_ids(), use_cache=False).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    folder, store = stored[name]
+    expected = gradients(resident(folder))
+    with amoeba.stream.attach(store, ram=budget(store, 2)) as streamed:
+        found = gradients(streamed.model)
+    assert set(found) == set(expected) and sum("layers.0" in each and "experts" in each for each in found) >= 5
+    for each, gradient in expected.items():
+        assert gradient.norm() > 0 and torch.equal(found[each], gradient), each
+
+
+def test_a_store_of_codes_takes_a_byte_a_number_or_half_of_one(tmp_path: Path, stored) -> None:
+    write_fp8(tmp_path, hidden_size=256, moe_intermediate_size=256)
+    pack(tmp_path, tmp_path / "store")
+    with open_store(tmp_path / "store") as store:
+        (entry, *_) = store.layers
+        assert entry.expert_bytes <= 1.03 * 3 * 256 * 256
+    with open_store(stored["mxfp4"][1]) as store:
+        assert sum(part.shape[0] * part.shape[1] for part in store.layers[0].parts[:4]) == 0.53125 * 3 * 64 * 96
+
+
+def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(stored, tmp_path: Path) -> None:
+    folder, undisturbed = stored["fp8"]
+
+    def interrupt(now: Progress) -> None:
+        if now.layer == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(folder, tmp_path / "store", progress=interrupt)
+    with pytest.raises(StoreError, match="not packed to its end"):
+        open_store(tmp_path / "store")
+    assert pack(folder, tmp_path / "store").resumed_layers == 1
+    for path in undisturbed.rglob("*"):
+        if path.is_file() and path.name != "index.json":  # which names the folder
+            assert (tmp_path / "store" / path.relative_to(undisturbed)).read_bytes() == path.read_bytes(), path
+
+
+def test_commands_pack_check_and_generate_from_codes(stored, tmp_path: Path) -> None:
+    folder, _ = stored["fp8"]
+
+    def invoke(*words: str) -> Any:
+        result = CliRunner().invoke(app, list(words))
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout.splitlines()[-1]), " ".join(result.output.split())
+
+    document, _ = invoke("pack", str(folder), "--out", str(tmp_path / "store"), "--check", "--json")
+    assert document["numbers"] == "fp8-128" and not document["damaged"]
+    words = ("--max-new-tokens", "6", "--temperature", "0", "--device", "cpu", "--json")
+    ram = str(budget(tmp_path / "store", 2))
+    streamed, said = invoke("generate", str(tmp_path / "store"), "Once", "--ram", ram, *words)
+    kept, _ = invoke("generate", str(folder), "Once", *words)
+    assert streamed["streaming"]["numbers"] == "fp8-128" and streamed["text"] == kept["text"] and "as fp8-128" in said
+    assert (streamed["placement"], kept["placement"]) == ("streamed", "fp8-weights")
+
+
+def change(path: Path, ending: str, make: Callable[[Tensor], Tensor | None]) -> None:
+    file = path / "model.safetensors"
+    changed = {name: make(t) if name.endswith(ending) else t for name, t in load_file(file).items()}
+    save_file({name: t for name, t in changed.items() if t is not None}, file, {"format": "pt"})
+
+
+def tell(path: Path, **facts: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= facts
+    (path / "config.json").write_text(json.dumps(config))
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a scale missing": (
+        lambda path: change(path, "experts.2.down_proj.weight_scale_inv", lambda t: None),
+        "experts.2.down_proj.weight in fp8-128; got a tensor without scales",
+    ),
+    "no scales": (lambda path: change(path, "_scale_inv", lambda t: None), "got a tensor without scales"),
+    "an expert missing": (
+        lambda path: change(path, "experts.4.down_proj.weight", lambda t: None),
+        "a tensor .*experts.4.down_proj.weight; got none in the checkpoint",
+    ),
+    "scales of other blocks": (lambda path: tell(path, weight_block_size=[64, 64]), r"shape \(3, 3\)"),
+    "blocks of 96": (lambda path: tell(path, weight_block_size=[96, 96]), "powers of two"),
+    "one scale for a tensor": (lambda path: tell(path, weight_block_size=None), "quantized by fp8, in a way not known"),
+    "e5m2": (
+        lambda path: change(path, "up_proj.weight", lambda t: t.float().to(torch.float8_e5m2)),
+        "in float8_e5m2",
+    ),
+    "another method": (lambda path: tell(path, quant_method="gptq"), "quantized by gptq, in a way not known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_quantised_folder_that_cannot_be_read_whole_is_refused(how: str, stored, tmp_path: Path) -> None:
+    spoil, said = WRONG[how]
+    shutil.copytree(stored["fp8"][0], tmp_path / "model")
+    spoil(tmp_path / "model")
+    with pytest.raises(ValueError, match=said):
+        open_store(tmp_path / "model")
+
+
+def test_nvfp4_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path / "plain", hidden_size=32, moe_intermediate_size=32)
+    quantise_folder(tmp_path / "plain", tmp_path / "model", "nvfp4")
+    with pytest.raises(ValueError, match=r"fp8, mxfp8 or mxfp4 to be streamed; got nvfp4. Keep them resident"):
+        open_store(tmp_path / "model")
+
+
+def test_what_takes_plain_experts_alone_says_so(stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, store = stored["fp8"]
+    with pytest.raises(ValueError, match=r"got mxfp4 .* Give the unquantised checkpoint"):
+        quantise_folder(stored["mxfp4"][0], tmp_path / "out", "fp8")
+    with pytest.raises(ValueError, match="Leave --experts ranks out"):
+        load_share(str(store), None, ranks=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(attaching, "home_of", lambda vram: torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"got fp8-128 .* slots of --vram have not run on a GPU yet"):
+        amoeba.stream.attach(store, vram="1GiB")
+    with pytest.raises(ValueError, match=r"expected torch.float32"):
+        amoeba.stream.attach(store, ram="1GiB", dtype=torch.bfloat16)
+    with open_store(store) as opened, pytest.raises(ValueError, match="codes of fp8-128"):
+        opened.views(0, aligned_buffer(opened.expert_bytes(0)))
+
+
+@pytest.mark.parametrize("changed", [{"name": "fp6"}, {"name": "nvfp4"}, {"row_parts": 3}, {"dtype": "int4"}])
+def test_codes_of_a_later_version_are_refused_by_name(changed: dict[str, Any], stored, tmp_path: Path) -> None:
+    shutil.copytree(stored["fp8"][1], tmp_path / "store")
+    path = tmp_path / "store" / "index.json"
+    facts = json.loads(path.read_text())
+    facts["layers"][1]["format"] |= changed
+    del facts["crc32"]
+    path.write_text(json.dumps(facts | {"crc32": index._crc32(facts)}))
+    with pytest.raises(StoreError, match=r"got block_scaled .*Use a newer aMoEba"):
+        open_store(path.parent)
+
+
+def test_a_changed_code_is_named_and_never_computed_with(stored, tmp_path: Path) -> None:
+    shutil.copytree(stored["mxfp4"][1], tmp_path / "store")
+    file = tmp_path / "store" / "experts" / "00001.bin"
+    data = bytearray(file.read_bytes())
+    data[7] ^= 1
+    file.write_bytes(data)
+    with amoeba.stream.attach(tmp_path / "store", ram="1GiB") as streamed, pytest.raises(StoreError, match="expert 0"):
+        outcome(streamed.model)
+
+
+def test_all_but_the_experts_is_an_unquantised_model(stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU transformers would else put linears of its own into it, which have no gradient."""
+    asked, load = [], attaching.load_rest
+
+    def loaded(kind: Any, config: Any, *rest: Any) -> Any:
+        asked.append(copy.deepcopy(config))
+        return load(kind, config, *rest)
+
+    monkeypatch.setattr(attaching, "load_rest", loaded)
+    with amoeba.stream.attach(stored["fp8"][1], ram="1GiB") as streamed:
+        model = streamed.model
+        assert len(asked) == 1 and not hasattr(asked[0], "quantization_config")
+        assert not getattr(model, "is_quantized", False) and all(p.dtype == torch.float32 for p in model.parameters())
+        assert not [p for module in experts_modules(model).values() for p in module.parameters()]
+
+
+def test_without_a_dtype_in_config_the_rest_is_bf16_as_in_the_resident_model(stored, tmp_path: Path) -> None:
+    shutil.copytree(stored["mxfp4"][0], tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    del config["dtype"]
+    path.write_text(json.dumps(config))
+    with amoeba.stream.attach(tmp_path / "model", ram="1GiB") as streamed:
+        assert streamed.model.dtype == streamed.memory.layers[0].dtype == resident(path.parent).dtype == torch.bfloat16
