@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import cpu, cpu_decode, read_codes, sorted_rows
-from amoeba.backends.backend import PassesBackend, Request
+from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.cpu import CoreGroups, CoreRows
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.torch_rows import Groups
@@ -58,6 +58,9 @@ class BlockScaledCpuBackend(PassesBackend):
         if save != "h" and _decodes(problem):
             return cpu_decode.decode(problem), None
         return sorted_rows.forward(_dequantised_by_core(problem), save, CodedRows)
+
+    def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
+        return cpu_decode.APART if save != "h" and _decodes(problem) else _SORTED_APART
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         return sorted_rows.backward(_dequantised_by_core(problem), saved, dy_TH, needs, CodedRows)
@@ -110,4 +113,14 @@ class CodedGroups(CoreGroups):
         return None
 
 
+def _sorted_apart() -> RowsApart:
+    rows, combine, whole, _ = sorted_rows.apart(CodedRows)
+    return RowsApart(
+        lambda problem, save: rows(_dequantised_by_core(problem), save),
+        combine,
+        lambda problem, expert_TK: whole(_dequantised_by_core(problem), expert_TK),
+    )
+
+
+_SORTED_APART = _sorted_apart()
 BACKEND = BlockScaledCpuBackend()
