@@ -63,6 +63,7 @@ def peft_logits(folder: Path, model_type: str) -> Tensor:
     """The logits of plain PEFT with the adapter of the folder, each of whose tensors must have found its place."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it for
         # PEFT 0.21 says so of every pattern that names a parameter, and heeds it all the same
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any targeted module")
         model = peft.PeftModel.from_pretrained(tiny(model_type), folder).eval()
