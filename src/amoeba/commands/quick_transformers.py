@@ -10,7 +10,8 @@ are changed in that module as soon as it is loaded:
 - packages in `without` are not there, for transformers alone and for the rest of the process;
 - the files of all models are read once, not twice (they are more folders than its cache remembers);
 - of a file, only the lines from its last `__all__` on are looked at for that list, not a million lines one by one;
-- which distribution a package is from is looked up for one that is asked for, not for all that are installed.
+- which distribution a package is from is looked up for one that is asked for, not for all that are installed (from 5.23
+  on transformers does so by itself).
 
 For commands, whose process is theirs alone. Where transformers is loaded already, nothing changes.
 """
