@@ -17,6 +17,8 @@ SOURCE = Path(__file__).parent / "sums_check.cpp"
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 CROSS_COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+X86_COMPILER, X86_EMULATOR = shutil.which("x86_64-linux-gnu-g++"), shutil.which("qemu-x86_64")
+X86_LIBRARIES = Path("/usr/x86_64-linux-gnu")
 
 # the instruction set -> what of it the plain way takes for int8 and bf16
 X86 = {
@@ -79,3 +81,15 @@ def test_this_arm_machine_has_the_same_sums(codes: str, tmp_path: Path) -> None:
 def test_every_instruction_set_of_arm_has_the_same_sums(architecture: str, tmp_path: Path) -> None:
     build(CROSS_COMPILER, tmp_path / "check", "-static", f"-march={architecture}")
     check(str(EMULATOR), "-cpu", "max", str(tmp_path / "check"))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(platform.machine() == "x86_64", reason="the test above needs no emulation")
+@pytest.mark.skipif(
+    not (X86_COMPILER and X86_EMULATOR and X86_LIBRARIES.is_dir()),
+    reason="needs x86_64-linux-gnu-g++ and qemu-x86_64 to emulate x86",
+)
+@pytest.mark.parametrize("architecture", ["x86-64", "sandybridge", "haswell"])  # qemu 7.2 has no AVX-512
+def test_x86_without_avx512_has_the_same_sums_where_it_is_emulated(architecture: str, tmp_path: Path) -> None:
+    build(X86_COMPILER, tmp_path / "check", f"-march={architecture}")
+    check(str(X86_EMULATOR), "-L", str(X86_LIBRARIES), "-cpu", "max", str(tmp_path / "check"))
