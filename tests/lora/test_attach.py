@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft_adapters import logits_of, tiny
 from torch import Tensor, nn
 
 from amoeba import lora
@@ -26,16 +27,6 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 RANK, ALPHA = 3, 5
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "nemotron_h")
 ATTENTION = {"deepseek_v3": ["experts", "o_proj", "shared_experts.up_proj"]}
-
-
-def tiny(model_type: str) -> Any:
-    torch.manual_seed(0)
-    return build(model_type)
-
-
-def logits_of(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=token_ids(), use_cache=False).logits
 
 
 def shake(model: nn.Module) -> None:
