@@ -13,7 +13,6 @@ and the cache of keys and values, comes on top.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,13 +47,6 @@ from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.timed import time_calls
 from amoeba.stream.timeline import Timeline
 from amoeba.stream.trace import LayerShape
-
-GPU_CODES = "AMOEBA_GPU_CODES"  # codes in slots on a GPU, which have not run on one yet: where this is 1
-_ON_CPU = (
-    f"codes in slots of --vram have not run on a GPU yet: set {GPU_CODES}=1 to try them; or leave --vram out, which "
-    "streams on the CPU (finetune asks for CUDA_VISIBLE_DEVICES= too); or load the model's folder without a budget, "
-    "where its experts are resident"
-)
 
 
 @dataclass(eq=False)
@@ -216,8 +208,6 @@ def _ways(
     if vram is None:
         budget, slots = _share(store, rest, ram, beside)
         return partial(ExpertMemory, store, slots, policy), budget, None
-    if os.environ.get(GPU_CODES) != "1":
-        store.check_plain(_ON_CPU)
     device = gpu()
     found = share(store, rest, vram, ram, device.device, beside)
 
