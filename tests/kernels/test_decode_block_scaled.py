@@ -99,6 +99,31 @@ def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
     assert found[0].count_nonzero() > 0 and torch.isfinite(found[0]).all() and torch.equal(*found)
 
 
+@quick(lambda format, tokens: format is NVFP4 or tokens == 2)
+@pytest.mark.parametrize("tokens", [2, 40, 70])  # by slot, by expert, sorted
+@by_format
+def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
+    format: Format, tokens: int, device: torch.device
+) -> None:
+    """As they do in slots of a store. Those side by side come first: what was found for them fits no others."""
+    layer = Layer(SILU, tokens=tokens, hidden=64, inner=32)
+    named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
+    together = quantise_experts(layer.weights(named), format)
+
+    def apart(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        wide = torch.full_like(torch.stack([tensor, tensor], dim=1), 7)
+        wide[:, 0] = tensor
+        return wide[:, 0]
+
+    scattered = BlockScaledExperts.of([apart(tensor) for tensor in together.tensors()], together.constants())
+    routing = Routing(layer.expert_TK.to(device), named["weight"])
+    with torch.no_grad():
+        found = [experts(named["x"], routing, weights, backend="triton") for weights in (together, scattered)]
+    assert found[0].count_nonzero() > 0 and torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     ("format", "tokens", "listed", "deep"),
     [(MXFP4, 64, True, 256), (MXFP4, 16, True, 256), (MXFP4, 8, False, 256), (NVFP4, 64, True, 128)],

@@ -19,7 +19,7 @@ import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts, with_precision
 from amoeba.backends import fp8, fp8_codes, fp8_triton
 from amoeba.backends.fp8_kernel_rows import ROWS
-from amoeba.backends.triton_rows import HopperRows, TritonRows
+from amoeba.backends.triton_rows import HopperRows, TritonRows, with_plain_rows
 from amoeba.kernels.hopper import scaled_product
 from amoeba.precision import FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, UnchangedWeights, quantise
 from amoeba.problem import Problem
@@ -342,3 +342,14 @@ def test_on_a_gpu_a_replayed_graph_sees_what_was_written_through_data() -> None:
     replayed = {name: tensor.clone() for name, tensor in found.items()}
     for name, right in gradients(layer, "fp8", "triton").items():
         assert torch.equal(replayed[name], right), name
+
+
+@by_recipe
+def test_biases_that_lie_apart_leave_the_recipe_as_it_is(recipe: str) -> None:
+    layer = Layer(tokens=4)
+    named = {name: tensor.detach() for name, tensor in layer.tensors.items()}
+    named["down_bias"] = named["down_bias"].t().contiguous().t()
+    given = Problem(named["x"], layer.expert_TK, named["weight"], with_precision(layer.weights(named), recipe))
+    weights = with_plain_rows(given).weights
+    assert weights.placement == recipe and weights.down_bias_EH.is_contiguous()
+    assert torch.equal(weights.down_bias_EH, named["down_bias"])

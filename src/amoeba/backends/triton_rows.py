@@ -373,10 +373,10 @@ def _rows_of_tokens(rows: Rows) -> Tensor:
 def with_plain_rows(problem: Problem) -> Problem:
     """The rows of x contiguous in themselves, the small tensors as a whole."""
     x_TH, weights = problem.x_TH, problem.weights
-    gate_up_bias, down_bias = weights.gate_up_bias_EJ, weights.down_bias_EH
+    *matrices, gate_up_bias, down_bias = weights.tensors()
     if not all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias)):
         biases = (None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
-        weights = weights.unchecked(weights.gate_up_EJH, weights.down_EHI, *biases, weights.activation)
+        weights = type(weights).of((*matrices, *biases), weights.constants())
     return problem._replace(
         x_TH=x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(),
         weight_TK=problem.weight_TK.contiguous(),

@@ -50,17 +50,17 @@ def multiply_rows(
     """out[n] = rows[n] @ matrix[e]ᵀ (+ bias[e], + addend), or @ matrix[e] where transposed; rows[order[n] // top_k]
     where there is an order.
 
-    matrix: a stack of (O, I), or of (I, O) where transposed, contiguous.
+    matrix: a stack of (O, I), or of (I, O) where transposed, each contiguous.
     """
     rows, columns = out_NO.shape
     experts, stored_rows, stored_columns = matrix.shape
     reduction = stored_rows if transposed else stored_columns
     fit = columns == (stored_columns if transposed else stored_rows) and rows_NI.shape[1] == reduction
     fit = fit and offs_E.shape[0] == experts and have_lines(out_NO)
-    fit = fit and matrix.data.is_contiguous() and matrix.scales.is_contiguous()
+    fit = fit and all(experts == 0 or tensor[0].is_contiguous() for tensor in (matrix.data, matrix.scales))
     check_arguments(
         fit,
-        "(N, I), contiguous (E, O, I) and (N, O)",
+        "(N, I), (E, O, I) with contiguous matrices, and (N, O)",
         rows_NI=rows_NI,
         data=matrix.data,
         scales=matrix.scales,
@@ -91,7 +91,7 @@ def multiply_rows(
         rows_NI,
         matrix.data,
         matrix.scales,
-        matrix.matrix_scale,
+        None if matrix.matrix_scale is None else matrix.matrix_scale.contiguous(),
         offs_E,
         out_NO,
         order_N,

@@ -20,6 +20,7 @@ from amoeba.kernels.decode import Like, can_overlap
 from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, list_slots, up_by_expert
 from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.by_expert import sum_of_slots
+from amoeba.kernels.decode.codes import in_lines
 from amoeba.kernels.decode.configuration import SMALLEST_CHUNK, Configuration, Tile, chunk_rows, goes_by_slot
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
@@ -78,8 +79,7 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
             expert_TK.dtype,
             weight_TK.dtype,
             weights.num_experts,
-            weights.stored_gate_up_bias is None,
-            weights.stored_down_bias is None,
+            *(None if tensor is None else tensor.stride() for tensor in weights.tensors()),
             *weights.constants(),
             like,
         )
@@ -121,7 +121,7 @@ def _read_by_kernels(weights: BlockScaledExperts, x_TH: Tensor) -> tuple[tuple[T
     gate_up, down = weights.gate_up_EJH.matrix, weights.down_EHI.matrix
 
     def given(tensor: Tensor | None) -> Tensor:
-        return x_TH if tensor is None else tensor.contiguous()
+        return x_TH if tensor is None else in_lines(tensor)
 
     of_up = gate_up.data, gate_up.scales, given(gate_up.matrix_scale), given(weights.gate_up_bias_EJ)
     return of_up, (down.data, down.scales, given(down.matrix_scale), given(weights.down_bias_EH))

@@ -22,6 +22,7 @@ from amoeba.kernels.decode.by_expert import RANKS_TIMES_IDS, my_expert, slots_of
 from amoeba.kernels.decode.codes import (
     RAISED,
     constants_of,
+    constants_of_bias,
     is_lowered,
     lanes,
     number_e4m3,
@@ -48,7 +49,7 @@ def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
         K=problem.expert_TK.shape[1],
         COLUMNS=tile.columns,
         INTERLEAVED=weights.activation.interleaved,
-        HAS_BIAS=weights.stored_gate_up_bias is not None,
+        **constants_of_bias(weights.gate_up_bias_EJ),
         **_options(problem, chosen),
         DEPTH=tile.depth,
         STAGES=tile.stages,
@@ -67,7 +68,7 @@ def down_by_expert(problem: Problem, chosen: Configuration) -> Launch:
         E=weights.num_experts,
         H=weights.hidden,
         COLUMNS=tile.columns,
-        HAS_BIAS=weights.stored_down_bias is not None,
+        **constants_of_bias(weights.down_bias_EH),
         **_options(problem, chosen),
         DEPTH=tile.depth,
         STAGES=tile.stages,
@@ -222,6 +223,7 @@ def _up_by_expert(
     COLUMNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    STRIDE_BIAS: tl.constexpr,
     OWNER_IS_EXPERT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
@@ -279,8 +281,7 @@ def _up_by_expert(
         if HAS_MATRIX_SCALE:
             h *= tl.load(matrix_scale + expert)
         if HAS_BIAS:
-            J: tl.constexpr = 2 * I if GATED else I
-            h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+            h += tl.load(bias_EJ + expert * STRIDE_BIAS + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, COLUMNS, ROWS)
         tl.store(
             a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],
@@ -305,6 +306,7 @@ def _down_by_expert(
     H: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    STRIDE_BIAS: tl.constexpr,
     OWNER_IS_EXPERT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
@@ -354,5 +356,5 @@ def _down_by_expert(
         if HAS_MATRIX_SCALE:
             y *= tl.load(matrix_scale + expert)
         if HAS_BIAS:
-            y += tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+            y += tl.load(bias_EH + expert * STRIDE_BIAS + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])

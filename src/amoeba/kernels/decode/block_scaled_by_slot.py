@@ -16,7 +16,14 @@ import triton.language as tl
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.block_scaled_product import decode_scales
-from amoeba.kernels.decode.codes import PAIR_SCALE, constants_of, number_e4m3, pair_e2m1, places_of_scales
+from amoeba.kernels.decode.codes import (
+    PAIR_SCALE,
+    constants_of,
+    constants_of_bias,
+    number_e4m3,
+    pair_e2m1,
+    places_of_scales,
+)
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
@@ -36,7 +43,7 @@ def up_by_slot(problem: Problem, chosen: Configuration) -> Launch:
         K=problem.expert_TK.shape[1],
         COLUMNS=tile.columns,
         INTERLEAVED=weights.activation.interleaved,
-        HAS_BIAS=weights.stored_gate_up_bias is not None,
+        **constants_of_bias(weights.gate_up_bias_EJ),
         HAS_MATRIX_SCALE=weights.format.has_matrix_scale,
         OVERLAP=chosen.overlap,
         DEPTH=tile.depth,
@@ -61,7 +68,7 @@ def down_by_token(problem: Problem, chosen: Configuration) -> Launch:
         K=top_k,
         SLOTS=slots,
         COLUMNS=tile.columns,
-        HAS_BIAS=weights.stored_down_bias is not None,
+        **constants_of_bias(weights.down_bias_EH),
         HAS_MATRIX_SCALE=weights.format.has_matrix_scale,
         OVERLAP=chosen.overlap,
         DEPTH=tile.depth,
@@ -121,6 +128,7 @@ def _up_by_slot(
     COLUMNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    STRIDE_BIAS: tl.constexpr,
     HAS_MATRIX_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -181,8 +189,7 @@ def _up_by_slot(
     if HAS_MATRIX_SCALE:
         h *= tl.load(matrix_scale + expert)
     if HAS_BIAS:
-        J: tl.constexpr = 2 * I if GATED else I
-        h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        h += tl.load(bias_EJ + expert * STRIDE_BIAS + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
     a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, COLUMNS, 1)
     column = first + tl.arange(0, COLUMNS)[:, None]
     tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column < I)
@@ -205,6 +212,7 @@ def _down_by_token(
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    STRIDE_BIAS: tl.constexpr,
     HAS_MATRIX_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -251,7 +259,7 @@ def _down_by_token(
         weight = tl.load(weight_TK + slot_R, mask=owned, other=0.0).to(tl.float32)
         beside = tl.zeros((HEIGHT,), tl.float32)
         if HAS_BIAS:
-            beside = tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)
+            beside = tl.load(bias_EH + expert * STRIDE_BIAS + h, mask=row_ok, other=0.0).to(tl.float32)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         total = tl.zeros((HEIGHT,), tl.float32)

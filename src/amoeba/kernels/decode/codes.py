@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from amoeba.kernels.block_scaled_product import decode_e4m3, decode_scales, scale_row
 from amoeba.kernels.choice import capability_of
@@ -144,6 +145,17 @@ def constants_of(matrix: QuantisedMatrix, device: torch.device) -> dict[str, Any
         "STRIDE_SCALE_EXPERT": matrix.scales.stride(0),
         "HARDWARE": (capability_of(device) or (0, 0)) >= (8, 9),
     }
+
+
+def constants_of_bias(bias_EO: Tensor | None) -> dict[str, int | bool]:
+    """Of one as `in_lines` gives it."""
+    bias_EO = None if bias_EO is None else in_lines(bias_EO)
+    return {"HAS_BIAS": bias_EO is not None, "STRIDE_BIAS": 0 if bias_EO is None else bias_EO.stride(0)}
+
+
+def in_lines(tensor: Tensor) -> Tensor:
+    """Whose rows are contiguous, whatever lies between them."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @triton.jit

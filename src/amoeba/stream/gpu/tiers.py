@@ -2,10 +2,11 @@
 
 S slots on the device · P slots of pinned memory
 
-A slot on the device is gate_up, down and biases, or codes, scales and biases, each in a stack of its own, so that the
-kernels for resident experts read them as they are (those for many tokens on Hopper would copy what lies between other
-things). A slot of pinned memory is a blob as the store has it. All copies to the device are in one stream, so they come
-to pass in the order of their calls; what has to wait beside that:
+A slot on the device is gate_up, down and biases, each in a stack of its own, so that the kernels for resident experts
+read them as they are (those for many tokens on Hopper would copy what lies between other things). Codes, scales and
+biases are a blob there too, in one copy, as kernels for codes take any distance between experts: four copies would
+take 13 us more for each small one. A slot of pinned memory is a blob as the store has it. All copies to the device are
+in one stream, so they come to pass in the order of their calls; what has to wait beside that:
 
     a copy into a slot      for the last pass that reads it         `read_by`
                             for the copy of what leaves it          `down`, in a stream of its own
@@ -38,15 +39,21 @@ class LayerTiers:
         self._device, self._entry = device, entry
         self.blobs = device.host_memory(host_slots * entry.expert_bytes).view(host_slots, -1) if host_slots else None
         self._host_bytes = None if self.blobs is None else self.blobs.view(-1)
-        self._stacks = {
-            part.name: torch.empty((slots, *part.shape), dtype=entry.dtype_of(part.name), device=device.device)
-            for part in entry.parts
-        }
-        # of each part: its stack as bytes, how many there are, where they are in a blob
-        self._parts = [
-            (stack.view(-1).view(torch.uint8), stack.nbytes // slots, part.offset)
-            for stack, part in zip(self._stacks.values(), entry.parts, strict=True)
-        ]
+        # of each part that is copied: its stack as bytes, how many there are, where they are in a blob
+        self._parts: list[tuple[Tensor, int, int]]
+        if entry.format is None:
+            self._stacks = {
+                part.name: torch.empty((slots, *part.shape), dtype=entry.dtype_of(part.name), device=device.device)
+                for part in entry.parts
+            }
+            self._parts = [
+                (stack.view(-1).view(torch.uint8), stack.nbytes // slots, part.offset)
+                for stack, part in zip(self._stacks.values(), entry.parts, strict=True)
+            ]
+        else:
+            codes = torch.empty((slots, entry.expert_bytes), dtype=torch.uint8, device=device.device)
+            self._stacks = entry.tensors(codes)
+            self._parts = [(codes.view(-1), entry.expert_bytes, 0)]
         self.addresses = [(stack.data_ptr(), size, offset) for stack, size, offset in self._parts]
         self.first_blob = 0 if self.blobs is None else self.blobs.data_ptr()
         # torch may have given memory that is still used by kernels ahead, of which the stream of copies knows nothing
@@ -61,11 +68,11 @@ class LayerTiers:
 
     @property
     def nbytes(self) -> int:
-        return sum(stack.nbytes for stack in self._stacks.values())
+        return sum(stack.nbytes for stack, *_ in self._parts)
 
     @staticmethod
     def slot_bytes(entry: LayerEntry) -> int:
-        return sum(entry.size_of(part) for part in entry.parts)
+        return entry.expert_bytes if entry.format is not None else sum(map(entry.size_of, entry.parts))
 
     def read_by(self, slots: Iterable[int], event: Event) -> None:
         """Passes over a layer come one after the other, so the latest stands for those before it."""
