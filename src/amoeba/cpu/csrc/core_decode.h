@@ -1,4 +1,4 @@
-// A few tokens through all of their layer in one call; weights in fp32, bf16 or e4m3 codes, read where they lie.
+// A few tokens through all of their layer in one call; weights in fp32, bf16 or codes, read where they lie.
 #pragma once
 #include <type_traits>
 
@@ -46,8 +46,8 @@ inline void dots(const Weight* w, const Weight* next, int64_t w_row, const float
 
 // The same of codes, whose scale is applied to the sum of each block; nothing of a weight is rounded.
 // scales: those of each of the W rows, for one block after the other.
-template <int W, int R>
-inline void coded_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, const float* const* scales,
+template <class Element, int W, int R>
+inline void coded_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, const RowScales* scales,
                        const ScaleAxis& axis, const float* const* rows, int64_t n, float out[][4]) {
   const int64_t block = int64_t(1) << axis.shift;
   Floats sum[W][R] = {};
@@ -62,22 +62,25 @@ inline void coded_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, con
     const int64_t end = std::min(n, start + block);
     int64_t k = start;
     for (; k + CODES <= end; k += CODES) {
-      if (k % 64 == 0)
+      if (Element::bytes(k) % 64 == 0)
 #pragma GCC unroll 4
-        for (int j = 0; j < W; ++j) __builtin_prefetch(next + j * w_row + k, 0, 2);
+        for (int j = 0; j < W; ++j) __builtin_prefetch(next + j * w_row + Element::bytes(k), 0, 2);
 #pragma GCC unroll 4
-      for (int j = 0; j < W; ++j) add(j, load_codes(w + j * w_row + k), [&](int r) { return rows[r] + k; });
+      for (int j = 0; j < W; ++j)
+        add(j, Element::load(w + j * w_row + Element::bytes(k)), [&](int r) { return rows[r] + k; });
     }
     if (k < end) {
       alignas(64) float last[R][CODES] = {};
       for (int r = 0; r < R; ++r) std::memcpy(last[r], rows[r] + k, size_t(end - k) * sizeof(float));
       for (int j = 0; j < W; ++j)
-        add(j, load_some_codes(w + j * w_row + k, end - k), [&](int r) { return last[r]; });
+        add(j, load_codes<Element>(w + j * w_row, k, end - k), [&](int r) { return last[r]; });
     }
 #pragma GCC unroll 4
-    for (int j = 0; j < W; ++j)
+    for (int j = 0; j < W; ++j) {
+      const float scale = scales[j].at(axis.at(start));
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[j][r] += part[j][r] * (CODES_ARE_OVER * scales[j][axis.at(start)]);
+      for (int r = 0; r < R; ++r) sum[j][r] += part[j][r] * Element::OVER * scale;
+    }
   }
   for (int j = 0; j < W; ++j)
     for (int r = 0; r < R; ++r) out[j][r] = total(sum[j][r]);
@@ -100,7 +103,7 @@ struct PlainMatrix {
   using Element = Weight;
   const Weight* data;
   int64_t stride_e, stride_row;
-  static PlainMatrix of(const Weight* data, int64_t stride_e, int64_t stride_row, const Scales*) {
+  static PlainMatrix of(const Weight* data, int64_t stride_e, int64_t stride_row, const Coding*) {
     return {data, stride_e, stride_row};
   }
 
@@ -114,23 +117,24 @@ struct PlainMatrix {
   }
 };
 
+template <class Codes>
 struct CodedMatrix {
   using Element = uint8_t;
   const uint8_t* data;
   int64_t stride_e, stride_row;
-  Scales scales;
-  static CodedMatrix of(const uint8_t* data, int64_t stride_e, int64_t stride_row, const Scales* scales) {
-    return {data, stride_e, stride_row, *scales};
+  Coding coding;
+  static CodedMatrix of(const uint8_t* data, int64_t stride_e, int64_t stride_row, const Coding* coding) {
+    return {data, stride_e, stride_row, *coding};
   }
 
   template <int W>
   void dots(int64_t e, int64_t j, int64_t next, int64_t count, const float* const* rows, int64_t n,
             float out[][4]) const {
     const uint8_t* w = data + e * stride_e;
-    const float* of_rows[W];
-    for (int i = 0; i < W; ++i) of_rows[i] = scales.of_row(e, j + i);
+    RowScales scales[W];
+    for (int i = 0; i < W; ++i) scales[i] = coding.of_row(e, j + i);
     with_count(count, [&](auto r) {
-      coded_dots<W, r>(w + j * stride_row, w + next * stride_row, stride_row, of_rows, scales.column, rows, n, out);
+      coded_dots<Codes, W, r>(w + j * stride_row, w + next * stride_row, stride_row, scales, coding.column, rows, n, out);
     });
   }
 };
