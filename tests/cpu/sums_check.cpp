@@ -4,6 +4,7 @@
 // build for another architecture needs nothing but its compiler:
 //   aarch64-linux-gnu-g++ -std=c++17 -O2 -static -march=armv8.2-a+dotprod tests/cpu/sums_check.cpp -o check
 //   qemu-aarch64-static ./check
+#include "../../src/amoeba/cpu/csrc/core_decode.h"
 #include "../../src/amoeba/cpu/csrc/pack.h"
 #include "../../src/amoeba/cpu/csrc/product.h"
 
@@ -171,9 +172,47 @@ static void check_codes(const char* what) {
         }
 }
 
+// Few rows with some rows of codes, whose scales are bytes.
+template <class Element>
+static void check_coded_dots(const char* what, int64_t shift, int64_t n) {
+  const int64_t blocks = ceil_div(n, int64_t(1) << shift), columns = blocks << shift, stride = Element::bytes(columns);
+  std::vector<uint8_t> codes(WEIGHT_ROWS * stride), scales(WEIGHT_ROWS * blocks);
+  for (auto& code : codes) code = uint8_t(generator() % 0x7f);  // no NaN
+  for (auto& scale : scales) scale = uint8_t(generator());
+  float values[256], whole = 0.3f, x[4][300], out[WEIGHT_ROWS][4];
+  for (int i = 0; i < 256; ++i) values[i] = std::ldexp(1.0f, i % 7 - 3);
+  for (auto& row : x)
+    for (auto& value : row) value = std::normal_distribution<float>()(generator);
+  const float* rows[4] = {x[0], x[1], x[2], x[3]};
+  const Coding coding{0, scales.data(), values, &whole, 0, {0, WEIGHT_ROWS, WEIGHT_ROWS, blocks}, {shift, n, blocks, 1}};
+  const auto matrix = CodedMatrix<Element>::of(codes.data(), 0, stride, &coding);
+  for (int64_t count = 1; count <= 4; ++count)
+    for (const bool one : {false, true}) {
+      if (one)
+        for (int64_t j = 0; j < WEIGHT_ROWS; ++j) matrix.template dots<1>(0, j, j, count, rows, n, out + j);
+      else
+        matrix.template dots<WEIGHT_ROWS>(0, 0, 0, count, rows, n, out);
+      for (int64_t j = 0; j < WEIGHT_ROWS; ++j)
+        for (int64_t r = 0; r < count; ++r) {
+          double truth = 0, size = 1e-30;
+          for (int64_t k = 0; k < n; ++k) {
+            const double scale = values[scales[j * blocks + (k >> shift)]] * whole;
+            const double product = number_of(Element(), codes.data() + j * stride, int(k)) * scale * x[r][k];
+            truth += product, size += std::abs(product);
+          }
+          compare(what, count, r, j, out[j][r], truth, size);
+        }
+    }
+}
+
 int main() {
   check_codes<E4m3>("e4m3");
   check_codes<E2m1>("e2m1");
+  for (const int64_t shift : {4, 5, 7})
+    for (const int64_t n : {1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 199, 300}) {
+      check_coded_dots<E4m3>("sums of e4m3", shift, n);
+      check_coded_dots<E2m1>("sums of e2m1", shift, n);
+    }
   check_sums<Bf16, Plain>("plain bf16");
   check_sums<Int8, Plain>("plain int8");
   check_path(GENERIC, "plain int8 product");
