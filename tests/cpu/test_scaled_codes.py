@@ -1,4 +1,4 @@
-"""Experts in eight and four bits by the C++ core: codes made numbers, few rows decoded, fused passes, and what is refused.
+"""Experts in codes by the C++ core: codes made numbers, few rows decoded, fused passes, and what is refused.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate
 """

@@ -82,7 +82,9 @@ class ScaledCodes:
         if reason is None and (self.code_EOI.dim() != 3 or self.code_EOI.shape[1] % self.parts):
             reason = f"takes (experts, out, in) with {self.parts} equal parts, these are {tuple(self.code_EOI.shape)}"
         if reason is None and self.code_EOI.shape[2] != self._row_bytes():
-            reason = f"takes {self._row_bytes()} bytes in a row of {self.in_features}, here are {self.code_EOI.shape[2]}"
+            reason = (
+                f"takes {self._row_bytes()} bytes in a row of {self.in_features}, here are {self.code_EOI.shape[2]}"
+            )
         if reason is None and not (has_whole_experts(self.code_EOI) and has_whole_experts(self.scale)):
             reason = f"takes contiguous experts, codes have strides {self.code_EOI.stride()}"
         if reason is not None:
