@@ -12,8 +12,8 @@ from torch import Tensor
 from amoeba import Routing, experts
 from amoeba.backends import cpu_fused
 from amoeba.cpu.packed_experts import pack_experts
-from amoeba.precision.experts import quantise_experts
-from amoeba.precision.formats import fp8_blocks
+from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.formats import format_named
 from amoeba.proof.reference import experts as reference
 from small_layer import E, Layer
 
@@ -99,9 +99,12 @@ class Laid:
         self.weights, self.lora = self.layer.weights(self.named), self.layer.lora(self.named)
         self.routing = Routing(self.expert_TK, self.named["weight"])
 
-    def truth(self) -> dict[str, Tensor]:
+    def truth(self, way: str = "") -> dict[str, Tensor]:
+        """way: of codes, for what they stand for."""
         wide = {name: tensor.detach().double().cpu() for name, tensor in self.named.items()}
-        problem = wide["x"], self.expert_TK.cpu(), wide["weight"], self.layer.weights(wide), self.layer.lora(wide)
+        coded = way.startswith("codes")
+        weights = dequantise_experts(self._quantised(way), torch.float64) if coded else self.layer.weights(wide)
+        problem = wide["x"], self.expert_TK.cpu(), wide["weight"], weights, self.layer.lora(wide)
         output = reference.experts_forward(*problem)
         return {"output": output} | reference.experts_backward(self.dy_TH.double().cpu(), *problem)
 
@@ -120,15 +123,19 @@ class Laid:
             named = {name: tensor for name, tensor in named.items() if name not in FROZEN}
             weights = pack_experts(self.weights, way.split()[-1], nodes=2 if self.weights.intermediate > 1 else 1)
         backend = way.split()[0].replace("packed", "auto")
-        if way.startswith("codes"):  # in fp8, of blocks of 16 x 32: several, some of them cut
+        if way.startswith("codes"):
             named = {name: tensor for name, tensor in named.items() if name not in FROZEN}
-            weights, backend = quantise_experts(self.weights, fp8_blocks(16, 32)), way.split()[-1]
+            weights, backend = self._quantised(way), way.split()[-1]
         call = {"lora": self.lora, "backend": backend}
         y = experts(self.named["x"], self.routing, weights, **call)
         gradients = torch.autograd.grad(y, list(named.values()), self.dy_TH)
         with torch.no_grad():
             decoded = experts(self.named["x"][:2], Routing(self.expert_TK[:2], named["weight"][:2]), weights, **call)
         return {"decoded": decoded, "output": y.detach()} | dict(zip(named, gradients, strict=True))
+
+    def _quantised(self, way: str) -> BlockScaledExperts:
+        _, _, format, *_ = way.split()
+        return quantise_experts(self.weights, format_named(format))
 
 
 def check(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float) -> None:

@@ -354,13 +354,18 @@ def test_a_result_is_written_whole_and_never_over_another(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_experts_in_fp8_are_timed_by_other_backends_where_they_are_asked_for():
+def test_experts_in_codes_are_timed_by_other_backends_where_they_are_asked_for():
     workload = make_workload(TINY, CPU, torch.bfloat16, training=False)
-    names = list(BY_BACKEND)
+    names, formats = list(BY_BACKEND), ("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights")
     found, left_out = implementations(workload, training=False, peers=(), ours=names)
     assert {each.name for each in found} == {f"amoeba {name}" for name in names}
-    first, second = (each.run() for each in found)
-    assert (first - second).norm() <= 1e-2 * first.norm()
+    found_by_name = {each.name: each.run() for each in found}
+    for name in formats:
+        by_eager, by_fused = (found_by_name[f"amoeba {name} by {backend}"] for backend in ("eager", "cpu-fused"))
+        assert (by_eager - by_fused).norm() <= 1e-2 * by_eager.norm()
+    assert len({float(y.detach().float().norm()) for y in found_by_name.values()}) >= len(formats), (
+        "formats of their own"
+    )
     assert set(names) <= set(names_of_ours())
     found, left_out = implementations(workload, training=False, peers=(), ours=["eager"])
     assert {left_out[f"amoeba {name}"] for name in names} == {"was not asked for"}

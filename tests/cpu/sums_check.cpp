@@ -1,9 +1,10 @@
 // Compares the sums of packed rows and columns with plain loops: int8 to the bit, with the bytes that saturate first;
-// bf16 within 1e-5. And each e4m3 code with the number that it stands for, and with bf16's of its product with a scale.
+// bf16 within 1e-5. And each code with the number that it stands for, and with bf16's of its product with a scale.
 // Built by tests/cpu/test_sums.py for several instruction sets. It includes the headers, so that a
 // build for another architecture needs nothing but its compiler:
 //   aarch64-linux-gnu-g++ -std=c++17 -O2 -static -march=armv8.2-a+dotprod tests/cpu/sums_check.cpp -o check
 //   qemu-aarch64-static ./check
+#include "../../src/amoeba/cpu/csrc/core_decode.h"
 #include "../../src/amoeba/cpu/csrc/pack.h"
 #include "../../src/amoeba/cpu/csrc/product.h"
 
@@ -136,34 +137,82 @@ static void check_path(Path path, const char* what) {
       check_int8_product(path, what, rows, columns, depth);
 }
 
-static float number_of(int code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
+static float number_of(E4m3, const uint8_t* row, int k) {
+  const int code = row[k], exponent = code >> 3 & 15, mantissa = code & 7;
   if ((code & 0x7f) == 0x7f) return float_of(0x7fc00000);
   const float size = exponent ? std::ldexp(1.0f + float(mantissa) / 8, exponent - 7) : std::ldexp(float(mantissa), -9);
   return code & 0x80 ? -size : size;
 }
+static float number_of(E2m1, const uint8_t* row, int k) {
+  const float size[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  const int code = row[k / 2] >> k % 2 * 4;
+  return code & 8 ? -size[code & 7] : size[code & 7];
+}
 
-static void check_codes() {
+template <class Element>
+static void check_codes(const char* what) {
   alignas(64) uint8_t codes[256 + CODES];
   for (int i = 0; i < 256 + CODES; ++i) codes[i] = uint8_t(i);
   for (int first = 0; first < 256; ++first)
-    for (const int count : {1, 5, int(CODES)}) {
-      const float scale = 0.3f;
-      float wide[CODES] = {};
-      uint16_t narrow[CODES] = {};
-      store_some_scaled(wide, load_some_codes(codes + first, count), CODES_ARE_OVER, count);
-      store_some_scaled(narrow, load_some_codes(codes + first, count), CODES_ARE_OVER * scale, count);
-      for (int i = 0; i < CODES; ++i) {
-        const float truth = i < count ? number_of((first + i) & 255) : 0;
-        const bool same = std::isnan(truth) ? std::isnan(wide[i]) : bits_of(wide[i]) == bits_of(truth);
-        if (!same) fail("code", count, first, i, wide[i], truth);
-        if (narrow[i] != (i < count ? round_to_bf16(truth * scale) : 0)) fail("code in bf16", count, first, i, widen(narrow[i]), truth);
-      }
+    for (const int k : {0, int(CODES) / 2 * (first % 2 + 1)})
+      for (const int count : {1, 5, int(CODES)})
+        for (const float scale : {1.0f, 0.3f, 0x1p127f, 0x1p-127f}) {
+          if (first + Element::bytes(k + CODES) > 256 + CODES) continue;
+          float wide[CODES] = {};
+          uint16_t narrow[CODES] = {};
+          store_some_scaled<Element>(wide, load_codes<Element>(codes + first, k, count), scale, count);
+          store_some_scaled<Element>(narrow, load_codes<Element>(codes + first, k, count), scale, count);
+          for (int i = 0; i < CODES; ++i) {
+            const float truth = i < count ? number_of(Element(), codes + first, k + i) * scale : 0;
+            const bool same = std::isnan(truth) ? std::isnan(wide[i]) : bits_of(wide[i]) == bits_of(truth);
+            if (!same) fail(what, count, first, i, wide[i], truth);
+            // bf16 instructions take what is below the smallest normal number for 0
+            if (scale >= 0.3f && narrow[i] != round_to_bf16(truth)) fail(what, count, first, i, widen(narrow[i]), truth);
+          }
+        }
+}
+
+// Few rows with some rows of codes, whose scales are bytes.
+template <class Element>
+static void check_coded_dots(const char* what, int64_t shift, int64_t n) {
+  const int64_t blocks = ceil_div(n, int64_t(1) << shift), columns = blocks << shift, stride = Element::bytes(columns);
+  std::vector<uint8_t> codes(WEIGHT_ROWS * stride), scales(WEIGHT_ROWS * blocks);
+  for (auto& code : codes) code = uint8_t(generator() % 0x7f);  // no NaN
+  for (auto& scale : scales) scale = uint8_t(generator());
+  float values[256], whole = 0.3f, x[4][300], out[WEIGHT_ROWS][4];
+  for (int i = 0; i < 256; ++i) values[i] = std::ldexp(1.0f, i % 7 - 3);
+  for (auto& row : x)
+    for (auto& value : row) value = std::normal_distribution<float>()(generator);
+  const float* rows[4] = {x[0], x[1], x[2], x[3]};
+  const Coding coding{0, scales.data(), values, &whole, 0, {0, WEIGHT_ROWS, WEIGHT_ROWS, blocks}, {shift, n, blocks, 1}};
+  const auto matrix = CodedMatrix<Element>::of(codes.data(), 0, stride, &coding);
+  for (int64_t count = 1; count <= 4; ++count)
+    for (const bool one : {false, true}) {
+      if (one)
+        for (int64_t j = 0; j < WEIGHT_ROWS; ++j) matrix.template dots<1>(0, j, j, count, rows, n, out + j);
+      else
+        matrix.template dots<WEIGHT_ROWS>(0, 0, 0, count, rows, n, out);
+      for (int64_t j = 0; j < WEIGHT_ROWS; ++j)
+        for (int64_t r = 0; r < count; ++r) {
+          double truth = 0, size = 1e-30;
+          for (int64_t k = 0; k < n; ++k) {
+            const double scale = values[scales[j * blocks + (k >> shift)]] * whole;
+            const double product = number_of(Element(), codes.data() + j * stride, int(k)) * scale * x[r][k];
+            truth += product, size += std::abs(product);
+          }
+          compare(what, count, r, j, out[j][r], truth, size);
+        }
     }
 }
 
 int main() {
-  check_codes();
+  check_codes<E4m3>("e4m3");
+  check_codes<E2m1>("e2m1");
+  for (const int64_t shift : {4, 5, 7})
+    for (const int64_t n : {1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 199, 300}) {
+      check_coded_dots<E4m3>("sums of e4m3", shift, n);
+      check_coded_dots<E2m1>("sums of e2m1", shift, n);
+    }
   check_sums<Bf16, Plain>("plain bf16");
   check_sums<Int8, Plain>("plain int8");
   check_path(GENERIC, "plain int8 product");

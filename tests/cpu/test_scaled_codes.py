@@ -1,4 +1,4 @@
-"""Experts in fp8 by the C++ core: codes made numbers, few rows decoded, fused passes, and what is refused.
+"""Experts in codes by the C++ core: codes made numbers, few rows decoded, fused passes, and what is refused.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate
 """
@@ -17,9 +17,10 @@ import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, cpu_features, experts
 from amoeba.backends import block_scaled_cpu, read_codes
 from amoeba.cpu.core import Core, load_core, why_no_core
-from amoeba.precision import FP8_128, MXFP8, Format, quantise
-from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, quantise
+from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks, dequantise_experts, quantise_experts
 from amoeba.precision.formats import fp8_blocks
+from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.proof import conformance
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.reference.experts import experts_forward
@@ -28,7 +29,8 @@ from small_layer import Layer
 pytestmark = pytest.mark.skipif(why_no_core() is not None, reason="needs the C++ core")
 CPU = torch.device("cpu")
 GPT_OSS = Activation(alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
-# whole blocks; cut ones, gate and up with blocks of their own; interleaved; small blocks; one number
+# whole blocks; cut ones, gate and up with blocks of their own; interleaved; small blocks; one number; and each format
+# with whole blocks, which fp8's are above, with cut ones and with one number
 SHAPES = {
     "whole": (256, 128, Activation(), FP8_128),
     "cut": (199, 200, Activation(), FP8_128),
@@ -36,6 +38,13 @@ SHAPES = {
     "plain": (300, 77, Activation("relu2", gated=False), fp8_blocks(16, 32)),
     "narrow blocks": (33, 47, Activation(), fp8_blocks(1, 16)),
     "one number": (1, 1, Activation(), FP8_128),
+    "mxfp8": (96, 64, GPT_OSS, MXFP8),
+    "mxfp8 cut": (63, 50, Activation(), MXFP8),
+    "mxfp4": (192, 96, GPT_OSS, MXFP4),
+    "mxfp4 cut": (199, 77, Activation(), MXFP4),
+    "mxfp4 one number": (1, 1, Activation(), MXFP4),
+    "nvfp4": (96, 48, Activation(), NVFP4),
+    "nvfp4 cut": (63, 33, Activation("relu2", gated=False), NVFP4),
 }
 by_shape = pytest.mark.parametrize("shape", SHAPES)
 
@@ -83,14 +92,38 @@ def test_an_expert_is_dequantised_to_the_bits_of_torch(shape: str, dtype: torch.
             assert torch.equal(found, matrix.matrix[expert].dequantise(dtype))
 
 
-def test_nan_stays_nan() -> None:
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """One NaN is as good as another."""
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[expected.dtype]
+    equal = (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
+    return found.dtype == expected.dtype and bool(equal.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", [MXFP8, MXFP4, NVFP4], ids=lambda format: format.name)
+def test_every_code_times_every_scale_is_the_number_that_torch_makes_of_it(format: Format, dtype: torch.dtype) -> None:
+    """From 2^-127, which a float holds as one below its normal numbers, to what is beyond it, and NaN."""
+    every_byte, columns = torch.arange(256, dtype=torch.uint8), 256 * 8 // format.element.bits
+    scales = every_byte.view(1, 256, 1).expand(1, 256, columns // format.block[1]).contiguous()
+    matrix_scale = torch.tensor([0.3]) if format.has_matrix_scale else None
+    matrix = QuantisedMatrix(every_byte.repeat(1, 256, 1), scales, format, columns, matrix_scale=matrix_scale)
+    found, expected = torch.empty(256, columns, dtype=dtype), matrix[0].dequantise(dtype)
+    load_core().dequantise(read_codes.scaled_codes(ReadInBlocks(matrix, dtype)), 0, out=found)
+    if dtype == torch.bfloat16:  # where instructions round to it, numbers below the normal ones are zeros
+        found, expected = (each.masked_fill(each.abs() < 2.0**-126, 0) for each in (found, expected))
+    assert same_bits(found, expected)
+    assert expected.isnan().any() and expected.isinf().any() == (format is not NVFP4)
+
+
+@pytest.mark.parametrize("format", [FP8_128, MXFP8, MXFP4, NVFP4], ids=lambda format: format.name)
+def test_nan_stays_nan(format: Format) -> None:
     matrix = torch.randn(1, 40, 40)
     matrix[0, 3, 35] = torch.nan
-    quantised = quantise(matrix, FP8_128)
+    quantised = quantise(matrix, format)
     found = torch.empty(40, 40, dtype=torch.bfloat16)
-    codes = read_codes.ScaledCodes(quantised.data, quantised.scales, FP8_128.block)
-    load_core().dequantise(codes, 0, out=found)
-    assert found.isnan().nonzero().tolist() == [[3, 35]]
+    load_core().dequantise(read_codes.scaled_codes(ReadInBlocks(quantised, torch.bfloat16)), 0, out=found)
+    of_block = [[3, 35]] if format.element.bits == 8 else [[3, column] for column in range(32, 40)]
+    assert found.isnan().nonzero().tolist() == of_block
 
 
 @by_shape
@@ -154,7 +187,10 @@ def apart(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("tokens", [2, 70])
 def test_experts_that_lie_apart_are_read_where_they_are(shape: str, tokens: int) -> None:
     weights = made(shape, torch.bfloat16)
-    stored = [(apart(codes), apart(scales), None) for codes, scales, _ in (weights.stored_gate_up, weights.stored_down)]
+    stored = [
+        (apart(codes), apart(scales), None if whole is None else apart(whole[:, None])[:, 0])
+        for codes, scales, whole in (weights.stored_gate_up, weights.stored_down)
+    ]
     slots = replace(weights, stored_gate_up=stored[0], stored_down=stored[1])
     assert read_codes.scaled_codes(slots.down_EHI).code_EOI.data_ptr() == stored[1][0].data_ptr()
     x_TH, routing = inputs(weights, tokens)
@@ -196,10 +232,11 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("placement", ["fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_fused_passes_have_every_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_passes_have_every_gradient(case: Case, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "experts", functools.partial(experts, backend="cpu-fused"))
-    result = conformance.verify_case(case, "fp8-weights", CPU, torch.bfloat16)
+    result = conformance.verify_case(case, placement, CPU, torch.bfloat16)
     assert result.ok and result.refused is None, result
 
 
@@ -224,9 +261,9 @@ def test_fused_passes_read_what_is_packed_in_bf16(tokens: int) -> None:
 @pytest.mark.parametrize(
     ("format", "dtype", "reason"),
     [
-        (MXFP8, torch.float32, "cpu reads e4m3 codes with scales in fp32, these are mxfp8"),
         (fp8_blocks(128, 8), torch.float32, "cpu reads blocks of powers of two, 16 columns or more, these are 128 x 8"),
         (FP8_128, torch.float16, r"cpu the C\+\+ core takes fp32 and bf16, x is torch.float16"),
+        (MXFP4, torch.float16, r"cpu the C\+\+ core takes fp32 and bf16, x is torch.float16"),
     ],
 )
 def test_what_the_core_does_not_read_goes_to_eager(format: Format, dtype: torch.dtype, reason: str) -> None:
@@ -241,8 +278,9 @@ def test_what_the_core_does_not_read_goes_to_eager(format: Format, dtype: torch.
             experts(x_TH, routing, weights, backend=backend)
 
 
-def test_fp8_on_this_cpu_is_computed_by_the_core_and_fused_passes_wait_for_their_name() -> None:
-    weights = made("whole")
+@pytest.mark.parametrize("shape", ["whole", "mxfp8", "mxfp4", "nvfp4"])
+def test_codes_on_this_cpu_are_computed_by_the_core_and_fused_passes_wait_for_their_name(shape: str) -> None:
+    weights = made(shape)
     x_TH, routing = inputs(weights, 3)
     found = amoeba.explain(Request(x_TH, routing, weights))
     assert str(found) == "cpu, the C++ core, which reads codes"

@@ -17,6 +17,7 @@ import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.formats import fp8_blocks
 from amoeba.precision.quantised import quantise
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
@@ -133,9 +134,9 @@ def test_the_choice_is_explained() -> None:
     request = Request(
         layer.tensors["x"],
         Routing(layer.expert_TK, layer.tensors["weight"]),
-        quantise_experts(frozen(layer), MXFP4),
+        quantise_experts(frozen(layer), fp8_blocks(128, 8)),
     )
-    reason = "cpu reads e4m3 codes with scales in fp32, these are mxfp4"
+    reason = "cpu reads blocks of powers of two, 16 columns or more, these are 128 x 8"
     assert str(amoeba.explain(request)) == f"eager, experts dequantised one after the other ({reason})"
     with pytest.raises(ValueError, match=r"one that serves block-scaled weights \(BlockScaledExperts\); got grouped"):
         run(layer, request.weights, backend="grouped")

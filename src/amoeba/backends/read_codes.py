@@ -1,4 +1,4 @@
-"""Block-scaled experts in fp8 as the C++ core reads them: their codes where they lie, or one expert as numbers.
+"""Block-scaled experts as the C++ core reads them: their codes where they lie, or one expert as numbers.
 
 E experts · O out · I in
 
@@ -8,6 +8,7 @@ E experts · O out · I in
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -18,26 +19,39 @@ from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU
 from amoeba.cpu_features import compute_dtype
 from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks
-from amoeba.precision.formats import E4M3
+from amoeba.precision.formats import E2M1, E4M3, E8M0, ScaleKind
 from amoeba.weights import AnyExperts
 
 
 def why_not(weights: AnyExperts) -> str | None:
     """Why the core does not read these block-scaled experts, or None."""
     assert isinstance(weights, BlockScaledExperts)
-    format = weights.format
     if weights.device.type != "cpu":
         return f"computes on the CPU, these weights are on {weights.device}"
-    if format.element is not E4M3 or format.scale != "fp32":
-        return f"reads e4m3 codes with scales in fp32, these are {format.name}"
-    return why_not_codes(format.block, weights.parts)
+    return why_not_codes(weights.format.block, weights.parts)
 
 
 def scaled_codes(matrix_EOI: ReadInBlocks) -> ScaledCodes:
     """As they are stored, whichever way round they are read."""
     stored = matrix_EOI.matrix
     data, scales = (each if has_whole_experts(each) else each.contiguous() for each in (stored.data, stored.scales))
-    return ScaledCodes(data, scales, stored.format.block, stored.parts)
+    format, matrix_scale = stored.format, stored.matrix_scale
+    return ScaledCodes(
+        data,
+        scales,
+        format.block,
+        stored.parts,
+        "e2m1" if format.element is E2M1 else "e4m3",
+        stored.columns,
+        None if format.scale == "fp32" else _scale_values(format.scale),
+        None if matrix_scale is None else matrix_scale.contiguous(),
+    )
+
+
+@functools.cache
+def _scale_values(kind: ScaleKind) -> Tensor:
+    every_byte = torch.arange(256, dtype=torch.uint8, device=CPU)
+    return E8M0.decode(every_byte) if kind == "e8m0" else E4M3.decode(every_byte)
 
 
 def read_by_core(weights: BlockScaledExperts) -> BlockScaledExperts:

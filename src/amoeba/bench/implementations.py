@@ -45,8 +45,9 @@ _SHARE_OF_MEMORY = 0.8
 _LARGEST_FP32_COPY = 1 << 30
 _NOT_ASKED_FOR = "was not asked for"
 _WARM, _RECOMPUTED = ", weights unchanged", ", h recomputed"
-# Of experts in fp8 on a CPU, what `auto` leaves aside: measured where it is asked for.
-_CODED, BY_BACKEND = "fp8-weights", {f"fp8-weights by {backend}": backend for backend in ("eager", "cpu-fused")}
+# Of experts in codes on a CPU, what `auto` leaves aside: measured where it is asked for.
+_CODED = ("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights")
+BY_BACKEND = {f"{coded} by {backend}": (coded, backend) for coded in _CODED for backend in ("eager", "cpu-fused")}
 RECIPES = tuple(recipe + way for recipe in SUMMARIES for way in ("", _WARM, _RECOMPUTED))
 
 
@@ -220,17 +221,17 @@ def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Imp
 
 
 def _by_other_backends(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Implementation], dict[str, str]]:
-    """Experts in fp8 by what `auto` does not take for them on a CPU."""
+    """Experts in codes by what `auto` does not take for them on a CPU."""
     found, left_out = [], {}
-    for name, backend in BY_BACKEND.items():
+    for name, (coded, backend) in BY_BACKEND.items():
         if ours is None or name not in ours or workload.device.type != "cpu":
             left_out[f"amoeba {name}"] = _NOT_ASKED_FOR if ours is None or name not in ours else "is for a CPU"
             continue
-        placement = next(each for each in all_placements() if each.name == _CODED)
-        if _CODED not in workload.placed:
+        placement = next(each for each in all_placements() if each.name == coded)
+        if coded not in workload.placed:
             source = ExpertWeights(workload.gate_up_EJH.detach(), workload.down_EHI.detach())
-            workload.placed[_CODED] = placement.make(source)
-        run = functools.partial(_placed, workload, workload.placed[_CODED], backend=backend)
+            workload.placed[coded] = placement.make(source)
+        run = functools.partial(_placed, workload, workload.placed[coded], backend=backend)
         found.append(Implementation(f"amoeba {name}", True, run, _ROUNDED, itemsize=placement.itemsize))
     return found, left_out
 

@@ -1,8 +1,10 @@
-"""Frozen weights in e4m3 with a scale for each block, as their owner keeps them: one byte a number, read in place.
+"""Frozen weights in codes with a scale for each block, as their owner keeps them: eight or four bits a number, read in
+place.
 
 E experts · O out · I in
 
-    codes = ScaledCodes(code_EOI, scale, block=(128, 128), parts=2)
+    codes = ScaledCodes(code_EOI, scale, block=(128, 128), parts=2)                           # e4m3, scales in fp32
+    codes = ScaledCodes(bytes_EOB, scale, (1, 32), element="e2m1", columns=2880, scale_values=powers_of_two)
     load_core().decode(x_TH, expert_TK, weight_TK, codes, other_codes, None, None, activation)
     NodeExperts(codes, other_codes, None, None, activation)         # as StoredWeights, and without gradients
 
@@ -14,25 +16,35 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from amoeba.cpu.packed_weights import PackedKind, _Packing
-from amoeba.cpu.pointers import address_at_strides
+from amoeba.cpu.pointers import address_at_strides, optional_address
 from amoeba.errors import bad_value
 
 LEAST_COLUMNS = 16  # of a block: so many codes are read at once
+
+ElementName = Literal["e4m3", "e2m1"]
+ELEMENTS: dict[ElementName, int] = {"e4m3": 0, "e2m1": 1}  # `enum ElementKind` in csrc/codes.h
 
 
 class CScaleAxis(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("shift", "part", "part_blocks", "stride")]
 
 
-class CScales(ctypes.Structure):
-    """As `Scales` in csrc/codes.h."""
+class CCoding(ctypes.Structure):
+    """As `Coding` in csrc/codes.h."""
 
-    _fields_ = [("data", ctypes.c_void_p), ("stride_e", ctypes.c_int64), ("row", CScaleAxis), ("column", CScaleAxis)]
+    _fields_ = [
+        ("element", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("scales", "scale_values", "matrix_scale")),
+        ("stride_e", ctypes.c_int64),
+        ("row", CScaleAxis),
+        ("column", CScaleAxis),
+    ]
 
 
 def why_not_codes(block: tuple[int, int], parts: int) -> str | None:
@@ -46,39 +58,62 @@ def why_not_codes(block: tuple[int, int], parts: int) -> str | None:
 @dataclass(frozen=True, eq=False)
 class ScaledCodes:
     """
-    code_EOI: uint8; each expert is contiguous, wherever it lies.
-    scale:    fp32 (E, blocks of rows, blocks of columns); the same.
+    code_EOI: uint8; each expert is contiguous, wherever it lies. Codes of e2m1 are two to a byte, the first in the low
+              bits, and fill whole blocks: (E, O, bytes of a row).
+    scale:    fp32, or uint8 (E, blocks of rows, blocks of columns); each expert contiguous, too.
     block:    rows and columns that share a scale.
     parts:    equal parts of the rows, each with blocks of its own.
+    columns:  I, where it is not the number of bytes of a row.
+    scale_values: fp32 (256,), what a scale in uint8 stands for.
+    matrix_scale_E: fp32, by which all of what they stand for is multiplied, in fp32.
     """
 
     code_EOI: Tensor = field(repr=False)
     scale: Tensor = field(repr=False)
     block: tuple[int, int]
     parts: int = 1
+    element: ElementName = "e4m3"
+    columns: int | None = None
+    scale_values: Tensor | None = field(default=None, repr=False)
+    matrix_scale_E: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         reason = why_not_codes(self.block, self.parts)
         if reason is None and (self.code_EOI.dim() != 3 or self.code_EOI.shape[1] % self.parts):
             reason = f"takes (experts, out, in) with {self.parts} equal parts, these are {tuple(self.code_EOI.shape)}"
+        if reason is None and self.code_EOI.shape[2] != self._row_bytes():
+            reason = (
+                f"takes {self._row_bytes()} bytes in a row of {self.in_features}, here are {self.code_EOI.shape[2]}"
+            )
         if reason is None and not (has_whole_experts(self.code_EOI) and has_whole_experts(self.scale)):
             reason = f"takes contiguous experts, codes have strides {self.code_EOI.stride()}"
         if reason is not None:
-            raise bad_value("codes", "e4m3 codes that the core reads", reason, "dequantise them")
+            raise bad_value("codes", f"{self.element} codes that the core reads", reason, "dequantise them")
+
+    def _row_bytes(self) -> int:
+        if self.element == "e4m3":
+            return self.in_features
+        return -(-self.in_features // self.block[1]) * self.block[1] // 2
 
     @property
-    def shape(self) -> torch.Size:
-        return self.code_EOI.shape
+    def shape(self) -> tuple[int, int, int]:
+        return self.experts, self.out_features, self.in_features
 
-    def scales(self) -> CScales:
-        """For compiled code; the scales have to outlive it."""
+    def coding(self) -> CCoding:
+        """For compiled code; what it points to has to outlive it."""
         (experts, out_features, in_features), (rows, columns) = self.shape, self.block
         of_part = out_features // self.parts
         down, across = -(-of_part // rows), -(-in_features // columns)
-        start = address_at_strides("scale", self.scale, torch.float32, (experts, self.parts * down, across))
-        row = CScaleAxis(rows.bit_length() - 1, of_part, down, across)
-        column = CScaleAxis(columns.bit_length() - 1, in_features, across, 1)
-        return CScales(start, self.scale.stride(0), row, column)
+        kind = torch.float32 if self.scale_values is None else torch.uint8
+        return CCoding(
+            ELEMENTS[self.element],
+            address_at_strides("scale", self.scale, kind, (experts, self.parts * down, across)),
+            optional_address("scale_values", self.scale_values, torch.float32, (256,)),
+            optional_address("matrix_scale_E", self.matrix_scale_E, torch.float32, (experts,)),
+            self.scale.stride(0),
+            CScaleAxis(rows.bit_length() - 1, of_part, down, across),
+            CScaleAxis(columns.bit_length() - 1, in_features, across, 1),
+        )
 
     @property
     def kind(self) -> PackedKind:
@@ -86,33 +121,33 @@ class ScaledCodes:
 
     @property
     def experts(self) -> int:
-        return self.shape[0]
+        return self.code_EOI.shape[0]
 
     @property
     def out_features(self) -> int:
-        return self.shape[1]
+        return self.code_EOI.shape[1]
 
     @property
     def in_features(self) -> int:
-        return self.shape[2]
+        return self.code_EOI.shape[2] if self.columns is None else self.columns
 
     @property
     def forward(self) -> _Packing:
-        strides = (self.code_EOI.stride(0), self.in_features, 1)
+        strides = (self.code_EOI.stride(0), self.code_EOI.shape[2], 1)
         return _Packing(
-            self.code_EOI, self.out_features, self.in_features, None, stride_ECD=strides, scales=self.scales()
+            self.code_EOI, self.out_features, self.in_features, None, stride_ECD=strides, coding=self.coding()
         )
 
     @property
     def transposed(self) -> _Packing:
-        strides = (self.code_EOI.stride(0), 1, self.in_features)
+        strides = (self.code_EOI.stride(0), 1, self.code_EOI.shape[2])
         return _Packing(
             self.code_EOI,
             self.in_features,
             self.out_features,
             None,
             stride_ECD=strides,
-            scales=self.scales(),
+            coding=self.coding(),
             turned=True,
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.cpu.build import CoreUnavailable, load, with_library
-from amoeba.cpu.codes import CScales, ScaledCodes
+from amoeba.cpu.codes import CCoding, ScaledCodes
 from amoeba.cpu.node_library import ACTIVATION_KINDS
 from amoeba.cpu.pointers import (
     CPU,
@@ -59,18 +59,18 @@ _SIGNATURES = {
         _FLOAT, _FLOAT, _FLOAT,                             # alpha, limit, up_shift
         _POINTER, _POINTER, _POINTER, _INT,                 # dh, scaled a, ds, threads
     ),
-    **dict.fromkeys(("amoeba_decode_f32", "amoeba_decode_bf16", "amoeba_decode_e4m3"), (
+    **dict.fromkeys(("amoeba_decode_f32", "amoeba_decode_bf16", "amoeba_decode_e4m3", "amoeba_decode_e2m1"), (
         _INT64, _INT64, _INT64, _INT64, _INT64, _INT64,     # tokens, top_k, experts, hidden, intermediate, width
         _POINTER, _INT64, _POINTER, _POINTER, _POINTER,     # x, stride, expert ids, keys, weights
-        _POINTER, _INT64, _INT64, _POINTER,                 # gate_up, its strides, scales of codes
+        _POINTER, _INT64, _INT64, _POINTER,                 # gate_up, its strides, coding of codes
         _POINTER, _POINTER,                                 # bias, added rows
-        _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # down, its strides, scales of codes, bias
+        _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # down, its strides, coding of codes, bias
         _INT, _INT, _FLOAT, _FLOAT, _FLOAT,                 # kind, interleaved, alpha, limit, up_shift
         _POINTER, _POINTER, _POINTER, _POINTER, _INT,       # scratch h, a and order, y, threads
     )),
     **dict.fromkeys(("amoeba_dequantise_f32", "amoeba_dequantise_bf16"), (
-        _POINTER, _POINTER, _INT64, _INT64, _INT64,         # codes of an expert, scales of all, expert, rows, columns
-        _POINTER, _INT,                                     # out, threads
+        _POINTER, _INT64, _POINTER, _INT64,                 # codes of an expert, bytes of a row, coding of all, expert
+        _INT64, _INT64, _POINTER, _INT,                     # rows, columns, out, threads
     )),
     "amoeba_sum_decoded": (
         _INT64, _INT64, _INT64, _INT64,                     # tokens, top_k, experts, hidden
@@ -92,7 +92,7 @@ class Core:
         self._swiglu = library.amoeba_swiglu_f32
         self._swiglu_backward = library.amoeba_swiglu_backward_f32
         self._decode = {torch.float32: library.amoeba_decode_f32, torch.bfloat16: library.amoeba_decode_bf16}
-        self._decode_codes = library.amoeba_decode_e4m3
+        self._decode_codes = {"e4m3": library.amoeba_decode_e4m3, "e2m1": library.amoeba_decode_e2m1}
         self._dequantise = {
             torch.float32: library.amoeba_dequantise_f32,
             torch.bfloat16: library.amoeba_dequantise_bf16,
@@ -224,16 +224,16 @@ class Core:
         if width != intermediate and width != 2 * intermediate:
             raise bad_value("gate_up_EJH", f"J = I or 2I with I = {intermediate}", width, "check activation.gated")
         slots = tokens * top_k
-        (gate_up, gate_up_scales), (down, down_scales) = _parts(gate_up_EJH), _parts(down_EHI)
-        weight_dtype, is_coded = down.dtype, down_scales is not None
-        run = self._decode_codes if is_coded else self._decode.get(weight_dtype)
-        if run is None or (gate_up_scales is not None) != is_coded:
-            got = f"{gate_up.dtype} and {weight_dtype}"
-            raise bad_value("gate_up_EJH and down_EHI", "float32, bfloat16, or codes of both", got, "cast the weights")
+        kind = _kind(down_EHI)
+        run = self._decode_codes[kind] if isinstance(kind, str) else self._decode.get(kind)
+        if run is None or _kind(gate_up_EJH) != kind:
+            expected, got = "float32, bfloat16, or codes of the same kind", f"{_kind(gate_up_EJH)} and {kind}"
+            raise bad_value("gate_up_EJH and down_EHI", expected, got, "cast the weights")
+        gate_up, gate_up_strides, gate_up_coding = _read("gate_up_EJH", gate_up_EJH, (experts, width, hidden))
+        down, down_strides, down_coding = _read("down_EHI", down_EHI, (experts, hidden, intermediate))
         # h, a and a list of slots in 8-byte integers
         scratch = torch.empty(slots * (width + intermediate + 2), dtype=torch.float32, device=CPU)
         y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
-        (gate_up_e, gate_up_row, _), (down_e, down_row, _) = gate_up.stride(), down.stride()
         order = address("scratch", scratch, torch.float32, (slots * (width + intermediate + 2),))
         run(
             tokens, top_k, experts, hidden, intermediate, width,
@@ -241,12 +241,10 @@ class Core:
             address("expert_TK", expert_TK, torch.int64, (tokens, top_k)),
             optional_address("key_TK", key_TK, torch.int64, (tokens, top_k)),
             address("weight_TK", weight_TK, torch.float32, (tokens, top_k)),
-            address_of_lines("gate_up_EJH", gate_up, weight_dtype, (experts, width, hidden)),
-            gate_up_e, gate_up_row, None if gate_up_scales is None else ctypes.addressof(gate_up_scales),
+            gate_up, *gate_up_strides, None if gate_up_coding is None else ctypes.addressof(gate_up_coding),
             optional_address("gate_up_bias_EJ", gate_up_bias_EJ, torch.float32, (experts, width)),
             optional_address("added_NJ", added_NJ, torch.float32, (slots, width)),
-            address_of_lines("down_EHI", down, weight_dtype, (experts, hidden, intermediate)),
-            down_e, down_row, None if down_scales is None else ctypes.addressof(down_scales),
+            down, *down_strides, None if down_coding is None else ctypes.addressof(down_coding),
             optional_address("down_bias_EH", down_bias_EH, torch.float32, (experts, hidden)),
             ACTIVATION_KINDS[activation.kind], activation.interleaved,
             activation.alpha, activation.limit, activation.up_shift,
@@ -264,10 +262,10 @@ class Core:
         if run is None or not 0 <= expert < experts:
             got = f"{out.dtype}, expert {expert}"
             raise bad_value("out", f"float32 or bfloat16, for one of {experts} experts", got, "convert it afterwards")
-        scales = codes.scales()
+        of_expert, coding = codes.code_EOI[expert], codes.coding()
         run(
-            address_at_strides("codes", codes.code_EOI[expert], torch.uint8, (rows, columns)),
-            ctypes.addressof(scales), expert, rows, columns,
+            address_at_strides("codes", of_expert, torch.uint8, tuple(of_expert.shape)), of_expert.shape[1],
+            ctypes.addressof(coding), expert, rows, columns,
             address("out", out, out.dtype, (rows, columns)), torch.get_num_threads(),
         )  # fmt: skip
 
@@ -314,9 +312,22 @@ def why_no_core() -> str | None:
     return str(loaded) if isinstance(loaded, CoreUnavailable) else None
 
 
-def _parts(weight: Tensor | ScaledCodes) -> tuple[Tensor, CScales | None]:
-    """What lies in memory, and the scales of codes."""
-    return (weight.code_EOI, weight.scales()) if isinstance(weight, ScaledCodes) else (weight, None)
+def _kind(weight: Tensor | ScaledCodes) -> torch.dtype | str:
+    return weight.element if isinstance(weight, ScaledCodes) else weight.dtype
+
+
+def _read(
+    name: str, weight: Tensor | ScaledCodes, shape: tuple[int, int, int]
+) -> tuple[int, tuple[int, int], CCoding | None]:
+    """Where it lies, the strides of experts and rows, and what codes stand for."""
+    if not isinstance(weight, ScaledCodes):
+        stride_e, stride_row, _ = weight.stride()
+        return address_of_lines(name, weight, weight.dtype, shape), (stride_e, stride_row), None
+    if weight.shape != shape:
+        raise bad_value(name, f"codes of {shape}", weight.shape, "check hidden and intermediate")
+    stride_e, stride_row, _ = weight.code_EOI.stride()
+    start = address_of_lines(name, weight.code_EOI, torch.uint8, tuple(weight.code_EOI.shape))
+    return start, (stride_e, stride_row), weight.coding()
 
 
 def _address_of_rows(name: str, rows: Tensor, columns: int, index: Tensor | None, count: int) -> int:

@@ -104,6 +104,6 @@ def describe_matrix(name: str, matrix: ctypes.Structure, kind: PackedKind, exper
         if packing.stride_ECD is not None:
             matrix.stored = 1
             matrix.stride_e, matrix.stride_column, matrix.stride_k = packing.stride_ECD
-        if packing.scales is not None:
-            matrix.scales, matrix.turned = packing.scales, packing.turned
+        if packing.coding is not None:
+            matrix.coding, matrix.turned = packing.coding, packing.turned
         matrix.data = packing_address(name, kind, experts, packing)

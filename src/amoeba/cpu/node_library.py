@@ -14,7 +14,7 @@ from typing import get_args
 
 from amoeba.config import ActivationKind
 from amoeba.cpu.build import load, with_library
-from amoeba.cpu.codes import CScales
+from amoeba.cpu.codes import CCoding
 
 # `enum ActivationKind` in csrc/activation.h
 ACTIVATION_KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
@@ -40,7 +40,7 @@ class CMatrix(Structure):
         ("stored", c_int32),
         *((name, c_int64) for name in ("stride_e", "stride_column", "stride_k")),
         ("turned", c_int32),
-        ("scales", CScales),
+        ("coding", CCoding),
     ]
 
 

@@ -122,7 +122,7 @@ class _Packing:
     column_scale_EC: Tensor | None = None
     depth_scale_ED: Tensor | None = None
     stride_ECD: tuple[int, int, int] | None = None  # data is the weight as it is stored, at these strides
-    scales: ctypes.Structure | None = None  # data is codes, with these (see codes.py)
+    coding: ctypes.Structure | None = None  # data is codes, of these (see codes.py)
     turned: bool = False  # the columns of the product are those of the stored codes
 
 
@@ -185,7 +185,7 @@ class PackedWeights:
 
 def packing_address(name: str, kind: PackedKind, experts: int, packing: _Packing) -> int:
     """Where that memory begins, in tiles or, where the weight is read as it is stored, at its strides."""
-    if packing.scales is not None:
+    if packing.coding is not None:
         return address_at_strides(name, packing.data, torch.uint8, tuple(packing.data.shape))
     if packing.stride_ECD is not None:
         return address_at_strides(name, packing.data, _STORAGE[kind], tuple(packing.data.shape))

@@ -1,9 +1,8 @@
 // The CPU core: matrix products over sorted rows, all experts of a pass in one job list, in fp32; decoding also reads
-// bf16 weights, and e4m3 codes.
+// bf16 weights, and codes (core_coded.cpp).
 //
 // Compiled on first use for the machine it runs on (see build.py). Vectors are GCC/Clang vector extensions, so one source
 // serves AVX-512, AVX2 and NEON. The caller has checked dtypes, shapes, strides.
-#include "core_codes.h"
 #include "core_decode.h"
 #include "core_products.h"
 #include "jobs.h"
@@ -102,32 +101,8 @@ void amoeba_swiglu_backward_f32(int64_t rows, int64_t intermediate, const float*
   });
 }
 
-// scales: those of codes, else null.
-#define AMOEBA_DECODE(NAME, Matrix)                                                                                   \
-  void NAME(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate, int64_t width,      \
-            const float* x, int64_t x_stride, const int64_t* expert, const int64_t* key, const float* scale,          \
-            const Matrix::Element* gate_up, int64_t gate_up_e, int64_t gate_up_row, const Scales* gate_up_scales,     \
-            const float* gate_up_bias, const float* added, const Matrix::Element* down, int64_t down_e,               \
-            int64_t down_row, const Scales* down_scales, const float* down_bias, int kind, int interleaved,           \
-            float alpha, float limit, float up_shift, float* h, float* a, int64_t* order, float* y, int threads) {    \
-    decode<Matrix>({tokens, top_k, experts, hidden, intermediate, width, x, x_stride, expert, key, scale,             \
-                    Matrix::of(gate_up, gate_up_e, gate_up_row, gate_up_scales), gate_up_bias, added,                 \
-                    Matrix::of(down, down_e, down_row, down_scales), down_bias, kind, interleaved, alpha, limit,      \
-                    up_shift, h, a, order, y},                                                                        \
-                   threads);                                                                                          \
-  }
 AMOEBA_DECODE(amoeba_decode_f32, PlainMatrix<float>)
 AMOEBA_DECODE(amoeba_decode_bf16, PlainMatrix<uint16_t>)
-AMOEBA_DECODE(amoeba_decode_e4m3, CodedMatrix)
-
-// out (rows, columns) = code . scale in fp32, rounded to what out is.
-#define AMOEBA_DEQUANTISE(NAME, Number)                                                                               \
-  void NAME(const uint8_t* codes, const Scales* scales, int64_t expert, int64_t rows, int64_t columns, Number* out,   \
-            int threads) {                                                                                            \
-    dequantise(codes, *scales, expert, rows, columns, out, threads);                                                  \
-  }
-AMOEBA_DEQUANTISE(amoeba_dequantise_f32, float)
-AMOEBA_DEQUANTISE(amoeba_dequantise_bf16, uint16_t)
 
 void amoeba_sum_decoded(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, const int64_t* expert,
                         const float* scale, const float* rows, int64_t row_stride, int64_t* order, float* y) {

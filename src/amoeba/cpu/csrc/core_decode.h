@@ -1,4 +1,4 @@
-// A few tokens through all of their layer in one call; weights in fp32, bf16 or e4m3 codes, read where they lie.
+// A few tokens through all of their layer in one call; weights in fp32, bf16 or codes, read where they lie.
 #pragma once
 #include <type_traits>
 
@@ -44,40 +44,53 @@ inline void dots(const Weight* w, const Weight* next, int64_t w_row, const float
     }
 }
 
-// The same of codes, whose scale is applied to the sum of each block; nothing of a weight is rounded.
-// scales: those of each of the W rows, for one block after the other.
-template <int W, int R>
-inline void coded_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, const float* const* scales,
-                       const ScaleAxis& axis, const float* const* rows, int64_t n, float out[][4]) {
-  const int64_t block = int64_t(1) << axis.shift;
+// The same of codes, 32 columns at a time, whose sum is multiplied by their scale: nothing of a weight is rounded. With
+// HALVES each sixteen have a scale of their own. scales: those of each of the W rows, for one block after the other.
+// A row's codes meet all input rows before the next row's do, so that sums and numbers have registers enough.
+template <class Element, bool HALVES, int W, int R>
+[[gnu::noinline]] void coded_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, const RowScales* scales,
+                                  const ScaleAxis& axis, const float* const* rows, int64_t n, float out[][4]) {
+  constexpr int VECTORS = CODES / LANES;
   Floats sum[W][R] = {};
-  for (int64_t start = 0; start < n; start += block) {
-    Floats part[W][R] = {};
-    const auto add = [&](int64_t j, const Numbers& left, const auto& right) {
+  const auto add = [&](int j, const Numbers& first, const Numbers& last, float scale, float last_scale, const auto& right) {
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r) {
+      const float* x = right(r);
+      Floats part = first.at[0] * load<LANES>(x);
 #pragma GCC unroll 4
-        for (int v = 0; v < CODES / LANES; ++v) part[j][r] += left.at[v] * load<LANES>(right(r) + v * LANES);
-    };
-    const int64_t end = std::min(n, start + block);
-    int64_t k = start;
-    for (; k + CODES <= end; k += CODES) {
-      if (k % 64 == 0)
+      for (int v = 1; v < VECTORS; ++v) part += first.at[v] * load<LANES>(x + v * LANES);
+      if (HALVES) {
+        sum[j][r] += part * scale;
+        part = last.at[0] * load<LANES>(x + CODES);
+      } else {
+        part += last.at[0] * load<LANES>(x + CODES);
+      }
 #pragma GCC unroll 4
-        for (int j = 0; j < W; ++j) __builtin_prefetch(next + j * w_row + k, 0, 2);
-#pragma GCC unroll 4
-      for (int j = 0; j < W; ++j) add(j, load_codes(w + j * w_row + k), [&](int r) { return rows[r] + k; });
+      for (int v = 1; v < VECTORS; ++v) part += last.at[v] * load<LANES>(x + CODES + v * LANES);
+      sum[j][r] += part * last_scale;
     }
-    if (k < end) {
-      alignas(64) float last[R][CODES] = {};
-      for (int r = 0; r < R; ++r) std::memcpy(last[r], rows[r] + k, size_t(end - k) * sizeof(float));
-      for (int j = 0; j < W; ++j)
-        add(j, load_some_codes(w + j * w_row + k, end - k), [&](int r) { return last[r]; });
+  };
+  int64_t k = 0;
+  for (; k + 2 * CODES <= n; k += 2 * CODES) {
+    const int64_t at = axis.at(k), last_at = HALVES ? axis.at(k + CODES) : at;
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) {
+      const uint8_t* p = w + j * w_row + Element::bytes(k);
+      if (Element::bytes(k) % 64 == 0) __builtin_prefetch(next + j * w_row + Element::bytes(k), 0, 2);
+      add(j, Element::load(p), Element::load(p + Element::bytes(CODES)), scales[j].at(at), scales[j].at(last_at),
+          [&](int r) { return rows[r] + k; });
     }
-#pragma GCC unroll 4
-    for (int j = 0; j < W; ++j)
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[j][r] += part[j][r] * (CODES_ARE_OVER * scales[j][axis.at(start)]);
+  }
+  if (const int64_t left = n - k; left > 0) {
+    const int64_t at = axis.at(k), last_at = left > CODES ? axis.at(k + CODES) : at;
+    alignas(64) float x[R][2 * CODES] = {};
+    for (int r = 0; r < R; ++r) std::memcpy(x[r], rows[r] + k, size_t(left) * sizeof(float));
+    for (int j = 0; j < W; ++j) {
+      const uint8_t* row = w + j * w_row;
+      const Numbers last = left > CODES ? load_codes<Element>(row, k + CODES, left - CODES) : Numbers{};
+      add(j, load_codes<Element>(row, k, left), last, scales[j].at(at), scales[j].at(last_at),
+          [&](int r) { return x[r]; });
+    }
   }
   for (int j = 0; j < W; ++j)
     for (int r = 0; r < R; ++r) out[j][r] = total(sum[j][r]);
@@ -100,7 +113,7 @@ struct PlainMatrix {
   using Element = Weight;
   const Weight* data;
   int64_t stride_e, stride_row;
-  static PlainMatrix of(const Weight* data, int64_t stride_e, int64_t stride_row, const Scales*) {
+  static PlainMatrix of(const Weight* data, int64_t stride_e, int64_t stride_row, const Coding*) {
     return {data, stride_e, stride_row};
   }
 
@@ -114,24 +127,32 @@ struct PlainMatrix {
   }
 };
 
+template <class Codes>
 struct CodedMatrix {
   using Element = uint8_t;
   const uint8_t* data;
   int64_t stride_e, stride_row;
-  Scales scales;
-  static CodedMatrix of(const uint8_t* data, int64_t stride_e, int64_t stride_row, const Scales* scales) {
-    return {data, stride_e, stride_row, *scales};
+  Coding coding;
+  static CodedMatrix of(const uint8_t* data, int64_t stride_e, int64_t stride_row, const Coding* coding) {
+    return {data, stride_e, stride_row, *coding};
   }
 
   template <int W>
   void dots(int64_t e, int64_t j, int64_t next, int64_t count, const float* const* rows, int64_t n,
             float out[][4]) const {
     const uint8_t* w = data + e * stride_e;
-    const float* of_rows[W];
-    for (int i = 0; i < W; ++i) of_rows[i] = scales.of_row(e, j + i);
-    with_count(count, [&](auto r) {
-      coded_dots<W, r>(w + j * stride_row, w + next * stride_row, stride_row, of_rows, scales.column, rows, n, out);
-    });
+    RowScales scales[W];
+    for (int i = 0; i < W; ++i) scales[i] = coding.of_row(e, j + i);
+    const auto run = [&](auto r, int64_t first, float(*into)[4]) {
+      auto* const dots = coding.column.shift == 4 ? coded_dots<Codes, true, W, r> : coded_dots<Codes, false, W, r>;
+      dots(w + j * stride_row, w + next * stride_row, stride_row, scales, coding.column, rows + first, n, into);
+    };
+    if constexpr (W > 1) return with_count(count, [&](auto r) { run(r, 0, out); });
+    for (int64_t r = 0; r < count; ++r) {  // the few rows at the end of a share
+      float product[1][4];
+      run(std::integral_constant<int, 1>{}, r, product);
+      out[0][r] = product[0][0];
+    }
   }
 };
 
@@ -298,3 +319,18 @@ void decode(Decoding<Matrix> decoding, [[maybe_unused]] int threads) {
 
 }  // namespace
 }  // namespace amoeba
+
+// A function of the library. coding: that of codes, else null.
+#define AMOEBA_DECODE(NAME, Matrix)                                                                                   \
+  void NAME(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate, int64_t width,      \
+            const float* x, int64_t x_stride, const int64_t* expert, const int64_t* key, const float* scale,          \
+            const Matrix::Element* gate_up, int64_t gate_up_e, int64_t gate_up_row, const Coding* gate_up_coding,     \
+            const float* gate_up_bias, const float* added, const Matrix::Element* down, int64_t down_e,               \
+            int64_t down_row, const Coding* down_coding, const float* down_bias, int kind, int interleaved,           \
+            float alpha, float limit, float up_shift, float* h, float* a, int64_t* order, float* y, int threads) {    \
+    decode<Matrix>({tokens, top_k, experts, hidden, intermediate, width, x, x_stride, expert, key, scale,             \
+                    Matrix::of(gate_up, gate_up_e, gate_up_row, gate_up_coding), gate_up_bias, added,                 \
+                    Matrix::of(down, down_e, down_row, down_coding), down_bias, kind, interleaved, alpha, limit,      \
+                    up_shift, h, a, order, y},                                                                        \
+                   threads);                                                                                          \
+  }

@@ -16,12 +16,12 @@ struct PackedMatrix {  // data is null where there is none
   int32_t stored;  // data is the weight itself, at these strides
   int64_t stride_e, stride_column, stride_k;
   int32_t turned;  // of codes: see Stored
-  Scales scales;
+  Coding coding;
 
   Weights weights(bool int8) const {
     if (stored)
       return {nullptr, nullptr, nullptr, nullptr, depth, columns, tiles_of(depth, Bf16::PER_WORD),
-              {data, stride_e, stride_column, stride_k, turned != 0, scales}};
+              {data, stride_e, stride_column, stride_k, turned != 0, coding}};
     const int64_t per_word = int8 ? Int8::PER_WORD : Bf16::PER_WORD;
     return {static_cast<const uint32_t*>(data), column_scale, sum, depth_scale, depth, columns,
             data ? tiles_of(depth, per_word) : 0, {}};

@@ -5,11 +5,11 @@
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-struct Stored {  // (expert, column, k) in bf16, or in codes if there are scales; data is null where weights are packed
+struct Stored {  // (expert, column, k) in bf16, or in codes if their coding has scales; data is null where weights are packed
   const void* data = nullptr;
   int64_t stride_e = 0, stride_column = 0, stride_k = 0;
   bool turned = false;  // codes whose rows are the depth, and lie together along the columns
-  Scales scales;
+  Coding coding;
 };
 
 // Some panels of one expert that lie beside each other, packed at once: where the columns of one k lie together, that
@@ -62,12 +62,13 @@ class StoredPanels {
   int64_t column_, k_, panels_, width_, depth_;
 };
 
-// The same of codes: each weight is code . scale, rounded to bf16.
+// The same of codes: each weight is code . scale, rounded to bf16. stride_e and that of a row are bytes.
+template <class Element>
 class CodedPanels {
  public:
   CodedPanels(const Stored& stored, int64_t expert, int64_t panel, int64_t panels, int64_t columns, int64_t depth)
       : codes_(static_cast<const uint8_t*>(stored.data) + expert * stored.stride_e),
-        row_(stored.turned ? stored.stride_k : stored.stride_column), turned_(stored.turned), scales_(stored.scales),
+        row_(stored.turned ? stored.stride_k : stored.stride_column), turned_(stored.turned), coding_(stored.coding),
         expert_(expert), panel_(panel), panels_(panels), columns_(columns), depth_(depth) {}
 
   void pack(int64_t first, int64_t tiles, uint32_t* out, int64_t panel_words) const {
@@ -102,25 +103,26 @@ class CodedPanels {
       const int64_t count = row < rows ? length - k : 0;
       if (count < CODES) std::memset(out, 0, CODES * sizeof(uint16_t));
       if (count <= 0) continue;
-      const float scale = CODES_ARE_OVER * scales_.of_row(expert_, row)[scales_.column.at(k)];
-      store_some_scaled(out, load_some_codes(codes_ + row * row_ + k, count), scale, count);
+      const float scale = coding_.of_row(expert_, row).at(coding_.column.at(k));
+      store_some_scaled<Element>(out, load_codes<Element>(codes_ + row * row_, k, count), scale, count);
     }
   }
 
   const uint8_t* codes_;
   int64_t row_;
   bool turned_;
-  const Scales& scales_;
+  const Coding& coding_;
   int64_t expert_, panel_, panels_, columns_, depth_;
 };
 
 [[gnu::noinline]] inline void pack_stored(const Stored& stored, int64_t expert, int64_t panel, int64_t panels,
                                           int64_t columns, int64_t depth, int64_t first, int64_t tiles, uint32_t* out,
                                           int64_t panel_words) {
-  if (stored.scales.data)
-    CodedPanels(stored, expert, panel, panels, columns, depth).pack(first, tiles, out, panel_words);
-  else
-    StoredPanels(stored, expert, panel, panels, columns, depth).pack(first, tiles, out, panel_words);
+  if (!stored.coding.scales)
+    return StoredPanels(stored, expert, panel, panels, columns, depth).pack(first, tiles, out, panel_words);
+  with_element(stored.coding.element, [&](auto element) {
+    CodedPanels<decltype(element)>(stored, expert, panel, panels, columns, depth).pack(first, tiles, out, panel_words);
+  });
 }
 
 }  // namespace amoeba
