@@ -1,4 +1,4 @@
-"""`cpu` for block-scaled experts: the C++ core reads eight or four bits a number, and makes numbers of codes as it does.
+"""`cpu` for block-scaled experts: the C++ core reads eight or four bits a number, and makes numbers of them as it does.
 
 T tokens · K experts per token · N = T·K routed rows · E experts
 
