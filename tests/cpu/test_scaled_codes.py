@@ -204,10 +204,11 @@ def test_experts_that_lie_apart_are_read_where_they_are(shape: str, tokens: int)
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("shape", ["cut", "mxfp4 cut", "nvfp4 cut"])
 @pytest.mark.parametrize("backend", ["cpu", "cpu-fused"])
-def test_compiled_graphs_and_checkpointing_have_the_same_bits(backend: str) -> None:
+def test_compiled_graphs_and_checkpointing_have_the_same_bits(backend: str, shape: str) -> None:
     torch.compiler.reset()
-    weights = made("cut", torch.bfloat16)
+    weights = made(shape, torch.bfloat16)
     x_TH, routing = inputs(weights, 40)
     leaves = x_TH.requires_grad_(), routing.weight_TK.requires_grad_()
 

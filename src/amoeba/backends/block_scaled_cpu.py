@@ -1,4 +1,4 @@
-"""`cpu` for block-scaled experts in fp8: the C++ core reads one byte a number, and makes numbers of codes as it does.
+"""`cpu` for block-scaled experts: the C++ core reads eight or four bits a number, and makes numbers of codes as it does.
 
 T tokens · K experts per token · N = T·K routed rows · E experts
 
@@ -29,6 +29,9 @@ from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 #                          1               2               4               8               16
 #   H=512 I=256 E=32       4.2/19/85       6.8/25/236      12/29/434       22/33/346       41/43/73
 #   H=2048 I=768 E=16      33/139/376      52/168/521      98/201/860      188/234/646     355/340/544
+# and of MXFP4 later that day, with neighbours again:
+#   H=512 I=256 E=32       2.5/26/55       3.2/25/         4.7/26/         8.7/28/63       17/33/
+#   H=2048 I=768 E=16      32/159/575      69/196/         90/142/         145/191/1130    302/298/
 # An expert that gets all rows takes as long as 15 groups of four rows to be dequantised by torch.
 DECODE_ROWS = 64
 DECODE_ROWS_PER_EXPERT = 8
