@@ -1,4 +1,4 @@
-"""bf16 passes of `cpu` over weights as they are stored, in bf16 or in fp8: the node's fused passes, which pack the
+"""bf16 passes of `cpu` over weights as they are stored, in bf16 or in codes: the node's fused passes, which pack the
 panels of a weight as they go.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
