@@ -2,7 +2,7 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    y_TH = decode(problem)                                              # of BlockScaledExperts, without LoRA
+    y_TH = decode(problem)                                              # of BlockScaledExperts
     y_TH = decode(problem, configuration=Configuration(up=..., ...))    # for sweeps
 
 The two ways of `amoeba.kernels.decode`, by slot and by expert, with codes in place of weights. Slots whose id lies
@@ -22,6 +22,7 @@ from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.by_expert import sum_of_slots
 from amoeba.kernels.decode.codes import in_lines
 from amoeba.kernels.decode.configuration import SMALLEST_CHUNK, Configuration, Tile, chunk_rows, goes_by_slot
+from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.formats import MXFP4
@@ -56,6 +57,7 @@ class Plan(NamedTuple):
     up: Launch
     down: Launch
     sum: Launch | None  # None by slot: down has it inside
+    low: LowLaunches  # of LoRA factors
     list: Launch | None = None
 
 
@@ -64,7 +66,7 @@ _plans: dict[tuple, Plan] = {}
 
 def decode(problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None) -> Tensor:
     """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
-    x_TH, expert_TK, weight_TK, weights = problem[:4]
+    x_TH, expert_TK, weight_TK, weights, lora = problem[:5]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
     slots = expert_TK.numel()
     if slots == 0:
@@ -81,6 +83,7 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
             weights.num_experts,
             *(None if tensor is None else tensor.stride() for tensor in weights.tensors()),
             *weights.constants(),
+            None if lora is None else kind_of(lora),
             like,
         )
         found = _plans.get(key)
@@ -89,11 +92,11 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
     if plan.sum is None:
         a_NI = x_TH.new_empty((slots, weights.intermediate))
         of_up, of_down = _read_by_kernels(weights, x_TH)
-        plan.up(x_TH, expert_TK, *of_up, a_NI)
-        plan.down(a_NI, expert_TK, weight_TK, *of_down, y_TH)
+        plan.up(x_TH, expert_TK, *of_up, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+        plan.down(a_NI, expert_TK, weight_TK, *of_down, *plan.low.before_down(lora, a_NI, expert_TK), y_TH)
         return y_TH
     y_NH = x_TH.new_empty((slots, weights.hidden), dtype=torch.float32)
-    _rows(plan, x_TH, expert_TK, weights, y_NH)
+    _rows(plan, problem, x_TH, expert_TK, y_NH)
     plan.sum(y_NH, expert_TK, weight_TK, y_TH)
     return y_TH
 
@@ -101,18 +104,19 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
 def decode_rows(problem: Problem, y_NH: Tensor, like: Like) -> None:
     """By expert, without the sum, as `amoeba.kernels.decode.decode_rows`."""
     x_TH, expert_TK = problem.x_TH.contiguous(), problem.expert_TK.contiguous()
-    _rows(_plan(problem, by_expert(problem, like)), x_TH, expert_TK, problem.weights, y_NH)
+    _rows(_plan(problem, by_expert(problem, like)), problem, x_TH, expert_TK, y_NH)
 
 
-def _rows(plan: Plan, x_TH: Tensor, expert_TK: Tensor, weights: BlockScaledExperts, y_NH: Tensor) -> None:
+def _rows(plan: Plan, problem: Problem, x_TH: Tensor, expert_TK: Tensor, y_NH: Tensor) -> None:
+    weights, lora = problem[3:5]
     slots, (of_up, of_down) = expert_TK.numel(), _read_by_kernels(weights, x_TH)
     a_NI = x_TH.new_empty((slots, weights.intermediate))
     lists = expert_TK
     if plan.list is not None:
         lists = expert_TK.new_empty(weights.num_experts * (slots + 1), dtype=torch.int32)
         plan.list(expert_TK, lists)
-    plan.up(x_TH, expert_TK, lists, *of_up, a_NI)
-    plan.down(a_NI, expert_TK, lists, *of_down, y_NH)
+    plan.up(x_TH, expert_TK, lists, *of_up, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+    plan.down(a_NI, expert_TK, lists, *of_down, *plan.low.before_down(lora, a_NI, expert_TK), y_NH)
 
 
 def _read_by_kernels(weights: BlockScaledExperts, x_TH: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -128,10 +132,13 @@ def _read_by_kernels(weights: BlockScaledExperts, x_TH: Tensor) -> tuple[tuple[T
 
 
 def _plan(problem: Problem, chosen: Configuration) -> Plan:
+    ranks = ranks_of(problem.lora)
+    low = low_launches(problem, ranks, chosen.overlap)
     if chosen.by_slot:
-        return Plan(up_by_slot(problem, chosen), down_by_token(problem, chosen), None)
+        return Plan(up_by_slot(problem, chosen, ranks), down_by_token(problem, chosen, ranks), None, low)
     listing = list_slots(problem, chosen) if chosen.lists(problem) else None
-    return Plan(up_by_expert(problem, chosen), down_by_expert(problem, chosen), sum_of_slots(problem), listing)
+    up, down = up_by_expert(problem, chosen, ranks), down_by_expert(problem, chosen, ranks)
+    return Plan(up, down, sum_of_slots(problem), low, listing)
 
 
 def configuration_of(problem: Problem, like: Like | None = None) -> Configuration:
