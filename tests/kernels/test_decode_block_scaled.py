@@ -197,7 +197,13 @@ def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
 
 @pytest.mark.parametrize(
     ("format", "tokens", "listed", "deep"),
-    [(MXFP4, 64, True, 256), (MXFP4, 16, True, 256), (MXFP4, 8, False, 256), (NVFP4, 64, True, 128)],
+    [
+        (MXFP4, 64, True, 256),
+        (MXFP4, 16, True, 256),
+        (MXFP4, 8, False, 256),
+        (NVFP4, 64, True, 128),
+        (NVFP4, 8, False, 256),
+    ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_what_was_faster_is_taken(

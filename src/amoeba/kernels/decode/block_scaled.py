@@ -25,7 +25,7 @@ from amoeba.kernels.decode.configuration import SMALLEST_CHUNK, Configuration, T
 from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
-from amoeba.precision.formats import MXFP4
+from amoeba.precision.formats import MXFP4, NVFP4
 from amoeba.problem import Problem
 
 # By slot, by the bits of a code: bytes of codes that a program of the up projection has in flight, and the warps of
@@ -46,7 +46,8 @@ HEADROOM = 2
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
 FEWEST_LISTED = 128
 # Numbers of a row in a step of up, of MXFP4 and with FEWEST_SLOTS in a chunk: 62 us in place of the 68 that steps of
-# 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md).
+# 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md). Of NVFP4 72 for 83 at 8 tokens;
+# more tokens were not measured.
 LONG_STEP = 256
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
 
@@ -185,7 +186,8 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
         return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES[bits])
 
     up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
-    if weights.format is MXFP4 and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
+    takes_long = weights.format is MXFP4 or (weights.format is NVFP4 and slots < experts)
+    if takes_long and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
         up = up._replace(depth=LONG_STEP)
     down = tile(weights.hidden, height, weights.intermediate)
     overlap = can_overlap(problem.x_TH.device)
