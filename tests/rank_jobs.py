@@ -30,9 +30,12 @@ E, H, I = 5, 16, 24
 PRELOAD = ("transformers.trainer", "peft", "amoeba.jobs.train", "amoeba.jobs.finetune")
 
 
-def sharded_layer(count: int, deadline: float = 30.0, **options) -> ShardedExperts:
+def sharded_layer(
+    count: int, deadline: float = 30.0, hidden: int = H, inner: int = I, **options: Any
+) -> ShardedExperts:
     generator = torch.Generator().manual_seed(0)
-    gate_up, down = (torch.randn(*shape, generator=generator) / 4 for shape in ((E, 2 * I, H), (E, H, I)))
+    shapes = (E, 2 * inner, hidden), (E, hidden, inner)
+    gate_up, down = (torch.randn(*shape, generator=generator) / 4 for shape in shapes)
     return shard_experts(ExpertWeights(gate_up, down), Ranks(first_processes(count), deadline), **options)
 
 

@@ -21,17 +21,19 @@ from amoeba.precision.recipes import AUTO, Fp8Experts, summary_of
 
 @dataclass(frozen=True)
 class RunPrecision:
-    """code_bytes: of the weights' codes and scales, which are kept beside the weights of all layers; of experts over
-    ranks, those of the first rank."""
+    """code_bytes: of the weights' codes and scales, which are kept beside the weights of all layers; over_ranks: of the
+    experts that the first rank has."""
 
     precision: str
     summary: str
     backend: str
     code_bytes: int
+    over_ranks: bool = False
 
     def __str__(self) -> str:
         at_most = "at most " if self.precision == AUTO else ""
-        codes = f"the weights' codes take {at_most}{self.code_bytes / 2**20:,.1f} MiB"
+        where = " on the first rank" if self.over_ranks else ""
+        codes = f"the weights' codes take {at_most}{self.code_bytes / 2**20:,.1f} MiB{where}"
         return f"experts in {self.precision}: {self.summary}; backend {self.backend}; {codes}"
 
 
@@ -51,4 +53,4 @@ def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecis
         for name, layout in layouts_of(model).items()
     )
     how = " or else ".join(f"{backend.name}, {backend.summary}" for backend in backends)
-    return RunPrecision(precision, summary_of(precision), how, code_bytes)
+    return RunPrecision(precision, summary_of(precision), how, code_bytes, bool(own))

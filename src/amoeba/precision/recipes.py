@@ -84,7 +84,7 @@ def check_precision(precision: str) -> None:
 def with_precision(weights: AnyExperts, precision: str) -> ExpertWeights:
     """The same tensors, computed with in this precision; "bf16": in the dtype that they have, whichever that is.
 
-    weights: ExpertWeights. Other kinds are refused; of experts over ranks, those that are sharded have the precision."""
+    weights: ExpertWeights, which may be sharded over ranks afterwards; other kinds are refused."""
     check_precision(precision)
     if not isinstance(weights, ExpertWeights):
         remedy = "set the precision first, and shard or place these experts then"
