@@ -105,10 +105,16 @@ def test_sums_that_leave_early_change_no_bit_where_kernels_compute(
 ) -> None:
     """The room of the first step, by which the second begins, is too little on the first rank."""
     results = processes.run(with_stand_ins, [(rank, recipe, [(3, 2), (2, 3)], options) for rank in range(2)])
-    for found, travelled, _ in results:
+    for found, told in results:
         assert len(found) == 2 * 5 and all(found)
-        assert travelled == 2 * 2  # forward and backward
-    assert [too_few for *_, too_few in results] == [1, 0]
+        ahead = [
+            [word for word in told[:place] if word != "too little"]
+            for place, word in enumerate(told)
+            if word == "compute"
+        ]
+        assert len(ahead) == 2 * 2 and all(words[-1] == "room" for words in ahead)  # forward and backward
+        assert all(words[-2] == "wait" for words in ahead) or not options.get("overlap")
+    assert [told.count("too little") for _, told in results] == [1, 0]
 
 
 def peers_as_collective(
@@ -129,29 +135,33 @@ def peers_as_collective(
 
 def with_stand_ins(
     rank: int, recipe: str, steps: list[tuple[int, ...]], options: dict[str, Any]
-) -> tuple[list[bool], int, int]:
-    """The same by our kernels, whose products torch stands in for; how many passes knew of rows that travel, and how
-    often there were more rows than room."""
-    from amoeba.backends import fp8_triton
+) -> tuple[list[bool], list[str]]:
+    """The same by our kernels, whose products torch stands in for; and what passes with rows that travel did in turn:
+    "wait" for rows, ask for "room", learn that there was "too little", begin to "compute"."""
+    from amoeba.backends.fp8_kernel_rows import StraightThroughKernelRows
     from amoeba.kernels import peer_rows
-    from amoeba.parallel.transports import office, rooms
+    from amoeba.parallel.transports import office, peers, rooms
 
-    travelled: list[int] = []
-    too_few: list[int] = []
+    told: list[str] = []
+    dispatch = StraightThroughKernelRows.dispatch.__func__  # type: ignore[attr-defined]
+
+    def compute(kind: Any, problem: Any, saved: Any) -> Any:
+        told.extend(["compute"] if problem.travel is not None else [])
+        return dispatch(kind, problem, saved)
+
+    def telling(word: str, function: Any) -> Any:
+        return lambda *given: (told.append(word), function(*given))[1]
+
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
         patch.setattr(rooms, "_TILE", 1)  # so that a guess is soon too small
         for each in office._offices.values():
             each.rooms = rooms.Rooms()
-        here, put_back = fp8_triton._with_rows_here, peer_rows.put_back
-        patch.setattr(peer_rows, "put_back", lambda ids: (too_few.append(1), put_back(ids)))
-        patch.setattr(
-            fp8_triton,
-            "_with_rows_here",
-            lambda problem: (travelled.extend([1] * (problem.travel is not None)), here(problem))[1],
-        )
-        found = peers_as_collective(rank, recipe, steps, options, "triton", hidden=64, inner=64)
-    return found, len(travelled), len(too_few)
+        patch.setattr(StraightThroughKernelRows, "dispatch", classmethod(compute))
+        for name in ("wait", "room"):
+            patch.setattr(peers.PeerExchange, name, telling(name, getattr(peers.PeerExchange, name)))
+        patch.setattr(peer_rows, "put_back", telling("too little", peer_rows.put_back))
+        return peers_as_collective(rank, recipe, steps, options, "triton", hidden=64, inner=64), told
 
 
 @pytest.mark.parametrize("tokens", ["own", "same"])
