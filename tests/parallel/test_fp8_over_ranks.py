@@ -186,6 +186,11 @@ def settled(rank: int, fewest: int, tokens: str) -> str:
     return " and ".join(same)
 
 
+def test_activation_checkpointing_exchanges_and_quantises_again(processes: LocalRanks) -> None:
+    jobs = [(rank, 4, False, "fp8-saved") for rank in range(4)]  # the last one has no experts
+    assert processes.run(rank_jobs.with_and_without_checkpointing, jobs) == [[True] * 4] * 4
+
+
 def test_codes_are_of_the_weights_as_each_pass_finds_them(processes: LocalRanks) -> None:
     for found in processes.run(written_through_data, [(0,), (1,)]):
         assert found == [True] * 5
