@@ -197,8 +197,9 @@ def has_placed_experts(model: nn.Module) -> bool:
 
 def place(module: Any, placement: Placement) -> None:
     """Its experts placed elsewhere, its parameters freed. A precision that was set goes with experts that train."""
-    precision = module.__dict__.pop(PRECISION, UNCHANGED)
-    hand_over(module, placement.make(with_precision(resident(module), precision)), placement)
+    weights = with_precision(resident(module), module.__dict__.get(PRECISION, UNCHANGED))
+    hand_over(module, placement.make(weights), placement)
+    module.__dict__.pop(PRECISION, None)
 
 
 def hand_over(module: Any, experts: AnyExperts, placement: Placement) -> None:
