@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from amoeba import ExpertWeights, Routing, experts
+from amoeba import ExpertWeights, Routing, experts, with_precision
 from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, shard_experts
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.processes import first_processes
@@ -30,9 +30,12 @@ E, H, I = 5, 16, 24
 PRELOAD = ("transformers.trainer", "peft", "amoeba.jobs.train", "amoeba.jobs.finetune")
 
 
-def sharded_layer(count: int, deadline: float = 30.0, **options) -> ShardedExperts:
+def sharded_layer(
+    count: int, deadline: float = 30.0, hidden: int = H, inner: int = I, **options: Any
+) -> ShardedExperts:
     generator = torch.Generator().manual_seed(0)
-    gate_up, down = (torch.randn(*shape, generator=generator) / 4 for shape in ((E, 2 * I, H), (E, H, I)))
+    shapes = (E, 2 * inner, hidden), (E, hidden, inner)
+    gate_up, down = (torch.randn(*shape, generator=generator) / 4 for shape in shapes)
     return shard_experts(ExpertWeights(gate_up, down), Ranks(first_processes(count), deadline), **options)
 
 
@@ -96,10 +99,13 @@ def owners_of_one() -> ShardedExperts:
     return ShardedExperts(local, Owners.even(E, 1), Ranks())
 
 
-def with_and_without_checkpointing(rank: int, count: int = 4, last: bool = False, **options: Any) -> list[bool]:
+def with_and_without_checkpointing(
+    rank: int, count: int = 4, last: bool = False, precision: str = "bf16", **options: Any
+) -> list[bool]:
     """Whether gradients have the same bits if forward, and so the exchange, is run again in backward. last: nothing
     behind the experts is saved, so that what is run again ends with what they save."""
     layer, (x_TH, routing) = replace(sharded_layer(count), **options), tokens()
+    layer = replace(layer, local=with_precision(layer.local, precision))
     weight_TK, dy_TH = routing.weight_TK.requires_grad_(), torch.ones(7, H) * (rank + 1)
     wanted = [x_TH.requires_grad_(), weight_TK, *(t.requires_grad_() for t in layer.local.tensors() if t is not None)]
 

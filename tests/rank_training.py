@@ -22,7 +22,7 @@ from rank_jobs import E, H, I
 
 
 def train_a_model(
-    rank: int, count: int, steps: int, family: str = "qwen3_moe"
+    rank: int, count: int, steps: int, family: str = "qwen3_moe", precision: str = "bf16", placed_first: bool = False
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses of the global batch and norms of its gradient; the parameters that all ranks have, afterwards."""
     import amoeba
@@ -30,11 +30,15 @@ def train_a_model(
     from tiny_models import build
 
     model = build(family).train()
+    if not placed_first:
+        amoeba.set_precision(model, precision)
     if count > 1:
         ranks = Ranks(first_processes(count))
         make = functools.partial(shard_experts, ranks=ranks)
         amoeba.register_placement(replace(RANKS, name="these ranks", make=make))
         amoeba.place_experts(model, "these ranks" if count < dist.get_world_size() else "ranks")
+    if placed_first:
+        amoeba.set_precision(model, precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
     history = []
@@ -94,10 +98,11 @@ def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
     return results
 
 
-def train_fully_sharded(rank: int, steps: int, family: str) -> list[tuple[float, float]]:
+def train_fully_sharded(rank: int, steps: int, family: str, precision: str = "bf16") -> list[tuple[float, float]]:
     """`train_a_model` over two by two ranks: experts placed over two, their shares and all else sharded by FSDP2."""
     from amoeba.integrations.fully_sharded import shard_fully
     from amoeba.integrations.own_tensors import sharded_modules
+    from amoeba.integrations.precision import set_precision
     from amoeba.jobs.sharded_model import shard_model
     from amoeba.parallel import clip_gradients
     from tiny_models import build
@@ -106,6 +111,7 @@ def train_fully_sharded(rank: int, steps: int, family: str) -> list[tuple[float,
     mesh = make_mesh(ranks, 2, "fsdp", torch.device("cpu"))
     numbers = sum(parameter.numel() for parameter in model.parameters())
     shard_model(model, mesh.experts)
+    set_precision(model, precision)
     shard_fully(model, mesh)
     held = [t for _, placed in sharded_modules(model).values() for t in placed.tensors() if t is not None]
     assert all(is_shard(tensor) for tensor in held)  # and not still all of a share

@@ -201,9 +201,9 @@ def bench(
             from amoeba.commands import bench_ranks
 
             place = parse_device(device)
-            others = {"--ours": ours, "--peer": peer, "--sustained": sustained}
+            others = {"--peer": peer, "--sustained": sustained}
             dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
-            job = bench_ranks.choose_job(shape or [], ranks, place, dtypes, others)
+            job = bench_ranks.choose_job(shape or [], ranks, place, dtypes, others, ours or [])
             path = bench_command.free_path(out)
         document, ok = bench_ranks.run(job, repeats, path, output)
         finish(output, document, ok, json)

@@ -43,9 +43,10 @@ def test_losses_are_drawn_with_their_differences() -> None:
     """A run that was cut off has fewer of them."""
     runs = {"bf16": [[0, 9.0], [100, 5.0], [200, 4.0]], "fp8": [[0, 9.0], [100, 5.1]]}
     document = {"model": "120m", "tokens_per_step": 8192, "runs": runs}
-    drawn = script("draw_losses").chart([document, document])
+    again = document | {"runs": runs | {"bf16 again": [[0, 9.0], [100, 5.2]]}}
+    drawn = script("draw_losses").chart([document, again])
     root = ElementTree.fromstring(drawn)
     space = "{http://www.w3.org/2000/svg}"
     curves = [each.attrib["points"].split() for each in root.iter(f"{space}polyline")]
-    assert [len(points) for points in curves] == [2, 1, 2, 1] and len(list(root.iter(f"{space}circle"))) == 2
-    assert "bf16 4.000, fp8 5.100 and bf16 4.000" in drawn and "+2.0 %" in drawn
+    assert [len(points) for points in curves] == [2, 1, 2, 1] and len(list(root.iter(f"{space}circle"))) == 3
+    assert "ends +27.50, +27.50 % from bf16" in drawn and "+4.0 %" in drawn

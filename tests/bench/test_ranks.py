@@ -42,6 +42,22 @@ def test_an_exchange_has_times_memory_and_what_it_hides(processes: LocalRanks, m
     assert found["rounds_ms"] and [name for name, _ in found["phases"]] == ["the rest", "backward: the rest"]
 
 
+def test_experts_that_train_in_fp8_are_measured_but_by_tasks(
+    processes: LocalRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "_ROUNDS", 1)
+    wanted = ["collective", "peers, fixed room, tasks"]
+    report = run_ranks(JOB._replace(precision="fp8"), 1, processes=processes, settings=wanted)
+    assert report.precision == "fp8" and report.of("collective").ms and not report.wrong
+    assert report.of(wanted[1]).reason == "cannot serve: tasks does not compute in fp8"
+    kinds = processes.run(kinds_of_share, [()] * 2)
+    assert kinds == ["Fp8Experts"] * 2
+
+
+def kinds_of_share() -> str:
+    return type(worker._of_state().layer.local).__name__
+
+
 def test_phases_of_a_step_are_told_in_their_order_and_add_up_to_it() -> None:
     device = torch.device("cpu")
     mark("nobody listens")
@@ -114,6 +130,12 @@ def test_the_command_says_what_it_does_not_take() -> None:
     job = bench_ranks.choose_job(["64,32,16,8,2"], 4, cpu, dtypes, {})
     assert job == RankJob(4, 64, 32, 16, 8, 2, "cpu", torch.float32)
     assert "--ranks 4 --device cpu --shape 64,32,16,8,2 --dtype float32" in bench_ranks.command_line(job, 3)
+    in_fp8 = bench_ranks.choose_job(["64,32,16,8,2"], 4, cpu, dtypes, {}, ["fp8-saved"])
+    assert in_fp8 == job._replace(precision="fp8-saved")
+    assert bench_ranks.command_line(in_fp8, 3) == bench_ranks.command_line(job, 3) + " --ours fp8-saved"
+    for ours in (["triton"], ["fp8", "fp8-ste"]):
+        with pytest.raises(ValueError, match="--ours: expected one of fp8, fp8-ste, fp8-saved with --suite ranks"):
+            bench_ranks.choose_job([], 2, cpu, dtypes, {}, ours)
     for words, given in {
         "K experts for each of 5 ranks": (["64,32,16,8,2"], 5, {}),
         "--ranks: expected 1 to 16": ([], 99, {}),

@@ -14,6 +14,7 @@ from few_cases import invoke, last_line, only_few_cases
 
 from amoeba.backends import eager
 from amoeba.placements import all_placements
+from amoeba.precision.recipes import SUMMARIES
 from amoeba.proof import conformance
 from planted_backend import Planted, plant
 
@@ -43,9 +44,12 @@ def test_verify_over_ranks_starts_its_own_processes_and_compares_bits():
     result = invoke("verify", "--ranks", "2", "--dtype", "float32", "--json")
     assert result.exit_code == 0, result.output
     document = last_line(result)
-    (row,) = document["backends"]
+    row, *in_fp8 = document["backends"]
     assert document["ok"] and document["ranks"] == 2 and row["backend"] == "2 ranks" and row["cases_checked"] >= 12
     assert {"inference", "output", "x", "weight", "gate_up", "down_bias", "gate_lora_a"} <= set(row["worst"])
+    assert {each["backend"] for each in in_fp8} == {f"2 ranks, {recipe}" for recipe in SUMMARIES}
+    tolerances = {each["tolerance"]["gradients"] for each in in_fp8}
+    assert tolerances == {3e-3} and all(each["cases_checked"] for each in in_fp8)  # those of the recipes
     assert "the bits of one process" in result.stdout
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, cpu_features, experts
-from amoeba.backends import block_scaled_cpu, read_codes
+from amoeba.backends import block_scaled_cpu, cpu_decode, cpu_fused, read_codes
 from amoeba.cpu.core import Core, load_core, why_no_core
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, quantise
 from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks, dequantise_experts, quantise_experts
@@ -259,6 +259,31 @@ def test_fused_passes_read_what_is_packed_in_bf16(tokens: int) -> None:
             assert torch.equal(got, right), shape
 
 
+@pytest.mark.parametrize("shape", ["whole", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_passes_with_gradients_are_fused_where_the_cpu_multiplies_bf16(
+    bf16: bool, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_fused, "_multiplies_bf16", lambda: bf16)
+    calls = []
+    forward, decode = cpu_fused.forward, cpu_decode.decode
+    monkeypatch.setattr(cpu_fused, "forward", lambda *given: (calls.append("fused"), forward(*given))[1])
+    monkeypatch.setattr(cpu_decode, "decode", lambda *given: (calls.append("decoded"), decode(*given))[1])
+    weights = made(shape, torch.bfloat16)
+    x_TH, routing = inputs(weights, 5)
+    with torch.no_grad():
+        experts(x_TH, routing, weights)
+    assert calls == ["decoded"]
+    calls.clear()
+    leaves = x_TH.requires_grad_(), routing.weight_TK.requires_grad_()
+    found, expected = (experts(x_TH, routing, weights, backend=backend) for backend in ("cpu", "cpu-fused"))
+    assert calls == ["fused"] * (2 if bf16 else 1)
+    dy_TH = torch.randn_like(found)
+    gradients = [torch.autograd.grad(y, leaves, dy_TH) for y in (found, expected)]
+    for got, right in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+        assert torch.equal(got, right) if bf16 else (got - right).norm() <= 2e-2 * right.norm()
+
+
 @pytest.mark.parametrize(
     ("format", "dtype", "reason"),
     [
@@ -280,7 +305,7 @@ def test_what_the_core_does_not_read_goes_to_eager(format: Format, dtype: torch.
 
 
 @pytest.mark.parametrize("shape", ["whole", "mxfp8", "mxfp4", "nvfp4"])
-def test_codes_on_this_cpu_are_computed_by_the_core_and_fused_passes_wait_for_their_name(shape: str) -> None:
+def test_codes_on_this_cpu_are_computed_by_the_core(shape: str) -> None:
     weights = made(shape)
     x_TH, routing = inputs(weights, 3)
     found = amoeba.explain(Request(x_TH, routing, weights))

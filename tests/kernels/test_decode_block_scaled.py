@@ -10,7 +10,7 @@ import torch
 
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends import block_scaled_rows, block_scaled_triton
-from amoeba.kernels.decode import block_scaled, block_scaled_by_slot
+from amoeba.kernels.decode import block_scaled, block_scaled_by_slot, low_rank
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
 from amoeba.precision.quantised import block_counts
@@ -18,8 +18,9 @@ from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
+from amoeba.weights import LORA_NAMES, LoraFactors
 from selection import quick
-from small_layer import E, Layer
+from small_layer import SCALING, E, Layer
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -80,6 +81,76 @@ def test_y_is_that_of_what_the_codes_stand_for(
     assert found[2].count_nonzero() == 0
 
 
+# which factors there are, and whether gate and up have one A
+ADAPTED = [
+    (SILU, LORA_NAMES, False),
+    (CLAMPED_SWIGLU, LORA_NAMES, True),
+    (CLAMPED_SWIGLU, LORA_NAMES[:2], False),
+    (PLAIN_RELU2, LORA_NAMES[2:], False),
+    (SILU, LORA_NAMES[4:], False),
+]
+
+
+@quick(
+    lambda format, adapted, way, dtype: (
+        format is FORMATS[(list(WAYS).index(way) + ADAPTED.index(adapted)) % len(FORMATS)]
+        and way in ("by slot", "listed" if adapted is ADAPTED[0] else "by expert")
+    )
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("adapted", ADAPTED, ids=["all", "one A", "gate", "plain", "down"])
+@by_format
+def test_factors_beside_codes_agree_with_the_reference(
+    format: Format,
+    adapted: tuple[Activation, tuple[str, ...], bool],
+    way: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Factors in fp32, which are rounded to x's dtype; those of experts without a slot are NaN."""
+    monkeypatch.setattr(low_rank, "DEPTH", 32)
+    monkeypatch.setattr(block_scaled_by_slot, "MOST_DOWN_BYTES", 256)  # one slot after the other
+    activation, names, one_a = adapted
+    expert_TK = torch.tensor([[0, 3], [E, 3], [-1, E]])
+    layer = Layer(activation, tokens=3, hidden=48, inner=40, expert_TK=expert_TK, rank=5)
+    named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
+    factors = {name: named[name].clone() for name in names}
+    for factor in factors.values():
+        factor[1:3] = torch.nan
+    if one_a:
+        factors["up_lora_a"] = factors["gate_lora_a"]
+    x_TH, lora = named["x"].to(dtype), LoraFactors(**factors, scaling=SCALING)
+    weights = quantise_experts(layer.weights(named), format).to(dtype)
+    problem = Problem(x_TH, expert_TK.to(device), named["weight"], weights, lora)
+    with poisoned_memory():  # rows of sentinels are never written
+        found = block_scaled.decode(problem, configuration=WAYS[way](problem))
+    exact = LoraFactors(**{name: factor.to(dtype).double() for name, factor in factors.items()}, scaling=SCALING)
+    truth = reference.experts_forward(
+        x_TH.double(), problem.expert_TK, named["weight"].double(), dequantise_experts(weights, torch.float64), exact
+    )
+    assert (found.double() - truth).norm() <= TOLERANCE[dtype] * truth.norm()
+    assert found[2].count_nonzero() == 0
+
+
+def test_a_plan_is_found_again_by_the_factors_that_it_was_made_for(device: torch.device) -> None:
+    layer = Layer(tokens=2, rank=2)
+    named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
+    weights = quantise_experts(layer.weights(named), MXFP8)
+    problem = Problem(named["x"], layer.expert_TK.to(device), named["weight"], weights)
+    exact = dequantise_experts(weights, torch.float64)
+    all_of_them = {name: named[name] for name in LORA_NAMES}
+    down = {name: named[name] for name in LORA_NAMES[4:]}
+    adapters = [None, LoraFactors(**all_of_them), LoraFactors(**all_of_them, scaling=2.0), LoraFactors(**down)]
+    for lora in (*adapters, *adapters):
+        found = block_scaled.decode(problem._replace(lora=lora))
+        truth = reference.experts_forward(
+            problem.x_TH.double(), problem.expert_TK, problem.weight_TK.double(), exact, lora and lora.to(torch.float64)
+        )
+        assert (found.double() - truth).norm() <= 1e-5 * truth.norm()
+
+
 @quick(lambda format: format is MXFP4)
 @by_format
 def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
@@ -126,7 +197,13 @@ def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
 
 @pytest.mark.parametrize(
     ("format", "tokens", "listed", "deep"),
-    [(MXFP4, 64, True, 256), (MXFP4, 16, True, 256), (MXFP4, 8, False, 256), (NVFP4, 64, True, 128)],
+    [
+        (MXFP4, 64, True, 256),
+        (MXFP4, 16, True, 256),
+        (MXFP4, 8, False, 256),
+        (NVFP4, 64, True, 128),
+        (NVFP4, 8, False, 256),
+    ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_what_was_faster_is_taken(
@@ -150,7 +227,7 @@ def test_what_was_faster_is_taken(
     assert not block_scaled.configuration_of(problem).listed  # one more launch that nothing hides
 
 
-def test_few_tokens_without_gradients_and_factors_are_decoded_and_no_others(
+def test_few_tokens_without_gradients_are_decoded_and_no_others(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sorted_rows = block_scaled_rows.BlockScaledRows.dispatch
@@ -172,14 +249,15 @@ def test_few_tokens_without_gradients_and_factors_are_decoded_and_no_others(
         return bool(passes)
 
     most = block_scaled_triton.DECODE_TOKENS
-    assert not sorts(1) and not sorts(most)
-    assert sorts(most + 1) and sorts(1, rank=2) and sorts(1, gradient=True)
+    assert not sorts(1) and not sorts(most) and not sorts(1, rank=2)
+    assert sorts(most + 1) and sorts(1, gradient=True) and sorts(1, rank=2, gradient=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its own instructions decode")
+@pytest.mark.parametrize("rank", [0, 16, 130])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 11, 61])
 @by_format
-def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, device: torch.device) -> None:
+def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, rank: int, device: torch.device) -> None:
     """As models have them: steps without masks, several chunks of an expert, codes of every size."""
     generator = torch.Generator(device=device).manual_seed(tokens)
     count, hidden, inner, top_k = 8, 512, 384, 3
@@ -191,9 +269,14 @@ def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, device:
     made = ExpertWeights((drawn(count, 2 * inner, hidden) * size).bfloat16(), drawn(count, hidden, inner) / 16)
     weights = quantise_experts(made, format)
     expert_TK = torch.rand(tokens, count + 1, generator=generator, device=device).argsort(1)[:, :top_k]
-    problem = Problem(drawn(tokens, hidden), expert_TK, torch.rand(tokens, top_k, device=device), weights)
+    up_a, up_b = drawn(count, rank, hidden) / 8, drawn(count, inner, rank) / 8
+    down_a, down_b = drawn(count, rank, inner) / 8, drawn(count, hidden, rank) / 8
+    lora = LoraFactors(up_a, up_b, up_a, -up_b, down_a.float(), down_b.float(), scaling=0.5) if rank else None
+    problem = Problem(drawn(tokens, hidden), expert_TK, torch.rand(tokens, top_k, device=device), weights, lora)
     exact = dequantise_experts(weights, torch.float64)
-    truth = reference.experts_forward(problem.x_TH.double(), expert_TK, problem.weight_TK.double(), exact)
+    truth = reference.experts_forward(
+        problem.x_TH.double(), expert_TK, problem.weight_TK.double(), exact, lora and lora.to(torch.float64)
+    )
     for way in WAYS.values():
         found = [block_scaled.decode(problem, configuration=way(problem)) for _ in range(2)]
         assert torch.equal(*found)

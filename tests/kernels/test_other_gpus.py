@@ -208,13 +208,19 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
             ),
         }  # fmt: skip
 
-    def decoding_block_scaled(format: Format, tokens: int) -> None:
+    def decoding_block_scaled(format: Format, tokens: int, rank: int = 0) -> None:
         weights = quantise_experts(ExpertWeights(gate_up[:1], down[:1]), format)
         ids, scale = empty(tokens, K, dtype=torch.int64), empty(tokens, K, dtype=torch.float32)
-        decode_block_scaled.decode(Problem(empty(tokens, H), ids, scale, weights))
+        shapes = [(1, rank, H), (1, I, rank)] * 2 + [(1, rank, I), (1, H, rank)]
+        factors = [empty(*shape, dtype=torch.float32) for shape in shapes]
+        lora = LoraFactors(*factors, scaling=2.0) if rank else None
+        decode_block_scaled.decode(Problem(empty(tokens, H), ids, scale, weights, lora))
 
     for tokens, format in itertools.product((1, 64), (FP8_128, MXFP8, MXFP4, NVFP4)):
         found[f"decode {format.name} {tokens}"] = partial(decoding_block_scaled, format, tokens)
+
+    for tokens, format, rank in ((1, FP8_128, 16), (64, FP8_128, 64), (1, NVFP4, 64), (64, MXFP4, 16)):
+        found[f"decode {format.name} with factors {tokens}"] = partial(decoding_block_scaled, format, tokens, rank)
 
     def decoding_in_long_steps(tokens: int, listed: bool) -> None:
         weights = quantise_experts(ExpertWeights(gate_up, down), MXFP4)

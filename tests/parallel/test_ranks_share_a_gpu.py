@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from amoeba import ExpertWeights, Routing, experts
+from amoeba import ExpertWeights, Routing, experts, with_precision
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import LocalRanks, first_processes
 from amoeba.parallel.transports.choice import choose_transport
+from amoeba.precision.recipes import SUMMARIES
 
 pytestmark = pytest.mark.gpu
 K, E, H, I = 4, 16, 256, 128
@@ -53,18 +54,18 @@ def results(of: dict[str, Tensor], weights: Any) -> list[Tensor]:
     return [tensor.detach().cpu() for tensor in (y_TH, *torch.autograd.grad(y_TH, wanted, of["dy"]))]
 
 
-def alone(count: int, dtype: torch.dtype) -> list[Tensor]:
-    return results(layer_and_tokens(count, dtype), lambda weights: weights)
+def alone(count: int, dtype: torch.dtype, precision: str = "bf16") -> list[Tensor]:
+    return results(layer_and_tokens(count, dtype), lambda weights: with_precision(weights, precision))
 
 
-def share(rank: int, count: int, dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
+def share(rank: int, count: int, dtype: torch.dtype, options: dict[str, Any], precision: str = "bf16") -> list[Tensor]:
     of, owners, parts = layer_and_tokens(count, dtype), Owners.even(E, count), tokens_of(count)
     for name in ("x", "dy", "expert", "weight"):
         of[name] = of[name].split(parts)[rank].clone()
     for name in ("gate_up", "down"):
         of[name] = owners.take(of[name], rank).clone()
     ranks = Ranks(first_processes(count), 60.0)
-    return results(of, lambda local: ShardedExperts(local, owners, ranks, **options))
+    return results(of, lambda local: ShardedExperts(with_precision(local, precision), owners, ranks, **options))
 
 
 def scheduled_share(rank: int, count: int, dtype: torch.dtype, steps: int) -> tuple[int, list[list[Tensor]]]:
@@ -114,6 +115,19 @@ def test_every_way_has_the_gradients_of_one_process(count: int) -> None:
             for way, options in WAYS.items():
                 parts = processes.run(share, [(rank, count, dtype, options) for rank in range(count)])
                 wrong += differences(way, parts, expected, most)
+    assert not wrong
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_every_way_has_the_gradients_of_one_process_that_trains_in_fp8(count: int) -> None:
+    """Twice each: what was guessed of the rows to come, and launch plans, are those of the first time."""
+    wrong, dtype = [], torch.bfloat16
+    with LocalRanks(count) as processes:
+        for precision in SUMMARIES:
+            (expected,) = processes.run(alone, [(count, dtype, precision)])
+            for way, options in (*WAYS.items(), *WAYS.items()):
+                parts = processes.run(share, [(rank, count, dtype, options, precision) for rank in range(count)])
+                wrong += differences(f"{precision}, {way}", parts, expected, MOST[dtype])
     assert not wrong
 
 

@@ -19,14 +19,13 @@ import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts, with_precision
 from amoeba.backends import fp8, fp8_codes, fp8_triton
 from amoeba.backends.fp8_kernel_rows import ROWS
-from amoeba.backends.triton_rows import HopperRows, TritonRows, with_plain_rows
-from amoeba.kernels.hopper import scaled_product
-from amoeba.precision import FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, UnchangedWeights, quantise
+from amoeba.backends.triton_rows import with_plain_rows
+from amoeba.precision import FP8_TRAINING, UnchangedWeights, quantise
 from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
-from amoeba.proof.reference.experts import activate
 from amoeba.proof.stages import STAGES, stage_errors
+from fp8_stand_ins import stand_in
 from selection import each_value_once, quick
 from small_layer import E, Layer, kernel_device
 
@@ -37,55 +36,16 @@ on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute cap
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for kernels that a GPU runs itself")
 
 
-def _product(
-    rows: QuantisedMatrix,
-    matrix: QuantisedMatrix,
-    offs_E: Tensor,
-    out: Tensor,
-    *,
-    order_N: Tensor | None = None,
-    top_k: int = 1,
-    bias_EO: Tensor | None = None,
-) -> None:
-    for e, (start, end) in enumerate(itertools.pairwise([0, *offs_E.tolist()])):
-        chosen = slice(start, end) if order_N is None else order_N[start:end] // top_k
-        out[start:end] = rows.dequantise()[chosen] @ matrix[e].dequantise().T + (0 if bias_EO is None else bias_EO[e])
-
-
-def _up(
-    x: QuantisedMatrix,
-    order_N: Tensor,
-    top_k: int,
-    matrix: QuantisedMatrix,
-    offs_E: Tensor,
-    activation: Activation,
-    a: QuantisedMatrix,
-    *,
-    h_NJ: Tensor | QuantisedMatrix | None = None,
-    bias_EJ: Tensor | None = None,
-) -> None:
-    h = h_NJ if isinstance(h_NJ, Tensor) else torch.zeros(order_N.shape[0], matrix.shape[1])
-    _product(x, matrix, offs_E, h, order_N=order_N, top_k=top_k, bias_EO=bias_EJ)
-    owned = int(offs_E[-1])
-    coded = [(a, activate(h[:owned], activation))] + ([(h_NJ, h[:owned])] if isinstance(h_NJ, QuantisedMatrix) else [])
-    for codes, numbers in coded:
-        found = quantise(numbers, FP8_TRAINING_ROWS)
-        codes.data[:owned], codes.scales[:owned] = found.data, found.scales
-
-
 @pytest.fixture
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_product, "multiply", _product)
-    monkeypatch.setattr(scaled_product, "up", _up)
-    monkeypatch.setattr(HopperRows, "table", property(lambda rows: rows.offs_E))
-    monkeypatch.setattr(HopperRows, "_multiply", TritonRows._multiply)
-    monkeypatch.setattr(HopperRows, "weight_gradient", TritonRows.weight_gradient)
-    monkeypatch.setattr(fp8_triton.BACKEND, "why_not", lambda request: None, raising=False)
+    stand_in(monkeypatch)
 
 
-def gradients(layer: Layer, recipe: str, backend: str, **options: Any) -> dict[str, Tensor]:
+def gradients(
+    layer: Layer, recipe: str, backend: str, most_rows: int | None = None, **options: Any
+) -> dict[str, Tensor]:
     weights = with_precision(layer.weights(layer.tensors), recipe)
-    routing = Routing(layer.expert_TK, layer.tensors["weight"])
+    routing = Routing(layer.expert_TK, layer.tensors["weight"], most_rows=most_rows)
     y_TH = experts(layer.tensors["x"], routing, weights, backend=backend, **options)
     found = torch.autograd.grad(y_TH, list(layer.tensors.values()), layer.dy_TH)
     return {"output": y_TH.detach()} | dict(zip(layer.tensors, found, strict=True))
@@ -117,6 +77,24 @@ def test_output_and_every_gradient_are_those_of_plain_torch(
     expected = gradients(layer, recipe, "eager")
     assert_near(gradients(layer, recipe, "triton"), expected)
     assert_near(gradients(layer, recipe, "triton", recompute=True), expected)
+
+
+@without_gpu
+@by_recipe
+def test_buffers_are_as_large_as_the_rows_that_have_an_expert_and_no_bit_changes(recipe: str, stood_in: None) -> None:
+    """As over ranks, where most slots may be of other ranks' experts."""
+    layer = Layer(tokens=9, hidden=128, inner=64, expert_TK=sentinels(9))
+    owned = int((layer.expert_TK < E).sum())
+    expected = gradients(layer, recipe, "triton")
+    for recompute in (False, True):
+        found = gradients(layer, recipe, "triton", owned, recompute=recompute)
+        assert all(torch.equal(found[name], right) for name, right in expected.items())
+    weights = with_precision(layer.weights(layer.tensors), recipe)
+    given = layer.tensors["x"], layer.expert_TK, layer.tensors["weight"], weights
+    with torch.no_grad():
+        saved, fewer = (fp8_triton.BACKEND.forward(Problem(*given, most_rows=most), "h")[1] for most in (None, owned))
+    assert saved.order_N.shape[0] == layer.expert_TK.numel() > owned == fewer.order_N.shape[0]
+    assert fewer.h_NJ.nbytes < saved.h_NJ.nbytes
 
 
 @without_gpu

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_fp8_kernels import _product, _up, by_recipe, stood_in, without_gpu  # noqa: F401
+from test_fp8_kernels import by_recipe, stood_in, without_gpu  # noqa: F401
 from torch import Tensor
 
 from amoeba import Routing, experts, with_precision
@@ -18,6 +18,7 @@ from amoeba.backends import fp8_codes, sorted_rows
 from amoeba.kernels import launch, launch_plan
 from amoeba.kernels.hopper import scaled_product
 from amoeba.precision import QuantisedMatrix, UnchangedWeights
+from fp8_stand_ins import product, up
 from selection import quick
 from small_layer import Layer
 
@@ -58,8 +59,8 @@ def _parts(value: Any) -> tuple:
 
 @pytest.fixture
 def layer(stood_in: None, monkeypatch: pytest.MonkeyPatch) -> Layer:  # noqa: F811
-    monkeypatch.setattr(scaled_product, "multiply", as_launch(_product))
-    monkeypatch.setattr(scaled_product, "up", as_launch(_up))
+    monkeypatch.setattr(scaled_product, "multiply", as_launch(product))
+    monkeypatch.setattr(scaled_product, "up", as_launch(up))
     launch_plan.forget_plans()
     return Layer(tokens=5, hidden=64, inner=64, bias=False)
 

@@ -33,7 +33,6 @@ from amoeba.kernels.decode import Like, block_scaled
 from amoeba.precision.experts import BlockScaledExperts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, Format, fp8_blocks
 from amoeba.problem import Problem
-from amoeba.replays import CannotCapture
 from amoeba.stream import attaching
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS
@@ -122,9 +121,17 @@ def test_captured_passes_give_the_numbers_of_resident_codes(name: str, dtype: to
                 assert torch.equal(y_TH, by_triton(x_TH, routing, resident)), seed
 
 
-def test_codes_beside_an_adapter_are_not_captured() -> None:
-    with pytest.raises(CannotCapture, match="beside LoRA factors"):
-        Captured(quantised(FP8), 4, 2, routed(1), 1, factors(torch.float32))
+@pytest.mark.parametrize(("name", "tokens"), [(FP8.name, 1), ("mxfp4", 2)])
+def test_an_adapter_beside_codes_goes_with_its_experts(name: str, tokens: int) -> None:
+    resident, lora = quantised(FORMATS[name]), factors(torch.float32)
+    given = routed(tokens, sentinels=tokens == 2)
+    with torch.no_grad(), closing(memory_of(resident, 4)) as memory:
+        expected = by_triton(*given, resident, lora=lora)
+        assert torch.equal(experts(*given, memory.layers[0], lora=lora), expected)
+        assert memory.cache.counters.from_disk < E  # only those that were asked for
+    with torch.no_grad(), closing(Captured(resident, E, 0, routed(tokens), 1, lora)) as captured:
+        (y_TH,) = captured(*given)
+        assert torch.equal(y_TH, expected)
 
 
 def test_a_store_of_codes_streams_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from amoeba.backends.experts_operator import SavedRows
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
-# Up to this many tokens a pass without gradients and LoRA decodes: a slot or an expert at a time, nothing is sorted.
+# Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
 DECODE_TOKENS = 64
 
 
@@ -37,7 +37,7 @@ class BlockScaledTritonBackend(PassesBackend):
         return problem  # factors are rounded where they are read
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        if save != "h" and problem.lora is None and 0 < problem.x_TH.shape[0] <= DECODE_TOKENS:
+        if save != "h" and 0 < problem.x_TH.shape[0] <= DECODE_TOKENS:
             from amoeba.kernels.decode.block_scaled import decode
 
             return decode(problem), None

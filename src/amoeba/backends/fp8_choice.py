@@ -32,19 +32,22 @@ FEWEST_ROWS_PER_EXPERT = 1024
 FEWEST_ROWS_UNCHANGED = 256
 
 
-def settled(request: Request) -> AnyExperts:
-    """The weights of a request as they will be computed with: "auto" becomes fp8, or no recipe."""
+def settled(request: Request, rows: int | None = None, experts: int | None = None) -> AnyExperts:
+    """The weights of a request as they will be computed with: "auto" becomes fp8, or no recipe.
+
+    rows, experts: by which it is settled, where the request is a part of them; None: its own."""
     weights = request.weights
     if not isinstance(weights, Fp8Experts) or weights.recipe != AUTO:
         return weights
-    return with_precision(weights, RECIPE if why_not(request) is None else UNCHANGED)
+    return with_precision(weights, RECIPE if why_not(request, rows, experts) is None else UNCHANGED)
 
 
-def why_not(request: Request) -> str | None:
+def why_not(request: Request, rows: int | None = None, experts: int | None = None) -> str | None:
     """Why "auto" leaves these experts in their own dtype; or None."""
     if (reason := BACKEND.why_not(request)) is not None:
         return reason
-    rows, experts = request.routing.expert_TK.numel(), request.weights.num_experts
+    rows = request.routing.expert_TK.numel() if rows is None else rows
+    experts = request.weights.num_experts if experts is None else experts
     unchanged = promise() is not None
     fewest = FEWEST_ROWS_UNCHANGED if unchanged else FEWEST_ROWS_PER_EXPERT
     if rows < fewest * experts:

@@ -18,12 +18,11 @@ from amoeba.backends import fp8_saved
 from amoeba.backends.fp8_codes import codes_of
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
-from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, with_plain_rows
+from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, sorted_maps, with_plain_rows
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels.activate import activate_backward, has_whole_blocks
 from amoeba.kernels.hopper import scaled_product
 from amoeba.kernels.quantise import empty_rows, quantise_rows
-from amoeba.kernels.sort import sort_rows
 from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.problem import Needs, Problem, Saved
 
@@ -34,7 +33,7 @@ class StraightThroughKernelRows(HopperRows):
     @classmethod
     def dispatch(cls, problem: Problem, saved: Saved | None) -> StraightThroughKernelRows:
         problem = _with_aligned_weights(with_plain_rows(problem))
-        kept = saved[1:] if saved else sort_rows(problem.expert_TK, problem.weights.num_experts)
+        kept = saved[1:] if saved else sorted_maps(problem)
         return cls(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
 
     def hidden(self) -> Tensor:
@@ -50,7 +49,7 @@ class StraightThroughKernelRows(HopperRows):
     def up(self, want_h: bool) -> tuple[Any, QuantisedMatrix]:
         weights = self.problem.weights
         h_NJ = self._room_for_h() if want_h else None
-        a_NI = empty_rows(self.problem.rows, weights.intermediate, weights.device)
+        a_NI = empty_rows(self.rows, weights.intermediate, weights.device)
         gate_up, down = codes_of(weights.gate_up_EJH), codes_of(weights.down_EHI)
         gate_up.write(weights.gate_up_EJH, both=want_h and self.goes_back)
         down.write(weights.down_EHI, both=want_h and self.goes_back)
@@ -66,6 +65,11 @@ class StraightThroughKernelRows(HopperRows):
             bias_EJ=weights.gate_up_bias_EJ,
         )
         return h_NJ, a_NI
+
+    @property
+    def rows(self) -> int:
+        """Of the buffers: those that may have an expert here."""
+        return self.order_N.shape[0]
 
     def _room_for_h(self) -> Any:
         return self.new_rows(self.problem.weights.gate_up_EJH.shape[1])
@@ -91,14 +95,13 @@ class Fp8KernelRows(StraightThroughKernelRows):
     _dh: QuantisedMatrix | None = None
 
     def _activation_backward(self, dy_TH: Tensor, h_NJ: Any, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
-        problem, rows = self.problem, self.problem.rows
-        weights = problem.weights
+        problem, weights = self.problem, self.problem.weights
         da_NI = self.new_rows(weights.intermediate)
         down = codes_of(weights.down_EHI).turned(weights.down_EHI)
         scaled_product.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
         scaled_a_NI = da_NI if needs.scaled_a else None
         fused = needs.x and self._has_whole_blocks
-        self._dh = empty_rows(rows, dh_NJ.shape[1], dh_NJ.device) if fused else None
+        self._dh = empty_rows(self.rows, dh_NJ.shape[1], dh_NJ.device) if fused else None
         ds_N = activate_backward(
             da_NI,
             h_NJ,
@@ -131,8 +134,8 @@ class SavedInFp8KernelRows(Fp8KernelRows):
 
     def _room_to_save(self) -> QuantisedMatrix:
         width = self.problem.weights.gate_up_EJH.shape[1]
-        self._saved = fp8_saved.empty_saved(self.problem.rows, width, self.problem.x_TH.device)
-        return fp8_saved.saved_rows(self._saved, self.problem.rows, width)
+        self._saved = fp8_saved.empty_saved(self.rows, width, self.problem.x_TH.device)
+        return fp8_saved.saved_rows(self._saved, self.rows, width)
 
     def save(self, h_NJ: QuantisedMatrix | Tensor) -> Saved:
         if not isinstance(h_NJ, QuantisedMatrix):
@@ -144,7 +147,7 @@ class SavedInFp8KernelRows(Fp8KernelRows):
         assert isinstance(dy, ByToken)
         width = self.problem.weights.gate_up_EJH.shape[1]
         is_saved = h_NJ.dtype == torch.uint8
-        kept = fp8_saved.saved_rows(h_NJ, self.problem.rows, width) if is_saved else quantise_rows(h_NJ)
+        kept = fp8_saved.saved_rows(h_NJ, self.rows, width) if is_saved else quantise_rows(h_NJ)
         return self._activation_backward(dy.rows_TW, kept, self.new_rows(width), needs)
 
 

@@ -32,6 +32,7 @@ class Fp8TritonBackend(PassesBackend):
     name, summary, kinds = "triton", "products in fp8 by our kernels for Hopper", (Fp8Experts,)
     operator_name = "fp8_triton"
     traced = SavedRows(map_dtype=torch.int32, h=fp8_saved.fake_h)
+    overlaps = True  # sums leave early; rows are waited for
 
     def preference(self, device: torch.device) -> int:
         return triton.BACKEND.preference(device)
@@ -56,7 +57,7 @@ class Fp8TritonBackend(PassesBackend):
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         rows = self.rows(problem.weights)
         if not _stays(problem):
-            return sorted_rows.forward(problem, save, rows)
+            return sorted_rows.forward(_with_rows_here(problem), save, rows)
         from amoeba.kernels.launch_plan import planned
 
         both, codes = save == "h" and rows.goes_back, _codes(problem)
@@ -73,7 +74,7 @@ class Fp8TritonBackend(PassesBackend):
         rows = self.rows(problem.weights)
         codes = _codes(problem) if rows.goes_back else []
         if saved is None or not _stays(problem) or not all(each.has_turned(weight) for weight, each in codes):
-            return sorted_rows.backward(problem, saved, dy_TH, needs, rows)  # may write codes
+            return sorted_rows.backward(_with_rows_here(problem), saved, dy_TH, needs, rows)  # may write codes
         from amoeba.kernels.launch_plan import planned
 
         what = ("backward", needs, graph_is_freed(), *_constants(problem))
@@ -88,6 +89,17 @@ def _stays(problem: Problem) -> bool:
     weights = problem.weights
     at = (place_of(weights.gate_up_EJH), place_of(weights.down_EHI))
     return problem.rows > 0 and problem.travel is None and not any(place % 16 for place in at)
+
+
+def _with_rows_here(problem: Problem) -> Problem:
+    """Rows of other processes have come, and are counted: x and dy are quantised as a whole, and codes and scales of
+    saved rows lie in one tensor, which cannot be cut shorter."""
+    travel = problem.travel
+    if travel is None:
+        return problem
+    if travel.travels:
+        travel.wait()
+    return problem._replace(most_rows=travel.room(problem.most_rows))
 
 
 def _codes(problem: Problem) -> list[tuple[Tensor, WeightCodes]]:

@@ -17,6 +17,7 @@ from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
+from amoeba.precision.recipes import SUMMARIES, UNCHANGED
 
 # Of each rank, with the shape that has none of its own to say: two ranks with half of qwen3_30b's tokens each.
 _DEFAULT = {"cuda": "16384,2048,768,128,8", "cpu": "256,512,256,32,4"}
@@ -29,13 +30,17 @@ def choose_job(
     device: torch.device,
     dtypes: Sequence[torch.dtype],
     others: dict[str, Any],
+    ours: Sequence[str] = (),
 ) -> RankJob:
-    """others: options that this suite does not take, by their names."""
+    """others: options that this suite does not take, by their names. ours: a recipe by which the experts train."""
     for option, value in others.items():
         if value:
             raise bad_value(
                 option, "none with --suite ranks", value, "it measures exchanges beside the same layer alone"
             )
+    if ours and (len(ours) > 1 or ours[0] not in SUMMARIES):
+        expected = f"one of {', '.join(SUMMARIES)} with --suite ranks"
+        raise bad_value("--ours", expected, ", ".join(ours), "leave it out for the dtype of the weights")
     count = 2 if ranks is None else ranks
     if not 1 <= count <= _MOST_RANKS:
         raise bad_value("--ranks", f"1 to {_MOST_RANKS}", count, "each is a process of this machine")
@@ -48,14 +53,15 @@ def choose_job(
     if shape.rank or shape.forward_only:
         raise bad_value("--shape", "a layer that is trained, with --suite ranks", shape.name, "give T,H,I,E,K")
     sizes = shape.tokens, shape.hidden, shape.intermediate, shape.experts, shape.top_k
-    return RankJob(count, *sizes, device.type, dtypes[0])
+    return RankJob(count, *sizes, device.type, dtypes[0], *ours)
 
 
 def command_line(job: RankJob, repeats: int) -> str:
     """The command that measures the same again."""
     shape = ",".join(map(str, job[1:6]))
     words = ["amoeba", "bench", "--suite", "ranks", "--ranks", str(job.ranks), "--device", job.device]
-    return shlex.join([*words, "--shape", shape, "--dtype", dtype_name(job.dtype), "--repeats", str(repeats)])
+    words += ["--shape", shape, "--dtype", dtype_name(job.dtype), "--repeats", str(repeats)]
+    return shlex.join([*words, *(() if job.precision == UNCHANGED else ("--ours", job.precision))])
 
 
 def run(job: RankJob, repeats: int, path: Path | None, output: Output) -> tuple[dict[str, Any], bool]:
@@ -79,7 +85,8 @@ def run(job: RankJob, repeats: int, path: Path | None, output: Output) -> tuple[
 
 def _print(report: RanksReport, output: Output) -> None:
     sizes = f"T={report.tokens} a rank, H={report.hidden} I={report.intermediate} E={report.experts} K={report.top_k}"
-    title = f"{report.ranks} ranks, {sizes}, {report.dtype} on {report.device}"
+    dtype = report.dtype if report.precision == UNCHANGED else f"{report.precision} beside {report.dtype}"
+    title = f"{report.ranks} ranks, {sizes}, {dtype} on {report.device}"
     rows = [_row(each, report) for each in report.measurements if each.ms is not None]
     if rows:
         output.table(title, list(rows[0]), [list(row.values()) for row in rows])

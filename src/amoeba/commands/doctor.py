@@ -116,7 +116,7 @@ def _precisions_on(device: torch.device) -> list[dict[str, str]]:
     rows = []
     for precision, summary in SUMMARIES.items():
         request = _request(device, torch.bfloat16)
-        explanation = explain(replace(request, weights=with_precision(request.weights, precision)))  # type: ignore[arg-type]
+        explanation = explain(replace(request, weights=with_precision(request.weights, precision)))
         rows.append({"name": precision, "device": device.type, "summary": summary, "backend": str(explanation)})
     return rows
 

@@ -123,7 +123,7 @@ def _document(results: Sequence[Result], device: torch.device, thorough: bool) -
             {
                 "backend": backend,
                 "dtype": dtype_name(dtype),
-                "tolerance": {name: tolerance(backend, dtype, name) for name in judged},
+                "tolerance": {name: tolerance(mine[0].judge, dtype, name) for name in judged},
                 "worst": found,
                 "cases_checked": len(checked),
                 "cases_refused": len(mine) - len(checked),

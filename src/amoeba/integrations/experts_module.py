@@ -196,8 +196,10 @@ def has_placed_experts(model: nn.Module) -> bool:
 
 
 def place(module: Any, placement: Placement) -> None:
-    """Its experts placed elsewhere, its parameters freed."""
-    hand_over(module, placement.make(resident(module)), placement)
+    """Its experts placed elsewhere, its parameters freed. A precision that was set goes with experts that train."""
+    weights = with_precision(resident(module), module.__dict__.get(PRECISION, UNCHANGED))
+    hand_over(module, placement.make(weights), placement)
+    module.__dict__.pop(PRECISION, None)
 
 
 def hand_over(module: Any, experts: AnyExperts, placement: Placement) -> None:

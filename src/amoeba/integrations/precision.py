@@ -3,18 +3,28 @@
     amoeba.set_precision(model, "fp8")
 
 The modules keep their parameters: optimizers, checkpoints and `save_pretrained` see nothing of it, and a saved model is
-the one that plain transformers loads. See `amoeba.precision.recipes`.
+the one that plain transformers loads. Of experts over ranks each rank computes its own so. See
+`amoeba.precision.recipes`.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from torch import nn
 
 from amoeba.errors import bad_value
-from amoeba.integrations.experts_module import PRECISION, check_own_parameters, experts_modules, resident
-from amoeba.precision.recipes import UNCHANGED, check_precision
+from amoeba.integrations.experts_module import (
+    ATTRIBUTE,
+    PRECISION,
+    check_own_parameters,
+    described,
+    experts_modules,
+    resident,
+)
+from amoeba.integrations.own_tensors import sharded_modules
+from amoeba.precision.recipes import UNCHANGED, check_precision, with_precision
 
 logger = logging.getLogger("amoeba")
 
@@ -27,14 +37,23 @@ def set_precision(model: nn.Module, precision: str) -> None:
     if not modules:
         expected = "a model with experts that transformers hands over"
         raise bad_value("model", expected, type(model).__name__, "leave the precision out")
+    over_ranks = {
+        name: replace(placed, local=with_precision(placed.local, precision))
+        for name, (_, placed) in sharded_modules(model).items()
+    }
     for name, module in modules.items():
+        if name in over_ranks:
+            continue
         check_own_parameters(module, name, "load the model again without a placement")
         resident(module)  # says if its own activation has to be called
     from amoeba.integrations.transformers import register
 
     register()
     model.set_experts_implementation("amoeba")  # type: ignore[operator]
-    for module in modules.values():
+    for name, module in modules.items():
+        if name in over_ranks:
+            module.__dict__[ATTRIBUTE] = replace(described(module), placed=over_ranks[name])
+            continue
         module.__dict__.pop(PRECISION, None)
         if precision != UNCHANGED:
             module.__dict__[PRECISION] = precision

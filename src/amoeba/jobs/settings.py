@@ -160,8 +160,6 @@ class TrainSettings(RunSettings):
         if self.experts not in ("resident", "ranks"):
             raise bad_value("experts", "resident or ranks", repr(self.experts), "leave it out for resident")
         check_precision(self.precision)
-        if self.precision != UNCHANGED and self.experts == "ranks":
-            raise bad_value("precision", "bf16 for experts over ranks", self.precision, "leave --experts ranks out")
         _check_count("steps", self.steps)
         if self.vocab_size < 300:
             raise bad_value("vocab_size", "at least 300", self.vocab_size, "256 bytes and some merges have to fit")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.backends import fp8_choice
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.experts_operator import nobody_watches
 from amoeba.backends.registry import backends_of, choose, explain
@@ -36,7 +37,7 @@ class RanksBackend(Backend):
         if transport is None:
             return "has no way between these ranks: " + "; ".join(f"{name} {why}" for name, why in refused.items())
         if sharded.local_backend == "auto" and sharded.own_experts:
-            inner = explain(_share(request, request.x_TH, request.routing))
+            inner = explain(_share(request, request.x_TH, request.routing, request.routing.num_tokens))
             if inner.backend is None:
                 return f"has nothing to compute its own share with: {inner.reasons}"
         return None
@@ -44,7 +45,7 @@ class RanksBackend(Backend):
     def run(self, request: Request) -> Tensor:
         sharded = _sharded(request)
         if sharded.ranks.count == 1:
-            return self._compute_share(request, request.x_TH, request.routing)
+            return self._compute_share(request, request.x_TH, request.routing, request.routing.num_tokens)
         return self._run_same(request) if sharded.tokens == "same" else self._run_own(request)
 
     def _run_own(self, request: Request) -> Tensor:
@@ -56,7 +57,7 @@ class RanksBackend(Backend):
         x_RH, expert_RK, weight_RK = dispatch(exchange, x_TH, routing.weight_TK)
         most_rows = None if exchange.slots is None else max(exchange.slots, 1)  # it may be a guess, see `Travel.room`
         mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=most_rows)
-        y_RH = self._compute_share(request, x_RH, mine, exchange)
+        y_RH = self._compute_share(request, x_RH, mine, exchange.tokens, exchange)
         return combine(exchange, y_RH, _starts_early(sharded, x_RH))
 
     def _run_same(self, request: Request) -> Tensor:
@@ -67,12 +68,13 @@ class RanksBackend(Backend):
         mine_TK = torch.where(rank_TK == ranks.rank, local_TK, -1)
         slots = max(int((mine_TK >= 0).sum()), 1) if mine_TK.device.type == "cpu" else None  # a GPU would be waited for
         routing = Routing(mine_TK, copied(ranks, weight_TK), trusted=True, most_rows=slots)
-        return summed(ranks, self._compute_share(request, copied(ranks, x_TH), routing))
+        return summed(ranks, self._compute_share(request, copied(ranks, x_TH), routing, routing.num_tokens))
 
     def _compute_share(
-        self, request: Request, x_RH: Tensor, routing: Routing, exchange: Exchange | None = None
+        self, request: Request, x_RH: Tensor, routing: Routing, tokens: int, exchange: Exchange | None = None
     ) -> Tensor:
-        share = _share(request, x_RH, routing)
+        """tokens: of all ranks."""
+        share = _share(request, x_RH, routing, tokens)
         backend = None if share.weights.num_experts == 0 else choose(_sharded(request).local_backend, share)
         if exchange is not None and (exchange.travels or exchange.straight):
             if getattr(backend, "overlaps", False) and nobody_watches(*_tensors(share)):
@@ -95,9 +97,12 @@ def _starts_early(sharded: ShardedExperts, x_RH: Tensor) -> bool:
     return everyone and x_RH.requires_grad and any(backend.starts_early for backend in named)
 
 
-def _share(request: Request, x_RH: Tensor, routing: Routing) -> Request:
-    """What is left for the experts that this rank owns."""
-    return Request(x_RH, routing, _sharded(request).local, request.lora, request.recompute)
+def _share(request: Request, x_RH: Tensor, routing: Routing, tokens: int) -> Request:
+    """What is left for the experts that this rank owns. Where precision is "auto", the rows of all ranks decide, so
+    that all of them compute as one process with these tokens would."""
+    sharded = _sharded(request)
+    share = Request(x_RH, routing, sharded.local, request.lora, request.recompute)
+    return replace(share, weights=fp8_choice.settled(share, tokens * routing.top_k, sharded.num_experts))
 
 
 def _trains(request: Request) -> bool:

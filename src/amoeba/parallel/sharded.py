@@ -34,7 +34,8 @@ Tokens = Literal["own", "same"]
 @dataclass(frozen=True, eq=False)
 class ShardedExperts:
     """
-    local:     the experts that this rank owns, in the order of their ids; of any kind: resident, packed for the CPU.
+    local:     the experts that this rank owns, in the order of their ids; of any kind: resident, trained in fp8, packed
+               for the CPU.
     owners:    which rank owns which expert.
     ranks:     the processes, and how long they wait for each other.
     tokens:    "own": each rank comes with its own tokens, which travel to the experts' owners. "same": all come with
@@ -119,7 +120,8 @@ class ShardedExperts:
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> ShardedExperts:
         """The same experts in other tensors, as FSDP2 gathers the share of a rank out of its shards in each pass."""
-        return replace(self, local=ExpertWeights.unchecked(*tensors, self.activation))
+        assert isinstance(self.local, ExpertWeights)  # no other kind has tensors that train
+        return replace(self, local=type(self.local).of(tensors, self.local.constants()))
 
     def __deepcopy__(self, memo: dict) -> ShardedExperts:
         """Of the share alone: the ranks stay the same. A copied parameter forgets whose it is, and is told again."""
@@ -139,7 +141,8 @@ def shard_experts(
     tokens: Tokens = "own",
     transport: str = "auto",
 ) -> ShardedExperts:
-    """This rank's share of experts that it has all of. The share is a copy, parameters that train as `weights` do.
+    """This rank's share of experts that it has all of. The share is a copy, parameters that train as `weights` do, and
+    in the same precision.
 
     make_local: what becomes of the share, such as pack_experts. A rank without experts has nothing to make it of.
     """
@@ -151,7 +154,9 @@ def shard_experts(
     )
     assert gate_up is not None
     assert down is not None
-    share: AnyExperts = ExpertWeights(gate_up, down, gate_up_bias, down_bias, weights.activation)
+    share: AnyExperts = replace(
+        weights, gate_up_EJH=gate_up, down_EHI=down, gate_up_bias_EJ=gate_up_bias, down_bias_EH=down_bias
+    )
     if make_local is not None and gate_up.shape[0]:
         assert isinstance(share, ExpertWeights)
         share = make_local(share)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from amoeba.errors import bad_value
-from amoeba.weights import ExpertWeights
+from amoeba.weights import AnyExperts, ExpertWeights
 
 Precision = Literal["bf16", "fp8", "fp8-ste", "fp8-saved", "auto"]
 UNCHANGED: Precision = "bf16"
@@ -81,9 +81,14 @@ def check_precision(precision: str) -> None:
         raise bad_value("precision", f"one of {names}", repr(precision), "leave it out for the dtype of the weights")
 
 
-def with_precision(weights: ExpertWeights, precision: str) -> ExpertWeights:
-    """The same tensors, computed with in this precision; "bf16": in the dtype that they have, whichever that is."""
+def with_precision(weights: AnyExperts, precision: str) -> ExpertWeights:
+    """The same tensors, computed with in this precision; "bf16": in the dtype that they have, whichever that is.
+
+    weights: ExpertWeights, which may be sharded over ranks afterwards; other kinds are refused."""
     check_precision(precision)
+    if not isinstance(weights, ExpertWeights):
+        remedy = "set the precision first, and shard or place these experts then"
+        raise bad_value("weights", "experts as ordinary tensors, ExpertWeights", type(weights).__name__, remedy)
     if precision == UNCHANGED:
         return ExpertWeights(*weights.tensors(), weights.activation)
     return Fp8Experts(*weights.tensors(), weights.activation, precision)

@@ -217,7 +217,8 @@ def relative_error(name: str, found: Tensor, truth: Tensor, dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one case on one backend: errors, or the reason for a refusal, or a failure's text."""
+    """What came of one case on one backend: errors, or the reason for a refusal, or a failure's text.
+    judged_as: the placement whose tolerances hold, unless they are the backend's own."""
 
     backend: str
     dtype: torch.dtype
@@ -226,6 +227,12 @@ class Result:
     out_of_tolerance: dict[str, float] = field(default_factory=dict)
     refused: str | None = None
     failure: str | None = None
+    judged_as: str | None = None
+
+    @property
+    def judge(self) -> str:
+        """Whose tolerances hold."""
+        return self.judged_as or self.backend
 
     @property
     def ok(self) -> bool:

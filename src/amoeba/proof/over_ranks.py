@@ -7,7 +7,8 @@ T tokens · K experts per token · E experts · H hidden · W ranks
 
 Compared by name with the reference in fp64, as one process's are; and bit by bit with one process that has all tokens
 and computes with the same backend. Gradients of weights, factors and routing weights have to be equal there: rows come
-in the order in which one process has them. Output and the gradient of x are sums over ranks, rounded once more.
+in the order in which one process has them. Output and the gradient of x are sums over ranks, rounded once more. The
+same holds for experts that train in fp8, whose reference is the recipe in fp64.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from amoeba.parallel.owners import Owners
 from amoeba.parallel.processes import LocalRanks, RankFailed, first_processes
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import Tokens, shard_experts
+from amoeba.placement import Placement
 from amoeba.placements import RESIDENT, all_placements, placement_named
-from amoeba.proof.cases import FREEZABLE, SILU, Case, example, lora_of, weight_dtype, weights_of
-from amoeba.proof.conformance import TOLERANCE, Result, poisoned_memory, relative_error, why_not_placed
+from amoeba.proof.cases import FREEZABLE, SILU, Case, Example, example, lora_of, weight_dtype, weights_of
+from amoeba.proof.conformance import Result, poisoned_memory, relative_error, tolerance, why_not_placed
 from amoeba.routing import Routing
 from amoeba.weights import LORA_NAMES, AnyExperts
 
@@ -44,7 +46,7 @@ class DividedCase:
     case:     the layer, with the tokens of all ranks.
     tokens:   of each rank, for "own"; else all of them are everybody's.
     owner:    of each expert; None for torch.chunk's rule.
-    local:    the placement of each rank's own experts.
+    local:    the placement of each rank's own experts, or the recipe by which they train.
     transport: how tokens travel.
     """
 
@@ -85,6 +87,14 @@ def _divided_cases(ranks: int) -> Iterator[DividedCase]:
     yield DividedCase(replace(plain, bias=True), uneven, owner=tuple((7 * e + 1) % ranks for e in range(10)))
     yield DividedCase(replace(everything, frozen=True), uneven, local=PACKED)
     yield DividedCase(replace(everything, frozen=True, num_experts=2, top_k=2), uneven, "same", local=PACKED)
+    # several blocks of 128 in a row, and a last one that is not whole
+    blocks = replace(everything, lora="none", hidden=144, intermediate=208)
+    yield DividedCase(blocks, uneven, local="fp8")
+    yield DividedCase(blocks, uneven, mode="same", local="fp8")
+    yield DividedCase(replace(blocks, recompute=True), uneven, local="fp8-saved")
+    yield DividedCase(replace(plain, num_tokens=0), (0,) * ranks, local="fp8-saved")
+    yield DividedCase(replace(plain, num_experts=2, bias=True), uneven, local="fp8")
+    yield DividedCase(replace(plain, pattern="empty_experts", storage="transposed"), uneven, local="fp8-ste")
 
 
 def _uneven(tokens: int, ranks: int) -> tuple[int, ...]:
@@ -143,22 +153,34 @@ def compute_share(share: Share) -> dict[str, Tensor]:
 
 def verify_divided(divided: DividedCase, dtype: torch.dtype, processes: LocalRanks, ranks: int) -> Result:
     """ranks: so many of the processes, the first ones."""
-    name = f"{ranks} ranks"
+    recipe = divided.local if _trains_as_placed(divided.local) else None
+    name = f"{ranks} ranks" if recipe is None else f"{ranks} ranks, {recipe}"
+    result = Result(name, dtype, divided.name, judged_as=recipe)
     if (refused := why_not(divided, dtype)) is not None:
-        return Result(name, dtype, divided.name, refused=refused)
+        return replace(result, refused=refused)
     try:
         errors, unequal = check_divided(divided, dtype, processes, ranks)
     except RankFailed as failure:
-        return Result(name, dtype, divided.name, failure=str(failure))
-    wrong = {each: error for each, error in errors.items() if not error <= TOLERANCE[dtype]}
+        return replace(result, failure=str(failure))
+    wrong = {each: error for each, error in errors.items() if not error <= tolerance(result.judge, dtype, each)}
     other_bits = f"other bits than one process: {', '.join(unequal)}" if unequal else None
-    return Result(name, dtype, divided.name, errors, wrong, failure=other_bits)
+    return replace(result, errors=errors, out_of_tolerance=wrong, failure=other_bits)
 
 
 def why_not(divided: DividedCase, dtype: torch.dtype) -> str | None:
     """Why the ranks' own experts cannot be placed so here; or None."""
-    placement = next((each for each in all_placements() if each.name == divided.local), None)
+    placement = _placement(divided.local)
     return None if placement is None else why_not_placed(placement, torch.device("cpu"), dtype)
+
+
+def _placement(name: str) -> Placement | None:
+    """None for resident experts."""
+    return next((each for each in all_placements() if each.name == name), None)
+
+
+def _trains_as_placed(name: str) -> bool:
+    placement = _placement(name)
+    return placement is not None and placement.trains
 
 
 def verify_over_ranks(
@@ -184,23 +206,28 @@ def check_divided(
     """Errors by name against the reference; and which of what should be equal to one process's bits are not."""
     found = joined(divided, processes.run(compute_share, [(share,) for share in shares(divided, dtype, ranks)]), ranks)
     (alone,) = processes.run(compute_share, [(whole(divided, dtype),)])
-    made = example(divided.case, dtype)
+    made = _example(divided, dtype)
     truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: weight_dtype(divided.case, dtype) if name == "weight" else dtype for name in found}
     errors = {name: relative_error(name, found[name], truth[name], dtypes[name]) for name in found}
     return errors, [name for name in found if name not in _SUMS and not torch.equal(found[name], alone[name])]
 
 
+def _example(divided: DividedCase, dtype: torch.dtype) -> Example:
+    placement = _placement(divided.local)
+    return example(divided.case, dtype, None if placement is None else placement.represent)
+
+
 def whole(divided: DividedCase, dtype: torch.dtype) -> Share:
     """The same for one process."""
-    case, made = divided.case, example(divided.case, dtype)
+    case, made = divided.case, _example(divided, dtype)
     tensors = {
         name: tensor.to(weight_dtype(case, dtype) if name == "weight" else dtype)
         for name, tensor in (made.inputs | {"dy": made.dy_TH}).items()
     }
     if case.storage == "transposed":
         tensors = {name: t.mT.contiguous().mT if t.dim() == 3 else t for name, t in tensors.items()}
-    frozen = case.frozen or divided.local != RESIDENT
+    frozen = case.frozen or not (divided.local == RESIDENT or _trains_as_placed(divided.local))
     return Share(tensors, made.expert_TK, case.activation, frozen, case.recompute, 1, local=divided.local)
 
 

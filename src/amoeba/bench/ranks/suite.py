@@ -68,6 +68,7 @@ class RanksReport:
     top_k: int
     device: str
     dtype: str
+    precision: str
     about_device: dict[str, Any] = field(default_factory=dict)
     mps_percentage: str | None = None
     measurements: list[RankMeasurement] = field(default_factory=list)
@@ -99,7 +100,7 @@ def run_ranks(
     settings: Sequence[str] | None = None,
 ) -> RanksReport:
     """processes: to be used instead of new ones. settings: beside the first two those; None: all."""
-    report = RanksReport(*job[:7], str(job.dtype).removeprefix("torch."))
+    report = RanksReport(*job[:7], str(job.dtype).removeprefix("torch."), job.precision)
     known = [ONE_RANK] if job.ranks == 1 else [IN_STEP, *EXCHANGES]
     wanted = [each for each in known if job.ranks == 1 or settings is None or each in settings]
     with _share_of_gpu(job) as percentage:

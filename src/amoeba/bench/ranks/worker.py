@@ -30,6 +30,7 @@ from amoeba.parallel.transports import office, peers
 from amoeba.parallel.transports.choice import choose_transport
 from amoeba.parallel.transports.transport import Exchange
 from amoeba.phases import mark, watch_phases
+from amoeba.precision.recipes import UNCHANGED, with_precision
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
@@ -75,6 +76,7 @@ class RankJob(NamedTuple):
     top_k: int
     device: str
     dtype: torch.dtype
+    precision: str = UNCHANGED  # of the experts' products, see `amoeba.precision.recipes`
 
 
 class Found(NamedTuple):
@@ -113,7 +115,7 @@ def prepare(rank: int, job: RankJob) -> dict[str, Any]:
         draw(own, 2 * job.intermediate, job.hidden, scale=0.02).requires_grad_(),
         draw(own, job.hidden, job.intermediate, scale=0.02).requires_grad_(),
     )
-    layer = ShardedExperts(local, owners, ranks)
+    layer = ShardedExperts(with_precision(local, job.precision), owners, ranks)
 
     def inputs(tokens: int, num_experts: int, only_own: bool) -> tuple[Tensor, Routing, Tensor]:
         scores = torch.rand(tokens, num_experts, generator=draw.args[0], dtype=torch.float32, device=device)
@@ -150,6 +152,9 @@ def _drawn(generator: torch.Generator, dtype: torch.dtype, *shape: int, scale: f
 def why_not(setting: str) -> str | None:
     """Why it cannot be measured on these ranks."""
     state = _of_state()
+    backend = EXCHANGES.get(setting, {}).get("local_backend")
+    if backend is not None and state.job.precision != UNCHANGED:
+        return f"{backend} does not compute in {state.job.precision}"
     name = "peers" if setting == IN_STEP else EXCHANGES[setting]["transport"]
     transport, refused = choose_transport(name, state.layer.ranks, state.layer.device)
     return None if transport is not None else refused[name]

@@ -41,10 +41,9 @@ from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_
 from amoeba.kernels.decode.by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.candidates import candidates, decode_key
 from amoeba.kernels.decode.configuration import Configuration
-from amoeba.kernels.decode.low_rank import LowLaunches, low_launches, ranks_of
+from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.problem import Problem
-from amoeba.weights import LoraFactors
 
 
 class Plan(NamedTuple):
@@ -91,7 +90,7 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
             gate_up_bias_EJ is None,
             down_bias_EH is None,
             id(weights.activation),
-            None if lora is None else _kind_of(lora),
+            None if lora is None else kind_of(lora),
             like,
         )
         found = _plans.get(key)
@@ -148,12 +147,6 @@ def _plan(problem: Problem, chosen: Configuration) -> Plan:
     up = (up_at_once if chosen.up.at_once else up_by_slot)(problem, chosen, ranks)
     down = (down_at_once if chosen.down.at_once else down_by_token)(problem, chosen, ranks)
     return Plan(up, down, None, low, activation)
-
-
-def _kind_of(lora: LoraFactors) -> tuple:
-    """What a plan depends on."""
-    dtypes = (None if factor is None else factor.dtype for factor in lora.six())
-    return (ranks_of(lora), lora.scaling, *dtypes)
 
 
 def _layer(problem: Problem, like: Like | None) -> configurations.Layer:

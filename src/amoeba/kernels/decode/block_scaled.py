@@ -2,7 +2,7 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    y_TH = decode(problem)                                              # of BlockScaledExperts, without LoRA
+    y_TH = decode(problem)                                              # of BlockScaledExperts
     y_TH = decode(problem, configuration=Configuration(up=..., ...))    # for sweeps
 
 The two ways of `amoeba.kernels.decode`, by slot and by expert, with codes in place of weights. Slots whose id lies
@@ -22,9 +22,10 @@ from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.by_expert import sum_of_slots
 from amoeba.kernels.decode.codes import in_lines
 from amoeba.kernels.decode.configuration import SMALLEST_CHUNK, Configuration, Tile, chunk_rows, goes_by_slot
+from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
-from amoeba.precision.formats import MXFP4
+from amoeba.precision.formats import MXFP4, NVFP4
 from amoeba.problem import Problem
 
 # By slot, by the bits of a code: bytes of codes that a program of the up projection has in flight, and the warps of
@@ -45,7 +46,8 @@ HEADROOM = 2
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
 FEWEST_LISTED = 128
 # Numbers of a row in a step of up, of MXFP4 and with FEWEST_SLOTS in a chunk: 62 us in place of the 68 that steps of
-# 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md).
+# 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md). Of NVFP4 72 for 83 at 8
+# tokens; more were not measured.
 LONG_STEP = 256
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
 
@@ -56,6 +58,7 @@ class Plan(NamedTuple):
     up: Launch
     down: Launch
     sum: Launch | None  # None by slot: down has it inside
+    low: LowLaunches  # of LoRA factors
     list: Launch | None = None
 
 
@@ -64,7 +67,7 @@ _plans: dict[tuple, Plan] = {}
 
 def decode(problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None) -> Tensor:
     """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
-    x_TH, expert_TK, weight_TK, weights = problem[:4]
+    x_TH, expert_TK, weight_TK, weights, lora = problem[:5]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
     slots = expert_TK.numel()
     if slots == 0:
@@ -81,6 +84,7 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
             weights.num_experts,
             *(None if tensor is None else tensor.stride() for tensor in weights.tensors()),
             *weights.constants(),
+            None if lora is None else kind_of(lora),
             like,
         )
         found = _plans.get(key)
@@ -89,11 +93,11 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
     if plan.sum is None:
         a_NI = x_TH.new_empty((slots, weights.intermediate))
         of_up, of_down = _read_by_kernels(weights, x_TH)
-        plan.up(x_TH, expert_TK, *of_up, a_NI)
-        plan.down(a_NI, expert_TK, weight_TK, *of_down, y_TH)
+        plan.up(x_TH, expert_TK, *of_up, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+        plan.down(a_NI, expert_TK, weight_TK, *of_down, *plan.low.before_down(lora, a_NI, expert_TK), y_TH)
         return y_TH
     y_NH = x_TH.new_empty((slots, weights.hidden), dtype=torch.float32)
-    _rows(plan, x_TH, expert_TK, weights, y_NH)
+    _rows(plan, problem, x_TH, expert_TK, y_NH)
     plan.sum(y_NH, expert_TK, weight_TK, y_TH)
     return y_TH
 
@@ -101,18 +105,19 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
 def decode_rows(problem: Problem, y_NH: Tensor, like: Like) -> None:
     """By expert, without the sum, as `amoeba.kernels.decode.decode_rows`."""
     x_TH, expert_TK = problem.x_TH.contiguous(), problem.expert_TK.contiguous()
-    _rows(_plan(problem, by_expert(problem, like)), x_TH, expert_TK, problem.weights, y_NH)
+    _rows(_plan(problem, by_expert(problem, like)), problem, x_TH, expert_TK, y_NH)
 
 
-def _rows(plan: Plan, x_TH: Tensor, expert_TK: Tensor, weights: BlockScaledExperts, y_NH: Tensor) -> None:
+def _rows(plan: Plan, problem: Problem, x_TH: Tensor, expert_TK: Tensor, y_NH: Tensor) -> None:
+    weights, lora = problem[3:5]
     slots, (of_up, of_down) = expert_TK.numel(), _read_by_kernels(weights, x_TH)
     a_NI = x_TH.new_empty((slots, weights.intermediate))
     lists = expert_TK
     if plan.list is not None:
         lists = expert_TK.new_empty(weights.num_experts * (slots + 1), dtype=torch.int32)
         plan.list(expert_TK, lists)
-    plan.up(x_TH, expert_TK, lists, *of_up, a_NI)
-    plan.down(a_NI, expert_TK, lists, *of_down, y_NH)
+    plan.up(x_TH, expert_TK, lists, *of_up, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+    plan.down(a_NI, expert_TK, lists, *of_down, *plan.low.before_down(lora, a_NI, expert_TK), y_NH)
 
 
 def _read_by_kernels(weights: BlockScaledExperts, x_TH: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -128,10 +133,13 @@ def _read_by_kernels(weights: BlockScaledExperts, x_TH: Tensor) -> tuple[tuple[T
 
 
 def _plan(problem: Problem, chosen: Configuration) -> Plan:
+    ranks = ranks_of(problem.lora)
+    low = low_launches(problem, ranks, chosen.overlap)
     if chosen.by_slot:
-        return Plan(up_by_slot(problem, chosen), down_by_token(problem, chosen), None)
+        return Plan(up_by_slot(problem, chosen, ranks), down_by_token(problem, chosen, ranks), None, low)
     listing = list_slots(problem, chosen) if chosen.lists(problem) else None
-    return Plan(up_by_expert(problem, chosen), down_by_expert(problem, chosen), sum_of_slots(problem), listing)
+    up, down = up_by_expert(problem, chosen, ranks), down_by_expert(problem, chosen, ranks)
+    return Plan(up, down, sum_of_slots(problem), low, listing)
 
 
 def configuration_of(problem: Problem, like: Like | None = None) -> Configuration:
@@ -178,7 +186,8 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
         return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES[bits])
 
     up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
-    if weights.format is MXFP4 and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
+    takes_long = weights.format is MXFP4 or (weights.format is NVFP4 and slots < experts)
+    if takes_long and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
         up = up._replace(depth=LONG_STEP)
     down = tile(weights.hidden, height, weights.intermediate)
     overlap = can_overlap(problem.x_TH.device)

@@ -3,8 +3,9 @@
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
     list_slots(problem, chosen)(expert_TK, lists)           # where the configuration says so
-    up_by_expert(problem, chosen)(x_TH, expert_TK, lists, data, scales, matrix_scale, bias_EJ, a_NI)
-    down_by_expert(problem, chosen)(a_NI, expert_TK, lists, data, scales, matrix_scale, bias_EH, y_NH)
+    codes = data, scales, matrix_scale
+    up_by_expert(problem, chosen, ranks)(x_TH, expert_TK, lists, *codes, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_by_expert(problem, chosen, ranks)(a_NI, expert_TK, lists, *codes, bias_EH, low_NR, b_EHR, y_NH)
 
 As `by_expert`, with another product inside. Codes become numbers of x's dtype in registers, on the way from shared
 memory to the tensor core. e4m3 is exact in it: where a step lies in one block, its scale is applied to what the step
@@ -32,6 +33,7 @@ from amoeba.kernels.decode.codes import (
     scaled_pair_e2m1,
 )
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_gate_up
 from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
@@ -39,7 +41,7 @@ from amoeba.problem import Problem
 LIST_WARPS = 4
 
 
-def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
+def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     weights, slots, tile = problem.weights, problem.rows, chosen.up
     return _up_by_expert.fixed(
         (min(slots, weights.num_experts) * cdiv(weights.intermediate, tile.columns),),
@@ -53,14 +55,15 @@ def up_by_expert(problem: Problem, chosen: Configuration) -> Launch:
         **_options(problem, chosen),
         DEPTH=tile.depth,
         STAGES=tile.stages,
+        **ranks.of_up,
         **constants_of(weights.gate_up_EJH.matrix, problem.x_TH.device),
         **constants(weights.activation),
         num_warps=tile.warps,
-        **({"launch_pdl": True} if chosen.overlap and chosen.lists(problem) else {}),
+        **({"launch_pdl": True} if chosen.overlap and (chosen.lists(problem) or ranks.any_up) else {}),
     )
 
 
-def down_by_expert(problem: Problem, chosen: Configuration) -> Launch:
+def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     weights, slots, tile = problem.weights, problem.rows, chosen.down
     return _down_by_expert.fixed(
         (min(slots, weights.num_experts) * cdiv(weights.hidden, tile.columns),),
@@ -72,6 +75,7 @@ def down_by_expert(problem: Problem, chosen: Configuration) -> Launch:
         **_options(problem, chosen),
         DEPTH=tile.depth,
         STAGES=tile.stages,
+        RANK=ranks.down,
         **constants_of(weights.down_EHI.matrix, problem.x_TH.device),
         num_warps=tile.warps,
         **({"launch_pdl": True} if chosen.overlap else {}),
@@ -215,6 +219,9 @@ def _up_by_expert(
     scales,
     matrix_scale,
     bias_EJ,
+    low_NR,
+    gate_b_EIR,
+    up_b_EIR,
     a_NI,
     N,
     E: tl.constexpr,
@@ -232,6 +239,9 @@ def _up_by_expert(
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+    UP_AT: tl.constexpr,
     REDUCTION: tl.constexpr,
     BITS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -282,6 +292,14 @@ def _up_by_expert(
             h *= tl.load(matrix_scale + expert)
         if HAS_BIAS:
             h += tl.load(bias_EJ + expert * STRIDE_BIAS + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        if GATE_RANK + UP_RANK > 0:
+            if OVERLAP and not LISTED:
+                tl.extra.cuda.gdc_wait()
+            low_S = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
+            h = add_low_rank_of_gate_up(
+                h, gate_b_EIR, up_b_EIR, expert, j, row_ok, low_S, slot_ok, I, GATED, INTERLEAVED, GATE_RANK, UP_RANK,
+                UP_AT,
+            )  # fmt: skip
         a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, COLUMNS, ROWS)
         tl.store(
             a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],
@@ -300,6 +318,8 @@ def _down_by_expert(
     scales,
     matrix_scale,
     bias_EH,
+    low_NR,
+    b_EHR,
     y_NH,
     N,
     E: tl.constexpr,
@@ -315,6 +335,7 @@ def _down_by_expert(
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    RANK: tl.constexpr,
     REDUCTION: tl.constexpr,
     BITS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -357,4 +378,6 @@ def _down_by_expert(
             y *= tl.load(matrix_scale + expert)
         if HAS_BIAS:
             y += tl.load(bias_EH + expert * STRIDE_BIAS + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        if RANK > 0:
+            y = add_low_rank(y, b_EHR + expert * H * RANK, h, row_ok, low_NR + slot * RANK, slot_ok, RANK)
         tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])

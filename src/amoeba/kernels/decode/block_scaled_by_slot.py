@@ -2,11 +2,12 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_slot(problem, chosen)(x_TH, expert_TK, data, scales, matrix_scale, bias_EJ, a_NI)
-    down_by_token(problem, chosen)(a_NI, expert_TK, weight_TK, data, scales, matrix_scale, bias_EH, y_TH)
+    codes = data, scales, matrix_scale
+    up_by_slot(problem, chosen, ranks)(x_TH, expert_TK, *codes, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_by_token(problem, chosen, ranks)(a_NI, expert_TK, weight_TK, *codes, bias_EH, low_NR, b_EHR, y_TH)
 
 As `at_once`: a product is a multiply and add in fp32, a row is read in pieces. Numbers are added up within 16 bytes of
-codes before their scale is applied. The down projection asks for its codes before it looks at `a`.
+codes before their scale is applied. The down projection asks for its codes, and for B, before it looks at `a`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from amoeba.kernels.decode.codes import (
     places_of_scales,
 )
 from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, rounded, times_low
 from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
@@ -33,7 +35,7 @@ from amoeba.problem import Problem
 MOST_DOWN_BYTES = 32768
 
 
-def up_by_slot(problem: Problem, chosen: Configuration) -> Launch:
+def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     weights, tile = problem.weights, chosen.up
     return _up_by_slot.fixed(
         (problem.rows * cdiv(weights.intermediate, tile.columns),),
@@ -47,13 +49,15 @@ def up_by_slot(problem: Problem, chosen: Configuration) -> Launch:
         HAS_MATRIX_SCALE=weights.format.has_matrix_scale,
         OVERLAP=chosen.overlap,
         DEPTH=tile.depth,
+        **ranks.of_up,
         **constants_of(weights.gate_up_EJH.matrix, problem.x_TH.device),
         **constants(weights.activation),
         num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap and ranks.any_up else {}),
     )
 
 
-def down_by_token(problem: Problem, chosen: Configuration) -> Launch:
+def down_by_token(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     weights, tile, (tokens, top_k) = problem.weights, chosen.down, problem.expert_TK.shape
     matrix = weights.down_EHI.matrix
     row_bytes = cdiv(weights.intermediate, tile.depth) * tile.depth * matrix.format.element.bits // 8
@@ -72,6 +76,7 @@ def down_by_token(problem: Problem, chosen: Configuration) -> Launch:
         HAS_MATRIX_SCALE=weights.format.has_matrix_scale,
         OVERLAP=chosen.overlap,
         DEPTH=tile.depth,
+        RANK=ranks.down,
         **constants_of(matrix, problem.x_TH.device),
         num_warps=tile.warps,
         **({"launch_pdl": True} if chosen.overlap else {}),
@@ -121,6 +126,9 @@ def _up_by_slot(
     scales,
     matrix_scale,
     bias_EJ,
+    low_NR,
+    gate_b_EIR,
+    up_b_EIR,
     a_NI,
     E: tl.constexpr,
     I: tl.constexpr,
@@ -132,6 +140,9 @@ def _up_by_slot(
     HAS_MATRIX_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+    UP_AT: tl.constexpr,
     REDUCTION: tl.constexpr,
     BITS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -174,6 +185,11 @@ def _up_by_slot(
         inside = row_ok[:, None] & (byte < ROW_BYTES)[None, :]
         tile = tl.load(rows + byte[None, :], mask=inside, other=0, eviction_policy="evict_first")
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (Triton does not unpack)
+    part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
+    if GATE_RANK > 0:
+        gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK)
+    if UP_RANK > 0:
+        up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK)
     x = x_TH + (slot // K).to(tl.int64) * REDUCTION
     h = tl.zeros((HEIGHT, 1), tl.float32)
     for piece in tl.static_range(PIECES):
@@ -190,6 +206,14 @@ def _up_by_slot(
         h *= tl.load(matrix_scale + expert)
     if HAS_BIAS:
         h += tl.load(bias_EJ + expert * STRIDE_BIAS + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+    if GATE_RANK + UP_RANK > 0:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        low = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
+    if GATE_RANK > 0:
+        h += times_low(gate_b, low, GATE_RANK)[:, None]
+    if UP_RANK > 0:
+        h += times_low(up_b, low + UP_AT, UP_RANK)[:, None]
     a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, COLUMNS, 1)
     column = first + tl.arange(0, COLUMNS)[:, None]
     tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column < I)
@@ -205,6 +229,8 @@ def _down_by_token(
     scales,
     matrix_scale,
     bias_EH,
+    low_NR,
+    b_EHR,
     y_TH,
     E: tl.constexpr,
     H: tl.constexpr,
@@ -216,6 +242,7 @@ def _down_by_token(
     HAS_MATRIX_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
+    RANK: tl.constexpr,
     REDUCTION: tl.constexpr,
     BITS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -260,6 +287,8 @@ def _down_by_token(
         beside = tl.zeros((HEIGHT,), tl.float32)
         if HAS_BIAS:
             beside = tl.load(bias_EH + expert * STRIDE_BIAS + h, mask=row_ok, other=0.0).to(tl.float32)
+        if RANK > 0:
+            b = load_b(b_EHR, expert * H + h, row_ok, RANK)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         total = tl.zeros((HEIGHT,), tl.float32)
@@ -276,6 +305,9 @@ def _down_by_token(
             total += tl.sum(found, axis=1)
         if HAS_MATRIX_SCALE:
             total *= tl.load(matrix_scale + expert)
+        if RANK > 0:
+            low = load_b(low_NR, slot_R, owned, RANK)
+            beside += tl.sum(rounded(b, low).to(tl.float32) * low.to(tl.float32), axis=1)
         y += tl.sum(tl.reshape((total + beside) * weight, (SLOTS, COLUMNS)), axis=0)
     column = first + tl.arange(0, COLUMNS)
     tl.store(y_TH + token.to(tl.int64) * H + column, y.to(y_TH.dtype.element_ty), mask=column < H)

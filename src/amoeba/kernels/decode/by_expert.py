@@ -16,7 +16,7 @@ import triton.language as tl
 
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
-from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, halves_of_rows
+from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_gate_up
 from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
@@ -191,13 +191,10 @@ def _up_by_expert(
             h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         if GATE_RANK + UP_RANK > 0:
             low_S = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
-            part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
-            if GATE_RANK > 0:
-                gate_b = gate_b_EIR + expert * I * GATE_RANK
-                h = add_low_rank(h, gate_b, part, gate_ok, low_S, slot_ok, GATE_RANK)
-            if UP_RANK > 0:
-                up_b = up_b_EIR + expert * I * UP_RANK
-                h = add_low_rank(h, up_b, part, up_ok, low_S + UP_AT, slot_ok, UP_RANK)
+            h = add_low_rank_of_gate_up(
+                h, gate_b_EIR, up_b_EIR, expert, j, row_ok, low_S, slot_ok, I, GATED, INTERLEAVED, GATE_RANK, UP_RANK,
+                UP_AT,
+            )  # fmt: skip
         a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, ROWS)
         tl.store(
             a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],

@@ -65,6 +65,12 @@ def ranks_of(lora: LoraFactors | None) -> Ranks:
     return Ranks(gate, up, down, lora.shares_a)
 
 
+def kind_of(lora: LoraFactors) -> tuple:
+    """What a plan depends on, of factors."""
+    dtypes = (None if factor is None else factor.dtype for factor in lora.six())
+    return (ranks_of(lora), lora.scaling, *dtypes)
+
+
 class LowLaunches(NamedTuple):
     """Of one plan, each None where it has nothing to do."""
 
@@ -208,6 +214,32 @@ def add_low_rank(total, b_OR, o, o_ok, low_S, slot_ok, RANK: tl.constexpr):
         for first in range(0, RANK, STEP):
             total = _add_ranks(total, b_OR, o, o_ok, low_S, slot_ok, first, RANK, STEP)
         return total
+
+
+@triton.jit
+def add_low_rank_of_gate_up(
+    h,
+    gate_b_EIR,
+    up_b_EIR,
+    expert,
+    j,
+    row_ok,
+    low_S,
+    slot_ok,
+    I,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+    UP_AT: tl.constexpr,
+):
+    """The same for rows j of W1: each gets B of gate or B of up."""
+    part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
+    if GATE_RANK > 0:
+        h = add_low_rank(h, gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, low_S, slot_ok, GATE_RANK)
+    if UP_RANK > 0:
+        h = add_low_rank(h, up_b_EIR + expert * I * UP_RANK, part, up_ok, low_S + UP_AT, slot_ok, UP_RANK)
+    return h
 
 
 @triton.jit

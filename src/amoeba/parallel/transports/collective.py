@@ -52,16 +52,17 @@ class Collective(Transport):
         slots_W = torch.stack([(rank_TK == rank).sum() for rank in range(count)])
         rows, slots = torch.stack((goes_TW.sum(0), slots_W)).tolist()
         facts = facts_of(owners, x_TH, routing.weight_TK, gradients)
-        table = agree(ranks, facts, [*rows, *slots], x_TH.device, "the numbers of tokens to come")
+        table = agree(ranks, facts, [*rows, *slots, num_tokens], x_TH.device, "the numbers of tokens to come")
         dest_S, token_S = goes_TW.t().nonzero(as_tuple=True)  # by destination, then by token
         local_SK = torch.where(rank_TK[token_S] == dest_S[:, None], local_TK[token_S], -1)
         route = Route(token_S, rows, [line[ranks.rank] for line in table], num_tokens)
-        return CollectiveExchange(ranks, route, local_SK, sum(line[count + ranks.rank] for line in table))
+        owned, tokens = (sum(line[place] for line in table) for place in (count + ranks.rank, 2 * count))
+        return CollectiveExchange(ranks, route, local_SK, owned, tokens)
 
 
 class CollectiveExchange(Exchange):
-    def __init__(self, ranks: Ranks, route: Route, local_SK: Tensor, slots: int) -> None:
-        self.ranks, self.route, self.local_SK, self.slots = ranks, route, local_SK, slots
+    def __init__(self, ranks: Ranks, route: Route, local_SK: Tensor, slots: int, tokens: int) -> None:
+        self.ranks, self.route, self.local_SK, self.slots, self.tokens = ranks, route, local_SK, slots, tokens
 
     def dispatch(self, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         route = self.route

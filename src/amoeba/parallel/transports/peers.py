@@ -116,7 +116,7 @@ class PeerExchange(Exchange):
     def __init__(
         self, office: Office, owners: Owners, expert_TK: Tensor, plan: Plan, most_rows: int | None = None
     ) -> None:
-        self.office, self.plan, self.slots = office, plan, most_rows
+        self.office, self.plan, self.slots, self.tokens = office, plan, most_rows, plan.rows
         self.own = plan.places[office.ranks.rank]
         self._gone: set[int] = set()  # channels by which rows have left early
         self._kept: list[Tensor] = []  # what is still read beside

@@ -27,11 +27,13 @@ from amoeba.routing import Routing
 class Exchange(Travel):
     """Of one pass of one layer. Rows arrive by source, then by token.
 
+    tokens:  of all ranks together, or the most that they may be.
     slots:   of the rows received, so many have an expert here, at most; None where the host does not know.
     travels: whether the others' rows are still under way when `dispatch` and `send` return, until `wait`.
     leaves_early: whether sums may leave before they are given back, on any of the ranks: the same on all of them.
     """
 
+    tokens: int
     slots: int | None = None
     travels = straight = leaves_early = False
 

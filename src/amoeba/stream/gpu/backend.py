@@ -183,8 +183,7 @@ def _captured(problem: Problem, save: Save) -> Tensor:
     memory, layer, tokens = problem.weights.memory, problem.weights.layer, problem.x_TH.shape[0]
     kernels = kernels_of(problem.weights.slots)
     if save == "h" or not kernels.decodes(problem):
-        beside = "" if problem.lora is None else " beside LoRA factors"
-        raise CannotCapture(f"{tokens} tokens of a step{beside}, or its gradients, are streamed by the host")
+        raise CannotCapture(f"{tokens} tokens of a step, or its gradients, are streamed by the host")
     given = _given(problem)
     memory.replays.predict(layer, problem.x_TH, problem.expert_TK.shape[1])
     slot_TK = memory.replays.slots_of(layer, problem.expert_TK, given)

@@ -72,10 +72,8 @@ class _PlainKernels(SlotKernels):
 
 
 class _CodeKernels(SlotKernels):
-    """Beside LoRA factors codes are not decoded by kernels of their own, resident or not."""
-
     def decodes(self, problem: Problem) -> bool:
-        return problem.lora is None and problem.x_TH.shape[0] <= block_scaled_triton.DECODE_TOKENS
+        return problem.x_TH.shape[0] <= block_scaled_triton.DECODE_TOKENS
 
     def decode(self, problem: Problem, like: Like) -> Tensor:
         from amoeba.kernels.decode.block_scaled import decode

@@ -1,0 +1,66 @@
+"""The two products of Hopper in fp8 stood in for by torch: the rest of a pass is the real one, interpreted and in fp32.
+
+T tokens · K experts per token · N = T·K routed rows · E experts
+
+    stand_in(monkeypatch)       # in processes that a test starts: with pytest.MonkeyPatch.context() as patch
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from amoeba import Activation
+from amoeba.backends import fp8_triton
+from amoeba.backends.triton_rows import HopperRows, TritonRows
+from amoeba.kernels.hopper import scaled_product
+from amoeba.precision import FP8_TRAINING_ROWS, QuantisedMatrix, quantise
+from amoeba.proof.reference.experts import activate
+
+
+def product(
+    rows: QuantisedMatrix,
+    matrix: QuantisedMatrix,
+    offs_E: Tensor,
+    out: Tensor,
+    *,
+    order_N: Tensor | None = None,
+    top_k: int = 1,
+    bias_EO: Tensor | None = None,
+) -> None:
+    for e, (start, end) in enumerate(itertools.pairwise([0, *offs_E.tolist()])):
+        chosen = slice(start, end) if order_N is None else order_N[start:end] // top_k
+        out[start:end] = rows.dequantise()[chosen] @ matrix[e].dequantise().T + (0 if bias_EO is None else bias_EO[e])
+
+
+def up(
+    x: QuantisedMatrix,
+    order_N: Tensor,
+    top_k: int,
+    matrix: QuantisedMatrix,
+    offs_E: Tensor,
+    activation: Activation,
+    a: QuantisedMatrix,
+    *,
+    h_NJ: Tensor | QuantisedMatrix | None = None,
+    bias_EJ: Tensor | None = None,
+) -> None:
+    h = h_NJ if isinstance(h_NJ, Tensor) else torch.zeros(order_N.shape[0], matrix.shape[1])
+    product(x, matrix, offs_E, h, order_N=order_N, top_k=top_k, bias_EO=bias_EJ)
+    owned = int(offs_E[-1])
+    coded = [(a, activate(h[:owned], activation))] + ([(h_NJ, h[:owned])] if isinstance(h_NJ, QuantisedMatrix) else [])
+    for codes, numbers in coded:
+        found = quantise(numbers, FP8_TRAINING_ROWS)
+        codes.data[:owned], codes.scales[:owned] = found.data, found.scales
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scaled_product, "multiply", product)
+    patch.setattr(scaled_product, "up", up)
+    patch.setattr(HopperRows, "table", property(lambda rows: rows.offs_E))
+    patch.setattr(HopperRows, "_multiply", TritonRows._multiply)
+    patch.setattr(HopperRows, "weight_gradient", TritonRows.weight_gradient)
+    patch.setattr(fp8_triton.BACKEND, "why_not", lambda request: None, raising=False)
