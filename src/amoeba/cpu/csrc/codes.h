@@ -14,14 +14,15 @@ struct ScaleAxis {  // the order of `CScaleAxis` in codes.py
   int64_t at(int64_t i) const { return (i < part ? i >> shift : part_blocks + ((i - part) >> shift)) * stride; }
 };
 
-// The scales of one row of blocks: floats, or bytes that stand for some, times one number.
+// The scales of one row of blocks: floats, or bytes that stand for some, all times one number.
 struct RowScales {
   const void* data;
   const float* values;  // of the 256 bytes; null where data is floats
   float whole;
-  float at(int64_t i) const {
-    return values ? values[static_cast<const uint8_t*>(data)[i]] * whole : static_cast<const float*>(data)[i];
+  float without_whole(int64_t i) const {
+    return *(values ? values + static_cast<const uint8_t*>(data)[i] : static_cast<const float*>(data) + i);
   }
+  float at(int64_t i) const { return without_whole(i) * whole; }
 };
 
 enum ElementKind : int64_t { E4M3, E2M1 };
@@ -99,6 +100,26 @@ struct E4m3 {  // 0x7f and 0xff are NaN
     const uint8x16_t high = vorrq_u8(vbslq_u8(vdupq_n_u8(0x80), codes, large), vceqq_u8(size, vdupq_n_u8(0x7f)));
     return floats_of_upper_bytes(low, high);
   }
+#elif defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
+  // As half precision, s0eeeemm m0000000, whose bias is 8 larger; its conversion flushes nothing. 0x7f is then 1.875.
+  static Numbers load(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(int16_t(0xbfff)));
+    Numbers found;
+#ifdef __AVX512F__
+    const __m512 small = _mm512_cvtph_ps(halves);
+    const __mmask16 number = _mm512_cmp_ps_mask(_mm512_abs_ps(small), _mm512_set1_ps(1.875f), _CMP_NEQ_OQ);
+    found.at[0] = (Floats)_mm512_mask_mul_ps((__m512)(Words{} + 0x7fc00000u), number, small, _mm512_set1_ps(256.0f));
+#else
+    const __m128i half[2] = {_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)};
+    for (int i = 0; i < 2; ++i) {
+      const Floats small = (Floats)_mm256_cvtph_ps(half[i]);
+      const Words nan = (Words)((Words)((Words)small & 0x7fffffffu) == 0x3ff00000u);
+      found.at[i] = (Floats)((Words)(small * 256.0f) | nan);
+    }
+#endif
+    return found;
+  }
 #else
   static Numbers load(const uint8_t* p) {
     Numbers found;
@@ -130,16 +151,24 @@ struct E2m1 {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
     return floats_of_upper_bytes(vqtbl1q_u8(lower, codes), vqtbl1q_u8(upper, codes));
 #elif defined(__AVX512F__)
     const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+#ifdef __AVX512VBMI__
+    // the eight bytes in each lane of 64 bits, of which the lower word begins with bit 8 i and the upper one with 8 i + 4
+    const __m512i first = _mm512_setr_epi64(0x400000000, 0xc00000008, 0x1400000010, 0x1c00000018, 0x2400000020,
+                                            0x2c00000028, 0x3400000030, 0x3c00000038);
+    const __m512i codes = _mm512_multishift_epi64_epi8(first, _mm512_set1_epi64(load_word<int64_t>(p)));
+#else
     const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
-    const __m512i halves = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi32(load_word(p))),
-                                              _mm256_set1_epi32(load_word(p + 4)), 1);
-    return {{(Floats)_mm512_permutexvar_ps(_mm512_srlv_epi32(halves, shifts), values)}};  // by the lowest four bits
+    const __m512i halves = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi32(load_word<int32_t>(p))),
+                                              _mm256_set1_epi32(load_word<int32_t>(p + 4)), 1);
+    const __m512i codes = _mm512_srlv_epi32(halves, shifts);
+#endif
+    return {{(Floats)_mm512_permutexvar_ps(codes, values)}};  // by the lowest four bits
 #elif defined(__AVX2__)
     const __m256 values = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
     Numbers found;
     for (int i = 0; i < CODES / LANES; ++i) {
-      const __m256i codes = _mm256_srlv_epi32(_mm256_set1_epi32(load_word(p + 4 * i)), shifts);
+      const __m256i codes = _mm256_srlv_epi32(_mm256_set1_epi32(load_word<int32_t>(p + 4 * i)), shifts);
       const __m256 size = _mm256_permutevar8x32_ps(values, codes);  // by the lowest three bits
       found.at[i] = (Floats)((Words)size | (Words)codes << 28 & 0x80000000u);
     }
@@ -158,8 +187,9 @@ struct E2m1 {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
   static Numbers load_some(const uint8_t* p, int64_t) { return load(p); }
 
  private:
-  [[maybe_unused]] static int32_t load_word(const uint8_t* p) {
-    int32_t word;
+  template <class Word>
+  static Word load_word(const uint8_t* p) {
+    Word word;
     std::memcpy(&word, p, sizeof(word));
     return word;
   }

@@ -77,8 +77,8 @@ template <class Element, bool HALVES, int W, int R>
     for (int j = 0; j < W; ++j) {
       const uint8_t* p = w + j * w_row + Element::bytes(k);
       if (Element::bytes(k) % 64 == 0) __builtin_prefetch(next + j * w_row + Element::bytes(k), 0, 2);
-      add(j, Element::load(p), Element::load(p + Element::bytes(CODES)), scales[j].at(at), scales[j].at(last_at),
-          [&](int r) { return rows[r] + k; });
+      add(j, Element::load(p), Element::load(p + Element::bytes(CODES)), scales[j].without_whole(at),
+          scales[j].without_whole(last_at), [&](int r) { return rows[r] + k; });
     }
   }
   if (const int64_t left = n - k; left > 0) {
@@ -88,12 +88,12 @@ template <class Element, bool HALVES, int W, int R>
     for (int j = 0; j < W; ++j) {
       const uint8_t* row = w + j * w_row;
       const Numbers last = left > CODES ? load_codes<Element>(row, k + CODES, left - CODES) : Numbers{};
-      add(j, load_codes<Element>(row, k, left), last, scales[j].at(at), scales[j].at(last_at),
+      add(j, load_codes<Element>(row, k, left), last, scales[j].without_whole(at), scales[j].without_whole(last_at),
           [&](int r) { return x[r]; });
     }
   }
   for (int j = 0; j < W; ++j)
-    for (int r = 0; r < R; ++r) out[j][r] = total(sum[j][r]);
+    for (int r = 0; r < R; ++r) out[j][r] = total(sum[j][r]) * scales[j].whole;
 }
 
 // Calls with the number of rows, one to four, as a constant.
