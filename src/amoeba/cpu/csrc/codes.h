@@ -1,8 +1,8 @@
 // Weights in codes with a scale for each block: eight or four bits a number in memory, made numbers as they are read.
 //
-// An element says what a code stands for: a sign, some bits of exponent and some of mantissa, always exact in bf16. Codes
-// of four bits lie two to a byte, the first in the low bits, and fill whole blocks. Blocks are powers of two of at least
-// sixteen columns, so sixteen codes of a row that begin at a multiple of sixteen have one scale.
+// An element says what a code stands for: a sign, some bits of exponent and some of mantissa, always exact in bf16.
+// Codes of four bits lie two to a byte, the first in the low bits, and fill whole blocks. Blocks are powers of two of
+// at least sixteen columns, so sixteen codes of a row that begin at a multiple of sixteen have one scale.
 #pragma once
 #include "vectors.h"
 
@@ -63,8 +63,8 @@ inline Words load_bytes(const uint8_t* p) {
 #endif
 }
 
-// Codes in words, by arithmetic. With an exponent of 0 a number is mantissa . 2^(1 - BIAS - MANTISSA). No number here is
-// below what a float holds, whether or not those are flushed.
+// Codes in words, by arithmetic. With an exponent of 0 a number is mantissa . 2^(1 - BIAS - MANTISSA). No number here
+// is below what a float holds, whether or not those are flushed.
 template <int EXPONENT, int MANTISSA, int BIAS>
 inline Floats numbers_of(Words codes) {
   constexpr int SIGN = EXPONENT + MANTISSA;
@@ -78,7 +78,8 @@ inline Floats numbers_of(Words codes) {
 #define AMOEBA_READS_BY_NEON 1
 // The upper two bytes of a float, seeeeeee and emmm0000, are made apart, sixteen to an instruction.
 inline Numbers floats_of_upper_bytes(uint8x16_t low, uint8x16_t high) {
-  const uint16x8_t first = vreinterpretq_u16_u8(vzip1q_u8(low, high)), last = vreinterpretq_u16_u8(vzip2q_u8(low, high));
+  const uint16x8_t first = vreinterpretq_u16_u8(vzip1q_u8(low, high));
+  const uint16x8_t last = vreinterpretq_u16_u8(vzip2q_u8(low, high));
   const uint16x8_t zero = vdupq_n_u16(0);
   return {{(Floats)vzip1q_u16(zero, first), (Floats)vzip2q_u16(zero, first), (Floats)vzip1q_u16(zero, last),
            (Floats)vzip2q_u16(zero, last)}};
@@ -89,11 +90,13 @@ struct E4m3 {  // 0x7f and 0xff are NaN
   static constexpr int64_t bytes(int64_t codes) { return codes; }
 #ifdef AMOEBA_READS_BY_NEON
   // The first sixteen codes, of which eight have an exponent of 0, are looked up. One core makes 3.3 billion numbers a
-  // second so in sums with one row, and 3.8 billion of e2m1 (Neoverse-N1, 2026-11-17, `script`); by way of half precision,
-  // whose conversion takes two cycles, 2.9 billion.
+  // second so in sums with one row, and 3.8 billion of e2m1 (Neoverse-N1, 2026-11-17, by a script); by way of half
+  // precision, whose conversion takes two cycles, 2.9 billion.
   static Numbers load(const uint8_t* p) {
-    const uint8x16_t first_high = {0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c};
-    const uint8x16_t first_low = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
+    const uint8x16_t first_high = {0,    0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c,
+                                   0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c};
+    const uint8x16_t first_low = {0,    0,    0x80, 0xc0, 0,    0x20, 0x40, 0x60,
+                                  0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
     const uint8x16_t codes = vld1q_u8(p), size = vandq_u8(codes, vdupq_n_u8(0x7f));
     const uint8x16_t low = vqtbx1q_u8(vshlq_n_u8(codes, 4), first_low, size);
     const uint8x16_t large = vqtbx1q_u8(vaddq_u8(vshrq_n_u8(size, 4), vdupq_n_u8(60)), first_high, size);
@@ -144,7 +147,8 @@ struct E2m1 {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
   static constexpr int64_t bytes(int64_t codes) { return codes / 2; }
   static Numbers load(const uint8_t* p) {
 #ifdef AMOEBA_READS_BY_NEON
-    const uint8x16_t upper = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
+    const uint8x16_t upper = {0,    0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,
+                              0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
     const uint8x16_t lower = {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
     const uint8x16_t pairs = vcombine_u8(vld1_u8(p), vdup_n_u8(0));
     const uint8x16_t codes = vandq_u8(vzip1q_u8(pairs, vshrq_n_u8(pairs, 4)), vdupq_n_u8(15));
@@ -152,7 +156,7 @@ struct E2m1 {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 #elif defined(__AVX512F__)
     const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
 #ifdef __AVX512VBMI__
-    // the eight bytes in each lane of 64 bits, of which the lower word begins with bit 8 i and the upper one with 8 i + 4
+    // the eight bytes in each lane of 64 bits: in lane i the lower word begins with bit 8 i, the upper with 8 i + 4
     const __m512i first = _mm512_setr_epi64(0x400000000, 0xc00000008, 0x1400000010, 0x1c00000018, 0x2400000020,
                                             0x2c00000028, 0x3400000030, 0x3c00000038);
     const __m512i codes = _mm512_multishift_epi64_epi8(first, _mm512_set1_epi64(load_word<int64_t>(p)));

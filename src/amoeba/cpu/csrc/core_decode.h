@@ -52,7 +52,8 @@ template <class Element, bool HALVES, int W, int R>
                                   const ScaleAxis& axis, const float* const* rows, int64_t n, float out[][4]) {
   constexpr int VECTORS = CODES / LANES;
   Floats sum[W][R] = {};
-  const auto add = [&](int j, const Numbers& first, const Numbers& last, float scale, float last_scale, const auto& right) {
+  const auto add = [&](int j, const Numbers& first, const Numbers& last, float scale, float last_scale,
+                       const auto& right) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const float* x = right(r);
