@@ -54,7 +54,7 @@ def made(shape: str, dtype: torch.dtype = torch.float32, experts: int = 4) -> Bl
     generator = torch.Generator().manual_seed(1)
     gate_up = torch.randn(experts, activation.width(inner), hidden, generator=generator) / hidden**0.5
     down = torch.randn(experts, hidden, inner, generator=generator) / inner**0.5
-    biases = torch.randn(experts, gate_up.shape[1], generator=generator), torch.randn(experts, hidden)
+    biases = (torch.randn(experts, width, generator=generator) for width in (gate_up.shape[1], hidden))
     return quantise_experts(ExpertWeights(gate_up, down, *biases, activation), format).to(dtype)
 
 
