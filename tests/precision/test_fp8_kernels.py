@@ -29,7 +29,7 @@ from fp8_stand_ins import stand_in
 from selection import each_value_once, quick
 from small_layer import E, Layer, kernel_device
 
-RECIPES = ("fp8", "fp8-ste", "fp8-saved")
+RECIPES = ("fp8", "fp8-ste", "fp8-saved", "fp8-all")
 by_recipe = pytest.mark.parametrize("recipe", RECIPES)
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")

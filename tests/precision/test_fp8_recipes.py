@@ -22,7 +22,7 @@ from amoeba.proof.stages import STAGE_TOLERANCE, STAGES
 from selection import quick
 from small_layer import Layer
 
-RECIPES = ("fp8", "fp8-ste", "fp8-saved")
+RECIPES = ("fp8", "fp8-ste", "fp8-saved", "fp8-all")
 by_recipe = pytest.mark.parametrize("recipe", RECIPES)
 CPU = torch.device("cpu")
 # Every routing there is, no tokens, blocks that are cut and several of them, biases, all activations.
@@ -38,7 +38,7 @@ CASES = [
 GRADIENTS = {"output", "inference", "x", "weight", "gate_up", "down"}
 
 
-@quick(lambda recipe, case: recipe == "fp8" or case in (CASES[0], *(CASES[1:4] if recipe == "fp8-saved" else ())))
+@quick(lambda recipe, case: recipe == "fp8" or case in (CASES[0], *(CASES[1:4] if recipe in ("fp8-saved", "fp8-all") else ())))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @by_recipe
 def test_output_every_gradient_and_every_product_agree_with_fp64_on_the_quantised_operands(
@@ -93,6 +93,7 @@ TABLE = {
     "fp8": {"output": 6.35, "weight": 6.75, "x": 6.65, "gate_up": 5.55, "down": 5.25},
     "fp8-ste": {"output": 6.35, "weight": 5.65, "x": 4.1, "gate_up": 4.15, "down": 5.25},
     "fp8-saved": {"output": 6.35, "weight": 7.9, "x": 7.3, "gate_up": 6.3, "down": 6.7},
+    "fp8-all": {"output": 6.35, "weight": 6.75, "x": 6.65, "gate_up": 6.55, "down": 6.35},
 }
 
 
@@ -208,7 +209,7 @@ def test_what_it_does_not_take_is_refused_by_name() -> None:
     assert isinstance(half, Fp8Experts) and half.recipe == "fp8"
     with pytest.raises(ValueError, match=r"serves fp32 and bf16, these weights are torch.float16"):
         experts(layer.tensors["x"].half(), routing, half)
-    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, auto; got 'fp4'"):
+    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'"):
         with_precision(weights, "fp4")
     with pytest.raises(ValueError, match="precision: expected one of"):
         MoE(MoEConfig(64, 48, RouterConfig(8, 2)), precision="int8")  # type: ignore[arg-type]
