@@ -104,7 +104,9 @@ def test_console_log_and_report_name_the_precision_and_what_computes_it(
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'"):
+    with pytest.raises(
+        ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'"
+    ):
         TrainSettings(precision="fp4")
     result = CliRunner().invoke(app, ["train", "--precision", "fp4"])
     assert result.exit_code == 2

@@ -25,6 +25,7 @@ from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.proof.stages import STAGES, stage_errors
+from fp8_gradient_stand_in import stand_in_for_gradients
 from fp8_stand_ins import stand_in
 from selection import each_value_once, quick
 from small_layer import E, Layer, kernel_device
@@ -39,6 +40,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in fo
 @pytest.fixture
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
+    stand_in_for_gradients(monkeypatch)
 
 
 def gradients(
@@ -77,6 +79,23 @@ def test_output_and_every_gradient_are_those_of_plain_torch(
     expected = gradients(layer, recipe, "eager")
     assert_near(gradients(layer, recipe, "triton"), expected)
     assert_near(gradients(layer, recipe, "triton", recompute=True), expected)
+
+
+@without_gpu
+def test_gradients_of_weights_of_several_blocks_of_rows_are_those_of_plain_torch(stood_in: None) -> None:
+    """And a token without experts, whose numbers are the largest, is among those that a column's scale is of."""
+    tokens = 136
+    expert_TK = torch.zeros(tokens, 2, dtype=torch.int64)
+    expert_TK[:, 1], expert_TK[::40, 0], expert_TK[7] = E, 2, E
+    layer = Layer(tokens=tokens, hidden=64, inner=64, expert_TK=expert_TK)
+    with torch.no_grad():
+        layer.tensors["x"][7], layer.dy_TH[7] = 1e5, 1e5
+    expected = gradients(layer, "fp8-all", "eager")
+    assert_near(gradients(layer, "fp8-all", "triton"), expected)
+    finer = gradients(layer, "fp8", "eager")
+    for name in ("gate_up", "down"):  # most numbers are far below what the largest one asks for
+        assert (expected[name] - finer[name]).norm() > 0.1 * finer[name].norm()
+        assert (expected[name][1] == 0).all()
 
 
 @without_gpu

@@ -38,7 +38,11 @@ CASES = [
 GRADIENTS = {"output", "inference", "x", "weight", "gate_up", "down"}
 
 
-@quick(lambda recipe, case: recipe == "fp8" or case in (CASES[0], *(CASES[1:4] if recipe in ("fp8-saved", "fp8-all") else ())))
+@quick(
+    lambda recipe, case: (
+        recipe == "fp8" or case in (CASES[0], *(CASES[1:4] if recipe in ("fp8-saved", "fp8-all") else ()))
+    )
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @by_recipe
 def test_output_every_gradient_and_every_product_agree_with_fp64_on_the_quantised_operands(
@@ -209,7 +213,9 @@ def test_what_it_does_not_take_is_refused_by_name() -> None:
     assert isinstance(half, Fp8Experts) and half.recipe == "fp8"
     with pytest.raises(ValueError, match=r"serves fp32 and bf16, these weights are torch.float16"):
         experts(layer.tensors["x"].half(), routing, half)
-    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'"):
+    with pytest.raises(
+        ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'"
+    ):
         with_precision(weights, "fp4")
     with pytest.raises(ValueError, match="precision: expected one of"):
         MoE(MoEConfig(64, 48, RouterConfig(8, 2)), precision="int8")  # type: ignore[arg-type]

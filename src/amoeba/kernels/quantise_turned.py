@@ -1,4 +1,4 @@
-"""Rows to e4m3, transposed, for gradients of weights: 128 rows of one expert are a block, stored (blocks, columns, 128).
+"""Rows to e4m3, transposed, for gradients of weights: 128 rows of an expert are a block, stored (blocks, columns, 128).
 
 T tokens · K experts per token · N = T·K routed rows · E experts · W columns · B blocks, as many as there may be
 

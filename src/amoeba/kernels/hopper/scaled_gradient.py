@@ -67,8 +67,12 @@ class Plan:
         return [224, 56]
 
     @property
-    def STAGED(self) -> list[int]:
-        return [self.BLOCK, self.BLOCK_M // 2] if self.TRANSPOSED else [self.BLOCK_M // 2, self.BLOCK]
+    def STAGED(self) -> tuple[int, int]:
+        return (self.BLOCK, self.BLOCK_M // 2) if self.TRANSPOSED else (self.BLOCK_M // 2, self.BLOCK)
+
+    @property
+    def STAGING(self) -> list[int]:
+        return [2 * self.BUFFERS, *self.STAGED]
 
 
 @gluon.jit
@@ -170,7 +174,7 @@ def scaled_gradient_kernel(
     right_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PLAN.BLOCK_N, PLAN.BLOCK], RIGHT_LAYOUT)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, PLAN.BLOCK_M], flat)
-    staging = gl.allocate_shared_memory(out.dtype.element_ty, [2 * PLAN.BUFFERS] + PLAN.STAGED, OUT_LAYOUT)
+    staging = gl.allocate_shared_memory(out.dtype.element_ty, PLAN.STAGING, OUT_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -202,7 +206,7 @@ def _bound(plan: Plan, dtype: torch.dtype) -> Any:
         PLAN=Constants(plan),
         LEFT_LAYOUT=shared_layout((BLOCK_M, BLOCK), E4M3),
         RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK), E4M3),
-        OUT_LAYOUT=shared_layout(tuple(plan.STAGED), dtype),
+        OUT_LAYOUT=shared_layout(plan.STAGED, dtype),
         num_warps=4,
     )
 
@@ -218,7 +222,7 @@ def weight_gradient(left: Turned, right: Turned, blocks: RowBlocks, heaviest_E: 
     _bound(plan, out_EMN.dtype)[(programs(out_EMN.device),)](
         descriptor(left.codes_BWR.view(E4M3).view(-1, BLOCK), (BLOCK_M, BLOCK)),
         descriptor(right.codes_BWR.view(E4M3).view(-1, BLOCK), (BLOCK_N, BLOCK)),
-        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), tuple(plan.STAGED)),
+        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), plan.STAGED),
         left.scales,
         right.scales,
         blocks.end_E,

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from amoeba.kernels.activation import gated
 from amoeba.kernels.hopper.descriptor import bulk_load, gather
 from amoeba.kernels.hopper.product_kernel import place_of_tile
-from amoeba.kernels.hopper.product_store import add_bias
+from amoeba.kernels.hopper.product_store import add_bias, rounded
 from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns
 from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_halves
 

@@ -6,9 +6,9 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · J 
     grads = experts_backward(dy_TH, x_TH, expert_TK, weight_TK, weights, dtype)
 
 Operands are quantised where the recipe says so, as the formats are defined; between these places all is fp64, but for
-h, dA' and dh, and s · a where it is quantised, which are rounded to dtype, that of x. Only so can others agree with it: a number next to the middle
-between two codes falls to one of them or to the other, a sixteenth away, and with one rounding more in bf16 one in
-fifty does.
+h, dA' and dh, and s · a where it is quantised, which are rounded to dtype, that of x. Only so can others agree with it:
+a number next to the middle between two codes falls to one of them or to the other, a sixteenth away, and with one
+rounding more in bf16 one in fifty does.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def operands_of_backward(weights: Fp8Experts) -> tuple[Callable[[Tensor], Tensor
 
 
 def operands_of_weights(weights: Fp8Experts) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """What becomes of rows of all tokens (x, dO) and of one expert's (dh, s · a) before they give gradients of weights."""
+    """What becomes of rows of all tokens (x, dO) and of one expert's (dh, s · a) that give gradients of weights."""
     if weights.recipe == "fp8-all":
         return quantised_columns, quantised_blocks
     return lambda rows: rows, lambda rows: rows
