@@ -13,14 +13,16 @@ from torch.utils.checkpoint import checkpoint
 import amoeba
 from amoeba import ExpertWeights, LoraFactors, MoE, MoEConfig, Request, RouterConfig, Routing, experts, with_precision
 from amoeba.backends import fp8
+from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.proof.reference import experts as reference
+from amoeba.proof.reference import recipes as recipe_reference
 from amoeba.proof.stages import STAGE_TOLERANCE, STAGES
 from selection import quick
-from small_layer import Layer
+from small_layer import E, Layer
 
 RECIPES = ("fp8", "fp8-ste", "fp8-saved", "fp8-all")
 by_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -89,6 +91,38 @@ def test_a_product_of_operands_that_were_not_quantised_is_noticed(stage: str, mo
     result = verify_case(Case(63, 2, SILU), "fp8", CPU, torch.bfloat16)
     assert f"stage {stage}" in result.out_of_tolerance, result
     assert not {f"stage {other}" for other in ("h", "y", "dh", "dx") if other != stage} & set(result.out_of_tolerance)
+
+
+@pytest.mark.parametrize("side", ["sorted rows", "tokens"])
+def test_a_weight_gradient_of_operands_that_were_not_quantised_is_noticed(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounded = fp8._rounded
+
+    def one_is_left(rows: Tensor, format: Format = FP8_TRAINING_ROWS) -> Tensor:
+        left = format is FP8_TRAINING_COLUMNS if side == "sorted rows" else format.name.startswith("fp8-63-")
+        return rows.float() if left else rounded(rows, format)
+
+    monkeypatch.setattr(fp8, "_rounded", one_is_left)
+    result = verify_case(Case(63, 2, SILU), "fp8-all", CPU, torch.bfloat16)
+    assert {"gate_up", "down", "stage dW1", "stage dW2"} == set(result.out_of_tolerance), result
+
+
+def test_weight_gradients_in_fp8_have_scales_of_128_rows_of_an_expert_and_of_columns_of_all_tokens() -> None:
+    """With rows that grow, so that blocks cut elsewhere have others; the last token has no expert, and the largest
+    numbers."""
+    tokens = 321
+    layer = Layer(tokens=tokens, expert_TK=torch.tensor([[0, E]] * 150 + [[2, 0]] * (tokens - 151) + [[E, E]]))
+    with torch.no_grad():
+        layer.tensors["x"][:] *= torch.linspace(1, 40, tokens)[:, None]
+        layer.dy_TH *= torch.linspace(1, 40, tokens)[:, None]
+    found = run(layer, "fp8-all")
+    wide = {name: tensor.detach().double() for name, tensor in layer.tensors.items()}
+    weights = with_precision(layer.weights(wide), "fp8-all")
+    given = wide["x"], layer.expert_TK, wide["weight"], weights
+    truth = recipe_reference.experts_backward(layer.dy_TH.double(), *given, torch.float32)
+    for name, expected in truth.items():
+        assert (found[name] - expected).norm() <= 3e-3 * expected.norm(), name
 
 
 # Relative errors in % against fp64 without any rounding, N=512 H=1024 I=512: a simulation in numpy (2026-11-15), the
