@@ -25,7 +25,6 @@ from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.proof.stages import STAGES, stage_errors
-from fp8_gradient_stand_in import stand_in_for_gradients
 from fp8_stand_ins import stand_in
 from selection import each_value_once, quick
 from small_layer import E, Layer, kernel_device
@@ -40,7 +39,6 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in fo
 @pytest.fixture
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
-    stand_in_for_gradients(monkeypatch)
 
 
 def gradients(

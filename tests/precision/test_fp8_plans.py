@@ -18,8 +18,7 @@ from amoeba.backends import fp8_codes, sorted_rows
 from amoeba.kernels import launch, launch_plan
 from amoeba.kernels.hopper import scaled_gradient, scaled_product
 from amoeba.precision import QuantisedMatrix, UnchangedWeights
-from fp8_gradient_stand_in import weight_gradient
-from fp8_stand_ins import product, up
+from fp8_stand_ins import product, up, weight_gradient
 from selection import quick
 from small_layer import Layer
 
@@ -67,8 +66,6 @@ def _whole(value: Any, parts: Iterator[Any]) -> Any:
 def layer(stood_in: None, monkeypatch: pytest.MonkeyPatch) -> Layer:  # noqa: F811
     monkeypatch.setattr(scaled_product, "multiply", as_launch(product))
     monkeypatch.setattr(scaled_product, "up", as_launch(up))
-    monkeypatch.setattr(scaled_product, "multiply", as_launch(_product))
-    monkeypatch.setattr(scaled_product, "up", as_launch(_up))
     monkeypatch.setattr(scaled_gradient, "weight_gradient", as_launch(weight_gradient))
     launch_plan.forget_plans()
     return Layer(tokens=5, hidden=64, inner=64, bias=False)

@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import amoeba
 from amoeba import ExpertWeights, LoraFactors, MoE, MoEConfig, Request, RouterConfig, Routing, experts, with_precision
 from amoeba.backends import fp8
+from amoeba.parallel.owners import Owners
+from amoeba.parallel.ranks import Ranks
+from amoeba.parallel.sharded import ShardedExperts
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.problem import Problem
@@ -131,7 +134,8 @@ def test_weight_gradients_in_fp8_have_scales_of_128_rows_of_an_expert_and_of_col
 
 
 # Relative errors in % against fp64 without any rounding, N=512 H=1024 I=512: a simulation in numpy (2026-11-15), the
-# middle of what it gave.
+# middle of what it gave. (For fp8-all with 128 x 1 on both sides of a weight's gradient: scales that are powers of two
+# show in numbers below 2^-14 of the largest alone, so one for a whole column gives the same.)
 TABLE = {
     "fp8": {"output": 6.35, "weight": 6.75, "x": 6.65, "gate_up": 5.55, "down": 5.25},
     "fp8-ste": {"output": 6.35, "weight": 5.65, "x": 4.1, "gate_up": 4.15, "down": 5.25},
@@ -238,6 +242,16 @@ def test_fp8_saved_keeps_little_more_than_half_of_the_bytes() -> None:
         assert [each.dtype for each in saved] == [each.dtype for each in fp8.BACKEND.traced.fake(problem)]
         assert [each.shape for each in saved] == [each.shape for each in fp8.BACKEND.traced.fake(problem)]
     assert kept["fp8-saved"] <= 0.55 * kept["fp8"]
+
+
+def test_fp8_all_is_refused_over_ranks_of_which_none_has_all_tokens() -> None:
+    layer, ranks = Layer(tokens=4), Ranks()
+    sharded = ShardedExperts(with_precision(layer.weights(layer.tensors), "fp8-all"), Owners.even(E, 1), ranks)
+    routing = Routing(layer.expert_TK, layer.tensors["weight"])
+    assert torch.equal(experts(layer.tensors["x"], routing, sharded), run(layer, "fp8-all")["output"])
+    ranks.count = 2
+    with pytest.raises(ValueError, match="fp8-all has scales over all of them: take fp8, or one process"):
+        experts(layer.tensors["x"], routing, sharded)
 
 
 def test_what_it_does_not_take_is_refused_by_name() -> None:

@@ -33,6 +33,8 @@ class RanksBackend(Backend):
         sharded = _sharded(request)
         if torch.compiler.is_compiling() or transformed():
             return "sends as many rows as there are, which torch.compile and torch.func cannot trace yet"
+        if sharded.ranks.count > 1 and sharded.local.placement == "fp8-all":
+            return "has a part of the tokens, fp8-all has scales over all of them: take fp8, or one process"
         transport, refused = choose_transport(sharded.transport, sharded.ranks, request.x_TH.device)
         if transport is None:
             return "has no way between these ranks: " + "; ".join(f"{name} {why}" for name, why in refused.items())
