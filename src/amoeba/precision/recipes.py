@@ -48,6 +48,8 @@ SUMMARIES = {
     "fp8-saved": "as fp8, and what is kept for backward in e4m3",
     "fp8-all": "as fp8, and the gradients of weights in e4m3",
 }
+# Has scales over all tokens, of which a rank has a part: not for experts over ranks.
+OF_ALL_TOKENS: Precision = "fp8-all"
 
 
 def summary_of(precision: str) -> str:
