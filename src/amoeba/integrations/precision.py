@@ -30,8 +30,8 @@ logger = logging.getLogger("amoeba")
 
 
 def set_precision(model: nn.Module, precision: str) -> None:
-    """precision: "fp8", "fp8-ste", "fp8-saved", "auto" for fp8 where it is faster, or "bf16" for the dtype that the
-    parameters have, as without this call."""
+    """precision: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto" for fp8 where it is faster, or "bf16" for the
+    dtype that the parameters have, as without this call."""
     check_precision(precision)
     modules = experts_modules(model)
     if not modules:
