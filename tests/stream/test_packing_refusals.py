@@ -41,7 +41,7 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "fp8": (lambda path: change(path, "_proj.weight", lambda t: t.to(torch.float8_e4m3fn)), "in torch.float8_e4m3fn"),
     "quantized": (
         lambda path: change_json(path / "config.json", quantization_config={"quant_method": "fp8"}),
-        "got qwen3_moe quantized by fp8",
+        "got qwen3_moe quantised by fp8",
     ),
 }  # fmt: skip
 

@@ -221,12 +221,12 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "scales of other blocks": (lambda path: tell(path, weight_block_size=[64, 64]), r"shape \(3, 3\)"),
     "blocks of 96": (lambda path: tell(path, weight_block_size=[96, 96]), "powers of two"),
-    "one scale for a tensor": (lambda path: tell(path, weight_block_size=None), "quantized by fp8, in a way not known"),
+    "one scale for a tensor": (lambda path: tell(path, weight_block_size=None), "quantised by fp8, in a way not known"),
     "e5m2": (
         lambda path: change(path, "up_proj.weight", lambda t: t.float().to(torch.float8_e5m2)),
         "in float8_e5m2",
     ),
-    "another method": (lambda path: tell(path, quant_method="gptq"), "quantized by gptq, in a way not known"),
+    "another method": (lambda path: tell(path, quant_method="gptq"), "quantised by gptq, in a way not known"),
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from amoeba.errors import bad_value, is_out_of_memory, one_line
+from amoeba.errors import BadValue, bad_value, is_out_of_memory, one_line
 
 logger = logging.getLogger("amoeba")
 
@@ -255,7 +255,7 @@ def _reading(name: str, part: str) -> Iterator[None]:
     """Files of others, read by packages of others: whatever comes out, what is in the folder is the reason."""
     try:
         yield
-    except ImportError:
+    except (ImportError, BadValue):
         raise
     except Exception as error:
         if is_out_of_memory(error):

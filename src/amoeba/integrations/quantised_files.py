@@ -24,7 +24,7 @@ from torch import Tensor
 
 from amoeba.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import CheckpointNames, sort_names
-from amoeba.integrations.experts_module import ExpertsModule, described, layout_of
+from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules, layout_of
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.formats import E8M0, MXFP4, Format, format_named, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
@@ -36,6 +36,7 @@ SUFFIXES = (BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE)
 _OTHER_SCALES = (".scale", ".qscale_weight")
 # In files; scales of one byte are exponents, but for those of our own formats.
 CODE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+_PLAIN = {"F64", "F32", "BF16", "F16"}  # of safetensors
 _NAMED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # of safetensors, what no weight may be alone
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e8m0fnu)
 # quant_method of what transformers does not know. It would read the codes as numbers and leave out the scales, with a
@@ -43,6 +44,7 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch
 OURS = "amoeba"
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 REMEDY = "load it dequantised with transformers and save that, or take its unquantised checkpoint"
+OTHERWISE = "take its unquantised checkpoint, or its FP8 one with blocks of scales (weight_scale_inv)"
 AGAIN = "download it again, or take its unquantised checkpoint"
 
 
@@ -180,6 +182,43 @@ class QuantisedFiles:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt").__enter__()
         return self._open[path]
+
+
+def check_readable(folder: Path, model: Any, facts: Mapping[str, Any]) -> None:
+    """ValueError for a quantisation that is left to transformers, but that transformers skips with a warning, or whose
+    experts it does not hand over as numbers. model: without weights, on the meta device."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    method = facts.get("quant_method")
+    if method == "fp8":
+        return  # one scale for a matrix, or experts in FP4: transformers dequantises them
+    algorithm = "" if facts.get("quant_algo") is None else f" ({facts['quant_algo']})"
+    got = f"{model.config.model_type} quantised by {method}{algorithm}"
+    expected = "experts in bfloat16, float16 or float32, or block-scaled (fp8, mxfp4)"
+    if method is not None and not AutoHfQuantizer.supports_quant_method(dict(facts)):
+        raise bad_value("MODEL", expected, f"{got}, which transformers does not know either", OTHERWISE)
+    files = _files(folder)
+    names = sort_names(model, files)
+    dtypes = {path: _dtypes_in(path) for path in set(files.values())}
+    for name, module in experts_modules(model).items() if files else ():
+        for parameter, _ in module.named_parameters():
+            sources = [each[0] for each in names.sources(f"{name}.{parameter}").values()]
+            kinds = {dtypes[files[each]][each] for each in sources}
+            if not sources or not kinds <= _PLAIN:
+                there = " and ".join(sorted(kinds)) or "no such tensor"
+                raise bad_value("MODEL", expected, f"{got}: {there} for {name}.{parameter}", OTHERWISE)
+
+
+def check_no_codes(folder: Path) -> None:
+    """ValueError where config.json tells of no quantisation and weights are codes: they would be read as numbers."""
+    for path in _paths(folder):
+        for name, dtype in _dtypes_in(path).items():
+            if dtype.startswith("F8"):
+                expected, got = (
+                    "quantization_config in config.json beside weights in FP8",
+                    f"none, and {name} in {dtype}",
+                )
+                raise bad_value("MODEL", expected, got, OTHERWISE)
 
 
 def is_quantised(name: str, names: Container[str]) -> bool:
@@ -320,6 +359,17 @@ def _paths(folder: Path) -> Iterable[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise bad_value(str(index), "an index of safetensors files", one_line(error), AGAIN) from error
     return [folder / name for name in sorted(names)]
+
+
+def _dtypes_in(path: Path) -> dict[str, str]:
+    """As safetensors calls them; nothing of a file that cannot be read, which loading it will tell."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  no mapping
+    except (SafetensorError, OSError):
+        return {}
 
 
 def weight_of(name: str) -> str:
