@@ -30,7 +30,7 @@ from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.folder import FolderStore
 from amoeba.stream.store.layers import LayerEntry
-from amoeba.stream.store.packing import appears_whole, copy_small_files, fingerprint, only_one
+from amoeba.stream.store.packing import appears_whole, copy_small_files, fingerprint, only_one, room_for
 from amoeba.stream.store.pieces import Piece
 from amoeba.stream.store.tensor_files import SHARDS, TensorEntry, checkpoint_tensors, header_of, tensors_of
 
@@ -91,7 +91,7 @@ class _Quantising:
         began = time.monotonic()
         self._check_out()
         self.out.mkdir(parents=True, exist_ok=True)
-        with only_one(self.out):
+        with only_one(self.out), room_for(self.out, lambda: "room"):
             resumed = [number for number, file in enumerate(self.files[:-1]) if (self.out / file).is_file()]
             _write(self.out / _UNFINISHED, json.dumps(self.facts))
             for number, file in enumerate(self.files[:-1]):

@@ -55,7 +55,9 @@ class CodedCheckpoint:
         found = format_of(facts)
         assert found is not None
         if found.has_matrix_scale:
-            remedy = "keep them resident: leave --ram out, or load the model without amoeba.stream"
+            remedy = (
+                "keep them resident (without --ram, pack or amoeba.stream), or quantise the model to another format"
+            )
             raise bad_value("MODEL", "experts in fp8, mxfp8 or mxfp4 to be streamed", found.name, remedy)
         self._format, self._is_ours = found, facts["quant_method"] == OURS
         self._names = sort_names(model, {weight_of(name) for name in tensors})
