@@ -271,6 +271,13 @@ def _unreadable(name: str, part: str, error: Exception) -> ValueError:
             f"{name!r}, whose auto_map names some",
             f"add {TRUST_FLAG} to run that code, if you have read it and trust it",
         )
+    if "Unrecognized configuration class" in str(error):
+        return bad_value(
+            "MODEL",
+            "a text model, which AutoModelForCausalLM loads",
+            f"{name!r}, of another kind",
+            "use it from Python: from_pretrained(..., experts_implementation='amoeba') of the model's own class",
+        )
     # transformers' OSErrors say it in their first line and then talk of the hub
     said = str(error).strip().splitlines()[:1] if isinstance(error, OSError) else []
     words = " ".join(said or [f"{type(error).__name__}: {one_line(error)}"]).rstrip(" .:")

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import described, experts_modules, hand_over
 from amoeba.integrations.quantised_files import QuantisedFiles, check_no_codes, check_readable, format_of
 from amoeba.integrations.without_experts import experts_left_out
@@ -78,11 +77,7 @@ def _quantised(kind: Any, model: Any, options: dict[str, Any], implementation: s
 def facts_of(config: Any) -> dict[str, Any] | None:
     """quantization_config, as config.json has it."""
     found = getattr(config, "quantization_config", None)
-    if found is None or isinstance(found, dict):
-        return found
-    if not hasattr(found, "to_dict"):
-        raise bad_value("quantization_config in config.json", "an object", repr(found), "correct the file")
-    return dict(found.to_dict())
+    return found if found is None or isinstance(found, dict) else dict(found.to_dict())
 
 
 def unquantised(config: Any) -> Any:
