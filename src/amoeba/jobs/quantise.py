@@ -201,13 +201,12 @@ class _Quantising:
 
     def _method(self) -> str:
         """quant_method of config.json: transformers' own where it reads what is written here as it was meant."""
-        pieces = self.source.pieces[0]
+        sizes = [size for entry in self.source.layers for size in (entry.hidden, entry.intermediate)]
         if self.name == "mxfp4" and self.model.config.model_type == "gpt_oss":
-            return "mxfp4"
+            return OURS if any(size % 32 for size in sizes) else "mxfp4"  # its reader knows whole blocks alone
         # its reader takes blocks to be equal parts of a matrix
-        sizes = (size for entry in self.source.layers for size in (entry.hidden, entry.intermediate))
         whole = all(size % 128 == 0 or size < 128 for size in sizes)
-        return "fp8" if self.name == "fp8" and whole and not pieces[0].stacked else OURS
+        return "fp8" if self.name == "fp8" and whole and not self.source.pieces[0][0].stacked else OURS
 
     def _config(self) -> dict[str, Any]:
         config = json.loads((self.source.folder / _CONFIG).read_bytes())
