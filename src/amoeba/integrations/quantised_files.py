@@ -318,7 +318,7 @@ def is_transposed(
     converter = names.converter(parameter)
     if converter is None:
         return found.transposed
-    return not (converter.operations[0].check_dims and there == shape)
+    return not (getattr(converter.operations[0], "check_dims", False) and there == shape)
 
 
 def check_square(name: str, format: Format) -> None:
