@@ -264,7 +264,9 @@ def test_what_it_does_not_take_is_refused_by_name() -> None:
         experts(layer.tensors["x"], routing, weights, lora=factors)
     half = weights.to(torch.float16)
     assert isinstance(half, Fp8Experts) and half.recipe == "fp8"
-    with pytest.raises(ValueError, match=r"serves fp32 and bf16, these weights are torch.float16"):
+    with pytest.raises(
+        ValueError, match=r"fp8 beside fp32 and bf16 .mixed precision in bf16, too., these weights are torch.float16"
+    ):
         experts(layer.tensors["x"].half(), routing, half)
     with pytest.raises(
         ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'"

@@ -153,7 +153,8 @@ class Fp8Backend(PassesBackend):
 
     def why_not(self, request: Request) -> str | None:
         if request.weights.dtype not in (torch.float32, torch.bfloat16):
-            return f"serves fp32 and bf16, these weights are {request.weights.dtype}"
+            dtype = request.weights.dtype
+            return f"trains in fp8 beside fp32 and bf16 (mixed precision in bf16, too), these weights are {dtype}"
         if request.lora is not None:
             return "trains the experts themselves; beside LoRA factors keep them frozen, as fp8-weights"
         return None

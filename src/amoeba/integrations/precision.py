@@ -44,7 +44,7 @@ def set_precision(model: nn.Module, precision: str) -> None:
     for name, module in modules.items():
         if name in over_ranks:
             continue
-        check_own_parameters(module, name, "load the model again without a placement")
+        check_own_parameters(module, name, "load the unquantised model, without a placement")
         resident(module)  # says if its own activation has to be called
     from amoeba.integrations.transformers import register
 
