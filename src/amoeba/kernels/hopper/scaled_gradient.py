@@ -44,7 +44,7 @@ from amoeba.kernels.programs import programs
 from amoeba.kernels.quantise_turned import BLOCK, RowBlocks, Turned
 
 E4M3 = torch.float8_e4m3fn
-# A tile of the gradient. 3 stages and four buffers for results take 208 KB; with 4 stages and smaller buffers it took
+# A tile of the gradient. 3 stages and four buffers for results take 210 KB; with 4 stages and smaller buffers it took
 # 2 to 7 % longer (H200, docs/log.md, 2026-11-17).
 BLOCK_M, BLOCK_N, STAGES, BUFFERS = 128, 256, 3, 2
 # Tiles along M that sweep N together.
