@@ -1,4 +1,4 @@
-"""The two products of Hopper in fp8 stood in for by torch: the rest of a pass is the real one, interpreted and in fp32.
+"""The products of Hopper in fp8 stood in for by torch: the rest of a pass is the real one, interpreted and in fp32.
 
 T tokens · K experts per token · N = T·K routed rows · E experts
 
@@ -15,9 +15,13 @@ from torch import Tensor
 
 from amoeba import Activation
 from amoeba.backends import fp8_triton
+from amoeba.backends.fp8_kernel_rows import AllInFp8KernelRows
 from amoeba.backends.triton_rows import HopperRows, TritonRows
-from amoeba.kernels.hopper import scaled_product
+from amoeba.kernels.hopper import scaled_gradient, scaled_product
+from amoeba.kernels.hopper.product import tile_table
+from amoeba.kernels.quantise_turned import RowBlocks, Turned, row_blocks
 from amoeba.precision import FP8_TRAINING_ROWS, QuantisedMatrix, quantise
+from amoeba.precision.formats import E4M3
 from amoeba.proof.reference.experts import activate
 
 
@@ -57,10 +61,25 @@ def up(
         codes.data[:owned], codes.scales[:owned] = found.data, found.scales
 
 
+def weight_gradient(left: Turned, right: Turned, blocks: RowBlocks, heaviest_E: Tensor, out_EMN: Tensor) -> None:
+    height = out_EMN.shape[1]
+    scales_BM = left.scales[: blocks.most * height].view(-1, height)
+    for e, (start, end) in enumerate(itertools.pairwise([0, *blocks.end_E.tolist()])):
+        one = E4M3.decode(left.codes_BWR[start:end]) * scales_BM[start:end, :, None]
+        other = E4M3.decode(right.codes_BWR[start:end]) * right.scales[:, None]
+        out_EMN[e] = torch.einsum("bmr,bnr->mn", one, other)
+
+
+def _row_blocks(rows: AllInFp8KernelRows) -> RowBlocks:
+    return row_blocks(rows.offs_E, tile_table(rows.offs_E, rows.order_N.shape[0]))
+
+
 def stand_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scaled_product, "multiply", product)
     patch.setattr(scaled_product, "up", up)
     patch.setattr(HopperRows, "table", property(lambda rows: rows.offs_E))
     patch.setattr(HopperRows, "_multiply", TritonRows._multiply)
     patch.setattr(HopperRows, "weight_gradient", TritonRows.weight_gradient)
+    patch.setattr(scaled_gradient, "weight_gradient", weight_gradient)
+    patch.setattr(AllInFp8KernelRows, "row_blocks", property(_row_blocks))
     patch.setattr(fp8_triton.BACKEND, "why_not", lambda request: None, raising=False)

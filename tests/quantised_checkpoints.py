@@ -2,6 +2,7 @@
 
     twin = write_fp8(folder)         # Qwen3-MoE in DeepSeek-V3's layout: e4m3 and weight_scale_inv, 128 x 128
     twin = write_mxfp4(folder)       # gpt-oss: blocks and scales
+    twin = quantise_saved(model, folder, block=16)     # what save_pretrained wrote of any model, in FP8
 
 A twin is the same model with every number dequantised, in fp32: the truth about the checkpoint.
 """
@@ -9,6 +10,7 @@ A twin is the same model with every number dequantised, in fp32: the truth about
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -19,23 +21,30 @@ from transformers import AutoConfig, GptOssConfig, Qwen3MoeConfig
 from tiny_models import randomise, save_byte_tokenizer, tiny_config
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+ONE_FILE = "model.safetensors"
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def write_fp8(folder: Path, scale_dtype: str = "float32", **sizes: int):
     sizes = {"hidden_size": 136, "moe_intermediate_size": 136, **sizes}
     config = tiny_config(Qwen3MoeConfig, "qwen3_moe", vocab_size=257, eos_token_id=256, pad_token_id=256, **sizes)
-    twin = _saved(config, folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        quantised, scales = _fp8(tensors[name], power_of_two=scale_dtype != "float32")
-        tensors[name] = quantised
-        tensors[f"{name}_scale_inv"] = scales.to(getattr(torch, scale_dtype))
-    assert sum("experts.0.gate_proj.weight_scale_inv" in name for name in tensors) == 2
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    twin = quantise_saved(_saved(config, folder), folder, scale_dtype=scale_dtype)
+    assert sum("experts.0.gate_proj.weight_scale_inv" in name for name in load_file(folder / ONE_FILE)) == 2
+    return twin
+
+
+def quantise_saved(model, folder: Path, *, block: int = 128, scale_dtype: str = "float32"):
+    """The linears and the experts, one by one or in stacks, of a checkpoint in one file."""
+    tensors = load_file(folder / ONE_FILE)
+    numbers = dict(tensors)
+    for name in [name for name, tensor in tensors.items() if _is_quantised(name, tensor)]:
+        quantised, scales = _fp8(tensors[name], block, power_of_two=scale_dtype != "float32")
+        tensors[name], tensors[f"{name}_scale_inv"] = quantised, scales.to(getattr(torch, scale_dtype))
+        numbers[name] = _plain(quantised, scales, block)
+    save_file(tensors, folder / ONE_FILE, {"format": "pt"})
     scale_fmt = {} if scale_dtype == "float32" else {"scale_fmt": "ue8m0"}
-    _tell(folder, FP8 | scale_fmt)
-    return _with_numbers(twin, {name: _plain(name, tensors) for name in tensors if not name.endswith("_scale_inv")})
+    _tell(folder, FP8 | scale_fmt | {"weight_block_size": [block, block]})
+    return _with_numbers(model, numbers)
 
 
 def write_mxfp4(folder: Path):
@@ -76,26 +85,30 @@ def _with_numbers(twin, numbers: dict[str, Tensor]):
     return model.float().eval()
 
 
-def _plain(name: str, tensors: dict[str, Tensor]) -> Tensor:
-    scales = tensors.get(f"{name}_scale_inv")
-    if scales is None:
-        return tensors[name]
-    rows, columns = tensors[name].shape
-    spread = scales.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-    return tensors[name].float() * spread
+def _is_quantised(name: str, tensor: Tensor) -> bool:
+    of_experts = re.search(r"(?<!shared_)experts\.|block_sparse_moe\.(in|out)put_linear", name)
+    is_matrix = tensor.dim() == 3 if of_experts and not name.endswith("weight") else tensor.dim() >= 2
+    return is_matrix and (bool(of_experts) or name.endswith("proj.weight"))
 
 
-def _fp8(weight: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    rows, columns = weight.shape
-    scales = torch.ones(-(-rows // 128), -(-columns // 128))
-    quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    for i in range(0, rows, 128):
-        for j in range(0, columns, 128):
-            block = weight[i : i + 128, j : j + 128].float()
-            scale = block.abs().max() / 448
+def _plain(quantised: Tensor, scales: Tensor, block: int) -> Tensor:
+    rows, columns = quantised.shape[-2:]
+    spread = scales.repeat_interleave(block, -2)[..., :rows, :].repeat_interleave(block, -1)[..., :columns]
+    return quantised.float() * spread
+
+
+def _fp8(weight: Tensor, block: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    *leading, rows, columns = weight.shape
+    scales = torch.ones(*leading, -(-rows // block), -(-columns // block))
+    quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i in range(0, rows, block):
+        for j in range(0, columns, block):
+            here = (..., slice(i, i + block), slice(j, j + block))
+            numbers = weight[here].float()
+            scale = numbers.abs().amax((-2, -1)) / 448
             scale = torch.exp2(scale.log2().ceil()) if power_of_two else scale
-            scales[i // 128, j // 128] = scale
-            quantised[i : i + 128, j : j + 128] = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            scales[..., i // block, j // block] = scale
+            quantised[here] = (numbers / scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     return quantised, scales
 
 

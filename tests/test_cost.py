@@ -91,7 +91,7 @@ def test_fp8_saved_keeps_h_in_e4m3(rows, intermediate):
     assert cost.kept_bytes(**sizes, precision="fp8") == cost.kept_bytes(**sizes)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-ste", "fp8-saved"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-ste", "fp8-saved", "fp8-all"])
 def test_kept_bytes_are_those_that_autograd_saves(precision):
     gate_up, down = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.randn(EXPERTS, HIDDEN, INTERMEDIATE)
     leaves = [each.bfloat16().requires_grad_() for each in (torch.randn(TOKENS, HIDDEN), gate_up, down)]

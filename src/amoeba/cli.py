@@ -272,7 +272,8 @@ def train(
     precision: Annotated[
         str | None,
         typer.Option(
-            "--precision", help="Of the experts' products: bf16 (as --dtype says), fp8, fp8-ste, fp8-saved or auto."
+            "--precision",
+            help="Of the experts' products: bf16 (as --dtype says), fp8, fp8-ste, fp8-saved, fp8-all or auto.",
         ),
     ] = None,
     compile_layers: Compile = None,

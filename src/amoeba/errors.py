@@ -4,8 +4,12 @@ raise bad_value("top_k", "1 <= top_k <= num_experts (8)", 9, "lower top_k or add
 """
 
 
-def bad_value(name: str, expected: str, got: object, remedy: str) -> ValueError:
-    return ValueError(f"{name}: expected {expected}; got {got}. {remedy[0].upper()}{remedy[1:]}.")
+class BadValue(ValueError):
+    """Said in our words: whoever wraps errors of other packages lets it pass."""
+
+
+def bad_value(name: str, expected: str, got: object, remedy: str) -> BadValue:
+    return BadValue(f"{name}: expected {expected}; got {got}. {remedy[0].upper()}{remedy[1:]}.")
 
 
 def counted(number: int, thing: str) -> str:

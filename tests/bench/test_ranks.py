@@ -133,7 +133,7 @@ def test_the_command_says_what_it_does_not_take() -> None:
     in_fp8 = bench_ranks.choose_job(["64,32,16,8,2"], 4, cpu, dtypes, {}, ["fp8-saved"])
     assert in_fp8 == job._replace(precision="fp8-saved")
     assert bench_ranks.command_line(in_fp8, 3) == bench_ranks.command_line(job, 3) + " --ours fp8-saved"
-    for ours in (["triton"], ["fp8", "fp8-ste"]):
+    for ours in (["triton"], ["fp8", "fp8-ste"], ["fp8-all"]):
         with pytest.raises(ValueError, match="--ours: expected one of fp8, fp8-ste, fp8-saved with --suite ranks"):
             bench_ranks.choose_job([], 2, cpu, dtypes, {}, ours)
     for words, given in {

@@ -84,7 +84,7 @@ def test_doctor_describes_the_machine_and_every_backend():
     taken = [dtype for row in document["backends"] if row["device"] == "cpu" for dtype in row["auto"]]
     assert sorted(taken) == ["bfloat16", "float16", "float32", "float64"]
     in_fp8 = {row["name"]: row["backend"] for row in document["precisions"] if row["device"] == "cpu"}
-    assert in_fp8.keys() == {"fp8", "fp8-ste", "fp8-saved"} and all(
+    assert in_fp8.keys() == {"fp8", "fp8-ste", "fp8-saved", "fp8-all"} and all(
         "plain torch" in backend for backend in in_fp8.values()
     )
 

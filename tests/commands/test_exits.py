@@ -36,3 +36,11 @@ def test_a_lost_rank_has_a_code_of_its_own_and_what_was_told_is_not_told_again(c
 def test_what_only_a_bug_raises_is_not_taken_for_the_users():
     with pytest.raises(KeyError), usage():
         raise KeyError("place")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("peft.tuners", "amoeba-moe[hf,lora]"), ("torchao", "pip install torchao.")]
+)
+def test_a_missing_package_is_looked_for_where_it_is(name, remedy, capsys):
+    assert ends_with(ModuleNotFoundError("No module", name=name)) == BAD_USAGE
+    assert remedy in capsys.readouterr().err

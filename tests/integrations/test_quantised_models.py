@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Trainer, TrainingArguments
 from transformers.integrations import finegrained_fp8
+from typer.testing import CliRunner
 
 import amoeba
 from amoeba import lora
+from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.jobs.finetune import finetune
 from amoeba.jobs.generate import GenerationOptions, generate
@@ -200,6 +204,13 @@ def spoil(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+ATTENTION = "model.layers.0.self_attn.q_proj.weight"
+
+
+def each_of(ending: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda t: t.update({name: make(t[name]) for name in t if name.endswith(ending)})
+
+
 SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "no scales of one": (
         lambda t: t.pop("model.layers.0.mlp.experts.1.up_proj.weight_scale_inv"),
@@ -211,18 +222,117 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     ),
     "scales of another size": (
         lambda t: t.update({"model.layers.0.mlp.experts.1.up_proj.weight_scale_inv": torch.ones(7, 7)}),
-        "a matrix in fp8-128: expected",
+        r"experts.1.up_proj.weight in fp8-128: 136 columns and scales of shape \(2, 2\); got .* shape \(7, 7\)",
+    ),
+    "one scale of a matrix": (
+        each_of("_scale_inv", torch.max),
+        r"k_proj.weight in fp8-128: 136 columns and scales of shape \(1, 2\); got .* scales of shape \(\)",
+    ),
+    "attention without scales": (
+        lambda t: t.pop(f"{ATTENTION}_scale_inv"),
+        f"{ATTENTION} with its scales, {ATTENTION}_scale_inv; got codes alone .float8_e4m3fn",
+    ),
+    "scales by a name of others": (
+        lambda t: [t.update({n.replace("_scale_inv", "_scale"): t.pop(n)}) for n in list(t) if "_scale_inv" in n],
+        "experts.0.down_proj.weight with its scales, .*; got codes alone",
+    ),
+    "another kind of codes": (
+        each_of("proj.weight", lambda codes: codes.float().to(torch.float8_e5m2)),
+        "proj.weight in one of float8_e4m3fn, uint8; got float8_e5m2",
+    ),
+    "another kind of scales": (
+        each_of("_scale_inv", lambda scales: scales.to(torch.float8_e4m3fn)),
+        "scales of .* in one of float32, .*; got float8_e4m3fn",
+    ),
+    "an expert fewer in every part": (
+        lambda t: [t.pop(name) for name in list(t) if "experts.5." in name],
+        r"gate_up_proj of shape \(6, 272, 136\), as config.json says; got \(5, 272, 136\)",
+    ),
+    "an expert more in every part": (
+        lambda t: t.update({n.replace("experts.5.", "experts.6."): t[n].clone() for n in list(t) if "experts.5." in n}),
+        r"gate_up_proj of shape \(6, 272, 136\), as config.json says; got \(7, 272, 136\)",
     ),
 }
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_what_is_missing_is_named(how: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_named(how: str, checkpoints: dict[str, Made], tmp_path: Path) -> None:
     change, message = SPOILT[how]
-    write_fp8(tmp_path)
-    spoil(tmp_path, change)
+    folder = shutil.copytree(checkpoints["fp8"][0], tmp_path / "model")
+    spoil(folder, change)
     with pytest.raises(ValueError, match=message):
-        load(tmp_path)
+        load(folder)
+
+
+def test_files_beside_those_of_the_checkpoint_are_not_read(checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints["fp8"][0], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    others = {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if "norm" in name}
+    save_file(others, folder / "older.safetensors", {"format": "pt"})
+    expected = logits(load(checkpoints["fp8"][0]))
+    assert torch.equal(logits(load(folder)), expected)
+    (folder / "model.safetensors").rename(folder / "first.safetensors")
+    index = {"weight_map": {name: "first.safetensors" for name in tensors if not name.endswith("_scale_inv")}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(logits(load(folder)), expected)
+    with amoeba.stream.attach(str(folder), ram="64MiB", dtype=torch.float32) as streamed:
+        assert torch.equal(logits(streamed.model), expected)
+    (folder / "first.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"a file first.safetensors, as model.safetensors.index.json says; got none"):
+        load(folder)
+
+
+QUANTISED_BY_OTHERS = {
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "by modelopt .FP8., which transformers does not"),
+    "compressed-tensors": ({"quant_method": "compressed-tensors"}, "by compressed-tensors: F8_E4M3 for .*gate_up_proj"),
+    "awq": ({"quant_method": "awq"}, "by awq: no such tensor for .*gate_up_proj"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes: U8 for .*gate_up_proj"),
+    "nobody": (None, "quantization_config in config.json beside weights in FP8; got none"),
+    "words": ({"quant_method": "fp8", "weight_block_size": "128x128"}, "two numbers, such as .*; got '128x128'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", QUANTISED_BY_OTHERS)
+def test_what_others_have_quantised_is_refused_by_name(
+    method: str, checkpoints: dict[str, Made], tmp_path: Path
+) -> None:
+    """Codes without their scales would be taken for numbers: transformers itself skips what it does not know."""
+    facts, message = QUANTISED_BY_OTHERS[method]
+    folder = shutil.copytree(checkpoints["fp8"][0], tmp_path / "model")
+
+    def as_they_do(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            codes, scales = tensors.pop(name), tensors.pop(f"{name}_scale_inv")
+            tensors[f"{name}_scale"] = scales
+            if method == "awq":
+                tensors[name.replace("weight", "qweight")] = codes.view(torch.int32)
+            else:
+                tensors[name] = codes.view(torch.uint8) if method == "bitsandbytes" else codes
+
+    spoil(folder, as_they_do)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": facts}))
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+    done = CliRunner().invoke(app, ["generate", str(folder), "Once"])
+    assert done.exit_code == 2 and re.search(message, " ".join(done.stderr.split()))
+    assert "whose model loads" not in done.stderr  # said once, in our own words
+
+
+def test_one_scale_for_a_matrix_is_dequantised_by_transformers(tmp_path: Path) -> None:
+    twin = write_fp8(tmp_path, hidden_size=64, moe_intermediate_size=64)  # one block
+
+    def flat(tensors: dict[str, Tensor]) -> None:
+        tensors |= {name: t.amax() for name, t in tensors.items() if name.endswith("_scale_inv") and t.numel() == 1}
+
+    spoil(tmp_path, flat)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["weight_block_size"] = None
+    path.write_text(json.dumps(config))
+    model = load(tmp_path)
+    assert all(placed_in(module) is None for module in experts_modules(model).values())
+    assert close(logits(model), logits(twin), 1e-5)
 
 
 def test_blocks_that_are_no_powers_of_two_are_refused_by_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,29 @@ def test_placing_is_the_same_by_either_name() -> None:
     for module in experts_modules(model).values():
         place(module, placement_named("fp8-weights"))
         assert isinstance(placed_in(module), BlockScaledExperts)
+
+
+def test_gpt_oss_with_a_cut_block_is_ours(tmp_path: Path) -> None:
+    """transformers takes a row of MXFP4 for whole blocks and would find other sizes than its own."""
+    randomise(build("gpt_oss", hidden_size=64, intermediate_size=48)).save_pretrained(tmp_path / "model")
+    assert not quantise_folder(tmp_path / "model", tmp_path / "out", "mxfp4").read_by_transformers
+    model = load(tmp_path / "model")
+    amoeba.place_experts(model, "mxfp4-weights")
+    assert torch.equal(logits(load(tmp_path / "out")), logits(model))
+
+
+def test_a_full_disk_says_how_to_go_on(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = job._Quantising._layer
+
+    def full_at_the_second(self: Any, number: int) -> dict[str, Tensor]:
+        if number == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(self, number)
+
+    monkeypatch.setattr(job._Quantising, "_layer", full_at_the_second)
+    with pytest.raises(OSError, match=r"room for what is left; got No space left .* run the same command again"):
+        quantise_folder(models["qwen3_moe"], tmp_path / "out", "fp8")
+    monkeypatch.undo()
+    assert quantise_folder(models["qwen3_moe"], tmp_path / "out", "fp8").resumed_layers == 1

@@ -104,10 +104,14 @@ def test_console_log_and_report_name_the_precision_and_what_computes_it(
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, auto; got 'fp4'"):
+    with pytest.raises(
+        ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'"
+    ):
         TrainSettings(precision="fp4")
+    with pytest.raises(ValueError, match=r"scales are of single rows, with experts over ranks; got fp8-all\. Take fp8"):
+        TrainSettings(precision="fp8-all", experts="ranks")
     result = CliRunner().invoke(app, ["train", "--precision", "fp4"])
     assert result.exit_code == 2
-    assert "precision: expected one of bf16, fp8, fp8-ste, fp8-saved, auto; got 'fp4'" in " ".join(
+    assert "precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'" in " ".join(
         result.output.split()
     )

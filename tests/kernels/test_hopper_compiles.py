@@ -49,6 +49,8 @@ SCALED = (
     "scaled_up_coded",
     "scaled_up_of_half_blocks",
 )
+# Gradients of weights in e4m3, stored as they are summed and transposed.
+SCALED_GRADIENTS = ("scaled_up_gradient", "scaled_down_gradient")
 # The same in another way, see `scaled_product.WAYS`.
 IN_WAYS = (
     "scaled_up, brisk",
@@ -69,7 +71,7 @@ UNDER = (
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
     (*HOT[1:], *OTHERS),
-    SCALED[1:],
+    (*SCALED[1:], *SCALED_GRADIENTS),
     IN_WAYS,
     UNDER,
 ]
@@ -91,7 +93,9 @@ def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[
             assert found["waits_in_steps"] == 4, f"{name} waits elsewhere than for its two products"
         else:
             assert found["local_accesses_between_products"] <= 2, f"{name} does not keep its sums in registers"
-        if name != "plain_up_with_bias" and not name.startswith("scaled"):
+        if name in SCALED_GRADIENTS:
+            assert found["slow_roundings"] == 0, f"{name} rounds sums one by one"
+        if name != "plain_up_with_bias" and (not name.startswith("scaled") or name in SCALED_GRADIENTS):
             assert found["local_accesses"] == found["stack_bytes"] == 0, f"{name} does not keep all in registers"
 
 
@@ -122,8 +126,10 @@ def launches() -> dict[str, Callable[[], None]]:
     from amoeba.kernels.hopper.gradient import weight_gradient
     from amoeba.kernels.hopper.order import KEPT_BYTES, TALL, order_of_product
     from amoeba.kernels.hopper.product import multiply, up
+    from amoeba.kernels.hopper.scaled_gradient import weight_gradient as scaled_gradient
     from amoeba.kernels.programs import share_the_gpu
     from amoeba.kernels.quantise import empty_rows, empty_weights
+    from amoeba.kernels.quantise_turned import BLOCK, SPARE, RowBlocks, Turned
 
     N, K, E, H, I = 1024, 2, 4, 512, 256
 
@@ -145,6 +151,15 @@ def launches() -> dict[str, Callable[[], None]]:
     relu2 = Activation("relu2", gated=False)
     odd_x, odd_a, odd_h = empty_rows(N // K, H - 64, cpu), empty_rows(N, I - 64, cpu), empty(N, 2 * I - 128)
     odd_gate_up, cut_gate_up = empty_weights(E, 2 * I - 128, H - 64, cpu), empty_weights(E, 2 * I - 128, H, cpu)
+
+    blocks = RowBlocks(table, offs)
+
+    def turned(width: int, scales: int) -> Turned:
+        codes = empty(blocks.most, width, BLOCK, dtype=torch.uint8)
+        return Turned(codes, empty(scales, dtype=torch.float32))
+
+    turned_h, turned_a = (turned(width, blocks.most * width + SPARE) for width in (2 * I, I))
+    turned_x = turned(H, H)
 
     def activation_backward(gate_rank: int, up_first: int, up_rank: int, down_rank: int) -> None:
         rank = up_first + up_rank
@@ -199,6 +214,8 @@ def launches() -> dict[str, Callable[[], None]]:
         "scaled_down_in_tall_groups": scaled_down_in_tall_groups,
         "scaled_down_with_bias": lambda: scaled_product.multiply(a_codes, down_codes, table, y, bias_EO=empty(E, H)),
         "scaled_down_backward": lambda: scaled_product.multiply(x_codes, turned_down, table, a, order_N=order, top_k=K),
+        "scaled_up_gradient": lambda: scaled_gradient(turned_h, turned_x, blocks, offs, gate_up),
+        "scaled_down_gradient": lambda: scaled_gradient(turned_a, turned_x, blocks, offs, down.transpose(1, 2)),
         "down": lambda: multiply(a, down, table, y),
         "down_backward": lambda: multiply(x, down.transpose(1, 2), table, a, order_N=order, top_k=K),
         "rows_gradient": lambda: multiply(h, gate_up.transpose(1, 2), table, y),
@@ -261,21 +278,25 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     from amoeba.kernels.hopper import activation as hopper_activation
     from amoeba.kernels.hopper import gradient as hopper_gradient
     from amoeba.kernels.hopper import product as hopper_product
+    from amoeba.kernels.hopper import scaled_gradient as hopper_scaled_gradient
     from amoeba.kernels.hopper import scaled_product as hopper_scaled
 
-    for module in (hopper_product, hopper_gradient, hopper_activation, hopper_scaled):
+    for module in (hopper_product, hopper_gradient, hopper_activation, hopper_scaled, hopper_scaled_gradient):
         module.programs = lambda device: 132
     hopper_product.programs_in_halves = lambda device: 660
     product = hopper_product.product_kernel = CompileOnly(hopper_product.product_kernel.kernel)
     gradient = hopper_gradient.gradient_kernel = CompileOnly(hopper_gradient.gradient_kernel.kernel)
     activation = hopper_activation.activation_kernel = CompileOnly(hopper_activation.activation_kernel.kernel)
     scaled = hopper_scaled.scaled_product_kernel = CompileOnly(hopper_scaled.scaled_product_kernel.kernel)
+    of_weights = CompileOnly(hopper_scaled_gradient.scaled_gradient_kernel.kernel)
+    hopper_scaled_gradient.scaled_gradient_kernel = of_weights
     hopper_scaled.list_tiles = lambda table, *sizes: table  # type: ignore[assignment]
     found = {}
     for name in wanted:
         kernel = gradient if name.endswith("_gradient") and name != "rows_gradient" else product
         kernel = activation if name.startswith("activation_backward") else kernel
         kernel = scaled if name.startswith("scaled") else kernel
+        kernel = of_weights if name in SCALED_GRADIENTS else kernel
         launch, _, way = name.partition(", ")
         with hopper_scaled.way(way or "plain"):
             launches()[launch]()

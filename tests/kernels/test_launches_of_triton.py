@@ -47,6 +47,7 @@ def test_the_driver_is_handed_the_same_bytes(tmp_path: Path) -> None:
     found = json.loads(told.stdout.splitlines()[-1])
     names = {"product_kernel", "gradient_kernel", "_combine", "_activate_backward"}
     assert {name for name, _ in found} >= names | {"scaled_product_kernel", "_quantise_rows", "_quantise_weights"}
+    assert {name for name, _ in found} >= {"scaled_gradient_kernel", "_turn_rows", "_column_sizes", "_turn_codes"}
     assert all(same for _, same in found), found
     told_of = set(json.loads(told.stdout.splitlines()[-2]))  # of plain numbers alone, see `amoeba.kernels.launch`
     assert "_combine" in told_of and "product_kernel" not in told_of
@@ -66,12 +67,13 @@ def compare(library: str) -> list[tuple[str, bool]]:
     from amoeba.backends import fp8_triton, triton_rows
     from amoeba.backends.triton import BACKEND
     from amoeba.kernels import choice, launch, launch_plan
-    from amoeba.kernels.hopper import gradient, product, scaled_product
+    from amoeba.kernels.hopper import gradient, product, scaled_gradient, scaled_product
     from amoeba.problem import Needs, Problem
     from amoeba.weights import ExpertWeights
 
     choice.capability_of = lambda device: (9, 0)
-    product.programs = gradient.programs = scaled_product.programs = lambda device: 132
+    for module in (product, gradient, scaled_product, scaled_gradient):
+        module.programs = lambda device: 132
     triton_rows.why_not_hopper = lambda problem: None
     knobs.runtime.jit_post_compile_hook = lambda **of: told_of.append(of["fn"].name.rsplit(".", 1)[-1])
     told_of: list[str] = []
@@ -116,8 +118,8 @@ def compare(library: str) -> list[tuple[str, bool]]:
 
     weights = ExpertWeights(zeros(E, 2 * I, H), zeros(E, H, I))
     problem = Problem(zeros(T, H), torch.zeros(T, K, dtype=torch.int64), torch.zeros(T, K), weights)
-    in_fp8 = problem._replace(weights=with_precision(weights, "fp8"))
-    for backend, given in ((BACKEND, problem), (fp8_triton.BACKEND, in_fp8)):
+    in_fp8, all_in_fp8 = (problem._replace(weights=with_precision(weights, name)) for name in ("fp8", "fp8-all"))
+    for backend, given in ((BACKEND, problem), (fp8_triton.BACKEND, in_fp8), (fp8_triton.BACKEND, all_in_fp8)):
         for _ in range(2):  # the second one is recorded
             _, saved = backend.forward(given, "h")
             backend.backward(given, saved, zeros(T, H), Needs(x=True, weight=True, gate_up=True, down=True))

@@ -99,6 +99,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
         cross_entropy,
         expert_sums,
         quantise,
+        quantise_turned,
         router_balance,
         sort,
     )
@@ -196,6 +197,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
         ),
     }
 
+    table = empty(4 + 4 * (N // 128 + E), dtype=torch.int32)
     if capability >= (8, 9):  # before, nothing converts to e4m3
         found |= {
             "quantise_rows": lambda: quantise.quantise_rows(x),
@@ -206,6 +208,8 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
                 a, h, scale, order, activation, h, a, offs,
                 quantised_dh=quantise.empty_rows(N, 2 * I, x.device),
             ),
+            "turn_rows": lambda: quantise_turned.turn_rows(h, quantise_turned.row_blocks(offs, table)),
+            "turn_tokens": lambda: quantise_turned.turn_tokens(x, order, K, quantise_turned.RowBlocks(table, offs)),
         }  # fmt: skip
 
     def decoding_block_scaled(format: Format, tokens: int, rank: int = 0) -> None:

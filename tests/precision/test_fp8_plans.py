@@ -5,7 +5,7 @@ The products, which need a GPU, are stood in for by torch, as launches of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ from torch import Tensor
 from amoeba import Routing, experts, with_precision
 from amoeba.backends import fp8_codes, sorted_rows
 from amoeba.kernels import launch, launch_plan
-from amoeba.kernels.hopper import scaled_product
+from amoeba.kernels.hopper import scaled_gradient, scaled_product
 from amoeba.precision import QuantisedMatrix, UnchangedWeights
-from fp8_stand_ins import product, up
+from fp8_stand_ins import product, up, weight_gradient
 from selection import quick
 from small_layer import Layer
 
@@ -30,15 +30,11 @@ def as_launch(compute: Callable[..., None]) -> Callable[..., None]:
 
     def launched(*given: Any, **named: Any) -> None:
         names, values = list(named), [*given, *named.values()]
-        codes = [value if isinstance(value, QuantisedMatrix) else None for value in values]
         flat = [part for value in values for part in _parts(value)]
 
         def start(stream: Any, arguments: Any) -> None:
             left = iter(arguments)
-            whole = [
-                next(left) if code is None else QuantisedMatrix(next(left), next(left), code.format, code.columns)
-                for code in codes
-            ]
+            whole = [_whole(value, left) for value in values]
             compute(*whole[: len(given)], **dict(zip(names, whole[len(given) :], strict=True)))
 
         def first() -> launch.Launched:
@@ -54,13 +50,23 @@ def as_launch(compute: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parts(value: Any) -> tuple:
-    return (value.data, value.scales) if isinstance(value, QuantisedMatrix) else (value,)
+    if isinstance(value, QuantisedMatrix):
+        return value.data, value.scales
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _whole(value: Any, parts: Iterator[Any]) -> Any:
+    """The same made of others."""
+    if isinstance(value, QuantisedMatrix):
+        return QuantisedMatrix(next(parts), next(parts), value.format, value.columns)
+    return type(value)(*(next(parts) for _ in value)) if isinstance(value, tuple) else next(parts)
 
 
 @pytest.fixture
 def layer(stood_in: None, monkeypatch: pytest.MonkeyPatch) -> Layer:  # noqa: F811
     monkeypatch.setattr(scaled_product, "multiply", as_launch(product))
     monkeypatch.setattr(scaled_product, "up", as_launch(up))
+    monkeypatch.setattr(scaled_gradient, "weight_gradient", as_launch(weight_gradient))
     launch_plan.forget_plans()
     return Layer(tokens=5, hidden=64, inner=64, bias=False)
 
@@ -82,7 +88,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorted_rows, "backward", None)
 
 
-@quick(lambda recipe: recipe == "fp8")
+@quick(lambda recipe: recipe in ("fp8", "fp8-all"))
 @by_recipe
 def test_a_repeated_step_has_the_bits_of_one_that_is_computed(recipe, layer, monkeypatch):
     expected = step(layer, recipe, 0.25)

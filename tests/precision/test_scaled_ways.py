@@ -33,7 +33,7 @@ def test_every_way_has_the_bits_of_the_plain_one(way: str, sizes: tuple[int, int
 
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[3]], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-ste", "fp8-saved"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-ste", "fp8-saved", "fp8-all"])
 def test_the_ways_that_are_taken_have_the_bits_of_the_plain_one(
     recipe: str, bias: bool, sizes: tuple[int, int, int]
 ) -> None:
@@ -47,7 +47,7 @@ def test_the_ways_that_are_taken_have_the_bits_of_the_plain_one(
         assert torch.equal(without_h[name], value), f"{name}, h not kept"
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-ste", "fp8-saved"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-ste", "fp8-saved", "fp8-all"])
 def test_steps_from_launch_plans_have_the_bits_of_one_that_is_computed(recipe: str) -> None:
     layer = on_gpu()
     launch_plan.forget_plans()

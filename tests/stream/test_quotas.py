@@ -87,6 +87,6 @@ def test_what_is_no_size_is_an_error(text):
 
 
 def test_sizes_are_shown_rounded_up():
-    assert [show_size(size) for size in (0, 1023, 1 << 30, (1 << 30) + 1, 432 * MIB)] == [
-        *("0 B", "1023 B", "1 GiB", "1.01 GiB", "432 MiB")
+    assert [show_size(size) for size in (0, 173.3, 1023, 1 << 30, (1 << 30) + 1, 432 * MIB)] == [
+        *("0 B", "174 B", "1023 B", "1 GiB", "1.01 GiB", "432 MiB")
     ]

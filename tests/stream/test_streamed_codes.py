@@ -203,9 +203,9 @@ def change(path: Path, ending: str, make: Callable[[Tensor], Tensor | None]) -> 
     save_file({name: t for name, t in changed.items() if t is not None}, file, {"format": "pt"})
 
 
-def tell(path: Path, **facts: Any) -> None:
+def tell(path: Path, method: str | None = "fp8", **facts: Any) -> None:
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] |= facts
+    config["quantization_config"] = None if method is None else config["quantization_config"] | facts
     (path / "config.json").write_text(json.dumps(config))
 
 
@@ -214,19 +214,27 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda path: change(path, "experts.2.down_proj.weight_scale_inv", lambda t: None),
         "experts.2.down_proj.weight in fp8-128; got a tensor without scales",
     ),
-    "no scales": (lambda path: change(path, "_scale_inv", lambda t: None), "got a tensor without scales"),
+    "no scales": (lambda path: change(path, "_scale_inv", lambda t: None), "got codes alone .float8_e4m3fn"),
+    "no scales of attention": (
+        lambda path: change(path, "q_proj.weight_scale_inv", lambda t: None),
+        "q_proj.weight with its scales, .*; got codes alone",
+    ),
+    "nobody tells of codes": (
+        lambda path: [tell(path, None), change(path, "experts", lambda t: t.float())],
+        "self_attn.k_proj.weight with its scales",
+    ),
     "an expert missing": (
         lambda path: change(path, "experts.4.down_proj.weight", lambda t: None),
         "a tensor .*experts.4.down_proj.weight; got none in the checkpoint",
     ),
     "scales of other blocks": (lambda path: tell(path, weight_block_size=[64, 64]), r"shape \(3, 3\)"),
     "blocks of 96": (lambda path: tell(path, weight_block_size=[96, 96]), "powers of two"),
-    "one scale for a tensor": (lambda path: tell(path, weight_block_size=None), "quantized by fp8, in a way not known"),
+    "one scale for a tensor": (lambda path: tell(path, weight_block_size=None), "quantised by fp8, in a way not known"),
     "e5m2": (
         lambda path: change(path, "up_proj.weight", lambda t: t.float().to(torch.float8_e5m2)),
         "in float8_e5m2",
     ),
-    "another method": (lambda path: tell(path, quant_method="gptq"), "quantized by gptq, in a way not known"),
+    "another method": (lambda path: tell(path, quant_method="gptq"), "quantised by gptq, in a way not known"),
 }  # fmt: skip
 
 
@@ -237,6 +245,21 @@ def test_a_quantised_folder_that_cannot_be_read_whole_is_refused(how: str, store
     spoil(tmp_path / "model")
     with pytest.raises(ValueError, match=said):
         open_store(tmp_path / "model")
+
+
+@pytest.mark.parametrize("ending", [".scale", ".qscale_weight"])
+def test_scales_by_other_names_are_read_from_folder_and_store(ending: str, stored, tmp_path: Path) -> None:
+    folder = shutil.copytree(stored["fp8"][0], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace(".weight_scale_inv", ending): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    store = Path(pack(folder, tmp_path / "store").store)
+    expected = outcome(resident(stored["fp8"][0]))
+    assert same(outcome(resident(folder)), expected)
+    for each in (folder, store):
+        with amoeba.stream.attach(str(each), ram=budget(each, slots=3)) as streamed:
+            assert same(outcome(streamed.model), expected)
 
 
 def test_nvfp4_is_refused_by_name(tmp_path: Path) -> None:

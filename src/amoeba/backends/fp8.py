@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import eager, fp8_saved, sorted_rows
-from amoeba.backends.allocate import empty_rows
+from amoeba.backends.allocate import empty_gradient, empty_rows
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
-from amoeba.backends.low_rank import Rows
+from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.torch_rows import TorchRows
-from amoeba.precision.formats import FP8_TRAINING_ROWS
+from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format, fp8_training_columns
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.precision.weight_cache import quantised_weight
@@ -110,15 +110,35 @@ class SavedInFp8Rows(Fp8Rows):
         return super().activation_backward(dy, kept_NJ, needs, overwrite_h=True)
 
 
-def _rounded(rows: Tensor) -> Tensor:
+class AllInFp8Rows(Fp8Rows):
+    """fp8-all: the gradients of weights in fp8 as well."""
+
+    def gather(self, rows_TH: Tensor) -> Tensor:
+        self._dy_TH = rows_TH  # its columns are scaled over all tokens, once each
+        return super().gather(rows_TH)
+
+    def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
+        assert isinstance(grad, Tensor)
+        gradient = empty_gradient(weight_EOI).zero_()
+        of_gate_up = isinstance(rows, ByToken)
+        by_token_TW, sorted_NW = (rows.rows_TW, grad) if isinstance(rows, ByToken) else (self._dy_TH, rows)
+        coded_TW = _rounded(by_token_TW, fp8_training_columns(by_token_TW.shape[0]))
+        for e, part, token in self.groups.each(sorted_NW, self.token_N):
+            product = _rounded(part, FP8_TRAINING_COLUMNS).t() @ coded_TW.index_select(0, token)
+            gradient[e] = product if of_gate_up else product.t()
+        return gradient
+
+
+def _rounded(rows: Tensor, format: Format = FP8_TRAINING_ROWS) -> Tensor:
     """The numbers that the codes of these rows stand for, in fp32."""
-    return quantise(rows, FP8_TRAINING_ROWS).dequantise()
+    return quantise(rows, format).dequantise()
 
 
 _ROWS: dict[str, type[StraightThroughRows]] = {
     "fp8": Fp8Rows,
     "fp8-ste": StraightThroughRows,
     fp8_saved.RECIPE: SavedInFp8Rows,
+    "fp8-all": AllInFp8Rows,
 }
 
 
@@ -133,7 +153,8 @@ class Fp8Backend(PassesBackend):
 
     def why_not(self, request: Request) -> str | None:
         if request.weights.dtype not in (torch.float32, torch.bfloat16):
-            return f"serves fp32 and bf16, these weights are {request.weights.dtype}"
+            dtype = request.weights.dtype
+            return f"trains in fp8 beside fp32 and bf16 (mixed precision in bf16, too), these weights are {dtype}"
         if request.lora is not None:
             return "trains the experts themselves; beside LoRA factors keep them frozen, as fp8-weights"
         return None

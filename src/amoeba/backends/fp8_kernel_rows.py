@@ -4,11 +4,13 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 x and dy are quantised token by token, before their rows are gathered; a in the epilogue of the product that gives h; dh
 in the pass that takes the activation back. Where a block of its columns holds gates and ups (I is no multiple of 128),
-a pass of its own quantises dh, and h as fp8-saved keeps it. The gradients of weights are those of `HopperRows`.
+a pass of its own quantises dh, and h as fp8-saved keeps it. The gradients of weights are those of `HopperRows`, but for
+fp8-all: there both operands of each are transposed copies in e4m3, which last as long as their product.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, sorted_maps, with_plain_rows
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels.activate import activate_backward, has_whole_blocks
-from amoeba.kernels.hopper import scaled_product
+from amoeba.kernels.hopper import scaled_gradient, scaled_product
 from amoeba.kernels.quantise import empty_rows, quantise_rows
+from amoeba.kernels.quantise_turned import RowBlocks, row_blocks, turn_rows, turn_tokens
 from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.problem import Needs, Problem, Saved
 
@@ -151,10 +154,31 @@ class SavedInFp8KernelRows(Fp8KernelRows):
         return self._activation_backward(dy.rows_TW, kept, self.new_rows(width), needs)
 
 
+class AllInFp8KernelRows(Fp8KernelRows):
+    """fp8-all: the gradients of weights in fp8 as well."""
+
+    def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
+        gradient = torch.empty_like(weight_EOI)
+        if isinstance(grad, ByToken):
+            by_token, sorted_NW, out_EWH = grad, rows, gradient.transpose(1, 2)
+        else:
+            by_token, sorted_NW, out_EWH = rows, grad, gradient  # type: ignore[assignment]
+        assert isinstance(by_token, ByToken) and isinstance(sorted_NW, Tensor)
+        left = turn_rows(sorted_NW, self.row_blocks)
+        right = turn_tokens(by_token.rows_TW, self.order_N, self.top_k, self.row_blocks)
+        scaled_gradient.weight_gradient(left, right, self.row_blocks, self.heaviest_E, out_EWH)
+        return gradient
+
+    @cached_property
+    def row_blocks(self) -> RowBlocks:
+        return row_blocks(self.offs_E, self.table)
+
+
 ROWS = {
     "fp8": Fp8KernelRows,
     "fp8-ste": StraightThroughKernelRows,
     fp8_saved.RECIPE: SavedInFp8KernelRows,
+    "fp8-all": AllInFp8KernelRows,
 }
 
 

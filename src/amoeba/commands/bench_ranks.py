@@ -17,7 +17,7 @@ from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output, strict_json
 from amoeba.errors import bad_value
-from amoeba.precision.recipes import SUMMARIES, UNCHANGED
+from amoeba.precision.recipes import OF_ALL_TOKENS, SUMMARIES, UNCHANGED
 
 # Of each rank, with the shape that has none of its own to say: two ranks with half of qwen3_30b's tokens each.
 _DEFAULT = {"cuda": "16384,2048,768,128,8", "cpu": "256,512,256,32,4"}
@@ -38,8 +38,9 @@ def choose_job(
             raise bad_value(
                 option, "none with --suite ranks", value, "it measures exchanges beside the same layer alone"
             )
-    if ours and (len(ours) > 1 or ours[0] not in SUMMARIES):
-        expected = f"one of {', '.join(SUMMARIES)} with --suite ranks"
+    recipes = [name for name in SUMMARIES if name != OF_ALL_TOKENS]
+    if ours and (len(ours) > 1 or ours[0] not in recipes):
+        expected = f"one of {', '.join(recipes)} with --suite ranks"
         raise bad_value("--ours", expected, ", ".join(ours), "leave it out for the dtype of the weights")
     count = 2 if ranks is None else ranks
     if not 1 <= count <= _MOST_RANKS:

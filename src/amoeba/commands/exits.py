@@ -28,6 +28,7 @@ from amoeba.loading import loading
 # RANK_LOST is what sysexits.h calls a temporary failure: the same command, started again, may succeed.
 CHECK_FAILED, READER_GONE, BAD_USAGE, BUG, RANK_LOST, INTERRUPTED = 1, 1, 2, 70, 75, 130
 TRACEBACK = "AMOEBA_TRACEBACK"
+_OF_EXTRAS = ("transformers", "safetensors", "tokenizers", "huggingface_hub", "accelerate", "yaml", "peft")
 _REMEDIES = {
     errno.ENOSPC: "free some space, or write elsewhere",
     errno.EDQUOT: "free some space, or write elsewhere",
@@ -129,8 +130,10 @@ def _tell(said: str) -> None:
 def _missing(error: ImportError) -> object:
     if not isinstance(error, ModuleNotFoundError):
         return error  # a package's own words, of a version or of an extra of its
-    remedy = "install what this command needs: pip install 'amoeba-moe[hf,lora]'"
-    return bad_value(error.name or "package", "an installed package", "none", remedy)
+    name = (error.name or "package").split(".")[0]
+    of_ours = "install what this command needs: pip install 'amoeba-moe[hf,lora]'"
+    remedy = of_ours if name in _OF_EXTRAS else f"install it: pip install {name}"
+    return bad_value(name, "an installed package", "none", remedy)
 
 
 def _open_closed_streams() -> None:

@@ -251,7 +251,8 @@ def home_of_factors(module: Any) -> tuple[torch.dtype, torch.device]:
 
 
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    remedy = "save the adapter (amoeba.lora.save), or load the model again without a placement and save that"
+    adapter = "save the adapter (amoeba.lora.save, and a Trainer with save_strategy='no')"
+    remedy = f"{adapter}, or load the unquantised model without a placement and save that"
     check_own_parameters(module, prefix.rstrip("."), remedy)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from amoeba.errors import bad_value, is_out_of_memory, one_line
+from amoeba.errors import BadValue, bad_value, is_out_of_memory, one_line
 
 logger = logging.getLogger("amoeba")
 
@@ -255,7 +255,7 @@ def _reading(name: str, part: str) -> Iterator[None]:
     """Files of others, read by packages of others: whatever comes out, what is in the folder is the reason."""
     try:
         yield
-    except ImportError:
+    except (ImportError, BadValue):
         raise
     except Exception as error:
         if is_out_of_memory(error):
@@ -270,6 +270,13 @@ def _unreadable(name: str, part: str, error: Exception) -> ValueError:
             f"a {part} that needs no Python code of its own",
             f"{name!r}, whose auto_map names some",
             f"add {TRUST_FLAG} to run that code, if you have read it and trust it",
+        )
+    if "Unrecognized configuration class" in str(error):
+        return bad_value(
+            "MODEL",
+            "a text model, which AutoModelForCausalLM loads",
+            f"{name!r}, of another kind",
+            "use it from Python: from_pretrained(..., experts_implementation='amoeba') of the model's own class",
         )
     # transformers' OSErrors say it in their first line and then talk of the hub
     said = str(error).strip().splitlines()[:1] if isinstance(error, OSError) else []

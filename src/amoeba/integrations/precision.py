@@ -30,8 +30,8 @@ logger = logging.getLogger("amoeba")
 
 
 def set_precision(model: nn.Module, precision: str) -> None:
-    """precision: "fp8", "fp8-ste", "fp8-saved", "auto" for fp8 where it is faster, or "bf16" for the dtype that the
-    parameters have, as without this call."""
+    """precision: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto" for fp8 where it is faster, or "bf16" for the
+    dtype that the parameters have, as without this call."""
     check_precision(precision)
     modules = experts_modules(model)
     if not modules:
@@ -44,7 +44,7 @@ def set_precision(model: nn.Module, precision: str) -> None:
     for name, module in modules.items():
         if name in over_ranks:
             continue
-        check_own_parameters(module, name, "load the model again without a placement")
+        check_own_parameters(module, name, "load the unquantised model, without a placement")
         resident(module)  # says if its own activation has to be called
     from amoeba.integrations.transformers import register
 

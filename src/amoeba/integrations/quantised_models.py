@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from amoeba.integrations.experts_module import described, experts_modules, hand_over
-from amoeba.integrations.quantised_files import QuantisedFiles, format_of
+from amoeba.integrations.quantised_files import QuantisedFiles, check_no_codes, check_readable, format_of
 from amoeba.integrations.without_experts import experts_left_out
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.formats import E8M0, fp8_blocks
@@ -60,9 +60,16 @@ def _quantised(kind: Any, model: Any, options: dict[str, Any], implementation: s
         files = {option: options[option] for option in _OF_FILES if option in options and option != "use_safetensors"}
         config = kind.config_class.from_pretrained(config or model, trust_remote_code=False, **files)
     facts = facts_of(config)
-    if facts is None or format_of(facts) is None:
-        return None
     if getattr(options.get("quantization_config"), "dequantize", False) or "state_dict" in options:
+        return None
+    if facts is None:
+        if Path(model).expanduser().is_dir():
+            check_no_codes(_folder(model, options))
+        return None
+    if format_of(facts) is None:
+        with torch.device("meta"):
+            empty = kind(unquantised(config))
+        check_readable(_folder(model, options), empty, facts)
         return None
     return _folder(model, options), unquantised(config), facts
 

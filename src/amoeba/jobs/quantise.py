@@ -30,7 +30,7 @@ from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.folder import FolderStore
 from amoeba.stream.store.layers import LayerEntry
-from amoeba.stream.store.packing import appears_whole, copy_small_files, fingerprint, only_one
+from amoeba.stream.store.packing import appears_whole, copy_small_files, fingerprint, only_one, room_for
 from amoeba.stream.store.pieces import Piece
 from amoeba.stream.store.tensor_files import SHARDS, TensorEntry, checkpoint_tensors, header_of, tensors_of
 
@@ -91,7 +91,7 @@ class _Quantising:
         began = time.monotonic()
         self._check_out()
         self.out.mkdir(parents=True, exist_ok=True)
-        with only_one(self.out):
+        with only_one(self.out), room_for(self.out, lambda: "room"):
             resumed = [number for number, file in enumerate(self.files[:-1]) if (self.out / file).is_file()]
             _write(self.out / _UNFINISHED, json.dumps(self.facts))
             for number, file in enumerate(self.files[:-1]):
@@ -201,13 +201,12 @@ class _Quantising:
 
     def _method(self) -> str:
         """quant_method of config.json: transformers' own where it reads what is written here as it was meant."""
-        pieces = self.source.pieces[0]
+        sizes = [size for entry in self.source.layers for size in (entry.hidden, entry.intermediate)]
         if self.name == "mxfp4" and self.model.config.model_type == "gpt_oss":
-            return "mxfp4"
+            return OURS if any(size % 32 for size in sizes) else "mxfp4"  # its reader knows whole blocks alone
         # its reader takes blocks to be equal parts of a matrix
-        sizes = (size for entry in self.source.layers for size in (entry.hidden, entry.intermediate))
         whole = all(size % 128 == 0 or size < 128 for size in sizes)
-        return "fp8" if self.name == "fp8" and whole and not pieces[0].stacked else OURS
+        return "fp8" if self.name == "fp8" and whole and not self.source.pieces[0][0].stacked else OURS
 
     def _config(self) -> dict[str, Any]:
         config = json.loads((self.source.folder / _CONFIG).read_bytes())

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from amoeba.errors import bad_value
 from amoeba.jobs.settings_file import read_settings
 from amoeba.lora.attaching import check_rank_and_alpha
-from amoeba.precision.recipes import UNCHANGED, check_precision
+from amoeba.precision.recipes import OF_ALL_TOKENS, UNCHANGED, check_precision
 
 Balance = Literal["aux", "bias", "none"]
 Compile = Literal["auto", "on", "off"]
@@ -147,8 +147,9 @@ class TrainSettings(RunSettings):
     model:    a preset's name, or a folder with config.json (trained from scratch) and perhaps weights (trained on).
     data:     a file, a folder or a dataset's name; None for the Python reference that comes with Python.
     experts:  "resident", or "ranks": over the processes that torchrun started, which share each batch.
-    precision: in which the experts are computed: "fp8", "fp8-ste", "fp8-saved", "auto" (fp8 where it was measured to be
-              faster), or "bf16" for the dtype of the run, whichever that is (see `amoeba.precision.recipes`).
+    precision: in which the experts are computed: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto" (fp8 where it was
+              measured to be faster), or "bf16" for the dtype of the run, whichever that is (see
+              `amoeba.precision.recipes`).
     """
 
     model: str = "demo"
@@ -160,6 +161,9 @@ class TrainSettings(RunSettings):
         if self.experts not in ("resident", "ranks"):
             raise bad_value("experts", "resident or ranks", repr(self.experts), "leave it out for resident")
         check_precision(self.precision)
+        if self.experts == "ranks" and self.precision == OF_ALL_TOKENS:
+            expected = "a recipe whose scales are of single rows, with experts over ranks"
+            raise bad_value("precision", expected, self.precision, "take fp8")
         _check_count("steps", self.steps)
         if self.vocab_size < 300:
             raise bad_value("vocab_size", "at least 300", self.vocab_size, "256 bytes and some merges have to fit")

@@ -35,7 +35,7 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
     if state.merged:
         raise bad_value("model", "one whose factors are not merged", "one whose are", "call amoeba.lora.unmerge first")
     for name in state.experts:
-        remedy = "load the model again without a placement, load the adapter, and merge there"
+        remedy = "merge into the model's unquantised checkpoint, loaded without a placement"
         check_own_parameters(model.get_submodule(name), name, remedy)
     base: dict[str, Tensor] = {}
 

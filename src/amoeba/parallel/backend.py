@@ -22,6 +22,7 @@ from amoeba.parallel.exchange import combine, copied, dispatch, summed
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.choice import choose_transport
 from amoeba.parallel.transports.transport import Exchange
+from amoeba.precision.recipes import OF_ALL_TOKENS
 from amoeba.routing import Routing
 from amoeba.torch_internals import transformed
 
@@ -33,6 +34,8 @@ class RanksBackend(Backend):
         sharded = _sharded(request)
         if torch.compiler.is_compiling() or transformed():
             return "sends as many rows as there are, which torch.compile and torch.func cannot trace yet"
+        if sharded.ranks.count > 1 and sharded.local.placement == OF_ALL_TOKENS:
+            return f"has a part of the tokens, {OF_ALL_TOKENS} has scales over all of them: take fp8, or one process"
         transport, refused = choose_transport(sharded.transport, sharded.ranks, request.x_TH.device)
         if transport is None:
             return "has no way between these ranks: " + "; ".join(f"{name} {why}" for name, why in refused.items())

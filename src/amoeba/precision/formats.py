@@ -154,10 +154,12 @@ FP8_128 = Format("fp8-128", E4M3, (128, 128), "fp32")
 FP8_128_ROWS = Format("fp8-128-rows", E4M3, (1, 128), "fp32")  # of activations, token by token
 FP8_TRAINING = Format("fp8-128-training", E4M3, (128, 128), "fp32", power_of_two=True)  # of weights that train
 FP8_TRAINING_ROWS = Format("fp8-128-training-rows", E4M3, (1, 128), "fp32", power_of_two=True)
+FP8_TRAINING_COLUMNS = Format("fp8-128-training-columns", E4M3, (128, 1), "fp32", power_of_two=True)
 MXFP8 = Format("mxfp8", E4M3, (1, 32), "e8m0")
 MXFP4 = Format("mxfp4", E2M1, (1, 32), "e8m0")
 NVFP4 = Format("nvfp4", E2M1, (1, 16), "e4m3")
-FORMATS = {each.name: each for each in (FP8_128, FP8_128_ROWS, FP8_TRAINING, FP8_TRAINING_ROWS, MXFP8, MXFP4, NVFP4)}
+_TRAINING = (FP8_TRAINING, FP8_TRAINING_ROWS, FP8_TRAINING_COLUMNS)
+FORMATS = {each.name: each for each in (FP8_128, FP8_128_ROWS, *_TRAINING, MXFP8, MXFP4, NVFP4)}
 
 
 def format_named(name: str) -> Format:
@@ -169,6 +171,11 @@ def format_named(name: str) -> Format:
     if sizes is None:
         raise bad_value("format", f"one of {', '.join(FORMATS)}", repr(name), "choose one of them")
     return fp8_blocks(*map(int, sizes.groups()))
+
+
+def fp8_training_columns(rows: int) -> Format:
+    """e4m3 with a power of two as scale for each column of a matrix of so many rows."""
+    return Format(f"fp8-{rows}-training-columns", E4M3, (max(rows, 1), 1), "fp32", power_of_two=True)
 
 
 def fp8_blocks(rows: int, columns: int) -> Format:

@@ -77,7 +77,7 @@ _FORMATS = (
     _placement("mxfp4-weights", MXFP4),
     _placement("nvfp4-weights", NVFP4),
 )
-PRECISION_PLACEMENTS = (*_FORMATS, _recipe("fp8"), _recipe("fp8-ste"), _recipe("fp8-saved"))
+PRECISION_PLACEMENTS = (*_FORMATS, _recipe("fp8"), _recipe("fp8-ste"), _recipe("fp8-saved"), _recipe("fp8-all"))
 
 
 def placement_of(format: Format) -> Placement:

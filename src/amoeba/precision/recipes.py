@@ -5,7 +5,7 @@ E experts · H hidden · I intermediate · J = 2I (gated) or I
     weights = with_precision(ExpertWeights(gate_up_EJH, down_EHI), "fp8")
     y_TH = experts(x_TH, routing, weights)
 
-Q is rounding to e4m3, with a power of two as scale for each 1 x 128 of a row and each 128 x 128 of a weight. In both
+Q is rounding to e4m3, with a power of two as scale for each 1 x 128 of a row and each 128 x 128 of a weight. In all
 recipes the forward pass is
 
     h = Q(x) Q(W1)ᵀ + b1, rounded to the dtype of x and kept;  a = act(h);  y = Q(a) Q(W2)ᵀ + b2;  out = Σ s · y
@@ -17,8 +17,14 @@ and backward, given dO,
 
 with dA' and dh rounded to the dtype of x, ds = <dA', a> + <dO, b2>, and the gradients of weights and biases as without
 a recipe, from x, dO, h and dh as they are: dW2 = Σ (s · dO)ᵀ a, dW1 = Σ dhᵀ x. fp8-saved is fp8 with Q(h) kept, half of
-the bytes: in backward all that comes from h, a too, comes from Q(h). "auto" is fp8 where that was measured to be
-faster, else no recipe.
+the bytes: in backward all that comes from h, a too, comes from Q(h). fp8-all is fp8 with the gradients of weights in
+e4m3 as well:
+
+    dW2 = Σ R(dO)ᵀ B(s · a)    dW1 = Σ B(dh)ᵀ R(x)
+
+where B has a scale for each column of 128 rows of one expert, counted from its first one in the sorted order, and R one
+for each column over all tokens, those without experts too; s · a is rounded to the dtype of x before. "auto" is fp8
+where that was measured to be faster, else no recipe.
 """
 
 from __future__ import annotations
@@ -33,14 +39,17 @@ from torch import Tensor
 from amoeba.errors import bad_value
 from amoeba.weights import AnyExperts, ExpertWeights
 
-Precision = Literal["bf16", "fp8", "fp8-ste", "fp8-saved", "auto"]
+Precision = Literal["bf16", "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto"]
 UNCHANGED: Precision = "bf16"
 AUTO: Precision = "auto"  # settled call by call, see `amoeba.backends.fp8_choice`
 SUMMARIES = {
     "fp8": "products of forward and the gradients of rows in e4m3, the gradients of weights in the run's dtype",
     "fp8-ste": "products of forward in e4m3, backward in the run's dtype",
     "fp8-saved": "as fp8, and what is kept for backward in e4m3",
+    "fp8-all": "as fp8, and the gradients of weights in e4m3",
 }
+# Has scales over all tokens, of which a rank has a part: not for experts over ranks.
+OF_ALL_TOKENS: Precision = "fp8-all"
 
 
 def summary_of(precision: str) -> str:

@@ -22,16 +22,23 @@ from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.problem import Needs, Problem
 from amoeba.proof.reference.experts import activate, activate_backward
-from amoeba.proof.reference.recipes import kept, operands_of_backward, quantised_rows, quantised_weight
+from amoeba.proof.reference.recipes import (
+    kept,
+    operands_of_backward,
+    operands_of_weights,
+    quantised_rows,
+    quantised_weight,
+)
 
-STAGES = ("stage h", "stage y", "stage dh", "stage ds", "stage dx")
+STAGES = ("stage h", "stage y", "stage dh", "stage ds", "stage dx", "stage dW1", "stage dW2")
 STAGE_TOLERANCE = 3e-3
 
 _NEEDS = Needs(x=True, weight=True, gate_up=True, down=True)
 
 
 def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -> dict[str, float]:
-    """h of x; y, each token's sum over its experts, of a; dh and ds of dy and h; dx of dh."""
+    """h of x; y, each token's sum over its experts, of a; dh and ds of dy and h; dx of dh; dW1 of dh and x, dW2 of
+    dy and s · a."""
     layout = build_layout(problem.expert_TK, problem.weights.num_experts)
     ends = [0, *layout.offs_E.tolist()]
     if not ends[-1]:
@@ -40,7 +47,10 @@ def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -
     h_NJ, dy = rows.hidden(), rows.gather(dy_TH)
     _, a_NI = rows.up(want_h=False)
     y_NH = rows.down(a_NI)
-    dh_NJ, _, ds_N, _ = rows.activation_backward(dy, h_NJ, _NEEDS, overwrite_h=False)
+    dh_NJ, scaled_a_NI, ds_N, _ = rows.activation_backward(dy, h_NJ, _NEEDS, overwrite_h=False)
+    assert scaled_a_NI is not None
+    d_gate_up = rows.weight_gradient(dh_NJ, rows.x, problem.weights.gate_up_EJH)
+    d_down = rows.weight_gradient(dy, scaled_a_NI, problem.weights.down_EHI)
     dx_NH, _ = rows.up_backward(dh_NJ, _NEEDS)
     assert dx_NH is not None
 
@@ -74,6 +84,16 @@ def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -
         "stage dx": (dx_NH, multiply(back(own(dh_NJ)), lambda e: back_gate_up[e])),
     }
     errors = {name: _error(own(found), expected) for name, (found, expected) in truth.items()}
+    by_token, by_expert = operands_of_weights(weights)
+
+    def gradient(by_token_TW: Tensor, sorted_NW: Tensor) -> Tensor:
+        """Of each expert, (width of the sorted rows, width of the tokens')."""
+        rows_NW, sorted_rows = by_token(wide(by_token_TW))[token_N], own(sorted_NW)
+        parts = [by_expert(sorted_rows[start:end]).T @ rows_NW[start:end] for start, end in itertools.pairwise(ends)]
+        return torch.stack(parts)
+
+    errors["stage dW1"] = _error(wide(d_gate_up), gradient(problem.x_TH, dh_NJ))
+    errors["stage dW2"] = _error(wide(d_down), gradient(dy_TH, scaled_a_NI).mT)
     # Whether a row of y has its routing weight in it already is the rows' own affair; summed up it has.
     activated = a_NI.dequantise() if isinstance(a_NI, QuantisedMatrix) else a_NI
     y = s * multiply(quantised_rows(own(activated)), lambda e: down[e].T, weights.down_bias_EH)

@@ -33,4 +33,4 @@ def show_size(count: float) -> str:
         if count >= size:
             digits = max(0, 3 - len(str(int(count / size))))
             return f"{math.ceil(count / size * 10**digits) / 10**digits:g} {unit}"
-    return f"{count:g} B"
+    return f"{math.ceil(count)} B"

@@ -85,13 +85,13 @@ def store_part(
     buffer = staging.index(WARPGROUP * BUFFERS + part % BUFFERS)
     if TRANSPOSED:
         turned = buffer.permute((1, 0))
-        _store(value, out, out_desc, buffer, turned, expert, first_w, width, first_h, hidden, BUFFERS - 1)
+        store_piece(value, out, out_desc, buffer, turned, expert, first_w, width, first_h, hidden, BUFFERS - 1)
     else:
-        _store(value, out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1)
+        store_piece(value, out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1)
 
 
 @gluon.jit
-def _store(value, out, out_desc, buffer, turned, expert, row, rows, column, columns, PENDING: gl.constexpr):
+def store_piece(value, out, out_desc, buffer, turned, expert, row, rows, column, columns, PENDING: gl.constexpr):
     """A part of an expert's (rows, columns) to memory: by the copy engine where it is whole, else under a mask.
 
     turned: the buffer as `value` lies. PENDING: as for `store_tile`.

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from amoeba.kernels.activation import gated
 from amoeba.kernels.hopper.descriptor import bulk_load, gather
 from amoeba.kernels.hopper.product_kernel import place_of_tile
-from amoeba.kernels.hopper.product_store import add_bias
+from amoeba.kernels.hopper.product_store import add_bias, rounded
 from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns
 from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_halves
 
@@ -129,14 +129,6 @@ def _step(
 
 
 @gluon.jit
-def _rounded(sums):
-    """To bf16, two at a time: left to itself, the compiler takes an instruction of the slow unit for each."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [sums], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
 def _widened(pairs):
     """From bf16, two at a time, without taking them apart first."""
     return gl.inline_asm_elementwise(
@@ -174,7 +166,7 @@ def consume_along(
             column = n * BLOCK
             if PLAN.BIAS:
                 left = add_bias(left, bias_row, column, columns, BLOCK)
-            gate = _rounded(left)
+            gate = rounded(left)
             if PLAN.KEEP:
                 keep(
                     gate, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, False,
@@ -182,7 +174,7 @@ def consume_along(
                 )  # fmt: skip
             if PLAN.BIAS:
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
-            up = _rounded(right)
+            up = rounded(right)
             if PLAN.KEEP:
                 keep(
                     up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, True,
@@ -200,5 +192,5 @@ def consume_along(
                 column = (2 * n + half) * BLOCK
                 if PLAN.BIAS:
                     sums = add_bias(sums, bias_row, column, width, BLOCK)
-                store_halves(_rounded(sums), out, out_desc, one, other, out_stride, row, end, column, width, 0, 1, 1)
+                store_halves(rounded(sums), out, out_desc, one, other, out_stride, row, end, column, width, 0, 1, 1)
     tma.store_wait(0)

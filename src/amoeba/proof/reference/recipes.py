@@ -6,9 +6,9 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · J 
     grads = experts_backward(dy_TH, x_TH, expert_TK, weight_TK, weights, dtype)
 
 Operands are quantised where the recipe says so, as the formats are defined; between these places all is fp64, but for
-h, dA' and dh, which are rounded to dtype, that of x. Only so can others agree with it: a number next to the middle
-between two codes falls to one of them or to the other, a sixteenth away, and with one rounding more in bf16 one in
-fifty does.
+h, dA' and dh, and s · a where it is quantised, which are rounded to dtype, that of x. Only so can others agree with it:
+a number next to the middle between two codes falls to one of them or to the other, a sixteenth away, and with one
+rounding more in bf16 one in fifty does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from amoeba.precision.formats import FP8_TRAINING, FP8_TRAINING_ROWS
+from amoeba.precision.formats import FP8_TRAINING, FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, fp8_training_columns
 from amoeba.precision.quantised import quantise
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.proof.reference.experts import activate, activate_backward
@@ -30,6 +30,15 @@ def quantised_rows(rows: Tensor) -> Tensor:
 
 def quantised_weight(weight_EOI: Tensor) -> Tensor:
     return quantise(weight_EOI, FP8_TRAINING).dequantise(torch.float64)
+
+
+def quantised_blocks(rows: Tensor) -> Tensor:
+    """rows: those of one expert."""
+    return quantise(rows, FP8_TRAINING_COLUMNS).dequantise(torch.float64)
+
+
+def quantised_columns(rows_TW: Tensor) -> Tensor:
+    return quantise(rows_TW, fp8_training_columns(rows_TW.shape[0])).dequantise(torch.float64)
 
 
 def experts_forward(
@@ -57,21 +66,24 @@ def experts_backward(
     grads |= {n: torch.zeros_like(t) for n, t in zip(names, weights.tensors(), strict=True) if t is not None}
     quantised_x, gate_up = quantised_rows(x_TH), quantised_weight(weights.gate_up_EJH)
     back, back_gate_up, back_down = operands_of_backward(weights)
+    by_token, by_expert = operands_of_weights(weights)
+    x_of_weights, dy_of_weights = by_token(x_TH), by_token(dy_TH)
     for e in range(weights.num_experts):
         token, slot = torch.where(expert_TK == e)
-        x, dout, s = x_TH[token], dy_TH[token], weight_TK[token, slot, None]
+        dout, s = dy_TH[token], weight_TK[token, slot, None]
         h = _hidden(quantised_x[token], e, gate_up, weights, dtype)
         h = kept(h, weights)
         a = activate(h, weights.activation)
         da = (back(dout) @ back_down[e]).to(dtype).double()
         ds = (da * a).sum(-1)
-        grads["down"][e] = (s * dout).T @ a
+        scaled_a = (s * a).to(dtype).double() if weights.recipe == "fp8-all" else s * a
+        grads["down"][e] = dy_of_weights[token].T @ by_expert(scaled_a)
         if weights.down_bias_EH is not None:
             grads["down_bias"][e] = (s * dout).sum(0)
             ds = ds + dout @ weights.down_bias_EH[e]
         grads["weight"][token, slot] = ds
         dh = activate_backward(s * da, h, weights.activation).to(dtype).double()
-        grads["gate_up"][e] = dh.T @ x
+        grads["gate_up"][e] = by_expert(dh).T @ x_of_weights[token]
         if weights.gate_up_bias_EJ is not None:
             grads["gate_up_bias"][e] = dh.sum(0)
         grads["x"].index_add_(0, token, back(dh) @ back_gate_up[e])
@@ -83,6 +95,13 @@ def operands_of_backward(weights: Fp8Experts) -> tuple[Callable[[Tensor], Tensor
     if weights.recipe == "fp8-ste":
         return lambda rows: rows, weights.gate_up_EJH, weights.down_EHI
     return quantised_rows, quantised_weight(weights.gate_up_EJH), quantised_weight(weights.down_EHI)
+
+
+def operands_of_weights(weights: Fp8Experts) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """What becomes of rows of all tokens (x, dO) and of one expert's (dh, s · a) that give gradients of weights."""
+    if weights.recipe == "fp8-all":
+        return quantised_columns, quantised_blocks
+    return lambda rows: rows, lambda rows: rows
 
 
 def kept(h: Tensor, weights: Fp8Experts) -> Tensor:

@@ -19,25 +19,29 @@ import torch
 
 from amoeba.errors import bad_value
 from amoeba.integrations.checkpoint_names import sort_names
-from amoeba.integrations.experts_module import described, layout_of
+from amoeba.integrations.experts_module import ExpertsModule, described, layout_of
 from amoeba.integrations.quantised_files import (
     BLOCKS,
+    CODE_DTYPES,
     OURS,
     REMEDY,
+    SCALE_DTYPES,
     SCALE_INV,
     SUFFIXES,
+    check_scaled,
+    check_square,
     format_of,
     is_quantised,
+    is_stack,
+    is_transposed,
     matrices_of,
+    usual_name,
     weight_of,
 )
 from amoeba.integrations.quantised_files import SCALES as FILE_SCALES
 from amoeba.stream.store.layers import BIASES, CODES, SCALES, LayerEntry, Part, layer_entry
 from amoeba.stream.store.pieces import MappedLayer, Piece
 from amoeba.stream.store.tensor_files import TensorEntry
-
-_CODES = (torch.uint8, torch.float8_e4m3fn)
-_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e8m0fnu)
 
 
 class CodedCheckpoint:
@@ -46,11 +50,14 @@ class CodedCheckpoint:
     def __init__(
         self, model: Any, tensors: Mapping[str, TensorEntry], facts: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
+        tensors = {usual_name(name, tensors): tensor for name, tensor in tensors.items()}
         self.family, self._tensors, self._dtype = str(model.config.model_type), tensors, dtype
         found = format_of(facts)
         assert found is not None
         if found.has_matrix_scale:
-            remedy = "keep them resident: leave --ram out, or load the model without amoeba.stream"
+            remedy = (
+                "keep them resident (without --ram, pack or amoeba.stream), or quantise the model to another format"
+            )
             raise bad_value("MODEL", "experts in fp8, mxfp8 or mxfp4 to be streamed", found.name, remedy)
         self._format, self._is_ours = found, facts["quant_method"] == OURS
         self._names = sort_names(model, {weight_of(name) for name in tensors})
@@ -60,6 +67,9 @@ class CodedCheckpoint:
             for name in (weight, *(weight + suffix for suffix in SUFFIXES))
             if name in tensors
         }
+        for name in self._names.rest:
+            if name in tensors:
+                check_scaled(name, tensors[name].dtype, tensors)
 
     def layer(self, name: str, module: Any) -> MappedLayer:
         layout, found = layout_of(module), described(module)
@@ -73,28 +83,39 @@ class CodedCheckpoint:
         entry = layer_entry(name, *sizes, found.fused, self._dtype, found.has_bias, self._format, row_parts)
         parts = {part.name: part for part in entry.parts}
         pieces: list[Piece] = []
-        for matrix, of_parts in sources.items():
+        for (matrix, of_parts), parameter in zip(sources.items(), (up, down), strict=True):
+            rows, columns = parts[matrix + CODES].shape
+            swapped = self._is_transposed(parameter, found, of_parts[0][0], (layout.num_experts, rows, columns))
             for number, names in enumerate(of_parts):
                 place = number, len(of_parts)
-                pieces.append(self._codes(entry, parts[matrix + CODES], place, names))
-                pieces.append(self._scales(entry, parts[matrix + SCALES], place, names))
+                pieces.append(self._codes(entry, parts[matrix + CODES], place, names, swapped))
+                pieces.append(self._scales(entry, parts[matrix + SCALES], place, names, swapped))
         for part, parameter in zip(BIASES if found.has_bias else (), (up, down), strict=False):
             (names,) = matrices_of(self._names, f"{parameter}_bias", found)
             pieces.append(self._piece(entry, parts[part], (0, 1), names, parts[part].shape))
         return MappedLayer(entry, tuple(pieces))
 
-    def _codes(self, entry: LayerEntry, part: Part, place: tuple[int, int], names: list[str]) -> Piece:
+    def _is_transposed(self, parameter: str, found: ExpertsModule, name: str, shape: tuple[int, int, int]) -> bool:
+        if self._is_ours or name not in self._tensors or not is_stack(self._names, parameter):
+            return False
+        if not is_transposed(self._names, parameter, found, self._tensors[name].shape, shape):
+            return False
+        check_square(name, self._format)
+        return True
+
+    def _codes(self, entry: LayerEntry, part: Part, place: tuple[int, int], names: list[str], swapped: bool) -> Piece:
         for name in names:
             if not is_quantised(name, self._tensors):
                 raise bad_value("MODEL", f"{name} in {self._format.name}", "a tensor without scales", REMEDY)
         (rows, columns), in_blocks = part.shape, names[0] + BLOCKS in self._tensors
         shape = rows // place[1], *((columns // 16, 16) if in_blocks else (columns, 1) if self._is_ours else (columns,))
-        return self._piece(entry, part, place, [n + BLOCKS if in_blocks else n for n in names], shape, _CODES)
+        names = [name + BLOCKS if in_blocks else name for name in names]
+        return self._piece(entry, part, place, names, shape, CODE_DTYPES, swapped)
 
-    def _scales(self, entry: LayerEntry, part: Part, place: tuple[int, int], names: list[str]) -> Piece:
+    def _scales(self, entry: LayerEntry, part: Part, place: tuple[int, int], names: list[str], swapped: bool) -> Piece:
         suffix = FILE_SCALES if names[0] + BLOCKS in self._tensors else SCALE_INV
         shape = part.shape[0] // place[1], part.shape[1]
-        return self._piece(entry, part, place, [name + suffix for name in names], shape, _SCALES)
+        return self._piece(entry, part, place, [name + suffix for name in names], shape, SCALE_DTYPES, swapped)
 
     def _piece(
         self,
@@ -104,9 +125,11 @@ class CodedCheckpoint:
         names: list[str],
         shape: tuple[int, ...],
         dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16),
+        swapped: bool = False,
     ) -> Piece:
         """place: which of how many equal parts of the rows. names: of a tensor of all experts, or of each expert's.
-        shape: of an expert's. dtypes: that such a tensor may have."""
+        shape: of an expert's. dtypes: that such a tensor may have. swapped: whether files have columns first."""
+        shape = shape[::-1] if swapped else shape
         missing = [name for name in names if name not in self._tensors]
         if missing:
             raise bad_value("MODEL", f"a tensor {missing[0]}", "none in the checkpoint", "download it again")
@@ -124,5 +147,7 @@ class CodedCheckpoint:
         number, count = place
         dtype, whole = entry.dtype_of(part.name), (part.shape[0] // count, *part.shape[1:])
         stride = tuple(math.prod(whole[axis + 1 :]) for axis in range(len(whole)))
+        if swapped:
+            whole, stride = whole[::-1], stride[::-1]
         offset = part.offset // dtype.itemsize + number * math.prod(whole)
         return Piece(tensors, stacked, math.prod(shape) * tensors[0].dtype.itemsize, whole, stride, offset, dtype)

@@ -26,7 +26,7 @@ from amoeba.errors import bad_value
 from amoeba.integrations.checkpoint_names import sort_names
 from amoeba.integrations.experts_module import ExpertsLayout, described, experts_modules, layout_of
 from amoeba.integrations.model_folder import load_config, load_without_weights
-from amoeba.integrations.quantised_files import format_of
+from amoeba.integrations.quantised_files import REMEDY, check_scaled, format_of
 from amoeba.integrations.quantised_models import dtype_of, facts_of, unquantised
 from amoeba.stream.store.coded import CodedCheckpoint
 from amoeba.stream.store.layers import DTYPES, layer_entry
@@ -47,13 +47,15 @@ def map_experts(
         raise bad_value(
             "MODEL",
             "experts in bfloat16, float16 or float32, or block-scaled (fp8, mxfp8, mxfp4)",
-            f"{config.model_type} quantized by {facts.get('quant_method')}, in a way not known here",
-            "take the model's unquantized checkpoint, or load it dequantized with transformers and save that",
+            f"{config.model_type} quantised by {facts.get('quant_method')}, in a way not known here",
+            REMEDY,
         )
     model = load_without_weights(unquantised(config), str(folder), trust_remote_code=trust_remote_code)
     checkpoint: _Checkpoint | CodedCheckpoint
     if facts is None:
         checkpoint = _Checkpoint(model, tensors)
+        for name, tensor in checkpoint.rest.items():
+            check_scaled(name, tensor.dtype, ())
     else:
         checkpoint = CodedCheckpoint(model, tensors, facts, dtype_of(config))
     layers = [checkpoint.layer(name, module) for name, module in experts_modules(model).items()]

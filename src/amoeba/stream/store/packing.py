@@ -104,7 +104,7 @@ class _Packing:
     def run(self) -> PackReport:
         self._check_out()
         self.out.mkdir(parents=True, exist_ok=True)
-        with only_one(self.out), self._room():
+        with only_one(self.out), room_for(self.out, lambda: _gib(self.total - self.done) + " of room"):
             resumed = [number for number in range(len(self.files)) if self._is_packed(number)]
             if not (self.out / INDEX).is_file():
                 _write_json(self.out / UNFINISHED, self.facts)
@@ -206,20 +206,6 @@ class _Packing:
             got = f"{_gib(free)} free"
             raise StoreError(self.out, f"{_gib(needed)} of room", got, "free some space, or choose another --out")
 
-    @contextmanager
-    def _room(self) -> Iterator[None]:
-        """A disk that is full in the middle: the layers that are whole stay, and the error says what to do."""
-        try:
-            yield
-        except StoreError:
-            raise
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            left = f"{_gib(self.total - self.done)} of room for what is left"
-            remedy = "free some space and run the same command again: it goes on where it was"
-            raise StoreError(self.out, left, error.strerror or "a full disk", remedy) from error
-
     def _remove_staged(self) -> None:
         for path in [*self.out.glob(f"*{_STAGED}"), *self.out.glob(f"experts/*{_STAGED}")]:
             path.unlink()
@@ -308,6 +294,20 @@ def _chunks(entry: TensorEntry) -> Iterator[bytes]:
                 raise StoreError(entry.file, f"{entry.start + entry.size} bytes", got, "copy or download it again")
             left -= len(chunk)
             yield chunk
+
+
+@contextmanager
+def room_for(out: Path, needed: Callable[[], str]) -> Iterator[None]:
+    """A disk that is full in the middle: the layers that are whole stay, and the error says what to do."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        remedy = "free some space and run the same command again: it goes on where it was"
+        raise StoreError(out, f"{needed()} for what is left", error.strerror or "a full disk", remedy) from error
 
 
 @contextmanager

@@ -38,13 +38,13 @@ class TensorEntry:
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """Of a Hugging Face folder: by its index of shards, or of the one file that it has."""
+    """Of a Hugging Face folder, as transformers reads it: of its one file, or of the shards that its index names."""
     index = folder / SHARDS
-    if not index.is_file():
-        if not (folder / ONE_FILE).is_file():
-            expected = f"a folder with {ONE_FILE} or {SHARDS}"
-            raise StoreError(folder, expected, "neither", "give the folder that save_pretrained wrote")
+    if (folder / ONE_FILE).is_file():
         return tensors_of(folder / ONE_FILE)
+    if not index.is_file():
+        expected = f"a folder with {ONE_FILE} or {SHARDS}"
+        raise StoreError(folder, expected, "neither", "give the folder that save_pretrained wrote")
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         names = {str(name): str(file) for name, file in weight_map.items()}
@@ -59,7 +59,7 @@ def checkpoint_tensors(folder: Path) -> dict[str, TensorEntry]:
         missing = [name for name in wanted if name not in there]
         if missing:
             raise StoreError(folder / file, f"{missing[0]}, as {SHARDS} says", "a file without it", _AGAIN)
-        found |= {name: there[name] for name in wanted}
+        found |= there
     return found
 
 
