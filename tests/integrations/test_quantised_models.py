@@ -153,6 +153,12 @@ def test_fine_tuning_learns_as_the_dequantised_model_does(
     assert reports[0].final_loss < reports[0].start_loss
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_a_dtype_may_be_a_word_as_in_transformers(dtype: Any, checkpoints: dict[str, Made]) -> None:
+    model = load(checkpoints["fp8"][0], dtype=dtype)
+    assert {model.dtype, *(each.dtype for each in of_experts(model))} == {torch.bfloat16}
+
+
 def test_scales_in_ue8m0(tmp_path: Path) -> None:
     twin = write_fp8(tmp_path, scale_dtype="float8_e8m0fnu")
     assert close(logits(load(tmp_path)), logits(twin), 1e-5)
