@@ -270,6 +270,24 @@ def test_what_is_missing_is_named(how: str, checkpoints: dict[str, Made], tmp_pa
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "a tensor .*down_proj_scales; got none"),
+        (each_of("_scales", torch.Tensor.bfloat16), "in one of uint8, float8_e8m0fnu.*; got .*bfloat16"),
+    ],
+)  # fmt: skip
+def test_scales_of_mxfp4_are_there_and_are_exponents(
+    change: Callable[[dict[str, Tensor]], Any], message: str, checkpoints: dict[str, Made], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoints["mxfp4"][0], tmp_path / "model")
+    spoil(folder, change)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+    with pytest.raises(ValueError, match=message):
+        amoeba.stream.attach(str(folder), ram="64MiB")
+
+
 def test_files_beside_those_of_the_checkpoint_are_not_read(checkpoints: dict[str, Made], tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoints["fp8"][0], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")

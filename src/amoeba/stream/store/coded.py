@@ -25,7 +25,6 @@ from amoeba.integrations.quantised_files import (
     CODE_DTYPES,
     OURS,
     REMEDY,
-    SCALE_DTYPES,
     SCALE_INV,
     SUFFIXES,
     check_scaled,
@@ -35,6 +34,7 @@ from amoeba.integrations.quantised_files import (
     is_stack,
     is_transposed,
     matrices_of,
+    scale_dtypes,
     usual_name,
     weight_of,
 )
@@ -115,7 +115,8 @@ class CodedCheckpoint:
     def _scales(self, entry: LayerEntry, part: Part, place: tuple[int, int], names: list[str], swapped: bool) -> Piece:
         suffix = FILE_SCALES if names[0] + BLOCKS in self._tensors else SCALE_INV
         shape = part.shape[0] // place[1], part.shape[1]
-        return self._piece(entry, part, place, [name + suffix for name in names], shape, SCALE_DTYPES, swapped)
+        names = [name + suffix for name in names]
+        return self._piece(entry, part, place, names, shape, scale_dtypes(self._format), swapped)
 
     def _piece(
         self,
