@@ -71,7 +71,9 @@ class QuantisedFiles:
         assert found is not None
         self.format, self._is_ours = found, facts["quant_method"] == OURS
         files = _files(folder)
-        self._name_in_file = {usual_name(name, files): name for name in files}
+        dtypes = {path: _dtypes_in(path) for path in set(files.values())}
+        codes = {name for name, path in files.items() if dtypes[path][name] in _NAMED}
+        self._name_in_file = {usual_name(name, codes): name for name in files}
         self._file_of = {name: files[own] for name, own in self._name_in_file.items()}
         self._open: dict[Path, Any] = {}
         self._names = sort_names(model, {weight_of(name) for name in self._file_of})
@@ -213,11 +215,8 @@ def check_no_codes(folder: Path) -> None:
     for path in _paths(folder):
         for name, dtype in _dtypes_in(path).items():
             if dtype.startswith("F8"):
-                expected, got = (
-                    "quantization_config in config.json beside weights in FP8",
-                    f"none, and {name} in {dtype}",
-                )
-                raise bad_value("MODEL", expected, got, OTHERWISE)
+                expected = "quantization_config in config.json beside weights in FP8"
+                raise bad_value("MODEL", expected, f"none, and {name} in {dtype}", OTHERWISE)
 
 
 def is_quantised(name: str, names: Container[str]) -> bool:
@@ -232,11 +231,11 @@ def check_scaled(name: str, dtype: torch.dtype, names: Container[str]) -> None:
         raise bad_value("MODEL", f"{name} with its scales, {name}{SCALE_INV}", got, AGAIN)
 
 
-def usual_name(name: str, names: Container[str]) -> str:
-    """`weight_scale_inv` where these files call it something else."""
+def usual_name(name: str, codes: Container[str]) -> str:
+    """`weight_scale_inv` where these files call it something else. codes: the weights that are such."""
     for ending in _OTHER_SCALES:
         weight = name.removesuffix(ending) + ".weight"
-        if name.endswith(ending) and weight in names:
+        if name.endswith(ending) and weight in codes:
             return weight + SCALE_INV
     return name
 

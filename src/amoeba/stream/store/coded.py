@@ -50,7 +50,8 @@ class CodedCheckpoint:
     def __init__(
         self, model: Any, tensors: Mapping[str, TensorEntry], facts: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
-        tensors = {usual_name(name, tensors): tensor for name, tensor in tensors.items()}
+        codes = {name for name, each in tensors.items() if each.dtype.itemsize == 1 and each.dtype.is_floating_point}
+        tensors = {usual_name(name, codes): tensor for name, tensor in tensors.items()}
         self.family, self._tensors, self._dtype = str(model.config.model_type), tensors, dtype
         found = format_of(facts)
         assert found is not None
