@@ -153,6 +153,12 @@ def test_fine_tuning_learns_as_the_dequantised_model_does(
     assert reports[0].final_loss < reports[0].start_loss
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_a_dtype_may_be_a_word_as_in_transformers(dtype: Any, checkpoints: dict[str, Made]) -> None:
+    model = load(checkpoints["fp8"][0], dtype=dtype)
+    assert {model.dtype, *(each.dtype for each in of_experts(model))} == {torch.bfloat16}
+
+
 def test_scales_in_ue8m0(tmp_path: Path) -> None:
     twin = write_fp8(tmp_path, scale_dtype="float8_e8m0fnu")
     assert close(logits(load(tmp_path)), logits(twin), 1e-5)
@@ -262,6 +268,24 @@ def test_what_is_missing_is_named(how: str, checkpoints: dict[str, Made], tmp_pa
     spoil(folder, change)
     with pytest.raises(ValueError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "a tensor .*down_proj_scales; got none"),
+        (each_of("_scales", torch.Tensor.bfloat16), "in one of uint8, float8_e8m0fnu.*; got .*bfloat16"),
+    ],
+)  # fmt: skip
+def test_scales_of_mxfp4_are_there_and_are_exponents(
+    change: Callable[[dict[str, Tensor]], Any], message: str, checkpoints: dict[str, Made], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoints["mxfp4"][0], tmp_path / "model")
+    spoil(folder, change)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+    with pytest.raises(ValueError, match=message):
+        amoeba.stream.attach(str(folder), ram="64MiB")
 
 
 def test_files_beside_those_of_the_checkpoint_are_not_read(checkpoints: dict[str, Made], tmp_path: Path) -> None:

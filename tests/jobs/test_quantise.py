@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import amoeba
 from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, place, placed_in
+from amoeba.integrations.model_folder import check_model
 from amoeba.jobs import quantise as job
 from amoeba.jobs.quantise import quantise_folder
 from amoeba.placements import placement_named
@@ -119,8 +120,10 @@ def test_an_interrupted_run_goes_on_and_leaves_no_model_before(
         ValueError, match=r"--out: expected a new folder, or one to go on with.*another model or format"
     ):
         quantise_folder(models["qwen3_moe"], out, "mxfp8")
+    with pytest.raises(ValueError, match="which amoeba quantise has not finished"):
+        check_model(str(out))
     report = quantise_folder(models["qwen3_moe"], out, "fp8")
-    assert report.resumed_layers == 1
+    assert report.resumed_layers == 1 and check_model(str(out)) == str(out)
     quantise_folder(models["qwen3_moe"], tmp_path / "at-once", "fp8")
     for path in (tmp_path / "at-once").iterdir():
         if path.suffix != ".safetensors":

@@ -253,6 +253,7 @@ def test_scales_by_other_names_are_read_from_folder_and_store(ending: str, store
     tensors = load_file(folder / "model.safetensors")
     renamed = {name.replace(".weight_scale_inv", ending): tensor for name, tensor in tensors.items()}
     assert renamed.keys() != tensors.keys()
+    renamed |= {"model.norm" + ending: torch.ones(1)}  # beside a weight that is no code: no scale of it
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     store = Path(pack(folder, tmp_path / "store").store)
     expected = outcome(resident(stored["fp8"][0]))

@@ -27,6 +27,7 @@ logger = logging.getLogger("amoeba")
 
 TRUST_FLAG = "--trust-remote-code"
 ADAPTER_CONFIG = "adapter_config.json"  # as PEFT names it
+UNFINISHED = "quantise.unfinished.json"  # in a folder that `amoeba quantise` has not finished
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -57,6 +58,9 @@ def check_model(name: str) -> str:
     trained = path / MODEL_FOLDER
     of_a_run = (trained / "config.json").is_file()
     remedy = f"give the run's model: {str(trained)!r}" if of_a_run else "give the folder that save_pretrained wrote"
+    if (path / UNFINISHED).is_file():
+        remedy = "give the command that began it once more: it goes on where it was"
+        raise bad_value("MODEL", "a finished model", f"{name!r}, which amoeba quantise has not finished", remedy)
     if not (path / "config.json").is_file():
         raise bad_value("MODEL", "a folder with a config.json", f"{name!r}, which has none", remedy)
     check_json(path / "config.json")

@@ -34,11 +34,10 @@ BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE = "_blocks", "_scales", "_scale_inv", "_
 SUFFIXES = (BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE)
 # What other files call `weight_scale_inv`: DeepSeek-V4's, Mistral Large 4's.
 _OTHER_SCALES = (".scale", ".qscale_weight")
-# In files; scales of one byte are exponents, but for those of our own formats.
-CODE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+CODE_DTYPES = (torch.float8_e4m3fn, torch.uint8)  # in files
 _PLAIN = {"F64", "F32", "BF16", "F16"}  # of safetensors
 _NAMED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # of safetensors, what no weight may be alone
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e8m0fnu)
+_WIDE_SCALES, _SCALE_CODES = (torch.float32, torch.bfloat16, torch.float16), (torch.uint8, torch.float8_e8m0fnu)
 # quant_method of what transformers does not know. It would read the codes as numbers and leave out the scales, with a
 # warning: so these codes have a dimension more than the weight, of length 1, at which it raises.
 OURS = "amoeba"
@@ -72,7 +71,9 @@ class QuantisedFiles:
         assert found is not None
         self.format, self._is_ours = found, facts["quant_method"] == OURS
         files = _files(folder)
-        self._name_in_file = {usual_name(name, files): name for name in files}
+        dtypes = {path: _dtypes_in(path) for path in set(files.values())}
+        codes = {name for name, path in files.items() if dtypes[path][name] in _NAMED}
+        self._name_in_file = {usual_name(name, codes): name for name in files}
         self._file_of = {name: files[own] for name, own in self._name_in_file.items()}
         self._open: dict[Path, Any] = {}
         self._names = sort_names(model, {weight_of(name) for name in self._file_of})
@@ -214,11 +215,8 @@ def check_no_codes(folder: Path) -> None:
     for path in _paths(folder):
         for name, dtype in _dtypes_in(path).items():
             if dtype.startswith("F8"):
-                expected, got = (
-                    "quantization_config in config.json beside weights in FP8",
-                    f"none, and {name} in {dtype}",
-                )
-                raise bad_value("MODEL", expected, got, OTHERWISE)
+                expected = "quantization_config in config.json beside weights in FP8"
+                raise bad_value("MODEL", expected, f"none, and {name} in {dtype}", OTHERWISE)
 
 
 def is_quantised(name: str, names: Container[str]) -> bool:
@@ -233,13 +231,18 @@ def check_scaled(name: str, dtype: torch.dtype, names: Container[str]) -> None:
         raise bad_value("MODEL", f"{name} with its scales, {name}{SCALE_INV}", got, AGAIN)
 
 
-def usual_name(name: str, names: Container[str]) -> str:
-    """`weight_scale_inv` where these files call it something else."""
+def usual_name(name: str, codes: Container[str]) -> str:
+    """`weight_scale_inv` where these files call it something else. codes: the weights that are such."""
     for ending in _OTHER_SCALES:
         weight = name.removesuffix(ending) + ".weight"
-        if name.endswith(ending) and weight in names:
+        if name.endswith(ending) and weight in codes:
             return weight + SCALE_INV
     return name
+
+
+def scale_dtypes(format: Format) -> tuple[torch.dtype, ...]:
+    """In files. Where the format has fp32, those of one byte are exponents."""
+    return (*_WIDE_SCALES, *_SCALE_CODES) if format.scale == "fp32" else _SCALE_CODES
 
 
 def read_quantised(
@@ -254,6 +257,11 @@ def read_quantised(
     """One tensor with its scales, a matrix or a stack of them. columns: where the last block may be cut short."""
     if not is_quantised(name, names):
         raise bad_value("MODEL", f"{name} in {format.name}", "a tensor without scales", REMEDY)
+    of_blocks = (name + SCALES,) if name + BLOCKS in names else ()
+    of_matrix = (name + MATRIX_SCALE,) if format.has_matrix_scale else ()
+    for needed in (*of_blocks, *of_matrix):
+        if needed not in names:
+            raise bad_value("MODEL", f"a tensor {needed}", "none in the checkpoint", AGAIN)
     if name + BLOCKS in names:
         codes, scales = read(name + BLOCKS), read(name + SCALES)
         data = codes.flatten(-2)  # (..., H/32, 16)
@@ -272,7 +280,7 @@ def read_quantised(
 
 
 def _check_tensors(name: str, format: Format, data: Tensor, codes: torch.dtype, scales: Tensor, columns: int) -> None:
-    for dtype, dtypes, what in ((codes, CODE_DTYPES, "codes"), (scales.dtype, SCALE_DTYPES, "scales")):
+    for dtype, dtypes, what in ((codes, CODE_DTYPES, "codes"), (scales.dtype, scale_dtypes(format), "scales")):
         if dtype not in dtypes:
             expected = f"{what} of {name} in one of {', '.join(str(each).removeprefix('torch.') for each in dtypes)}"
             raise bad_value("MODEL", expected, str(dtype).removeprefix("torch."), REMEDY)

@@ -90,7 +90,8 @@ def unquantised(config: Any) -> Any:
 
 def dtype_of(config: Any) -> torch.dtype:
     """Of all that is not quantised, of x and of y."""
-    return getattr(config, "dtype", None) or torch.bfloat16
+    found = getattr(config, "dtype", None) or torch.bfloat16
+    return getattr(torch, found) if isinstance(found, str) else found
 
 
 def _folder(model: Any, options: Mapping[str, Any]) -> Path:
@@ -115,7 +116,9 @@ def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, 
     options["experts_implementation"] = implementation
     asked = options.pop("torch_dtype", None) or options.pop("dtype", None)
     options.pop("trust_remote_code", None)
-    dtype = asked if isinstance(asked, torch.dtype) else dtype_of(config)
+    if asked is not None and asked != "auto":
+        config.dtype = asked
+    dtype = dtype_of(config)
     with torch.device("meta"):
         empty = kind(copy.deepcopy(config))
     with QuantisedFiles(folder, empty, facts) as files:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import described, experts_modules
-from amoeba.integrations.model_folder import load_config, load_without_weights
+from amoeba.integrations.model_folder import UNFINISHED, load_config, load_without_weights
 from amoeba.integrations.quantised_files import BLOCKS, MATRIX_SCALE, OURS, SCALE_INV, SCALES
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.quantised import QuantisedMatrix, quantise
@@ -35,7 +35,7 @@ from amoeba.stream.store.pieces import Piece
 from amoeba.stream.store.tensor_files import SHARDS, TensorEntry, checkpoint_tensors, header_of, tensors_of
 
 FORMATS: dict[str, Format] = {"fp8": FP8_128, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
-_CONFIG, _UNFINISHED = "config.json", "quantise.unfinished.json"
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Quantising:
         self.out.mkdir(parents=True, exist_ok=True)
         with only_one(self.out), room_for(self.out, lambda: "room"):
             resumed = [number for number, file in enumerate(self.files[:-1]) if (self.out / file).is_file()]
-            _write(self.out / _UNFINISHED, json.dumps(self.facts))
+            _write(self.out / UNFINISHED, json.dumps(self.facts))
             for number, file in enumerate(self.files[:-1]):
                 self.progress(Progress(number, len(self.source.layers)))
                 if number not in resumed:
@@ -103,7 +103,7 @@ class _Quantising:
             copy_small_files(self.source.folder, self.out, but=(_CONFIG,))
             expert_bytes = self._write_index()
             _write(self.out / _CONFIG, json.dumps(self._config(), indent=2))
-            (self.out / _UNFINISHED).unlink()
+            (self.out / UNFINISHED).unlink()
         layers = self.source.layers
         numbers = sum(entry.experts * sum(_numbers(entry)) for entry in layers)
         return QuantiseReport(
@@ -122,7 +122,7 @@ class _Quantising:
     def _check_out(self) -> None:
         if not self.out.exists():
             return
-        unfinished = self.out / _UNFINISHED
+        unfinished = self.out / UNFINISHED
         told = json.loads(unfinished.read_text()) if unfinished.is_file() else None
         if told != self.facts and any(self.out.iterdir()):
             own = self.out.resolve() == self.source.folder.resolve()

@@ -25,7 +25,6 @@ from amoeba.integrations.quantised_files import (
     CODE_DTYPES,
     OURS,
     REMEDY,
-    SCALE_DTYPES,
     SCALE_INV,
     SUFFIXES,
     check_scaled,
@@ -35,6 +34,7 @@ from amoeba.integrations.quantised_files import (
     is_stack,
     is_transposed,
     matrices_of,
+    scale_dtypes,
     usual_name,
     weight_of,
 )
@@ -50,7 +50,8 @@ class CodedCheckpoint:
     def __init__(
         self, model: Any, tensors: Mapping[str, TensorEntry], facts: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
-        tensors = {usual_name(name, tensors): tensor for name, tensor in tensors.items()}
+        codes = {name for name, each in tensors.items() if each.dtype.itemsize == 1 and each.dtype.is_floating_point}
+        tensors = {usual_name(name, codes): tensor for name, tensor in tensors.items()}
         self.family, self._tensors, self._dtype = str(model.config.model_type), tensors, dtype
         found = format_of(facts)
         assert found is not None
@@ -115,7 +116,8 @@ class CodedCheckpoint:
     def _scales(self, entry: LayerEntry, part: Part, place: tuple[int, int], names: list[str], swapped: bool) -> Piece:
         suffix = FILE_SCALES if names[0] + BLOCKS in self._tensors else SCALE_INV
         shape = part.shape[0] // place[1], part.shape[1]
-        return self._piece(entry, part, place, [name + suffix for name in names], shape, SCALE_DTYPES, swapped)
+        names = [name + suffix for name in names]
+        return self._piece(entry, part, place, names, shape, scale_dtypes(self._format), swapped)
 
     def _piece(
         self,
