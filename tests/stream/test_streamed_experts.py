@@ -16,6 +16,8 @@ from amoeba import Activation, ExpertWeights, LoraFactors, Request, Routing, exp
 from amoeba.backends import cpu, cpu_fused
 from amoeba.backends.backend import RowsApart
 from amoeba.cpu.core import why_no_core
+from amoeba.precision.experts import quantise_experts
+from amoeba.precision.formats import FP8_128, MXFP4, Format
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.placement import MemoryStore, stream_from_memory
 from amoeba.weights import LORA_NAMES
@@ -94,6 +96,31 @@ def test_lora_gradients_are_those_beside_resident_experts(way: str, dtype: torch
         for slots in (1, E // 2, E):
             found = gradients(stream_from_memory(resident, slots), x_TH, routing, dy_TH, recompute)
             assert found.keys() == expected.keys() >= {"x", "weight", *LORA_NAMES}
+            for name, tensor in expected.items():
+                assert torch.equal(found[name], tensor), (name, tokens, slots)
+
+
+@pytest.mark.parametrize("format", [FP8_128, MXFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_codes_give_outputs_and_gradients_of_resident_ones(
+    fused: bool, dtype: torch.dtype, format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fused and why_no_core() is not None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(cpu_fused, "_multiplies_bf16", lambda: fused)
+    resident = quantise_experts(weights_of(dtype, bias=True), format)
+    for tokens in (1, 7, 90):
+        x_TH, routing = routed(tokens, dtype, sentinels=tokens == 7)
+        dy_TH = torch.randn(tokens, H, generator=torch.Generator().manual_seed(3)).to(dtype)
+        with torch.no_grad():
+            without_gradients = experts(x_TH, routing, resident)
+        expected = gradients(resident, x_TH, routing, dy_TH, False)
+        for slots in (1, E // 2, E):
+            streamed = stream_from_memory(resident, slots)
+            with torch.no_grad():
+                assert torch.equal(experts(x_TH, routing, streamed), without_gradients), (tokens, slots)
+            found = gradients(streamed, x_TH, routing, dy_TH, False)
             for name, tensor in expected.items():
                 assert torch.equal(found[name], tensor), (name, tokens, slots)
 
