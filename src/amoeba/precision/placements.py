@@ -10,7 +10,7 @@ from amoeba import cost
 from amoeba.config import Activation
 from amoeba.placement import LayerSizes, Placement, Tolerance
 from amoeba.precision.experts import dequantise_experts, quantise_experts
-from amoeba.precision.formats import E4M3, FP8_128, MXFP4, MXFP8, NVFP4, Format
+from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.recipes import with_precision
 from amoeba.weights import ExpertWeights
 
@@ -37,9 +37,8 @@ def _bytes_of_number(format: Format) -> float:
     return format.element.bits / 8 + (4 if format.scale == "fp32" else 1) / (rows * columns)
 
 
-def _how(format: Format) -> str:
-    by_core = format.element is E4M3 and format.scale == "fp32"
-    return f"by our kernels on a GPU, {'by the C++ core' if by_core else 'one expert after the other'} on a CPU"
+def _how() -> str:
+    return "by our kernels on a GPU, by the C++ core on a CPU"
 
 
 def _placement(name: str, format: Format) -> Placement:
@@ -49,7 +48,7 @@ def _placement(name: str, format: Format) -> Placement:
         f"quantised to {format.name} and dequantised as they are read",
         make=make,
         tolerances={dtype: Tolerance() for dtype in _DTYPES},
-        how=functools.partial(_how, format),
+        how=_how,
         represent=functools.partial(_represented, format=format),
         itemsize=_bytes_of_number(format),
         expert_bytes=functools.partial(_expert_bytes, format=format),
