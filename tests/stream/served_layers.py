@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from simulated_device import LiveDevice, LiveGraph
 from test_device_memory import E, Layers
@@ -73,6 +74,12 @@ class Served:
             self.graph.replay()
 
         self.memory.replays.replay(self.passes, launch)
+
+    def replay_with_a_copy_that_fails(self, fails_at: int) -> None:
+        """The fails_at-th of them, in a graph of three layers."""
+        self.device.fails_at = self.device.copied + fails_at
+        with pytest.raises(RuntimeError, match=r"a copy failed|CUDA error 700"):
+            self.replay([[5, 4]] * 3)
 
     def ended(self) -> None:
         """The host waits for all passes, as for their tokens."""

@@ -173,9 +173,7 @@ def test_a_quick_copy_that_fails_leaves_no_slot_that_holds_something_else(fails_
         served.capture()
         served.replay([[0, 1]] * 3)
         served.ended()
-        served.device.fails_at = served.device.copied + fails_at
-        with pytest.raises(RuntimeError, match=r"a copy failed|CUDA error 700"):
-            served.replay([[5, 4]] * 3)
+        served.replay_with_a_copy_that_fails(fails_at)
         assert served.device.quick >= fails_at
         served.wrong.clear()
         served.shown_as_it_is()

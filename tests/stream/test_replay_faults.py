@@ -38,9 +38,7 @@ def test_after_a_failed_copy_nothing_hangs_and_the_next_try_is_right(fails_at: i
         served.capture()
         served.replay([[0, 1]] * 3)
         served.ended()
-        served.device.fails_at = served.device.copied + fails_at
-        with pytest.raises(RuntimeError, match=r"a copy failed|CUDA error 700"):
-            served.replay([[5, 4]] * 3)
+        served.replay_with_a_copy_that_fails(fails_at)
         served.wrong.clear()
         served.shown_as_it_is()
         for ids in ([[5, 4]] * 3, [[0, 1]] * 3):
