@@ -55,11 +55,6 @@ SCALED_GRADIENTS = ("scaled_up_gradient", "scaled_down_gradient")
 IN_WAYS = (
     "scaled_up, brisk",
     "scaled_up, all",
-    "scaled_down_backward, along",
-    "scaled_up, along",
-    "scaled_up_alone, along",
-    "scaled_up_coded, along",
-    "scaled_up_of_cut_columns, along",
 )
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
 UNDER = (
@@ -67,6 +62,14 @@ UNDER = (
     "scaled_down, under",
     "scaled_down_in_tall_groups, under",
     "scaled_down_with_bias, under",
+    "scaled_down, under in turns",
+)
+ALONG = (
+    "scaled_down_backward, along",
+    "scaled_up, along",
+    "scaled_up_alone, along",
+    "scaled_up_coded, along",
+    "scaled_up_of_cut_columns, along",
 )
 LOTS = [
     (*HOT[:1], *SCALED[:1]),
@@ -74,6 +77,7 @@ LOTS = [
     (*SCALED[1:], *SCALED_GRADIENTS),
     IN_WAYS,
     UNDER,
+    ALONG,
 ]
 
 
@@ -87,7 +91,7 @@ def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[
         assert SHARED_BYTES // 2 < found["shared"] <= SHARED_BYTES, name
         if "along" in name:
             assert found["slow_roundings"] == 0, f"{name} rounds sums one by one"
-        if name in UNDER:
+        if name in UNDER + ALONG:
             assert found["steps"] == 2, name
             assert found["local_accesses_in_steps"] == 0, f"{name} does not keep its sums in registers"
             assert found["waits_in_steps"] == 4, f"{name} waits elsewhere than for its two products"

@@ -15,6 +15,7 @@ from amoeba.kernels.programs import share_the_gpu
 UP = Plan(ACTIVATE=True, GATHER=True, BIAS=False, KEEP=False, GATED=True, KIND="silu")
 DOWN = Plan(ACTIVATE=False, GATHER=False, BIAS=False, KEEP=False)
 DA = replace(DOWN, GATHER=True)
+KEEPING = replace(UP, KEEP=True)
 
 
 def taken(plan: Plan, depth: int, columns: int) -> str:
@@ -37,8 +38,9 @@ def taken(plan: Plan, depth: int, columns: int) -> str:
         (DA, 7168, 2048, "along"),
         (DA, 768, 768, "plain"),
         (DOWN, 768, 2048, "under"),
-        (DOWN, 2048, 7168, "under"),
-        (DOWN, 4096, 7168, "plain"),
+        (DOWN, 1536, 2048, "under"),
+        (DOWN, 2048, 7168, "under in turns"),
+        (DOWN, 4096, 7168, "under in turns"),
     ],
 )
 def test_each_product_takes_the_way_that_was_fastest(plan: Plan, depth: int, columns: int, way: str) -> None:
@@ -61,12 +63,21 @@ def test_a_tile_of_one_step_is_not_stored_under_the_next_one(plan: Plan) -> None
         assert scaled_product._with_ways(plan, 192, 768).UNDER
 
 
-@pytest.mark.parametrize("way", ["under", "all"])
+@pytest.mark.parametrize("way", ["under", "under in turns", "all"])
 def test_nothing_with_h_to_write_or_an_activation_without_gates_is_stored_so(way: str) -> None:
     plans = [UP, DOWN, replace(UP, KEEP=True), replace(UP, GATED=False)]
     with scaled_product.way(way):
-        found = [scaled_product._with_ways(plan, 2048, 768).UNDER for plan in plans]
-    assert found == [way == "under"] * 2 + [False] * 2
+        found = [scaled_product._with_ways(plan, 2048, 768) for plan in plans]
+    assert [plan.UNDER for plan in found] == [way != "all"] * 2 + [False] * 2
+    assert [plan.IN_TURNS for plan in found] == [way == "under in turns"] * 2 + [False] * 2
+
+
+def test_plans_that_have_scales_come_along_take_turns_and_begin_early_unless_h_leaves_in_bf16() -> None:
+    with scaled_product.way("along"):
+        for plan, early in ((UP, True), (DA, True), (replace(UP, KEEP=True, CODED=True), True), (KEEPING, False)):
+            found = scaled_product._with_ways(plan, 2048, 768)
+            assert found.IN_TURNS and found.EARLY == early
+            assert not scaled_product._with_ways(plan, 768, 768).IN_TURNS
 
 
 @pytest.mark.parametrize(("depth", "along"), [(512, True), (2048, True), (768, False), (576, False), (128, False)])

@@ -84,6 +84,15 @@ def value_and_slope(z, KIND: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
+def _shifted(up, SHIFT: tl.constexpr):
+    """A shift of zero is an addition, too: it makes 0 of -0, so the compiler may not leave it out."""
+    if SHIFT == 0.0:
+        return up
+    else:
+        return up + SHIFT
+
+
+@triton.jit
 def gated(
     gate,
     up,
@@ -94,11 +103,15 @@ def gated(
     UP_SHIFT: tl.constexpr,
 ):
     """a = act(gate) · (up + shift)."""
+    return plain(gate, KIND, ALPHA, CLAMP, LIMIT) * factor(up, CLAMP, LIMIT, UP_SHIFT)
+
+
+@triton.jit
+def factor(up, CLAMP: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr):
+    """What act(gate) is multiplied by."""
     if CLAMP:
-        gate = _at_most(gate, LIMIT)
         up = _at_most(_at_least(up, -LIMIT), LIMIT)
-    value, _ = value_and_slope(gate, KIND, ALPHA)
-    return value * (up + UP_SHIFT)
+    return _shifted(up, UP_SHIFT)
 
 
 @triton.jit
@@ -118,7 +131,7 @@ def gated_backward(
         gate_in = _at_most(gate, LIMIT)
         up_in = _at_most(_at_least(up, -LIMIT), LIMIT)
     value, slope = value_and_slope(gate_in, KIND, ALPHA)
-    up_in = up_in + UP_SHIFT
+    up_in = _shifted(up_in, UP_SHIFT)
     dgate = da * up_in * slope
     dup = da * value
     if CLAMP:

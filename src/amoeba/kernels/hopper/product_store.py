@@ -31,6 +31,13 @@ def rounded(sums):
 
 
 @gluon.jit
+def now(sums):
+    """These, computed here: the compiler would do it where they are stored, and keep what the matrix unit gave beside
+    them until then."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def column_parts(tile, PARTS: gl.constexpr):
     """A tile's left and right half, or its four quarters."""
     HEIGHT: gl.constexpr = tile.shape[0]
@@ -61,20 +68,31 @@ def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift,
 
     PENDING: of the copies by the engine, so many of the last ones do not read from this buffer.
     """
-    HEIGHT: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
-    whole = (row + HEIGHT <= end) & (column + COLUMNS <= width)
+    whole = (row + buffer.shape[0] <= end) & (column + buffer.shape[1] <= width)
     wait_for_buffer(whole, PENDING)
     buffer.store(value.to(out.dtype.element_ty))
+    store_buffer(out, desc, buffer, stride, row, end, column, width, shift, whole)
+
+
+@gluon.jit
+def store_buffer(out, desc, buffer, stride, row, end, column, width, shift, whole):
+    """What a buffer holds to memory, as by `store_tile`. whole: neither rows nor columns end inside it."""
     if whole:
         fence_async_shared()
         bulk_store(desc, [row, column + shift], buffer)
     else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-        m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-        n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-        pointers = out + m.to(gl.int64)[:, None] * stride + (n + shift)[None, :]
-        gl.store(pointers, buffer.load(layout), mask=(m < end)[:, None] & (n < width)[None, :])
+        store_masked(out, buffer, stride, row, end, column, width, shift)
+
+
+@gluon.jit
+def store_masked(out, buffer, stride, row, end, column, width, shift):
+    HEIGHT: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    pointers = out + m.to(gl.int64)[:, None] * stride + (n + shift)[None, :]
+    gl.store(pointers, buffer.load(layout), mask=(m < end)[:, None] & (n < width)[None, :])
 
 
 @gluon.jit

@@ -60,11 +60,12 @@ WAYS = {
     "plain": PLAIN,
     "brisk": Ways(brisk=True),
     "under": Ways(under=True, brisk=True),
+    "under in turns": Ways(under=True, in_turns=True, brisk=True),
     "along": Ways(along=True, alternate=True, brisk=True),
     "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
 }
-# Deeper products gain nothing by `under`: their tiles end seldom.
-DEEPEST_UNDER = 2048
+# Less deep products end too often for warpgroups in turns.
+LEAST_IN_TURNS = 2048
 _way: Ways | None = None
 
 
@@ -107,7 +108,9 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
         return WAYS["under"]
     if plan.ACTIVATE:
         return WAYS["all"]
-    return WAYS["under"] if timed and not plan.GATHER and depth <= DEEPEST_UNDER else PLAIN
+    if plan.GATHER or not timed:
+        return PLAIN
+    return WAYS["under in turns" if depth >= LEAST_IN_TURNS else "under"]
 
 
 def _with_ways(plan: Plan, depth: int, columns: int) -> Plan:

@@ -3,6 +3,9 @@
 The producing and the consuming part of `amoeba.kernels.hopper.scaled_product_kernel` for plans that are ALONG, whose
 tiles are whole turns of the ring of stages. Each row has one thread that asks for its scale, by an asynchronous copy
 into the stage. So consumers know no token, and have no loads of their own under way when they fence.
+
+Warpgroups multiply in turns, and a tile leaves under products, as in `scaled_product_under`: its left half under the
+last one of its right half, the rest under the first one of the next tile.
 """
 
 from __future__ import annotations
@@ -14,16 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.activation import gated
+from amoeba.kernels.activation import factor, plain
 from amoeba.kernels.hopper.descriptor import bulk_load, gather
 from amoeba.kernels.hopper.product_kernel import place_of_tile
-from amoeba.kernels.hopper.product_store import add_bias, rounded
-from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns
-from amoeba.kernels.hopper.scaled_product_store import keep, store_codes, store_halves
+from amoeba.kernels.hopper.product_store import add_bias, now, rounded
+from amoeba.kernels.hopper.scaled_product_scales import blocks_of_columns, clamped_place
+from amoeba.kernels.hopper.scaled_product_store import keep, store_both_halves, store_codes, store_halves
+from amoeba.kernels.hopper.scaled_product_turns import begin_turns, end_turns, product_in_turn
 
 
 @gluon.jit
@@ -90,14 +93,40 @@ def _scales(
 
 
 @gluon.jit
-def _begin(
-    row_bufs, matrix_bufs, zero, stage, WARPGROUP: gl.constexpr, HALF: gl.constexpr, HEIGHT: gl.constexpr,
+def _begin_left(
+    row_bufs, matrix_bufs, full, zero, count, there, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A stage's product of the left half, begun when the stage is full, and the stage. Unless it is there: of whatever
+    that holds."""
+    stage = count & (STAGES - 1)
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1, pred=there)
+    fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+    rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
+    matrix = matrix_bufs.index(stage).slice(0, BLOCK, 0).permute((1, 0))
+    return product_in_turn(rows, matrix, zero, WARPGROUP, PLAN), stage
+
+
+@gluon.jit
+def _begin_right(
+    row_bufs, matrix_bufs, zero, stage, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
     BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """A stage's product of a half."""
     rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
-    matrix = matrix_bufs.index(stage).slice(HALF * BLOCK, BLOCK, 0).permute((1, 0))
-    return warpgroup_mma(rows, matrix, zero, use_acc=False, is_async=True)
+    matrix = matrix_bufs.index(stage).slice(BLOCK, BLOCK, 0).permute((1, 0))
+    return product_in_turn(rows, matrix, zero, WARPGROUP, PLAN)
+
+
+@gluon.jit
+def _finish_right(found, right, of_right, of_far, empty, stage, there, PLAN: gl.constexpr, BLOCK: gl.constexpr):
+    """The sums with a stage's product of the right half; the stage is given back."""
+    done = warpgroup_mma_wait(0, deps=(found,))
+    mbarrier.arrive(empty.index(stage), count=1, pred=there)
+    if PLAN.SHIFTED:
+        near = (gl.arange(0, BLOCK, gl.SliceLayout(0, right.type.layout)) < BLOCK // 2)[None, :]
+        return right + done * gl.where(near, of_right[:, None], of_far[:, None])
+    else:
+        return right + done * of_right[:, None]
 
 
 @gluon.jit
@@ -105,27 +134,15 @@ def _step(
     left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP: gl.constexpr,
     PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The sums with a stage's products; the stage is given back."""
-    mma: gl.constexpr = left.type.layout
-    stage = count & (STAGES - 1)
-    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-    fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
-    of_sums: gl.constexpr = gl.SliceLayout(1, mma)
-    if not PLAN.ACTIVATE:  # asked for later, they are waited for between the products; the up projection gains nothing
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
-    found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, HEIGHT, BLOCK)
-    if PLAN.ACTIVATE:
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+    """The sums with a stage's products."""
+    of_sums: gl.constexpr = gl.SliceLayout(1, left.type.layout)
+    found, stage = _begin_left(
+        row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES
+    )  # fmt: skip
+    of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
     left += warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None]
-    found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, HEIGHT, BLOCK)
-    done = warpgroup_mma_wait(0, deps=(found,))
-    mbarrier.arrive(empty.index(stage), count=1)
-    if PLAN.SHIFTED:
-        near = (gl.arange(0, BLOCK, gl.SliceLayout(0, mma)) < BLOCK // 2)[None, :]
-        right += done * gl.where(near, of_right[:, None], of_far[:, None])
-    else:
-        right += done * of_right[:, None]
-    return left, right
+    found = _begin_right(row_bufs, matrix_bufs, zero, stage, WARPGROUP, PLAN, HEIGHT, BLOCK)
+    return left, _finish_right(found, right, of_right, of_far, empty, stage, True, PLAN, BLOCK)
 
 
 @gluon.jit
@@ -147,50 +164,98 @@ def consume_along(
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     HEIGHT: gl.constexpr = BLOCK_M // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    of_sums: gl.constexpr = gl.SliceLayout(1, mma)
     blocks = gl.cdiv(width, BLOCK)
     zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
-    count = 0
+    left, right, count = zero, zero, 0
+    begin_turns(WARPGROUP, PLAN)
+    if PLAN.EARLY:
+        expert, row, end, n = clamped_place(
+            gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+        )
+        some = gl.program_id(0) < tiles * column_tiles
+        found, stage = _begin_left(
+            row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES
+        )  # fmt: skip
+        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+        left = now(zero + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
+        found = _begin_right(row_bufs, matrix_bufs, zero, stage, WARPGROUP, PLAN, HEIGHT, BLOCK)
+        right = _finish_right(found, zero, of_right, of_far, empty, stage, some, PLAN, BLOCK)
+        count = 1
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
-        row += WARPGROUP * HEIGHT
-        left, right = zero, zero
-        for _ in range(0, depth, BLOCK):
+        if not PLAN.EARLY:
+            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
+            row += WARPGROUP * HEIGHT
+        for _ in range(2 * BLOCK if PLAN.EARLY else BLOCK, depth, BLOCK):
             left, right = _step(
                 left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP, PLAN,
                 HEIGHT, BLOCK, STAGES,
             )  # fmt: skip
             count += 1
+        last, stage = _begin_left(
+            row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES
+        )  # fmt: skip
+        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+        next_tile = tile + gl.num_programs(0)
+        if PLAN.EARLY:
+            next_expert, next_row, next_end, next_n = clamped_place(
+                next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+            )
+        left = now(left + warpgroup_mma_wait(0, deps=(last,)) * of_left[:, None])
+        last = _begin_right(row_bufs, matrix_bufs, zero, stage, WARPGROUP, PLAN, HEIGHT, BLOCK)
         bias_row = bias + expert.to(gl.int64) * width
+        column = n * PLAN.COLUMNS
+        if PLAN.BIAS:
+            left = add_bias(left, bias_row, column, columns, BLOCK)
+        left_half = rounded(left)
+        if not PLAN.PAIRED:
+            one, other = buffer, staging.index(WARPGROUP * PLAN.BUFFERS + 1)
+            store_halves(left_half, out, out_desc, one, other, out_stride, row, end, column, width, 0, 1, 1)
+        elif PLAN.CODED:
+            keep(
+                left_half, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, False,
+                PLAN,
+            )  # fmt: skip
+        elif PLAN.KEEP:
+            one, other = kept.index(WARPGROUP * PLAN.BUFFERS), kept.index(WARPGROUP * PLAN.BUFFERS + 1)
+            store_both_halves(left_half, h, h_desc, one, other, h_stride, row, end, column, columns, 0)
+        right = now(_finish_right(last, right, of_right, of_far, empty, stage, True, PLAN, BLOCK))
+        count += 1
+        if PLAN.EARLY:
+            some = next_tile < tiles * column_tiles
+            found, stage = _begin_left(
+                row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES
+            )  # fmt: skip
         if PLAN.PAIRED:
-            column = n * BLOCK
-            if PLAN.BIAS:
-                left = add_bias(left, bias_row, column, columns, BLOCK)
-            gate = rounded(left)
-            if PLAN.KEEP:
-                keep(
-                    gate, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, False,
-                    PLAN,
-                )  # fmt: skip
             if PLAN.BIAS:
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             up = rounded(right)
-            if PLAN.KEEP:
+            if PLAN.CODED:
                 keep(
                     up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, True,
                     PLAN,
                 )  # fmt: skip
-            a = gated(_widened(gate), _widened(up), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+            act = plain(_widened(left_half), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+            if PLAN.KEEP and not PLAN.CODED:  # meanwhile its left half was read
+                store_both_halves(up, h, h_desc, one, other, h_stride, row, end, column, columns, columns)
             store_codes(
-                a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK),
-                1 if PLAN.ALTERNATE else 0, PLAN,
+                act * factor(_widened(up), PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT), out, out_desc, out_scale, buffer,
+                out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.ALTERNATE else 0, PLAN,
             )  # fmt: skip
         else:
-            one, other = staging.index(WARPGROUP * PLAN.BUFFERS), staging.index(WARPGROUP * PLAN.BUFFERS + 1)
-            for half in gl.static_range(2):
-                sums = right if half else left
-                column = (2 * n + half) * BLOCK
-                if PLAN.BIAS:
-                    sums = add_bias(sums, bias_row, column, width, BLOCK)
-                store_halves(rounded(sums), out, out_desc, one, other, out_stride, row, end, column, width, 0, 1, 1)
+            if PLAN.BIAS:
+                right = add_bias(right, bias_row, column + BLOCK, width, BLOCK)
+            store_halves(
+                rounded(right), out, out_desc, one, other, out_stride, row, end, column + BLOCK, width, 0, 1, 1
+            )  # fmt: skip
+        left, right = zero, zero
+        if PLAN.EARLY:
+            of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+            left = now(zero + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
+            found = _begin_right(row_bufs, matrix_bufs, zero, stage, WARPGROUP, PLAN, HEIGHT, BLOCK)
+            right = _finish_right(found, zero, of_right, of_far, empty, stage, some, PLAN, BLOCK)
+            count += 1
+            expert, row, end, n = next_expert, next_row, next_end, next_n
+    end_turns(WARPGROUP, PLAN)
     tma.store_wait(0)

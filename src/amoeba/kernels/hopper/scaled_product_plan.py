@@ -32,8 +32,9 @@ class Ways(NamedTuple):
     alternate: h in bf16 leaves through two buffers in turns that take the room of one.
     under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
                are nothing to it.
+    in_turns:  warpgroups begin their products one after the other, see `scaled_product_turns`. With `under`.
     along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, see
-               `scaled_product_along`. `ahead`, `behind`, `skips` and `under` are nothing to it.
+               `scaled_product_along`. It takes turns; `ahead`, `behind`, `skips` and `under` are nothing to it.
     brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
     """
 
@@ -43,6 +44,7 @@ class Ways(NamedTuple):
     alternate: bool = False
     brisk: bool = False
     under: bool = False
+    in_turns: bool = False
     along: bool = False
 
 
@@ -87,6 +89,16 @@ class Plan:
         """Where it has been faster, or nearly: not with h to write. Where two halves are activated one by one,
         their sums do not all find registers."""
         return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not self.KEEP
+
+    @property
+    def IN_TURNS(self) -> bool:
+        return self.ALONG or (self.UNDER and self.WAYS.in_turns)
+
+    @property
+    def EARLY(self) -> bool:
+        """Of plans that are ALONG: the next tile's first product is begun before the end of this one has left. While h
+        leaves in bf16 there are no registers for it."""
+        return not self.KEEP or self.CODED
 
     @property
     def SKIPS(self) -> bool:
@@ -139,8 +151,6 @@ class Plan:
     @property
     def REGISTERS(self) -> list[int]:
         """Of the second warpgroup's threads and of those that fill stages, so that neither spills."""
-        if self.ALONG and not self.ACTIVATE:
-            return [208, 88]
         return [224, 56] if self.ACTIVATE or self.AHEAD or self.UNDER else [216, 72]
 
     @property

@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from amoeba.kernels.activation import plain
-from amoeba.kernels.hopper.product_store import add_bias, column_parts, store_tile
+from amoeba.kernels.hopper.descriptor import bulk_store, reinterpret
+from amoeba.kernels.hopper.product_store import (
+    add_bias,
+    column_parts,
+    store_buffer,
+    store_masked,
+    store_tile,
+    wait_for_buffer,
+)
 from amoeba.kernels.quantise import encode, finite_size, power_of_two
 
 
@@ -42,12 +51,34 @@ def store_halves(
 
 
 @gluon.jit
+def store_both_halves(value, out, desc, one, other, stride, row, end, column, width, shift):
+    """As `store_halves` without copies under way, with one fence for both."""
+    COLUMNS: gl.constexpr = one.shape[1]
+    left, right = column_parts(value, 2)
+    tma.store_wait(0)
+    one.store(left)
+    other.store(right)
+    if (row + one.shape[0] <= end) & (column + 2 * COLUMNS <= width):
+        fence_async_shared()
+        bulk_store(desc, [row, column + shift], one)
+        bulk_store(desc, [row, column + COLUMNS + shift], other)
+    else:
+        store_masked(out, one, stride, row, end, column, width, shift)
+        store_masked(out, other, stride, row, end, column + COLUMNS, width, shift)
+
+
+@gluon.jit
 def _largest_finite(value):
     """Of each row, as by `finite_size`, in two instructions for three: no maximum takes NaN, as infinity times 0 is."""
     finite = gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, 0f00000000, $1;", "=f,f", [value], dtype=gl.float32, is_pure=True, pack=1
+        "{ .reg .f32 t; fma.rn.f32 t, $1, 0f00000000, $1; abs.f32 $0, t; }",
+        "=f,f",
+        [value],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
     )
-    largest = gl.max(gl.abs(finite), 1)
+    largest = gl.max(finite, 1)  # the instruction takes sizes by itself
     return gl.where(largest == largest, largest, 0.0)  # nothing but NaN and infinities
 
 
@@ -70,8 +101,28 @@ def store_codes(
     m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
     at = out_scale + m * blocks + (column + shift) // COLUMNS
     gl.store(at, scale, mask=(m < end) & (column < width))
-    codes = encode(value * inverse[:, None]).to(gl.float8e4nv, bitcast=True)
-    store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift, PENDING)
+    value *= inverse[:, None]
+    if PLAN.ALONG:
+        whole = (row + HEIGHT <= end) & (column + COLUMNS <= width)
+        wait_for_buffer(whole, PENDING)
+        _write_pairs(value, buffer)
+        store_buffer(out, desc, buffer, stride, row, end, column, width, shift, whole)
+    else:
+        codes = encode(value).to(gl.float8e4nv, bitcast=True)
+        store_tile(codes, out, desc, buffer, stride, row, end, column, width, shift, PENDING)
+
+
+@gluon.jit
+def _write_pairs(value, buffer):
+    """Codes, two at a time as one instruction makes them: as bytes they are taken apart and put together again."""
+    HEIGHT: gl.constexpr = buffer.shape[0]
+    PAIRS: gl.constexpr = buffer.shape[1] // 2
+    even, odd = value.reshape((HEIGHT, PAIRS, 2)).split()
+    pairs = gl.inline_asm_elementwise(
+        "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [even, odd], dtype=gl.int16, is_pure=True, pack=1
+    )
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    reinterpret(buffer, gl.int16, [HEIGHT, PAIRS], layout).store(pairs)
 
 
 @gluon.jit

@@ -19,12 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from amoeba.kernels.activation import gated
-from amoeba.kernels.hopper.product_store import add_bias, store_tile
+from amoeba.kernels.hopper.product_store import add_bias, now, store_tile
 from amoeba.kernels.hopper.scaled_product_scales import (
     clamped_place,
     first_scales,
@@ -33,13 +32,7 @@ from amoeba.kernels.hopper.scaled_product_scales import (
     token_rows,
 )
 from amoeba.kernels.hopper.scaled_product_store import store_codes
-
-
-@gluon.jit
-def _now(sums):
-    """These, computed here: the compiler would do it where they are stored, and keep what the matrix unit gave beside
-    them until then."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1)
+from amoeba.kernels.hopper.scaled_product_turns import begin_turns, end_turns, product_in_turn
 
 
 @gluon.jit
@@ -54,18 +47,18 @@ def _begin_left(
         fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
     rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
     matrix = matrix_bufs.index(stage).slice(0, BLOCK, 0).permute((1, 0))
-    return warpgroup_mma(rows, matrix, zero, use_acc=False, is_async=True)
+    return product_in_turn(rows, matrix, zero, WARPGROUP, PLAN)
 
 
 @gluon.jit
 def _begin_right(
-    row_bufs, matrix_bufs, zero, count, WARPGROUP: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
+    row_bufs, matrix_bufs, zero, count, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     stage = count % STAGES
     rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
     matrix = matrix_bufs.index(stage).slice(BLOCK, BLOCK, 0).permute((1, 0))
-    return warpgroup_mma(rows, matrix, zero, use_acc=False, is_async=True)
+    return product_in_turn(rows, matrix, zero, WARPGROUP, PLAN)
 
 
 @gluon.jit
@@ -115,9 +108,10 @@ def consume_under(
         row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
     )
     some = gl.program_id(0) < tiles * column_tiles
+    begin_turns(WARPGROUP, PLAN)
     found = _begin_left(row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
-    left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
-    found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+    left = now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
+    found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
     right, count = _finish_right(
         found, zero, of_row * of_right, of_row * of_far, empty, count, some, PLAN, BLOCK, STAGES
     )  # fmt: skip
@@ -137,14 +131,14 @@ def consume_under(
             )
             begun = _begin_left(row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
             left += warpgroup_mma_wait(0, deps=(begun,)) * by_left[:, None]
-            begun = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+            begun = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
             right, count = _finish_right(begun, right, by_right, by_far, empty, count, True, PLAN, BLOCK, STAGES)
         last = _begin_left(row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
         coming_expert, coming_row, coming_end, coming_n = clamped_place(
             next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
         )
-        left = _now(left + warpgroup_mma_wait(0, deps=(last,)) * (next_row * next_left)[:, None])
-        last = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+        left = now(left + warpgroup_mma_wait(0, deps=(last,)) * (next_row * next_left)[:, None])
+        last = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
         m = token_rows(order, coming_row, coming_end, top_k, PLAN, HEIGHT, mma)
         bias_row = bias + expert.to(gl.int64) * width
         gate = left
@@ -160,7 +154,7 @@ def consume_under(
         right, count = _finish_right(
             last, right, next_row * next_right, next_row * next_far, empty, count, True, PLAN, BLOCK, STAGES
         )  # fmt: skip
-        right = _now(right)
+        right = now(right)
         some = next_tile < tiles * column_tiles
         found = _begin_left(row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
         of_row, of_left, of_right, of_far = first_scales(
@@ -182,10 +176,11 @@ def consume_under(
                 right, bias_row, out, out_desc, staging.index(first_buffer + 1), out_stride, row, end,
                 (2 * n + 1) * BLOCK, width, PLAN,
             )  # fmt: skip
-        left = _now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
-        found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, HEIGHT, BLOCK, STAGES)
+        left = now(zero + warpgroup_mma_wait(0, deps=(found,)) * (of_row * of_left)[:, None])
+        found = _begin_right(row_bufs, matrix_bufs, zero, count, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES)
         right, count = _finish_right(
             found, zero, of_row * of_right, of_row * of_far, empty, count, some, PLAN, BLOCK, STAGES
         )  # fmt: skip
         expert, row, end, n = coming_expert, coming_row, coming_end, coming_n
+    end_turns(WARPGROUP, PLAN)
     tma.store_wait(0)
