@@ -45,8 +45,9 @@ HEADROOM = 2
 # Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
 FEWEST_LISTED = 128
-# Tokens up to which up's programs list slots for down's (`Configuration.early`), with fewer slots than experts: fp8 takes
-# 75.4 us in place of 77.3 at 8 tokens of that layer, MXFP4 59.0 for 62.0. With 12 and more it was slower (docs/log.md).
+# Tokens up to which up's programs list slots for down's (`Configuration.early`), where slots are fewer than experts:
+# at 8 tokens of that layer fp8 takes 75.4 us in place of 77.3, MXFP4 1 % less, and NVFP4 took 6 % less in its shorter
+# steps. MXFP8 was not timed. With 12 tokens and more it was slower in most cases (docs/log.md).
 MOST_EARLY = 8
 # Numbers of a row in a step of up, of MXFP4 and with FEWEST_SLOTS in a chunk: 62 us in place of the 68 that steps of
 # 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md). Of NVFP4 72 for 83 at 8

@@ -11,8 +11,8 @@ As `by_expert`, with another product inside. Codes become numbers of x's dtype i
 memory to the tensor core. e4m3 is exact in it: where a step lies in one block, its scale is applied to what the step
 gives. Smaller blocks have theirs applied to the numbers, which bf16 holds exactly, too.
 
-The list of an owner (see `my_expert`) is how many slots its expert has, and these, in order: slots + 1 numbers. A launch
-ahead of up writes the lists, or up's programs do for down's, or there are none.
+The list of an owner (see `my_expert`) is how many slots its expert has, and these, in order: slots + 1 numbers. A
+launch ahead of up writes the lists, or up's programs do for down's, or there are none.
 """
 
 from __future__ import annotations
@@ -293,8 +293,8 @@ def _up_by_expert(
     expert, count = _expert_and_count(
         expert_TK, list_N, owner, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED
     )  # fmt: skip
-    if WRITES:
-        tl.store(list_N, count, mask=block == 0)
+    if WRITES and block == 0:
+        tl.store(list_N, count)
     if count == 0:
         return
     data += expert * STRIDE_EXPERT
@@ -303,8 +303,8 @@ def _up_by_expert(
         slot = _slots(expert_TK, list_N, expert, first_rank, count, N, ROWS, PIECE, LISTED)
         rank = first_rank + tl.arange(0, ROWS)
         slot_ok = rank < count
-        if WRITES:
-            tl.store(list_N + 1 + rank, slot, mask=slot_ok & (block == 0))
+        if WRITES and block == 0:
+            tl.store(list_N + 1 + rank, slot, mask=slot_ok)
         first = block * COLUMNS
         j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, COLUMNS)
         column = first + tl.arange(0, COLUMNS)
