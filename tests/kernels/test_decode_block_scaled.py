@@ -312,3 +312,40 @@ def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, rank: i
         found = [block_scaled.decode(problem, configuration=way(problem)) for _ in range(2)]
         assert torch.equal(*found)
         assert (found[0].double() - truth).norm() <= 1e-2 * truth.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: launches overlap there")
+@pytest.mark.parametrize("rank", [0, 16])
+@by_format
+def test_calls_in_a_graph_read_no_lists_and_rows_of_the_call_before(
+    format: Format, rank: int, device: torch.device
+) -> None:
+    """All of them have the same memory for theirs, each other experts; the last one has none."""
+    generator = torch.Generator(device=device).manual_seed(rank)
+    count, hidden, inner, top_k, tokens = 64, 512, 384, 4, 8
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).bfloat16() / 16
+
+    weights = quantise_experts(ExpertWeights(drawn(count, 2 * inner, hidden), drawn(count, hidden, inner)), format)
+    up_a, up_b = drawn(count, rank, hidden), drawn(count, inner, rank)
+    down_a, down_b = drawn(count, rank, inner), drawn(count, hidden, rank)
+    lora = LoraFactors(up_a, up_b, up_a, -up_b, down_a, down_b, scaling=0.5) if rank else None
+    chosen_experts = [
+        torch.rand(tokens, count + 8, generator=generator, device=device).argsort(1)[:, :top_k] for _ in range(12)
+    ]
+    problems = [
+        Problem(drawn(tokens, hidden), expert_TK, torch.rand(tokens, top_k, device=device), weights, lora)
+        for expert_TK in (*chosen_experts, torch.full_like(chosen_experts[0], count))
+    ]
+    chosen = block_scaled.by_expert(problems[0])
+    expected = [block_scaled.decode(problem, configuration=chosen._replace(early=False)) for problem in problems]
+    for problem in problems:
+        block_scaled.decode(problem, configuration=chosen._replace(early=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [block_scaled.decode(problem, configuration=chosen._replace(early=True)) for problem in problems]
+    for _ in range(20):
+        graph.replay()
+        assert all(map(torch.equal, found, expected))
+    assert expected[-1].count_nonzero() == 0 < expected[0].count_nonzero()
