@@ -36,6 +36,7 @@ WAYS = {
     "by expert": block_scaled.by_expert,
     "by lanes": lambda problem: block_scaled.by_expert(problem)._replace(by_lanes=True),
     "listed": lambda problem: block_scaled.by_expert(problem)._replace(listed=True),
+    "early": lambda problem: block_scaled.by_expert(problem)._replace(early=True),
 }
 
 
@@ -44,7 +45,7 @@ WAYS = {
         activation is SILU
         and sizes == SIZES[FORMATS.index(format) % len(SIZES)]
         and (way != "by lanes" or format.element.bits == 4)
-        and (way != "listed" or format is NVFP4)
+        and (way not in ("listed", "early") or format is NVFP4)
     )
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -94,7 +95,7 @@ ADAPTED = [
 @quick(
     lambda format, adapted, way, dtype: (
         format is FORMATS[(list(WAYS).index(way) + ADAPTED.index(adapted)) % len(FORMATS)]
-        and way in ("by slot", "listed" if adapted is ADAPTED[0] else "by expert")
+        and way in (("by slot", "listed", "early") if adapted is ADAPTED[0] else ("by slot", "by expert"))
     )
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -170,6 +171,30 @@ def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
     assert found[0].count_nonzero() > 0 and torch.isfinite(found[0]).all() and torch.equal(*found)
 
 
+# a slot that owns its expert, one that does not, and a sentinel; nothing but that; more slots than a chunk has
+SHARED = {"fewer slots than experts": [3, E, 3], "a sentinel": [-1], "more": [0, 3, -1, E] + [3] * 16 + [1]}
+
+
+@quick(lambda format, ids, rank: (ids == "fewer slots than experts" and rank == 0) or (format is FP8_128 and rank == 2))
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("ids", SHARED)
+@by_format
+def test_slots_that_up_lists_for_down_have_the_bits_of_those_that_each_program_finds(
+    format: Format, ids: str, rank: int, device: torch.device
+) -> None:
+    expert_TK = torch.tensor(SHARED[ids])[:, None]
+    layer = Layer(SILU, tokens=len(expert_TK), hidden=40, inner=24, expert_TK=expert_TK, rank=rank)
+    named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
+    weights = quantise_experts(layer.weights(named), format)
+    problem = Problem(named["x"], expert_TK.to(device), named["weight"], weights, layer.lora(named))
+    chosen = block_scaled.by_expert(problem)
+    chosen = chosen._replace(rows=16, up=chosen.up._replace(columns=16))  # several programs for an expert
+    with poisoned_memory():
+        found = [block_scaled.decode(problem, configuration=chosen._replace(early=early)) for early in (False, True)]
+    assert torch.isfinite(found[0]).all() and torch.equal(*found)
+    assert (found[0].count_nonzero() > 0) == (ids != "a sentinel")
+
+
 @quick(lambda format, tokens: format is NVFP4 or tokens == 2)
 @pytest.mark.parametrize("tokens", [2, 40, 70])  # by slot, by expert, sorted
 @by_format
@@ -196,25 +221,30 @@ def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
 
 
 @pytest.mark.parametrize(
-    ("format", "tokens", "listed", "deep"),
+    ("format", "tokens", "listed", "early", "deep"),
     [
-        (MXFP4, 64, True, 256),
-        (MXFP4, 16, True, 256),
-        (MXFP4, 8, False, 256),
-        (NVFP4, 64, True, 128),
-        (NVFP4, 8, False, 256),
+        (MXFP4, 64, True, False, 256),
+        (MXFP4, 16, True, False, 256),
+        (MXFP4, 12, False, False, 256),
+        (MXFP4, 8, False, True, 256),
+        (NVFP4, 64, True, False, 128),
+        (NVFP4, 8, False, True, 256),
+        (FP8_128, 9, False, False, 128),
+        (FP8_128, 8, False, True, 128),
+        (FP8_128, 5, False, True, 128),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_what_was_faster_is_taken(
-    format: Format, tokens: int, listed: bool, deep: int, monkeypatch: pytest.MonkeyPatch
+    format: Format, tokens: int, listed: bool, early: bool, deep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3-30B's layers on Hopper."""
     monkeypatch.setattr(block_scaled, "can_overlap", lambda device: True)
 
     def empty(rows: int, columns: int) -> QuantisedMatrix:
-        data = torch.empty(128, rows, columns // 2, dtype=torch.uint8)
-        scales = torch.empty(128, *block_counts(rows, columns, format), dtype=torch.uint8)
+        data = torch.empty(128, rows, format.stored_columns(columns), dtype=torch.uint8)
+        kind = torch.float32 if format.scale == "fp32" else torch.uint8
+        scales = torch.empty(128, *block_counts(rows, columns, format), dtype=kind)
         return QuantisedMatrix(data, scales, format, columns, 1, torch.empty(128) if format.has_matrix_scale else None)
 
     with torch.device("meta"):
@@ -222,9 +252,10 @@ def test_what_was_faster_is_taken(
         x_TH, scale_TK = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 8)
         problem = Problem(x_TH, torch.empty(tokens, 8, dtype=torch.int64), scale_TK, weights)
     chosen = block_scaled.configuration_of(problem)
-    assert (chosen.lists(problem), chosen.up.depth, chosen.down.depth) == (listed, deep, 128)
+    assert (chosen.lists(problem), chosen.early, chosen.up.depth, chosen.down.depth) == (listed, early, deep, 128)
     monkeypatch.setattr(block_scaled, "can_overlap", lambda device: False)
-    assert not block_scaled.configuration_of(problem).listed  # one more launch that nothing hides
+    alone = block_scaled.configuration_of(problem)
+    assert not alone.listed and not alone.early  # one more launch that nothing hides
 
 
 def test_few_tokens_without_gradients_are_decoded_and_no_others(
@@ -281,3 +312,40 @@ def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, rank: i
         found = [block_scaled.decode(problem, configuration=way(problem)) for _ in range(2)]
         assert torch.equal(*found)
         assert (found[0].double() - truth).norm() <= 1e-2 * truth.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: launches overlap there")
+@pytest.mark.parametrize("rank", [0, 16])
+@by_format
+def test_calls_in_a_graph_read_no_lists_and_rows_of_the_call_before(
+    format: Format, rank: int, device: torch.device
+) -> None:
+    """All of them have the same memory for theirs, each other experts; the last one has none."""
+    generator = torch.Generator(device=device).manual_seed(rank)
+    count, hidden, inner, top_k, tokens = 64, 512, 384, 4, 8
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).bfloat16() / 16
+
+    weights = quantise_experts(ExpertWeights(drawn(count, 2 * inner, hidden), drawn(count, hidden, inner)), format)
+    up_a, up_b = drawn(count, rank, hidden), drawn(count, inner, rank)
+    down_a, down_b = drawn(count, rank, inner), drawn(count, hidden, rank)
+    lora = LoraFactors(up_a, up_b, up_a, -up_b, down_a, down_b, scaling=0.5) if rank else None
+    chosen_experts = [
+        torch.rand(tokens, count + 8, generator=generator, device=device).argsort(1)[:, :top_k] for _ in range(12)
+    ]
+    problems = [
+        Problem(drawn(tokens, hidden), expert_TK, torch.rand(tokens, top_k, device=device), weights, lora)
+        for expert_TK in (*chosen_experts, torch.full_like(chosen_experts[0], count))
+    ]
+    chosen = block_scaled.by_expert(problems[0])
+    expected = [block_scaled.decode(problem, configuration=chosen._replace(early=False)) for problem in problems]
+    for problem in problems:
+        block_scaled.decode(problem, configuration=chosen._replace(early=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [block_scaled.decode(problem, configuration=chosen._replace(early=True)) for problem in problems]
+    for _ in range(20):
+        graph.replay()
+        assert all(map(torch.equal, found, expected))
+    assert expected[-1].count_nonzero() == 0 < expected[0].count_nonzero()

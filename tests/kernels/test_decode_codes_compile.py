@@ -1,5 +1,5 @@
-"""The kernels that decode four-bit codes for few tokens compile for Hopper, here without one: all in registers, and the
-order that their instructions give numbers in is the one that they count on.
+"""The kernels that decode codes for few tokens compile for Hopper, here without one: all in registers. The order that
+instructions for four bits give numbers in is the one that they count on, and launches that overlap wait in time.
 
     TRITON_CACHE_DIR=cubins python tests/kernels/test_decode_codes_compile.py      # a line of JSON
 """
@@ -29,7 +29,7 @@ def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
 
 
 def test_nothing_is_spilled_but_what_is_known(kernels):
-    assert len(kernels) == 8
+    assert len(kernels) == 22
     known = SPILLED.get(triton.__version__.rpartition(".")[0], {})
     for name, found in kernels.items():
         stack, accesses = known.get(name, (0, 0))
@@ -39,11 +39,31 @@ def test_nothing_is_spilled_but_what_is_known(kernels):
 def test_four_bytes_side_by_side_are_decoded_together(kernels):
     """`scaled_lanes_e2m1` gives the eight numbers of a word in an order of its own: the word has to be the bytes 4i to
     4i + 3 of a row."""
-    decoding = [found for name, found in kernels.items() if not name.startswith("list_slots")]
-    assert all(found["four_side_by_side"] for found in decoding), kernels
+    decoding = [found for name, found in kernels.items() if "by_expert" in name and "fp4" in name]
+    assert len(decoding) == 10 and all(found["four_side_by_side"] for found in decoding), kernels
 
 
-class WithOrder(CompileOnly):
+@pytest.mark.parametrize("format", ["fp8-128", "mxfp4", "nvfp4"])
+def test_what_the_launch_ahead_writes_is_read_after_it(kernels, format):
+    """No other test would see it, but one on a GPU now and then."""
+    reads_first = {name: found["loads_before_wait"] for name, found in kernels.items() if name.endswith("early")}
+    assert reads_first[f"down_by_expert {format} early"] == 1, "its expert's id, then lists"
+    assert reads_first[f"sum_of_slots {format} early"] == 2, "ids and weights, then rows"
+
+
+def test_a_launch_in_between_is_not_done_before_the_one_ahead_of_it(kernels):
+    """Down waits for it alone, and reads lists that up wrote: programs of sentinels must not end before."""
+    assert kernels["low of a nvfp4 early"]["waits"] == 2
+
+
+class WithWaits(CompileOnly):
+    def keep(self, name: str, made: Any) -> None:
+        super().keep(name, made)
+        before, *after = re.split(r"griddepcontrol\.wait|grid_dependency_wait", made.asm["ttir"])  # Triton 3.6, 3.9
+        self.found[name] |= {"waits": len(after), "loads_before_wait": before.count("tt.load")}
+
+
+class WithOrder(WithWaits):
     def keep(self, name: str, made: Any) -> None:
         super().keep(name, made)
         # of codes and scales; another one takes scales alone
@@ -52,35 +72,52 @@ class WithOrder(CompileOnly):
 
 
 def main() -> dict[str, dict[str, int]]:
-    """64 tokens through Qwen3-30B's layers."""
-    from amoeba.kernels.decode import block_scaled
+    """64 tokens through Qwen3-30B's layers, and 8 whose slots up's programs list for down's, once with factors."""
+    from amoeba.kernels.decode import block_scaled, by_expert, low_rank
     from amoeba.kernels.decode import block_scaled_by_expert as kernels
-    from amoeba.precision import MXFP4, NVFP4, Format, QuantisedMatrix
+    from amoeba.precision import FP8_128, MXFP4, NVFP4, Format, QuantisedMatrix
     from amoeba.precision.experts import BlockScaledExperts
     from amoeba.precision.quantised import block_counts
     from amoeba.problem import Problem
+    from amoeba.weights import LoraFactors
 
-    T, E, K, H, I = 64, 128, 8, 2048, 768
+    E, K, H, I, R = 128, 8, 2048, 768, 16
     found: dict[str, dict[str, int]] = {}
     up, down, listing = kernels._up_by_expert, kernels._down_by_expert, kernels._list_slots
-    block_scaled.sum_of_slots = lambda problem: lambda *tensors: None
+    total, low = by_expert._sum_of_slots, low_rank._low
 
     def empty(format: Format, rows: int, columns: int) -> QuantisedMatrix:
-        data = torch.empty(E, rows, columns // 2, dtype=torch.uint8)
-        scales = torch.empty(E, *block_counts(rows, columns, format), dtype=torch.uint8)
+        data = torch.empty(E, rows, format.stored_columns(columns), dtype=torch.uint8)
+        kind = torch.float32 if format.scale == "fp32" else torch.uint8
+        scales = torch.empty(E, *block_counts(rows, columns, format), dtype=kind)
         return QuantisedMatrix(data, scales, format, columns, 1, torch.empty(E) if format.has_matrix_scale else None)
 
-    for format, listed in ((MXFP4, False), (NVFP4, True), (MXFP4, True)):
+    def factors() -> LoraFactors:
+        shapes = [(E, R, H), (E, I, R)] * 2 + [(E, R, I), (E, H, R)]
+        return LoraFactors(*(torch.empty(shape, dtype=torch.float32) for shape in shapes), scaling=2.0)
+
+    for format, way in (
+        (MXFP4, ""),
+        (NVFP4, "listed"),
+        (MXFP4, "listed"),
+        (FP8_128, "early"),
+        (MXFP4, "early"),
+        (NVFP4, "early"),
+    ):
         of_format: dict[str, dict[str, int]] = {}
-        kernels._up_by_expert, kernels._down_by_expert = WithOrder(up, of_format), WithOrder(down, of_format)
-        kernels._list_slots = CompileOnly(listing, of_format)
+        watched = WithOrder if format.element.bits == 4 else WithWaits
+        kernels._up_by_expert, kernels._down_by_expert = watched(up, of_format), watched(down, of_format)
+        kernels._list_slots, by_expert._sum_of_slots = CompileOnly(listing, of_format), WithWaits(total, of_format)
+        low_rank._low = WithWaits(low, of_format)
+        tokens = 8 if way == "early" else 64
         with torch.device("meta"):
             weights = BlockScaledExperts.holding(empty(format, 2 * I, H), empty(format, H, I))
-            x_TH = torch.empty(T, H, dtype=torch.bfloat16)
-            problem = Problem(x_TH, torch.empty(T, K, dtype=torch.int64), torch.empty(T, K), weights)
-            chosen = block_scaled.by_expert(problem)._replace(overlap=True, by_lanes=True, listed=listed)
-            block_scaled.decode(problem, configuration=chosen)
-        found |= {f"{name} {format.name}{' listed' * listed}": figures for name, figures in of_format.items()}
+            x_TH = torch.empty(tokens, H, dtype=torch.bfloat16)
+            lora = factors() if (format, way) == (NVFP4, "early") else None
+            problem = Problem(x_TH, torch.empty(tokens, K, dtype=torch.int64), torch.empty(tokens, K), weights, lora)
+            chosen = block_scaled.by_expert(problem)._replace(overlap=True)
+            block_scaled.decode(problem, configuration=chosen._replace(**({way: True} if way else {})))
+        found |= {f"{name} {format.name} {way}".strip(): figures for name, figures in of_format.items()}
     return found
 
 

@@ -45,6 +45,10 @@ HEADROOM = 2
 # Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
 FEWEST_LISTED = 128
+# Tokens up to which up's programs list slots for down's (`Configuration.early`), where slots are fewer than experts:
+# at 8 tokens of that layer fp8 takes 75.4 us in place of 77.3, MXFP4 1 % less, and NVFP4 took 6 % less in its shorter
+# steps. MXFP8 was not timed. With 12 tokens and more it was slower in most cases (docs/log.md).
+MOST_EARLY = 8
 # Numbers of a row in a step of up, of MXFP4 and with FEWEST_SLOTS in a chunk: 62 us in place of the 68 that steps of
 # 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md). Of NVFP4 72 for 83 at 8
 # tokens; more were not measured.
@@ -60,6 +64,7 @@ class Plan(NamedTuple):
     sum: Launch | None  # None by slot: down has it inside
     low: LowLaunches  # of LoRA factors
     list: Launch | None = None
+    has_lists: bool = False
 
 
 _plans: dict[tuple, Plan] = {}
@@ -113,8 +118,9 @@ def _rows(plan: Plan, problem: Problem, x_TH: Tensor, expert_TK: Tensor, y_NH: T
     slots, (of_up, of_down) = expert_TK.numel(), _read_by_kernels(weights, x_TH)
     a_NI = x_TH.new_empty((slots, weights.intermediate))
     lists = expert_TK
+    if plan.has_lists:
+        lists = expert_TK.new_empty(min(slots, weights.num_experts) * (slots + 1), dtype=torch.int32)
     if plan.list is not None:
-        lists = expert_TK.new_empty(weights.num_experts * (slots + 1), dtype=torch.int32)
         plan.list(expert_TK, lists)
     plan.up(x_TH, expert_TK, lists, *of_up, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
     plan.down(a_NI, expert_TK, lists, *of_down, *plan.low.before_down(lora, a_NI, expert_TK), y_NH)
@@ -139,7 +145,8 @@ def _plan(problem: Problem, chosen: Configuration) -> Plan:
         return Plan(up_by_slot(problem, chosen, ranks), down_by_token(problem, chosen, ranks), None, low)
     listing = list_slots(problem, chosen) if chosen.lists(problem) else None
     up, down = up_by_expert(problem, chosen, ranks), down_by_expert(problem, chosen, ranks)
-    return Plan(up, down, sum_of_slots(problem), low, listing)
+    total = sum_of_slots(problem, chosen.overlap and chosen.early)
+    return Plan(up, down, total, low, listing, has_lists=chosen.early or listing is not None)
 
 
 def configuration_of(problem: Problem, like: Like | None = None) -> Configuration:
@@ -192,7 +199,8 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     down = tile(weights.hidden, height, weights.intermediate)
     overlap = can_overlap(problem.x_TH.device)
     listed = overlap and slots >= FEWEST_LISTED  # where a launch more costs little
-    return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed)
+    early = overlap and slots < experts and tokens <= MOST_EARLY
+    return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
 
 
 def _piece(length: int, widest: int) -> int:

@@ -10,6 +10,9 @@ T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidde
 As `by_expert`, with another product inside. Codes become numbers of x's dtype in registers, on the way from shared
 memory to the tensor core. e4m3 is exact in it: where a step lies in one block, its scale is applied to what the step
 gives. Smaller blocks have theirs applied to the numbers, which bf16 holds exactly, too.
+
+The list of an owner (see `my_expert`) is how many slots its expert has, and these, in order: slots + 1 numbers. A
+launch ahead of up writes the lists, or up's programs do for down's, or there are none.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launc
         INTERLEAVED=weights.activation.interleaved,
         **constants_of_bias(weights.gate_up_bias_EJ),
         **_options(problem, chosen),
+        LISTED=chosen.lists(problem),
+        WRITES=chosen.early,
         DEPTH=tile.depth,
         STAGES=tile.stages,
         **ranks.of_up,
@@ -73,6 +78,7 @@ def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Lau
         COLUMNS=tile.columns,
         **constants_of_bias(weights.down_bias_EH),
         **_options(problem, chosen),
+        LISTED=chosen.early or chosen.lists(problem),
         DEPTH=tile.depth,
         STAGES=tile.stages,
         RANK=ranks.down,
@@ -92,7 +98,6 @@ def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
         "HAS_MATRIX_SCALE": problem.weights.format.has_matrix_scale,
         "OVERLAP": chosen.overlap,
         "BY_LANES": chosen.by_lanes,
-        "LISTED": chosen.lists(problem),
     }
 
 
@@ -121,23 +126,37 @@ def _list_slots(expert_TK, lists, N, BLOCK_N: tl.constexpr, OVERLAP: tl.constexp
 
 @triton.jit
 def _expert_and_count(
-    expert_TK, lists, owner, N, E, OWNER_IS_EXPERT: tl.constexpr, BLOCK_N: tl.constexpr, LISTED: tl.constexpr
-):  # fmt: skip
-    """As `my_expert`."""
+    expert_TK,
+    list_N,
+    owner,
+    N,
+    E,
+    OWNER_IS_EXPERT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """As `my_expert`. Lists are there once the launches ahead are done; a sentinel's is empty."""
     if LISTED:
-        return owner.to(tl.int64), tl.load(lists + owner * (N + 1))
+        if OWNER_IS_EXPERT:
+            expert = owner.to(tl.int64)
+        else:
+            expert = tl.load(expert_TK + owner).to(tl.int64)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        return expert, tl.load(list_N)
     else:
         return my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT, BLOCK_N)
 
 
 @triton.jit
 def _slots(
-    expert_TK, lists, expert, first_rank, count, N, ROWS: tl.constexpr, PIECE: tl.constexpr, LISTED: tl.constexpr
+    expert_TK, list_N, expert, first_rank, count, N, ROWS: tl.constexpr, PIECE: tl.constexpr, LISTED: tl.constexpr
 ):  # fmt: skip
     """As `slots_of_chunk`."""
     if LISTED:
         rank = first_rank + tl.arange(0, ROWS)
-        return tl.load(lists + expert * (N + 1) + 1 + rank, mask=rank < count, other=0)
+        return tl.load(list_N + 1 + rank, mask=rank < count, other=0)
     else:
         return slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
 
@@ -256,6 +275,7 @@ def _up_by_expert(
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
     LISTED: tl.constexpr,
+    WRITES: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -268,18 +288,23 @@ def _up_by_expert(
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     BLOCKS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
-    if OVERLAP and LISTED:
-        tl.extra.cuda.gdc_wait()
+    owner = tl.program_id(0) // BLOCKS
+    list_N = lists + owner * (N + 1)
     expert, count = _expert_and_count(
-        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, LISTED
+        expert_TK, list_N, owner, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED
     )  # fmt: skip
+    if WRITES and block == 0:
+        tl.store(list_N, count)
     if count == 0:
         return
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
     for first_rank in range(0, count, ROWS):
-        slot = _slots(expert_TK, lists, expert, first_rank, count, N, ROWS, PIECE, LISTED)
-        slot_ok = first_rank + tl.arange(0, ROWS) < count
+        slot = _slots(expert_TK, list_N, expert, first_rank, count, N, ROWS, PIECE, LISTED)
+        rank = first_rank + tl.arange(0, ROWS)
+        slot_ok = rank < count
+        if WRITES and block == 0:
+            tl.store(list_N + 1 + rank, slot, mask=slot_ok)
         first = block * COLUMNS
         j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, COLUMNS)
         column = first + tl.arange(0, COLUMNS)
@@ -351,12 +376,14 @@ def _down_by_expert(
     BY_LANES: tl.constexpr,
     LISTED: tl.constexpr,
 ):
+    if OVERLAP:  # for the sum, where its launch overlaps
+        tl.extra.cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
-    if OVERLAP and LISTED:
-        tl.extra.cuda.gdc_wait()
+    owner = tl.program_id(0) // BLOCKS
+    list_N = lists + owner * (N + 1)
     expert, count = _expert_and_count(
-        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, LISTED
+        expert_TK, list_N, owner, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED
     )  # fmt: skip
     if count == 0:
         return
@@ -365,7 +392,7 @@ def _down_by_expert(
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
     for first_rank in range(0, count, ROWS):
-        slot = _slots(expert_TK, lists, expert, first_rank, count, N, ROWS, PIECE, LISTED).to(tl.int64)
+        slot = _slots(expert_TK, list_N, expert, first_rank, count, N, ROWS, PIECE, LISTED).to(tl.int64)
         slot_ok = first_rank + tl.arange(0, ROWS) < count
         h = block * COLUMNS + tl.arange(0, COLUMNS)
         row_ok = h < H

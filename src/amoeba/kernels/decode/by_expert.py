@@ -80,7 +80,8 @@ def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Lau
     )
 
 
-def sum_of_slots(problem: Problem) -> Launch:
+def sum_of_slots(problem: Problem, overlap: bool = False) -> Launch:
+    """overlap: its programs begin while those of the down projection end."""
     (tokens, top_k), (num_experts, hidden, _) = problem.expert_TK.shape, problem.weights.down_EHI.shape
     block_k = next_power_of_2(top_k)
     columns = min(max(COMBINE_TILE // block_k, 16), next_power_of_2(hidden))
@@ -89,7 +90,9 @@ def sum_of_slots(problem: Problem) -> Launch:
         (num_experts, hidden, top_k),
         BLOCK_K=block_k,
         BLOCK_H=columns,
+        OVERLAP=overlap,
         num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 
@@ -268,6 +271,7 @@ def _sum_of_slots(
     K,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     blocks = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0) // blocks
@@ -277,6 +281,8 @@ def _sum_of_slots(
     expert = tl.load(expert_TK + slot, mask=k < K, other=-1)
     owned = (expert >= 0) & (expert < E)
     scale = tl.load(weight_TK + slot, mask=owned, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     y = tl.load(y_NH + slot.to(tl.int64)[:, None] * H + h[None, :], mask=owned[:, None] & (h < H)[None, :], other=0.0)
     total = tl.sum(y * scale[:, None], axis=0)
     tl.store(y_TH + token.to(tl.int64) * H + h, total.to(y_TH.dtype.element_ty), mask=h < H)

@@ -72,6 +72,8 @@ class Configuration(NamedTuple):
     `codes.scaled_lanes_e2m1`.
     listed: with codes by expert, where experts are no more than slots, a launch of its own lists the slots of each
     expert; else each program compares ranks with ids.
+    early: with codes by expert, up's programs write down the slots that they found, down's read them, and with
+    `overlap` the sum starts while the down projection ends.
     """
 
     by_slot: bool
@@ -81,6 +83,7 @@ class Configuration(NamedTuple):
     overlap: bool = False
     by_lanes: bool = False
     listed: bool = False
+    early: bool = False
 
     def lists(self, problem: Problem) -> bool:
         """Whether slots are listed for this one."""

@@ -160,6 +160,8 @@ def _low(
     r = (tl.program_id(0) % BLOCKS) * RANKS + tl.arange(0, RANKS)
     expert = tl.load(expert_TK + slot)
     if (expert < 0) | (expert >= E):
+        if AFTER_ROWS:  # the next launch waits for this one alone, and may read what those ahead of it wrote
+            tl.extra.cuda.gdc_wait()
         return
     depth = tl.arange(0, DEPTH)
     factor = a_ERW + expert.to(tl.int64) * (RANK * WIDTH) + r[:, None] * WIDTH
