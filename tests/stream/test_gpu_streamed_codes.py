@@ -56,7 +56,7 @@ def memory_of(resident: BlockScaledExperts, slots: int, host_slots: int = 0) -> 
     found = DeviceMemory(MemoryStore(resident), device(), [slots], [host_slots], MOST_IDS)
     for tensor in found.layers[0].slots.tensors():
         if tensor is not None:
-            tensor.view(torch.uint8).fill_(255)
+            tensor[..., None].view(torch.uint8).fill_(255)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()  # before copies, which are in another stream
     return found
