@@ -105,9 +105,9 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     )
     from amoeba.kernels.activation_backward_product import down_backward
     from amoeba.kernels.addend import Addend
+    from amoeba.kernels.decode import Like, decode
     from amoeba.kernels.decode import attention as decode_attention
     from amoeba.kernels.decode import block_scaled as decode_block_scaled
-    from amoeba.kernels.decode import Like, decode
     from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
     from amoeba.kernels.weight_gradient import weight_gradient
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
