@@ -185,7 +185,8 @@ static void check_coded_dots(const char* what, int64_t shift, int64_t n) {
   for (auto& row : x)
     for (auto& value : row) value = std::normal_distribution<float>()(generator);
   const float* rows[4] = {x[0], x[1], x[2], x[3]};
-  const Coding coding{0, scales.data(), values, &whole, 0, {0, WEIGHT_ROWS, WEIGHT_ROWS, blocks}, {shift, n, blocks, 1}};
+  const ScaleAxis down{0, WEIGHT_ROWS, WEIGHT_ROWS, blocks}, across{shift, n, blocks, 1};
+  const Coding coding{0, scales.data(), values, &whole, 0, 0, down, across};
   const auto matrix = CodedMatrix<Element>::of(codes.data(), 0, stride, &coding);
   for (int64_t count = 1; count <= 4; ++count)
     for (const bool one : {false, true}) {

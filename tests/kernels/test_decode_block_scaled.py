@@ -195,8 +195,8 @@ def test_slots_that_up_lists_for_down_have_the_bits_of_those_that_each_program_f
     assert (found[0].count_nonzero() > 0) == (ids != "a sentinel")
 
 
-@quick(lambda format, tokens: format is NVFP4 or tokens == 2)
-@pytest.mark.parametrize("tokens", [2, 40, 70])  # by slot, by expert, sorted
+@quick(lambda format, tokens: format is NVFP4 or tokens == 1)
+@pytest.mark.parametrize("tokens", [1, 40, 70])  # by slot, by expert, sorted
 @by_format
 def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
     format: Format, tokens: int, device: torch.device

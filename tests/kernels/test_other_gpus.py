@@ -105,15 +105,16 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     )
     from amoeba.kernels.activation_backward_product import down_backward
     from amoeba.kernels.addend import Addend
+    from amoeba.kernels.decode import Like, decode
     from amoeba.kernels.decode import attention as decode_attention
     from amoeba.kernels.decode import block_scaled as decode_block_scaled
-    from amoeba.kernels.decode import decode
     from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
     from amoeba.kernels.weight_gradient import weight_gradient
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
     from amoeba.precision.experts import quantise_experts
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
     from amoeba.problem import Problem
+    from amoeba.stream.store.layers import layer_entry
     from amoeba.tasks.plain import scheduled_backward
     from amoeba.weights import ExpertWeights, LoraFactors
 
@@ -225,6 +226,16 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
 
     for tokens, format, rank in ((1, FP8_128, 16), (64, FP8_128, 64), (1, NVFP4, 64), (64, MXFP4, 16)):
         found[f"decode {format.name} with factors {tokens}"] = partial(decoding_block_scaled, format, tokens, rank)
+
+    def decoding_in_slots(tokens: int) -> None:
+        """Of a store: each expert's parts, the scale of its matrix too, in one piece of memory."""
+        entry = layer_entry("experts", E, H, I, activation, dtype, False, NVFP4, 2)
+        weights = entry.weights(empty(8, entry.expert_bytes, dtype=torch.uint8))
+        ids, scale = empty(tokens, K, dtype=torch.int64), empty(tokens, K, dtype=torch.float32)
+        decode_block_scaled.decode(Problem(empty(tokens, H), ids, scale, weights), like=Like(tokens, E))
+
+    for tokens in (1, 64):
+        found[f"decode nvfp4 in slots {tokens}"] = partial(decoding_in_slots, tokens)
 
     def decoding_in_long_steps(tokens: int, listed: bool) -> None:
         weights = quantise_experts(ExpertWeights(gate_up, down), MXFP4)

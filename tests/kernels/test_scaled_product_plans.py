@@ -76,7 +76,7 @@ def test_plans_that_have_scales_come_along_take_turns_and_begin_early_unless_h_l
     with scaled_product.way("along"):
         for plan, early in ((UP, True), (DA, True), (replace(UP, KEEP=True, CODED=True), True), (KEEPING, False)):
             found = scaled_product._with_ways(plan, 2048, 768)
-            assert found.IN_TURNS and found.EARLY == early
+            assert found.IN_TURNS and early == found.EARLY
             assert not scaled_product._with_ways(plan, 768, 768).IN_TURNS
 
 

@@ -31,7 +31,7 @@ import amoeba
 from amoeba import ExpertWeights, experts
 from amoeba.kernels.decode import Like, block_scaled
 from amoeba.precision.experts import BlockScaledExperts, quantise_experts
-from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, Format, fp8_blocks
+from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format, fp8_blocks
 from amoeba.problem import Problem
 from amoeba.stream import attaching
 from amoeba.stream.gpu.memory import DeviceMemory
@@ -41,7 +41,7 @@ from amoeba.weights import LORA_NAMES
 from selection import quick
 
 FP8 = fp8_blocks(16, 16)  # of which these small experts have several
-FORMATS = {each.name: each for each in (FP8, MXFP8, MXFP4)}
+FORMATS = {each.name: each for each in (FP8, MXFP8, MXFP4, NVFP4)}
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -56,13 +56,13 @@ def memory_of(resident: BlockScaledExperts, slots: int, host_slots: int = 0) -> 
     found = DeviceMemory(MemoryStore(resident), device(), [slots], [host_slots], MOST_IDS)
     for tensor in found.layers[0].slots.tensors():
         if tensor is not None:
-            tensor.view(torch.uint8).fill_(255)
+            tensor[..., None].view(torch.uint8).fill_(255)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()  # before copies, which are in another stream
     return found
 
 
-@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 3), ("mxfp4", 1)))
+@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 3), ("mxfp4", 1), ("nvfp4", 3)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 3, E])
 @pytest.mark.parametrize("name", FORMATS)
@@ -77,7 +77,7 @@ def test_outputs_are_those_of_resident_codes(name: str, slots: int, dtype: torch
                 assert_as_resident(y_TH, expected, slots, again)
 
 
-@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) == (FP8.name, 4))
+@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 4), ("nvfp4", E)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 4, E])
 @pytest.mark.parametrize("name", FORMATS)
@@ -108,7 +108,7 @@ def test_codes_in_slots_have_the_tiles_of_all_experts(name: str) -> None:
     assert differ
 
 
-@quick(lambda name: DEVICE.type == "cuda" or name == "mxfp4")
+@quick(lambda name: DEVICE.type == "cuda" or name in ("mxfp4", "nvfp4"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_captured_passes_give_the_numbers_of_resident_codes(name: str, dtype: torch.dtype) -> None:
@@ -121,7 +121,7 @@ def test_captured_passes_give_the_numbers_of_resident_codes(name: str, dtype: to
                 assert torch.equal(y_TH, by_triton(x_TH, routing, resident)), seed
 
 
-@pytest.mark.parametrize(("name", "tokens"), [(FP8.name, 1), ("mxfp4", 2)])
+@pytest.mark.parametrize(("name", "tokens"), [(FP8.name, 1), ("mxfp4", 2), ("nvfp4", 1)])
 def test_an_adapter_beside_codes_goes_with_its_experts(name: str, tokens: int) -> None:
     resident, lora = quantised(FORMATS[name]), factors(torch.float32)
     given = routed(tokens, sentinels=tokens == 2)
@@ -164,7 +164,7 @@ def test_a_store_of_codes_streams_to_a_gpu(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", [FP8_128, MXFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [FP8_128, MXFP4, NVFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize(("count", "slots"), [(32, 9), (32, 20), (128, 8), (128, 40)])
 def test_every_way_to_compute_gives_the_bits_of_resident_codes(count: int, slots: int, format: Format) -> None:
     """With 128 experts two to four tokens go by slot, with 32 by expert."""
@@ -177,7 +177,7 @@ def test_every_way_to_compute_gives_the_bits_of_resident_codes(count: int, slots
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", [FP8_128, MXFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [FP8_128, MXFP4, NVFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize(("tokens", "slots", "host_slots"), [(1, 8, 0), (1, 9, 32), (4, 32, 0)])
 def test_many_replays_give_the_bits_of_resident_codes(tokens: int, slots: int, host_slots: int, format: Format) -> None:
     resident = quantise_experts(wide(32), format)

@@ -211,7 +211,7 @@ def test_only_what_was_asked_for_is_measured(tmp_path: Path) -> None:
     assert [each.slots for each in report.decodes] == [8, 4] and report.lora is None
 
 
-@pytest.mark.parametrize("format", ["fp8-128", "mxfp4"])
+@pytest.mark.parametrize("format", ["fp8-128", "mxfp4", "nvfp4"])
 def test_codes_are_right_and_timed(format: str, tmp_path: Path) -> None:
     problem = StreamProblem(replace(SIZES["tiny"], format=format), CPU, ("decode", "disk", "lora"))
     report = suite.run_stream(problem, 4, tmp_path)
@@ -354,7 +354,7 @@ def test_on_a_gpu_every_setting_is_right_and_timed(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["fp8-128", "mxfp4"])
+@pytest.mark.parametrize("format", ["fp8-128", "mxfp4", "nvfp4"])
 def test_on_a_gpu_codes_are_right_and_timed(format: str, tmp_path: Path) -> None:
     problem = StreamProblem(replace(SIZES["small"], format=format), torch.device("cuda"))
     report = suite.run_stream(problem, 8, tmp_path)

@@ -1,4 +1,4 @@
-"""FP8 and MXFP4 checkpoints streamed as codes and scales: the bits of the same experts resident."""
+"""Checkpoints in eight and four bits streamed as codes and scales: the bits of the same experts resident."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import amoeba
 from amoeba import lora
 from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.jobs import quantise as quantising
 from amoeba.jobs.quantise import quantise_folder
 from amoeba.jobs.sharded_model import load_share
 from amoeba.precision.experts import BlockScaledExperts
@@ -36,14 +37,22 @@ from selection import quick
 from tiny_models import EXPERTS, LAYERS, token_ids
 
 amoeba.register()
-FORMATS = {"fp8": "fp8-128", "ue8m0": "fp8-128", "mxfp4": "mxfp4", "mxfp8": "mxfp8"}
+FORMATS = {
+    **{"fp8": "fp8-128", "ue8m0": "fp8-128", "mxfp4": "mxfp4"},  # files of the hub's
+    **{"mxfp8": "mxfp8", "nvfp4": "nvfp4", "nvfp4 of gpt-oss": "nvfp4"},
+}
+QUICK = {("fp8", 1), ("mxfp4", 2), ("ue8m0", EXPERTS), ("nvfp4", 2), ("nvfp4 of gpt-oss", 1)}
 
 
 def write(folder: Path, name: str) -> Path:
     folder.mkdir()
-    if name == "mxfp8":  # no file of the hub's: codes have a dimension more
+    if name in ("mxfp8", "nvfp4"):  # our own: codes have a dimension more
         save(folder / "plain", hidden_size=40, moe_intermediate_size=24, vocab_size=257)
         quantise_folder(folder / "plain", folder / "model", name)
+        return folder / "model"
+    if name == "nvfp4 of gpt-oss":  # all experts in one tensor, with biases
+        save(folder / "plain", "gpt_oss", hidden_size=48, intermediate_size=40)
+        quantise_folder(folder / "plain", folder / "model", "nvfp4")
         return folder / "model"
     if name == "mxfp4":
         write_mxfp4(folder)
@@ -104,7 +113,7 @@ def test_codes_and_scales_are_those_of_the_resident_experts(name: str, which: st
             assert not any(blobs[:, begin:end].any() for begin, end in entry.gaps())
 
 
-@quick(lambda name, slots: (name, slots) in (("fp8", 1), ("mxfp4", 2), ("ue8m0", EXPERTS)))
+@quick(lambda name, slots: (name, slots) in QUICK)
 @pytest.mark.parametrize("slots", [1, 2, EXPERTS])
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_and_logits_are_those_of_the_resident_model(name: str, slots: int, stored) -> None:
@@ -132,7 +141,7 @@ def test_a_model_with_resident_codes_gives_them_up(stored) -> None:
         assert same(outcome(model), expected)
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
 def test_lora_beside_streamed_codes_has_the_gradients_of_resident_ones(name: str, stored) -> None:
     def gradients(model: Any) -> dict[str, Tensor]:
         lora.attach(model, r=3, alpha=6, targets=["gate_proj", "up_proj", "down_proj", "q_proj"])
@@ -179,20 +188,23 @@ def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(stored, tmp_pa
             assert (tmp_path / "store" / path.relative_to(undisturbed)).read_bytes() == path.read_bytes(), path
 
 
+GREEDY = ("Once", "--max-new-tokens", "6", "--temperature", "0", "--device", "cpu", "--json")
+
+
+def invoke(*words: str) -> tuple[dict[str, Any], str]:
+    """The last line as a document, and all that was said."""
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1]), " ".join(result.output.split())
+
+
 def test_commands_pack_check_and_generate_from_codes(stored, tmp_path: Path) -> None:
     folder, _ = stored["fp8"]
-
-    def invoke(*words: str) -> Any:
-        result = CliRunner().invoke(app, list(words))
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout.splitlines()[-1]), " ".join(result.output.split())
-
     document, _ = invoke("pack", str(folder), "--out", str(tmp_path / "store"), "--check", "--json")
     assert document["numbers"] == "fp8-128" and not document["damaged"]
-    words = ("--max-new-tokens", "6", "--temperature", "0", "--device", "cpu", "--json")
     ram = str(budget(tmp_path / "store", 2))
-    streamed, said = invoke("generate", str(tmp_path / "store"), "Once", "--ram", ram, *words)
-    kept, _ = invoke("generate", str(folder), "Once", *words)
+    streamed, said = invoke("generate", str(tmp_path / "store"), *GREEDY, "--ram", ram)
+    kept, _ = invoke("generate", str(folder), *GREEDY)
     assert streamed["streaming"]["numbers"] == "fp8-128" and streamed["text"] == kept["text"] and "as fp8-128" in said
     assert (streamed["placement"], kept["placement"]) == ("streamed", "fp8-weights")
 
@@ -263,11 +275,66 @@ def test_scales_by_other_names_are_read_from_folder_and_store(ending: str, store
             assert same(outcome(streamed.model), expected)
 
 
-def test_nvfp4_is_refused_by_name(tmp_path: Path) -> None:
-    save(tmp_path / "plain", hidden_size=32, moe_intermediate_size=32)
-    quantise_folder(tmp_path / "plain", tmp_path / "model", "nvfp4")
-    with pytest.raises(ValueError, match=r"fp8, mxfp8 or mxfp4 to be streamed; got nvfp4. Keep them resident"):
+def change_layer(folder: Path, ending: str, make: Callable[[Tensor], Tensor | None]) -> None:
+    """In the first layer's file of what `amoeba quantise` wrote, and in the index of all files."""
+    (file,) = folder.glob("model-00001-of-*.safetensors")
+    changed = {name: make(t) if name.endswith(ending) else t for name, t in load_file(file).items()}
+    save_file({name: t for name, t in changed.items() if t is not None}, file, {"format": "pt"})
+    path = folder / "model.safetensors.index.json"
+    facts = json.loads(path.read_text())
+    gone = {name for name, tensor in changed.items() if tensor is None}
+    facts["weight_map"] = {name: file for name, file in facts["weight_map"].items() if name not in gone}
+    path.write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda scale: None, r"a tensor .*experts.3.down_proj.weight_matrix_scale; got none"),
+        (lambda scale: scale[None], r"shape \(\) in one of float32, as all others; got \(1,\)"),
+        (lambda scale: scale.half(), r"got \(\) in float16"),
+    ],
+    ids=["missing", "another shape", "in half precision"],
+)
+def test_a_matrix_without_its_own_scale_is_refused(make: Callable, said: str, stored, tmp_path: Path) -> None:
+    shutil.copytree(stored["nvfp4"][0], tmp_path / "model")
+    change_layer(tmp_path / "model", "experts.3.down_proj.weight_matrix_scale", make)
+    with pytest.raises(ValueError, match=said):
         open_store(tmp_path / "model")
+
+
+def test_gate_and_up_with_a_scale_each_are_refused_where_they_are_read(stored, tmp_path: Path) -> None:
+    folder = shutil.copytree(stored["nvfp4"][0], tmp_path / "model")
+    change_layer(folder, "experts.3.up_proj.weight_matrix_scale", lambda scale: 2 * scale)
+    said = r"expert 3.*one scale for gate and up of an expert; got two.*amoeba quantise"
+    with open_store(folder) as store:
+        blob = aligned_buffer(store.expert_bytes(0))
+        store.read(0, 2, blob)
+        with pytest.raises(StoreError, match=said):
+            store.read(0, 3, blob)
+    with pytest.raises(StoreError, match=said):
+        pack(folder, tmp_path / "store")
+    with pytest.raises(StoreError, match="not packed to its end"):
+        open_store(tmp_path / "store")
+
+
+@quick(lambda family, format: (family, format) == ("qwen3_moe", "nvfp4"))
+@pytest.mark.parametrize("format", quantising.FORMATS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_what_quantise_writes_is_packed_and_generates_as_the_resident_folder(
+    family: str, format: str, tmp_path: Path
+) -> None:
+    plain, folder, store = tmp_path / "plain", tmp_path / "model", tmp_path / "store"
+    save(plain, family, vocab_size=257, **({"moe_intermediate_size": 56} if family == "qwen3_moe" else {}))
+    invoke("quantise", str(plain), "--format", format, "--out", str(folder), "--json")
+    document, _ = invoke("pack", str(folder), "--out", str(store), "--check", "--json")
+    assert document["numbers"] == quantising.FORMATS[format].name and not document["damaged"]
+    kept, _ = invoke("generate", str(folder), *GREEDY)
+    assert kept["placement"] == f"{format}-weights"
+    for each in (store, folder):
+        streamed, said = invoke("generate", str(each), *GREEDY, "--ram", str(budget(each, 2)))
+        assert streamed["text"] == kept["text"] and f"as {document['numbers']}" in said
+        assert streamed["streaming"]["numbers"] == document["numbers"]
 
 
 def test_what_takes_plain_experts_alone_says_so(stored, tmp_path: Path) -> None:
@@ -282,7 +349,7 @@ def test_what_takes_plain_experts_alone_says_so(stored, tmp_path: Path) -> None:
         opened.views(0, aligned_buffer(opened.expert_bytes(0)))
 
 
-@pytest.mark.parametrize("changed", [{"name": "fp6"}, {"name": "nvfp4"}, {"row_parts": 3}, {"dtype": "int4"}])
+@pytest.mark.parametrize("changed", [{"name": "fp6"}, {"kind": "vectors"}, {"row_parts": 3}, {"dtype": "int4"}])
 def test_codes_of_a_later_version_are_refused_by_name(changed: dict[str, Any], stored, tmp_path: Path) -> None:
     shutil.copytree(stored["fp8"][1], tmp_path / "store")
     path = tmp_path / "store" / "index.json"
@@ -290,7 +357,20 @@ def test_codes_of_a_later_version_are_refused_by_name(changed: dict[str, Any], s
     facts["layers"][1]["format"] |= changed
     del facts["crc32"]
     path.write_text(json.dumps(facts | {"crc32": index._crc32(facts)}))
-    with pytest.raises(StoreError, match=r"got block_scaled .*Use a newer aMoEba"):
+    with pytest.raises(StoreError, match=r"got (block_scaled|vectors) .*Use a newer aMoEba"):
+        open_store(path.parent)
+
+
+def test_an_index_without_the_scale_of_a_matrix_is_refused(stored, tmp_path: Path) -> None:
+    """Else the scale of a matrix would be what lies behind its parts."""
+    shutil.copytree(stored["nvfp4"][1], tmp_path / "store")
+    path = tmp_path / "store" / "index.json"
+    facts = json.loads(path.read_text())
+    for layer in facts["layers"]:
+        layer["parts"] = [part for part in layer["parts"] if part["name"] != "down_matrix_scale"]
+    del facts["crc32"]
+    path.write_text(json.dumps(facts | {"crc32": index._crc32(facts)}))
+    with pytest.raises(StoreError, match="a damaged one"):
         open_store(path.parent)
 
 

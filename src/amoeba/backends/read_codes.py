@@ -35,7 +35,7 @@ def scaled_codes(matrix_EOI: ReadInBlocks) -> ScaledCodes:
     """As they are stored, whichever way round they are read."""
     stored = matrix_EOI.matrix
     data, scales = (each if has_whole_experts(each) else each.contiguous() for each in (stored.data, stored.scales))
-    format, matrix_scale = stored.format, stored.matrix_scale
+    format = stored.format
     return ScaledCodes(
         data,
         scales,
@@ -44,7 +44,7 @@ def scaled_codes(matrix_EOI: ReadInBlocks) -> ScaledCodes:
         "e2m1" if format.element is E2M1 else "e4m3",
         stored.columns,
         None if format.scale == "fp32" else _scale_values(format.scale),
-        None if matrix_scale is None else matrix_scale.contiguous(),
+        stored.matrix_scale,
     )
 
 

@@ -42,6 +42,7 @@ class CCoding(ctypes.Structure):
         ("element", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("scales", "scale_values", "matrix_scale")),
         ("stride_e", ctypes.c_int64),
+        ("matrix_stride_e", ctypes.c_int64),
         ("row", CScaleAxis),
         ("column", CScaleAxis),
     ]
@@ -65,7 +66,7 @@ class ScaledCodes:
     parts:    equal parts of the rows, each with blocks of its own.
     columns:  I, where it is not the number of bytes of a row.
     scale_values: fp32 (256,), what a scale in uint8 stands for.
-    matrix_scale_E: fp32, by which all of what they stand for is multiplied, in fp32.
+    matrix_scale_E: fp32, at any stride, by which all of what they stand for is multiplied, in fp32.
     """
 
     code_EOI: Tensor = field(repr=False)
@@ -105,12 +106,14 @@ class ScaledCodes:
         of_part = out_features // self.parts
         down, across = -(-of_part // rows), -(-in_features // columns)
         kind = torch.float32 if self.scale_values is None else torch.uint8
+        of_matrix = self.matrix_scale_E
         return CCoding(
             ELEMENTS[self.element],
             address_at_strides("scale", self.scale, kind, (experts, self.parts * down, across)),
             optional_address("scale_values", self.scale_values, torch.float32, (256,)),
-            optional_address("matrix_scale_E", self.matrix_scale_E, torch.float32, (experts,)),
+            None if of_matrix is None else address_at_strides("matrix_scale_E", of_matrix, torch.float32, (experts,)),
             self.scale.stride(0),
+            0 if of_matrix is None else of_matrix.stride(0),
             CScaleAxis(rows.bit_length() - 1, of_part, down, across),
             CScaleAxis(columns.bit_length() - 1, in_features, across, 1),
         )

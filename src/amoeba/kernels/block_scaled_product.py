@@ -91,7 +91,7 @@ def multiply_rows(
         rows_NI,
         matrix.data,
         matrix.scales,
-        None if matrix.matrix_scale is None else matrix.matrix_scale.contiguous(),
+        matrix.matrix_scale,
         offs_E,
         out_NO,
         order_N,
@@ -100,6 +100,7 @@ def multiply_rows(
         *rows_NI.stride(),
         *matrix.data.stride()[:2],
         *matrix.scales.stride()[:2],
+        0 if matrix.matrix_scale is None else matrix.matrix_scale.stride(0),
         out_NO.stride(0),
         *(bias_EO.stride() if bias_EO is not None else (0, 0)),
         *((0, 0, 0) if addend is None else addend.factor_EOR.stride()),
@@ -246,6 +247,7 @@ def _multiply(
     STRIDE_DATA_ROW: tl.constexpr,
     STRIDE_SCALE_EXPERT: tl.constexpr,
     STRIDE_SCALE_ROW: tl.constexpr,
+    STRIDE_MATRIX_SCALE: tl.constexpr,
     STRIDE_OUT_ROW: tl.constexpr,
     STRIDE_BIAS_EXPERT: tl.constexpr,
     STRIDE_BIAS: tl.constexpr,
@@ -282,7 +284,7 @@ def _multiply(
     inside_N = column_N < COLUMNS
     of_matrix = 1.0
     if matrix_scale is not None:
-        of_matrix = tl.load(matrix_scale + expert)
+        of_matrix = tl.load(matrix_scale + expert.to(tl.int64) * STRIDE_MATRIX_SCALE)
     data += expert.to(tl.int64) * STRIDE_EXPERT
     scales += expert.to(tl.int64) * STRIDE_SCALE_EXPERT
     inner_K = tl.arange(0, BLOCK_K)

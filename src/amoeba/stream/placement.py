@@ -36,8 +36,6 @@ class MemoryStore(Store):
         has_bias = weights.gate_up_bias_EJ is not None
         if has_bias != (weights.down_bias_EH is not None):
             raise bad_value("experts", "biases of both projections or of none", "of one", "keep them resident")
-        if format is not None and format.has_matrix_scale:
-            raise bad_value("experts", "fp8, mxfp8 or mxfp4", format.name, "keep them resident")
         entry = layer_entry("experts", *sizes, activation, weights.dtype, has_bias, format, row_parts)
         self.layers, self.rest = (entry,), {}
         self._blobs = aligned_buffer(entry.experts * entry.expert_bytes).view(entry.experts, -1)

@@ -72,6 +72,7 @@ SIZES = {
         StreamSize("qwen3_30b_24", 24, 24, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096),
         StreamSize("qwen3_30b_fp8", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096, format="fp8-128"),
         StreamSize("qwen3_30b_mxfp4", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096, format="mxfp4"),
+        StreamSize("qwen3_30b_nvfp4", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096, format="nvfp4"),
     )
 }
 

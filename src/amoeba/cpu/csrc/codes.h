@@ -32,13 +32,15 @@ struct Coding {                          // the order of `CCoding`
   const void* scales = nullptr;          // null where there are no codes
   const float* scale_values = nullptr;   // what a byte stands for, where scales are bytes
   const float* matrix_scale = nullptr;   // one of each expert, by which its scales are multiplied; may be null
-  int64_t stride_e = 0;
+  int64_t stride_e = 0;                  // of scales
+  int64_t matrix_stride_e = 0;           // of matrix_scale: experts of a store lie apart
   ScaleAxis row = {}, column = {};
 
   RowScales of_row(int64_t expert, int64_t i) const {
     const int64_t start = expert * stride_e + row.at(i);
     if (!scale_values) return {static_cast<const float*>(scales) + start, nullptr, 1.0f};
-    return {static_cast<const uint8_t*>(scales) + start, scale_values, matrix_scale ? matrix_scale[expert] : 1.0f};
+    const float whole = matrix_scale ? matrix_scale[expert * matrix_stride_e] : 1.0f;
+    return {static_cast<const uint8_t*>(scales) + start, scale_values, whole};
   }
 };
 

@@ -26,6 +26,7 @@ from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, r
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.formats import MXFP4, NVFP4
+from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.problem import Problem
 
 # By slot, by the bits of a code: bytes of codes that a program of the up projection has in flight, and the warps of
@@ -131,11 +132,11 @@ def _read_by_kernels(weights: BlockScaledExperts, x_TH: Tensor) -> tuple[tuple[T
     none, whatever stands in their place."""
     gate_up, down = weights.gate_up_EJH.matrix, weights.down_EHI.matrix
 
-    def given(tensor: Tensor | None) -> Tensor:
-        return x_TH if tensor is None else in_lines(tensor)
+    def given(matrix: QuantisedMatrix, bias_EO: Tensor | None) -> tuple[Tensor, ...]:
+        of_matrix = x_TH if matrix.matrix_scale is None else matrix.matrix_scale
+        return matrix.data, matrix.scales, of_matrix, x_TH if bias_EO is None else in_lines(bias_EO)
 
-    of_up = gate_up.data, gate_up.scales, given(gate_up.matrix_scale), given(weights.gate_up_bias_EJ)
-    return of_up, (down.data, down.scales, given(down.matrix_scale), given(weights.down_bias_EH))
+    return given(gate_up, weights.gate_up_bias_EJ), given(down, weights.down_bias_EH)
 
 
 def _plan(problem: Problem, chosen: Configuration) -> Plan:

@@ -95,7 +95,6 @@ def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
         "BLOCK_N": ids,
         "PIECE": min(RANKS_TIMES_IDS // chosen.rows, ids),
         "ROWS": chosen.rows,
-        "HAS_MATRIX_SCALE": problem.weights.format.has_matrix_scale,
         "OVERLAP": chosen.overlap,
         "BY_LANES": chosen.by_lanes,
     }
@@ -254,7 +253,6 @@ def _up_by_expert(
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_MATRIX_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
@@ -272,6 +270,8 @@ def _up_by_expert(
     STRIDE_EXPERT: tl.constexpr,
     STRIDE_SCALE_ROW: tl.constexpr,
     STRIDE_SCALE_EXPERT: tl.constexpr,
+    HAS_MATRIX_SCALE: tl.constexpr,
+    STRIDE_MATRIX_SCALE: tl.constexpr,
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
     LISTED: tl.constexpr,
@@ -314,7 +314,7 @@ def _up_by_expert(
             STRIDE_SCALE_ROW, HARDWARE, BY_LANES,
         )  # fmt: skip
         if HAS_MATRIX_SCALE:
-            h *= tl.load(matrix_scale + expert)
+            h *= tl.load(matrix_scale + expert * STRIDE_MATRIX_SCALE)
         if HAS_BIAS:
             h += tl.load(bias_EJ + expert * STRIDE_BIAS + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         if GATE_RANK + UP_RANK > 0:
@@ -356,7 +356,6 @@ def _down_by_expert(
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_MATRIX_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
@@ -372,6 +371,8 @@ def _down_by_expert(
     STRIDE_EXPERT: tl.constexpr,
     STRIDE_SCALE_ROW: tl.constexpr,
     STRIDE_SCALE_EXPERT: tl.constexpr,
+    HAS_MATRIX_SCALE: tl.constexpr,
+    STRIDE_MATRIX_SCALE: tl.constexpr,
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
     LISTED: tl.constexpr,
@@ -402,7 +403,7 @@ def _down_by_expert(
             HARDWARE, BY_LANES,
         )  # fmt: skip
         if HAS_MATRIX_SCALE:
-            y *= tl.load(matrix_scale + expert)
+            y *= tl.load(matrix_scale + expert * STRIDE_MATRIX_SCALE)
         if HAS_BIAS:
             y += tl.load(bias_EH + expert * STRIDE_BIAS + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         if RANK > 0:

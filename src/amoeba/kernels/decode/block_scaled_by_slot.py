@@ -46,7 +46,6 @@ def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
         COLUMNS=tile.columns,
         INTERLEAVED=weights.activation.interleaved,
         **constants_of_bias(weights.gate_up_bias_EJ),
-        HAS_MATRIX_SCALE=weights.format.has_matrix_scale,
         OVERLAP=chosen.overlap,
         DEPTH=tile.depth,
         **ranks.of_up,
@@ -73,7 +72,6 @@ def down_by_token(problem: Problem, chosen: Configuration, ranks: Ranks) -> Laun
         SLOTS=slots,
         COLUMNS=tile.columns,
         **constants_of_bias(weights.down_bias_EH),
-        HAS_MATRIX_SCALE=weights.format.has_matrix_scale,
         OVERLAP=chosen.overlap,
         DEPTH=tile.depth,
         RANK=ranks.down,
@@ -137,7 +135,6 @@ def _up_by_slot(
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STRIDE_BIAS: tl.constexpr,
-    HAS_MATRIX_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
     GATE_RANK: tl.constexpr,
@@ -154,6 +151,8 @@ def _up_by_slot(
     STRIDE_EXPERT: tl.constexpr,
     STRIDE_SCALE_ROW: tl.constexpr,
     STRIDE_SCALE_EXPERT: tl.constexpr,
+    HAS_MATRIX_SCALE: tl.constexpr,
+    STRIDE_MATRIX_SCALE: tl.constexpr,
     HARDWARE: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -203,7 +202,7 @@ def _up_by_slot(
         found = _sums(tiles[piece], value, scale, HEIGHT, HEIGHT, WIDTH, LINES, BLOCK_COLUMNS, BITS, HARDWARE)
         h += tl.sum(found, axis=1, keep_dims=True)
     if HAS_MATRIX_SCALE:
-        h *= tl.load(matrix_scale + expert)
+        h *= tl.load(matrix_scale + expert * STRIDE_MATRIX_SCALE)
     if HAS_BIAS:
         h += tl.load(bias_EJ + expert * STRIDE_BIAS + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
     if GATE_RANK + UP_RANK > 0:
@@ -239,7 +238,6 @@ def _down_by_token(
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STRIDE_BIAS: tl.constexpr,
-    HAS_MATRIX_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
     DEPTH: tl.constexpr,
     RANK: tl.constexpr,
@@ -254,6 +252,8 @@ def _down_by_token(
     STRIDE_EXPERT: tl.constexpr,
     STRIDE_SCALE_ROW: tl.constexpr,
     STRIDE_SCALE_EXPERT: tl.constexpr,
+    HAS_MATRIX_SCALE: tl.constexpr,
+    STRIDE_MATRIX_SCALE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     HEIGHT: tl.constexpr = SLOTS * COLUMNS
@@ -304,7 +304,7 @@ def _down_by_token(
             found = _sums(tiles[piece], value, scale, HEIGHT, COLUMNS, WIDTH, LINES, BLOCK_COLUMNS, BITS, HARDWARE)
             total += tl.sum(found, axis=1)
         if HAS_MATRIX_SCALE:
-            total *= tl.load(matrix_scale + expert)
+            total *= tl.load(matrix_scale + expert * STRIDE_MATRIX_SCALE)
         if RANK > 0:
             low = load_b(low_NR, slot_R, owned, RANK)
             beside += tl.sum(rounded(b, low).to(tl.float32) * low.to(tl.float32), axis=1)

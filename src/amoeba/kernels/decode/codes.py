@@ -143,6 +143,8 @@ def constants_of(matrix: QuantisedMatrix, device: torch.device) -> dict[str, Any
         "STRIDE_EXPERT": matrix.data.stride(0),
         "STRIDE_SCALE_ROW": matrix.scales.stride(1),
         "STRIDE_SCALE_EXPERT": matrix.scales.stride(0),
+        "HAS_MATRIX_SCALE": matrix.matrix_scale is not None,
+        "STRIDE_MATRIX_SCALE": 0 if matrix.matrix_scale is None else matrix.matrix_scale.stride(0),
         "HARDWARE": (capability_of(device) or (0, 0)) >= (8, 9),
     }
 

@@ -7,6 +7,7 @@ E experts · H hidden · I intermediate · J = 2I (gated) or I
 
 The layouts are those of integrations/quantised_files.py, which loads the same experts resident, and so are their rows:
 gate and up in turns stay so. Scales that files have in half precision or as exponents become fp32, which is exact.
+Where gate and up are tensors of their own, both have the scale of their matrix beside them, the same one.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from amoeba.integrations.quantised_files import (
     usual_name,
     weight_of,
 )
+from amoeba.integrations.quantised_files import MATRIX_SCALE as FILE_MATRIX_SCALE
 from amoeba.integrations.quantised_files import SCALES as FILE_SCALES
-from amoeba.stream.store.layers import BIASES, CODES, SCALES, LayerEntry, Part, layer_entry
+from amoeba.stream.store.layers import BIASES, CODES, MATRIX_SCALE, SCALES, LayerEntry, Part, layer_entry
 from amoeba.stream.store.pieces import MappedLayer, Piece
 from amoeba.stream.store.tensor_files import TensorEntry
 
@@ -55,11 +57,6 @@ class CodedCheckpoint:
         self.family, self._tensors, self._dtype = str(model.config.model_type), tensors, dtype
         found = format_of(facts)
         assert found is not None
-        if found.has_matrix_scale:
-            remedy = (
-                "keep them resident (without --ram, pack or amoeba.stream), or quantise the model to another format"
-            )
-            raise bad_value("MODEL", "experts in fp8, mxfp8 or mxfp4 to be streamed", found.name, remedy)
         self._format, self._is_ours = found, facts["quant_method"] == OURS
         self._names = sort_names(model, {weight_of(name) for name in tensors})
         self.rest = {
@@ -91,6 +88,8 @@ class CodedCheckpoint:
                 place = number, len(of_parts)
                 pieces.append(self._codes(entry, parts[matrix + CODES], place, names, swapped))
                 pieces.append(self._scales(entry, parts[matrix + SCALES], place, names, swapped))
+                if self._format.has_matrix_scale:
+                    pieces.append(self._matrix_scale(entry, parts[matrix + MATRIX_SCALE], names, again=number > 0))
         for part, parameter in zip(BIASES if found.has_bias else (), (up, down), strict=False):
             (names,) = matrices_of(self._names, f"{parameter}_bias", found)
             pieces.append(self._piece(entry, parts[part], (0, 1), names, parts[part].shape))
@@ -118,6 +117,10 @@ class CodedCheckpoint:
         shape = part.shape[0] // place[1], part.shape[1]
         names = [name + suffix for name in names]
         return self._piece(entry, part, place, names, shape, scale_dtypes(self._format), swapped)
+
+    def _matrix_scale(self, entry: LayerEntry, part: Part, names: list[str], again: bool) -> Piece:
+        names = [name + FILE_MATRIX_SCALE for name in names]
+        return self._piece(entry, part, (0, 1), names, (), (torch.float32,))._replace(again=again)
 
     def _piece(
         self,

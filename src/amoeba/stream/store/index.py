@@ -111,12 +111,12 @@ def _format(path: Path, facts: dict[str, Any]) -> tuple[Format | None, int]:
     found, row_parts = None, int(facts.get("row_parts", 1))
     try:
         found = format_named(str(name)) if kind == BLOCK_SCALED else None
-        known = kind == PLAIN or (found is not None and not found.has_matrix_scale)
+        known = kind == PLAIN or found is not None
     except ValueError:
         known = False
     if not known or facts["dtype"] not in DTYPES or row_parts not in (1, 2):
         got = " ".join(str(each) for each in (kind, name, facts.get("dtype")) if each is not None)
-        expected = f"numbers as {PLAIN} {', '.join(DTYPES)}, or as {BLOCK_SCALED} fp8, mxfp8 or mxfp4"
+        expected = f"numbers as {PLAIN} {', '.join(DTYPES)}, or as {BLOCK_SCALED} fp8, mxfp8, mxfp4 or nvfp4"
         raise StoreError(path, expected, got, "use a newer aMoEba")
     return found, row_parts
 

@@ -3,7 +3,8 @@
 E experts · H hidden · I intermediate · J = 2I (gated) or I
 
 An expert is one blob of bytes: gate_up_JH (all rows of gate first, then up), down_HI, and the biases if there are any.
-In a block-scaled format each matrix is two parts, its codes and its scales, in the order of the checkpoint's rows.
+In a block-scaled format each matrix is two parts, its codes and its scales, in the order of the checkpoint's rows, and
+in NVFP4 a third one, the number by which all of its scales are multiplied.
 Every blob of a layer has its parts at the same offsets, so a stack of blobs is a stack of each part:
 
     views = entry.views(blobs)           # (slots, expert_bytes) of uint8 -> gate_up of shape (slots, J, H), and so on
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import BlockScaledExperts, Stored
 from amoeba.precision.formats import Format
 from amoeba.precision.quantised import block_counts
 from amoeba.weights import ExpertWeights
@@ -48,7 +49,8 @@ class ExpertViews(NamedTuple):
 
 
 PARTS = ExpertViews._fields
-CODES, SCALES = "_codes", "_scales"  # what the parts of a matrix are called in a block-scaled format
+# What the parts of a matrix are called in a block-scaled format.
+CODES, SCALES, MATRIX_SCALE = "_codes", "_scales", "_matrix_scale"
 BIASES = PARTS[2:]
 
 
@@ -87,7 +89,8 @@ class LayerEntry:
     def dtype_of(self, part: str) -> torch.dtype:
         if self.format is None or part in BIASES:
             return self.dtype
-        return torch.float32 if part.endswith(SCALES) and self.format.scale == "fp32" else torch.uint8
+        is_wide = part.endswith(MATRIX_SCALE) or (part.endswith(SCALES) and self.format.scale == "fp32")
+        return torch.float32 if is_wide else torch.uint8
 
     def size_of(self, part: Part) -> int:
         """In bytes."""
@@ -132,7 +135,7 @@ class LayerEntry:
         biases = stacks.get(BIASES[0]), stacks.get(BIASES[1])
         if self.format is None:
             return ExpertWeights(stacks["gate_up_JH"], stacks["down_HI"], *biases, self.activation)
-        gate_up, down = ((stacks[name + CODES], _integers(stacks[name + SCALES]), None) for name in ("gate_up", "down"))
+        gate_up, down = (_stored(stacks, name) for name in ("gate_up", "down"))
         sizes = self.hidden, self.intermediate, self.row_parts
         return BlockScaledExperts(gate_up, down, *biases, self.format, *sizes, self.activation, self.dtype)
 
@@ -140,9 +143,12 @@ class LayerEntry:
 StoredExperts = ExpertWeights | BlockScaledExperts
 
 
-def _integers(scales: Tensor) -> Tensor:
-    """As block-scaled experts keep them."""
-    return scales.view(torch.int32) if scales.dtype == torch.float32 else scales
+def _stored(stacks: Mapping[str, Tensor], name: str) -> Stored:
+    """A matrix as block-scaled experts keep it."""
+    codes, scales, of_matrix = (stacks.get(name + part) for part in (CODES, SCALES, MATRIX_SCALE))
+    assert codes is not None and scales is not None
+    scales = scales.view(torch.int32) if scales.dtype == torch.float32 else scales
+    return codes, scales, None if of_matrix is None else of_matrix[..., 0].view(torch.int32)
 
 
 def layer_entry(
@@ -175,6 +181,8 @@ def part_shapes(entry: LayerEntry, bias: bool) -> dict[str, tuple[int, ...]]:
     for name, rows, columns, parts in (("gate_up", width, hidden, entry.row_parts), ("down", hidden, intermediate, 1)):
         shapes[name + CODES] = rows, format.stored_columns(columns)
         shapes[name + SCALES] = block_counts(rows, columns, format, parts)
+        if format.has_matrix_scale:
+            shapes[name + MATRIX_SCALE] = (1,)
     return shapes | biases
 
 

@@ -46,7 +46,7 @@ def map_experts(
     if facts is not None and format_of(facts) is None:
         raise bad_value(
             "MODEL",
-            "experts in bfloat16, float16 or float32, or block-scaled (fp8, mxfp8, mxfp4)",
+            "experts in bfloat16, float16 or float32, or block-scaled (fp8, mxfp8, mxfp4, nvfp4)",
             f"{config.model_type} quantised by {facts.get('quant_method')}, in a way not known here",
             REMEDY,
         )

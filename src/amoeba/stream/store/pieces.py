@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amoeba.precision.formats import E8M0
+from amoeba.stream.store.error import StoreError
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.store.tensor_files import TensorEntry
 
@@ -24,20 +25,26 @@ class Piece(NamedTuple):
     stride: tuple[int, ...]
     offset: int  # elements from the start of the blob
     dtype: torch.dtype  # in the blob
+    again: bool = False  # the same numbers are there already, from another tensor
 
     def range_of(self, expert: int) -> tuple[Path, int]:
         tensor = self.tensors[0 if self.stacked else expert]
         return tensor.file, tensor.start + (expert * self.size if self.stacked else 0)
 
     def put(self, source: Tensor, blob: Tensor) -> None:
-        """source: the bytes that were read; both are uint8. Codes stay as they are; scales may be wider in the blob."""
+        """source: the bytes that were read; both are uint8. Codes stay as they are; scales may be wider in the blob.
+        StoreError where what is there already differs."""
         stored, numbers = self.tensors[0].dtype, blob.view(self.dtype)
         if stored.itemsize == 1:
             found = E8M0.decode(source) if self.dtype == torch.float32 else source
         else:
             found = (source.clone() if source.storage_offset() % stored.itemsize else source).view(stored)
         there = torch.as_strided(numbers, self.shape, self.stride, numbers.storage_offset() + self.offset)
-        there.copy_(found.view(self.shape))
+        found = found.view(self.shape)
+        if self.again and not torch.equal(there, found):
+            expected, got = "one scale for gate and up of an expert", f"two, {there.tolist()} and {found.tolist()}"
+            raise StoreError(self.tensors[0].file, expected, got, "quantise the model with amoeba quantise")
+        there.copy_(found)
 
 
 @dataclass(frozen=True)
