@@ -93,27 +93,22 @@ def _scales(
 
 
 @gluon.jit
-def _begin_left(
-    row_bufs, matrix_bufs, full, zero, count, there, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """A stage's product of the left half, begun when the stage is full, and the stage. Unless it is there: of whatever
-    that holds."""
+def _open(full, count, there, STAGES: gl.constexpr):
+    """The next stage, when it is full. Unless it is there: whatever that holds."""
     stage = count & (STAGES - 1)
     mbarrier.wait(full.index(stage), (count // STAGES) & 1, pred=there)
     fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
-    rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
-    matrix = matrix_bufs.index(stage).slice(0, BLOCK, 0).permute((1, 0))
-    return product_in_turn(rows, matrix, zero, WARPGROUP, PLAN), stage
+    return stage
 
 
 @gluon.jit
-def _begin_right(
-    row_bufs, matrix_bufs, zero, stage, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
-    BLOCK: gl.constexpr,
+def _begin(
+    row_bufs, matrix_bufs, zero, stage, WARPGROUP: gl.constexpr, RIGHT: gl.constexpr, PLAN: gl.constexpr,
+    HEIGHT: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
+    """A stage's product of a half."""
     rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
-    matrix = matrix_bufs.index(stage).slice(BLOCK, BLOCK, 0).permute((1, 0))
+    matrix = matrix_bufs.index(stage).slice(RIGHT * BLOCK, BLOCK, 0).permute((1, 0))
     return product_in_turn(rows, matrix, zero, WARPGROUP, PLAN)
 
 
@@ -136,12 +131,14 @@ def _step(
 ):  # fmt: skip
     """The sums with a stage's products."""
     of_sums: gl.constexpr = gl.SliceLayout(1, left.type.layout)
-    found, stage = _begin_left(
-        row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES
-    )  # fmt: skip
-    of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+    stage = _open(full, count, True, STAGES)
+    if not PLAN.ACTIVATE:  # asked for later, they are waited for between the products; the up projection gains nothing
+        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+    found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, PLAN, HEIGHT, BLOCK)
+    if PLAN.ACTIVATE:
+        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
     left += warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None]
-    found = _begin_right(row_bufs, matrix_bufs, zero, stage, WARPGROUP, PLAN, HEIGHT, BLOCK)
+    found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, PLAN, HEIGHT, BLOCK)
     return left, _finish_right(found, right, of_right, of_far, empty, stage, True, PLAN, BLOCK)
 
 
@@ -175,12 +172,11 @@ def consume_along(
             gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
         )
         some = gl.program_id(0) < tiles * column_tiles
-        found, stage = _begin_left(
-            row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES
-        )  # fmt: skip
+        stage = _open(full, count, some, STAGES)
+        found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, PLAN, HEIGHT, BLOCK)
         of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
         left = now(zero + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
-        found = _begin_right(row_bufs, matrix_bufs, zero, stage, WARPGROUP, PLAN, HEIGHT, BLOCK)
+        found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, PLAN, HEIGHT, BLOCK)
         right = _finish_right(found, zero, of_right, of_far, empty, stage, some, PLAN, BLOCK)
         count = 1
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
@@ -193,9 +189,8 @@ def consume_along(
                 HEIGHT, BLOCK, STAGES,
             )  # fmt: skip
             count += 1
-        last, stage = _begin_left(
-            row_bufs, matrix_bufs, full, zero, count, True, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES
-        )  # fmt: skip
+        stage = _open(full, count, True, STAGES)
+        last = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, PLAN, HEIGHT, BLOCK)
         of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
         next_tile = tile + gl.num_programs(0)
         if PLAN.EARLY:
@@ -203,7 +198,7 @@ def consume_along(
                 next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
             )
         left = now(left + warpgroup_mma_wait(0, deps=(last,)) * of_left[:, None])
-        last = _begin_right(row_bufs, matrix_bufs, zero, stage, WARPGROUP, PLAN, HEIGHT, BLOCK)
+        last = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, PLAN, HEIGHT, BLOCK)
         bias_row = bias + expert.to(gl.int64) * width
         column = n * PLAN.COLUMNS
         if PLAN.BIAS:
@@ -224,9 +219,8 @@ def consume_along(
         count += 1
         if PLAN.EARLY:
             some = next_tile < tiles * column_tiles
-            found, stage = _begin_left(
-                row_bufs, matrix_bufs, full, zero, count, some, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES
-            )  # fmt: skip
+            stage = _open(full, count, some, STAGES)
+            found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, PLAN, HEIGHT, BLOCK)
         if PLAN.PAIRED:
             if PLAN.BIAS:
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
@@ -253,7 +247,7 @@ def consume_along(
         if PLAN.EARLY:
             of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
             left = now(zero + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
-            found = _begin_right(row_bufs, matrix_bufs, zero, stage, WARPGROUP, PLAN, HEIGHT, BLOCK)
+            found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, PLAN, HEIGHT, BLOCK)
             right = _finish_right(found, zero, of_right, of_far, empty, stage, some, PLAN, BLOCK)
             count += 1
             expert, row, end, n = next_expert, next_row, next_end, next_n
