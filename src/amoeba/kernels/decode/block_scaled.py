@@ -47,8 +47,8 @@ HEADROOM = 2
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
 FEWEST_LISTED = 128
 # Tokens up to which up's programs list slots for down's (`Configuration.early`), where slots are fewer than experts:
-# at 8 tokens of that layer fp8 takes 75.4 us in place of 77.3, MXFP4 1 % less, and NVFP4 took 6 % less in its shorter
-# steps. MXFP8 was not timed. With 12 tokens and more it was slower in most cases (docs/log.md).
+# at 8 tokens of that layer fp8 takes 75.4 us in place of 77.3, MXFP4 1 % less. MXFP8 was not timed. With 12 tokens and
+# more it was slower in most cases, and NVFP4's long steps leave up no registers for it (docs/log.md).
 MOST_EARLY = 8
 # Numbers of a row in a step of up, of MXFP4 and with FEWEST_SLOTS in a chunk: 62 us in place of the 68 that steps of
 # 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md). Of NVFP4 72 for 83 at 8
@@ -200,7 +200,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     down = tile(weights.hidden, height, weights.intermediate)
     overlap = can_overlap(problem.x_TH.device)
     listed = overlap and slots >= FEWEST_LISTED  # where a launch more costs little
-    early = overlap and slots < experts and tokens <= MOST_EARLY
+    early = overlap and slots < experts and tokens <= MOST_EARLY and weights.format is not NVFP4
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
 
 
