@@ -20,12 +20,14 @@ from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.bench.shapes import Shape
 from amoeba.cli import app
 from amoeba.commands import bench as bench_command
-from amoeba.commands.options import DTYPES
+from amoeba.commands import finetune as finetune_command
+from amoeba.commands.options import DTYPES, FROZEN_PRECISIONS, experts_in
 from amoeba.commands.output import strict_json
 from amoeba.commands.over_ranks import over_ranks
 from amoeba.commands.rich_output import RichOutput
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
+from amoeba.placements import placement_names
 from amoeba.proof import conformance
 from amoeba.weights import ExpertWeights
 from noted_output import NotedOutput
@@ -59,6 +61,23 @@ def test_a_default_that_a_help_text_names_is_that_of_the_settings(name, kind):
             assert float(number[1]) == defaults[parameter.name], parameter.help
             said += 1
     assert said >= 5
+
+
+def test_precisions_of_frozen_experts_are_the_placements_in_codes():
+    in_codes = {f"{name}-weights" for name in FROZEN_PRECISIONS if name != "bf16"}
+    assert in_codes == {name for name in placement_names() if name.endswith("-weights")}
+    for experts in (None, "auto", "resident", "nvfp4-weights"):
+        assert experts_in("nvfp4", experts) == "nvfp4-weights"
+        assert experts_in(None, experts) == experts
+    assert (experts_in("bf16", None), experts_in("bf16", "cpu-int8")) == (None, "cpu-int8")
+
+
+def test_finetune_takes_a_precision_of_its_frozen_experts(monkeypatch):
+    seen = []
+    monkeypatch.setattr(finetune_command, "run", lambda told, *rest: seen.append(told.experts) or {"exit_code": 0})
+    for words, experts in ((("--precision", "fp8"), "fp8-weights"), ((), "auto")):
+        assert invoke("finetune", "model", "--data", "x.jsonl", *words).exit_code == 0
+        assert seen.pop() == experts
 
 
 def test_dtypes_of_the_options_are_those_of_the_proof():

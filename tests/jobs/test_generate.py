@@ -481,6 +481,13 @@ def test_bad_device_and_dtype(folder):
     assert "--device: expected one of auto, cpu, cuda; got 'tpu'" in refusal(folder, "Once", "--device", "tpu")
     assert "--dtype: expected one of auto, " in refusal(folder, "Once", "--dtype", "int3")
     assert "expected one of resident, cpu-bf16, " in refusal(folder, "Once", "--experts", "disk")
+    assert "--precision: expected one of bf16, fp8, " in refusal(folder, "Once", "--precision", "fp8-ste")
+
+
+@pytest.mark.parametrize(("precision", "placed"), [("mxfp4", "mxfp4-weights"), ("bf16", "resident")])
+def test_a_precision_is_that_of_the_experts(folder, precision, placed):
+    result = invoke(folder, "Once", "--max-new-tokens", 1, "--precision", precision, "--json")
+    assert json.loads(result.stdout.splitlines()[-1])["placement"] == placed
 
 
 # The command

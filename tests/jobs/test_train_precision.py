@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
@@ -16,11 +17,14 @@ from typer.testing import CliRunner
 
 from amoeba.cli import app
 from amoeba.commands.run_console import describe
+from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs.resume import settings_of
-from amoeba.jobs.run_precision import RunPrecision
+from amoeba.jobs.run_precision import RunPrecision, run_precision
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.report import page_data
 from amoeba.observe.run_log import read_run
+from quantised_checkpoints import write_fp8
+from tiny_models import build
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -101,6 +105,41 @@ def test_console_log_and_report_name_the_precision_and_what_computes_it(
     assert [line["precision"] for line in console.lines] == ["fp8-saved"] * 2
     assert "fp8-saved" in describe(console.lines[0], 2, None, 120)
     assert page_data(read_run(tmp_path / "run"))["environment"]["experts"] == experts
+
+
+def test_what_computes_each_layer_is_said_and_why_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cpu, hopper = torch.device("cpu"), torch.device("cuda")
+    served, other = (build("qwen3_moe", hidden_size=64, moe_intermediate_size=size).bfloat16() for size in (64, 96))
+    for precision in ("fp8", "auto"):
+        found = run_precision(served, precision, hopper)
+        assert found.backend == "triton, products in fp8 by our kernels for Hopper" and found.code_bytes > 0
+    in_torch = "eager, fp8 in plain torch, without the speed of it"
+    assert (
+        run_precision(other, "fp8", hopper).backend == f"{in_torch} (triton needs I to be a multiple of 64, it is 96)"
+    )
+    assert run_precision(served, "fp8", cpu).backend.startswith(f"{in_torch} (triton needs a Hopper GPU")
+    for model, device in ((other, hopper), (served, cpu)):
+        found = run_precision(model, "auto", device)
+        assert found.backend.startswith("of the run's dtype, without fp8 (triton needs ")
+        assert found.code_bytes == 0 and "codes" not in str(found)
+    first = next(iter(experts_modules(served).values()))
+    first.__dict__.update(next(iter(experts_modules(other).values())).__dict__)
+    found = run_precision(served, "fp8", hopper)
+    assert found.backend == (
+        f"triton, products in fp8 by our kernels for Hopper; for 1 layer {in_torch} "
+        "(triton needs I to be a multiple of 64, it is 96)"
+    )
+
+
+def test_a_quantised_checkpoint_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    """Its experts would stay as they are, and what was trained beside them could not be saved."""
+    write_fp8(tmp_path / "model")
+    result = CliRunner().invoke(app, ["train", "--model", str(tmp_path / "model"), "--sequence-length", "64"])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "whose parameters can all be trained; got one quantised by fp8" in said and "amoeba finetune" in said
+    assert "rows of" not in said
 
 
 def test_bad_settings_are_refused() -> None:

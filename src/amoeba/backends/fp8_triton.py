@@ -42,11 +42,7 @@ class Fp8TritonBackend(PassesBackend):
         reason = fp8.BACKEND.why_not(request)
         if reason is not None:
             return reason
-        if weights.device.type != "cuda" or torch.cuda.get_device_capability(weights.device)[0] != 9:
-            return f"needs a Hopper GPU (compute capability 9.0), these weights are on {weights.device}"
-        if (reason := triton.why_not_on(weights.device, weights.dtype)) is not None:
-            return reason
-        return why_not_shaped(weights)
+        return why_not_on(weights.device, weights)
 
     def rows(self, weights: Fp8Experts) -> type[StraightThroughKernelRows]:
         """By which `amoeba.proof.stages` proves one product after the other."""
@@ -113,6 +109,13 @@ def _constants(problem: Problem) -> tuple:
     from amoeba.kernels.hopper.scaled_product import current_way
 
     return "fp8", problem.weights.recipe, current_way(), *triton.pass_constants(problem)
+
+
+def why_not_on(device: torch.device, weights: Any) -> str | None:
+    """Why the kernels do not take these experts, once they are there; or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return f"needs a Hopper GPU (compute capability 9.0), these weights are on {device}"
+    return triton.why_not_on(device, weights.dtype) or why_not_shaped(weights)
 
 
 def why_not_shaped(weights: Any) -> str | None:

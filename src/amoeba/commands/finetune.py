@@ -15,6 +15,7 @@ from amoeba.commands.options import (
     DenseParameters,
     EvalEvery,
     ExpertRanks,
+    FrozenPrecision,
     GradientCheckpointing,
     HeldOut,
     Json,
@@ -26,6 +27,7 @@ from amoeba.commands.options import (
     StartFrom,
     TrustRemoteCode,
     Verbose,
+    experts_in,
     share_or_file,
     speaks,
 )
@@ -63,6 +65,7 @@ def finetune(
             "--experts", help="Where: resident, cpu-bf16, cpu-int8, ranks, auto; or in codes: mxfp4-weights ..."
         ),
     ] = None,
+    precision: FrozenPrecision = None,
     expert_ranks: ExpertRanks = None,
     dense: DenseParameters = None,
     ram: Annotated[
@@ -99,7 +102,7 @@ def finetune(
     """Fine-tune a mixture-of-experts model with LoRA; the loss is on the answers, the result a PEFT adapter."""
     flags: dict[str, Any] = {
         "model": model, "data": data, "out": out, "r": r, "alpha": alpha, "train_router": train_router or None,
-        "experts": experts, "expert_ranks": expert_ranks, "dense": dense,
+        "expert_ranks": expert_ranks, "dense": dense,
         "ram": ram, "vram": vram, "epochs": epochs, "steps": steps, "minutes": minutes,
         "batch_size": batch_size, "accumulation": accumulation,
         "sequence_length": sequence_length, "learning_rate": learning_rate,
@@ -115,6 +118,7 @@ def finetune(
         from amoeba.jobs.settings import FinetuneSettings
 
     with usage():
+        flags["experts"] = experts_in(precision, experts)
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of(FinetuneSettings, resume, config, given)
         document = run(settings, resume is not None, start_from, output, trust_remote_code)

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from amoeba.commands.exits import INTERRUPTED, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose, parse_device, parse_dtypes, speaks
+from amoeba.commands.options import (
+    DTYPES,
+    FrozenPrecision,
+    Json,
+    TrustRemoteCode,
+    Verbose,
+    experts_in,
+    parse_device,
+    parse_dtypes,
+    speaks,
+)
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT, quick_transformers
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.errors import bad_value, counted
@@ -69,6 +79,7 @@ def generate(
             "--experts", help="Where: resident, cpu-bf16, cpu-int8, ranks, auto; or in codes: mxfp4-weights ..."
         ),
     ] = "auto",
+    precision: FrozenPrecision = None,
     ram: Annotated[
         str | None,
         typer.Option("--ram", help="Stream the experts through a budget of memory for the model: 8GiB, or auto."),
@@ -113,6 +124,7 @@ def generate(
             from amoeba.jobs.generation_options import GenerationOptions
 
         _check_prompts(prompt, prompts, out, batching, batch_size)
+        experts = experts_in(precision, experts) or experts
         hide_loading_bars(model, output)
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,

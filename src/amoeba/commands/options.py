@@ -63,6 +63,15 @@ DenseParameters = Annotated[
     typer.Option("--dense", help="All other parameters: ddp, a copy on each rank, or fsdp, shards by FSDP2."),
 ]
 
+# Of experts that stay as they are; those that train have recipes, see `amoeba train --precision`.
+FROZEN_PRECISIONS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+FrozenPrecision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision", help="Of the experts: bf16 (as they are), fp8, mxfp8, mxfp4 or nvfp4; --experts fp8-weights ..."
+    ),
+]
+
 
 def speaks() -> bool:
     """Whether results are this process's to tell: of those that a launcher started, the first tells them."""
@@ -75,6 +84,21 @@ def share_or_file(text: str | None) -> float | str | None:
         return None if text is None else float(text)
     except ValueError:
         return text
+
+
+def experts_in(precision: str | None, experts: str | None) -> str | None:
+    """What --experts is where --precision was written, too: fp8 stands for fp8-weights, bf16 for nothing."""
+    if precision is None:
+        return experts
+    if precision not in FROZEN_PRECISIONS:
+        remedy = "recipes such as fp8-ste are for experts that train, with amoeba train"
+        raise bad_value("--precision", f"one of {', '.join(FROZEN_PRECISIONS)}", repr(precision), remedy)
+    named = experts if precision == "bf16" else f"{precision}-weights"
+    in_codes = experts is not None and experts.endswith("-weights")
+    if experts not in (None, "auto", "resident", named) or (precision == "bf16" and in_codes):
+        expected = f"experts in {precision}, where the model's other weights are"
+        raise bad_value("--precision", expected, f"--experts {experts}", "leave out one of the two")
+    return named
 
 
 def parse_device(name: str) -> torch.device:

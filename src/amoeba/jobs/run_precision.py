@@ -12,17 +12,18 @@ from typing import Any
 import torch
 
 from amoeba import cost
-from amoeba.backends.registry import backends_of
-from amoeba.integrations.experts_module import layouts_of
+from amoeba.backends import fp8, fp8_triton
+from amoeba.errors import counted
+from amoeba.integrations.experts_module import experts_modules, weights_of
 from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.precision.formats import FP8_TRAINING
-from amoeba.precision.recipes import AUTO, Fp8Experts, summary_of
+from amoeba.precision.recipes import AUTO, summary_of
 
 
 @dataclass(frozen=True)
 class RunPrecision:
-    """code_bytes: of the weights' codes and scales, which are kept beside the weights of all layers; over_ranks: of the
-    experts that the first rank has."""
+    """backend: of all layers, with the reason where it is not that of the kernels; code_bytes: of the weights' codes
+    and scales, which are kept beside the weights; over_ranks: of the experts that the first rank has."""
 
     precision: str
     summary: str
@@ -31,26 +32,43 @@ class RunPrecision:
     over_ranks: bool = False
 
     def __str__(self) -> str:
+        said = f"experts in {self.precision}: {self.summary}; backend {self.backend}"
+        if not self.code_bytes:
+            return said
         at_most = "at most " if self.precision == AUTO else ""
         where = " on the first rank" if self.over_ranks else ""
-        codes = f"the weights' codes take {at_most}{self.code_bytes / 2**20:,.1f} MiB{where}"
-        return f"experts in {self.precision}: {self.summary}; backend {self.backend}; {codes}"
+        return f"{said}; the weights' codes take {at_most}{self.code_bytes / 2**20:,.1f} MiB{where}"
 
 
 def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecision:
-    """precision: another than the run's own dtype."""
-    backends = backends_of(Fp8Experts, device)
-    backends = backends[:1] if device.type == "cpu" else backends  # a GPU's layers may be of a shape that some refuse
-    own = {name: placed.own_experts for name, (_, placed) in sharded_modules(model).items()}
+    """precision: another than the run's own dtype. device: where the model will be."""
+    sharded = {name: placed for name, (_, placed) in sharded_modules(model).items()}
+    layers = [
+        sharded[name].local if name in sharded else weights_of(module)
+        for name, module in experts_modules(model).items()
+    ]
+    refused = [fp8_triton.why_not_on(device, weights) for weights in layers]
     code_bytes = sum(
         cost.code_bytes(
-            experts=own.get(name, layout.num_experts),
-            hidden=layout.hidden,
-            intermediate=layout.intermediate,
-            gated=layout.gated,
+            experts=weights.num_experts,
+            hidden=weights.hidden,
+            intermediate=weights.intermediate,
+            gated=weights.activation.gated,
             format=FP8_TRAINING,
         )
-        for name, layout in layouts_of(model).items()
+        for weights, reason in zip(layers, refused, strict=True)
+        if reason is None or precision != AUTO
     )
-    how = " or else ".join(f"{backend.name}, {backend.summary}" for backend in backends)
-    return RunPrecision(precision, summary_of(precision), how, code_bytes, bool(own))
+    return RunPrecision(precision, summary_of(precision), _backends(refused, precision), code_bytes, bool(sharded))
+
+
+def _backends(refused: list[str | None], precision: str) -> str:
+    """refused: for each layer why the kernels do not take it, or None."""
+    kernels, torch_alone = (f"{each.BACKEND.name}, {each.BACKEND.summary}" for each in (fp8_triton, fp8))
+    other = "of the run's dtype, without fp8" if precision == AUTO else torch_alone
+    reasons = list(dict.fromkeys(reason for reason in refused if reason is not None))
+    if not reasons:
+        return kernels
+    because = f"{other} ({fp8_triton.BACKEND.name} {', '.join(reasons)})"
+    left = len(refused) - refused.count(None)
+    return because if left == len(refused) else f"{kernels}; for {counted(left, 'layer')} {because}"

@@ -20,6 +20,7 @@ import torch
 from amoeba.data.corpus import load_corpus
 from amoeba.data.token_rows import PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
+from amoeba.errors import bad_value
 from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.integrations.model_limits import check_ids, check_sequence_length
 from amoeba.integrations.own_tensors import sharded_modules
@@ -35,7 +36,7 @@ from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
 from amoeba.precision.recipes import UNCHANGED
-from amoeba.shell import shell_words
+from amoeba.shell import shell_command, shell_words
 
 COMMAND = "amoeba train"
 
@@ -63,6 +64,7 @@ def train(
         check_json(Path(settings.model) / "config.json")
         config = load_config(settings.model, trust_remote_code=trust_remote_code)
         check_sequence_length(config, settings.sequence_length)
+        _check_unquantised(settings.model, config)
     check_ranks(settings, resume, together)
     with run_folder(settings.out, resume, console.say, together) as folder:
         return _train(settings, console, folder, config, resume, start_from, trust_remote_code, together)
@@ -158,6 +160,16 @@ def _train(
     report = TrainReport(**asdict(outcome), model=kept_in)
     trainer.run_log.finish(report)
     return report
+
+
+def _check_unquantised(model: str, config: Any) -> None:
+    """Experts in codes are frozen and cannot be saved: the run would lose all that it learned."""
+    from amoeba.integrations.quantised_models import facts_of
+
+    if (facts := facts_of(config)) is not None and has_weights(Path(model)):
+        got = f"one quantised by {facts.get('quant_method')} (config.json of {model})"
+        remedy = f"fine-tune it ({shell_command('finetune', model)}), or train its unquantised checkpoint"
+        raise bad_value("--model", "a checkpoint whose parameters can all be trained", got, remedy)
 
 
 def _on(model: str) -> str:
