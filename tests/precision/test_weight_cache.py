@@ -1,4 +1,7 @@
-"""Codes of weights that train are those of the numbers that the weights have, however these were written."""
+"""Codes of weights that train are those of the numbers that the weights have, however these were written.
+
+In plain torch and by the kernels: on a Hopper GPU these run, elsewhere their products are stood in for, in fp32.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,38 @@ from amoeba.precision import weight_cache
 from amoeba.precision.formats import FP8_TRAINING
 from amoeba.precision.quantised import quantise
 from amoeba.precision.weight_cache import quantised_weight
+from fp8_stand_ins import stand_in
+from selection import quick
 
-# On a Hopper GPU the codes are those of our kernels, which take sizes of whole blocks.
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-DEVICE, HIDDEN, INNER = ("cuda", 128, 256) if IS_HOPPER else ("cpu", 32, 24)
+DEVICE = "cuda" if IS_HOPPER else "cpu"
+HIDDEN, INNER = 64, 64
+pytestmark = [pytest.mark.gpu] if IS_HOPPER else []
+by_both = pytest.mark.parametrize("computed", ["eager", "triton"], indirect=True)
 
 
-def small_layer(seed: int = 0) -> MoE:
+@pytest.fixture
+def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend of layers in plain torch, and that of the kernels."""
+    if request.param == "triton" and not IS_HOPPER:
+        stand_in(monkeypatch)
+    return request.param
+
+
+def small_layer(computed: str = "auto", seed: int = 0) -> MoE:
     torch.manual_seed(seed)
     config = MoEConfig(HIDDEN, INNER, RouterConfig(4, 2))
-    return MoE(config, precision="fp8", dtype=torch.bfloat16, device=DEVICE)
+    dtype = torch.float32 if computed == "triton" and not IS_HOPPER else torch.bfloat16
+    return MoE(config, backend=computed, precision="fp8", dtype=dtype, device=DEVICE)
 
 
-def batch() -> Tensor:
-    return torch.randn(17, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+def other_layer(like: MoE) -> MoE:
+    return small_layer(like.experts.backend, seed=5)
+
+
+def batch(like: MoE) -> Tensor:
+    drawn = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return drawn.to(DEVICE, like.experts.down_proj.dtype)
 
 
 def step_with(**options) -> Callable[[MoE], None]:
@@ -50,6 +71,11 @@ def exchange(*dimensions: int) -> Callable[[MoE], None]:
     return write
 
 
+def cast_and_back(layer: MoE) -> None:
+    dtype = layer.experts.down_proj.dtype
+    layer.to(torch.float64).to(dtype)
+
+
 def bit_by_bit(layer: MoE) -> None:
     bits = layer.experts.down_proj.detach().view(torch.int16)
     if bits.is_cuda:
@@ -62,28 +88,34 @@ WRITES: dict[str, Callable[[MoE], object]] = {
     "fused AdamW": step_with(fused=True),
     "foreach AdamW": step_with(foreach=True),
     "AdamW one by one": step_with(foreach=False),
-    ".data.copy_": lambda layer: layer.experts.gate_up_proj.data.copy_(small_layer(5).experts.gate_up_proj.data),
-    ".data of another": lambda layer: setattr(layer.experts.down_proj, "data", small_layer(5).experts.down_proj.data),
+    ".data.copy_": lambda layer: layer.experts.gate_up_proj.data.copy_(other_layer(layer).experts.gate_up_proj.data),
+    ".data of another": lambda layer: setattr(
+        layer.experts.down_proj, "data", other_layer(layer).experts.down_proj.data
+    ),
     "experts exchanged": exchange(0),
     "rows exchanged": exchange(1),
     "columns exchanged": exchange(2),
     "bit by bit": bit_by_bit,
-    "load_state_dict": lambda layer: layer.load_state_dict(small_layer(5).state_dict()),
-    "load_state_dict(assign=True)": lambda layer: layer.load_state_dict(small_layer(5).state_dict(), assign=True),
-    "cast and back": lambda layer: layer.to(torch.float32).to(torch.bfloat16),
+    "load_state_dict": lambda layer: layer.load_state_dict(other_layer(layer).state_dict()),
+    "load_state_dict(assign=True)": lambda layer: layer.load_state_dict(other_layer(layer).state_dict(), assign=True),
+    "cast and back": cast_and_back,
 }
+# Those that write behind the back of a version counter, and those that everyone uses.
+NAMED = ("fused AdamW", "foreach AdamW", ".data.copy_", "load_state_dict")
 
 
 def numbers(layer: MoE) -> list[Tensor]:
     layer.zero_grad(set_to_none=True)
-    y = layer(batch())
+    y = layer(batch(layer))
     y.float().square().sum().backward()
     return [y.detach(), *(p.grad.clone() for p in layer.parameters())]
 
 
+@quick(lambda way, computed: IS_HOPPER or computed == "eager" or way in NAMED)
+@by_both
 @pytest.mark.parametrize("way", WRITES)
-def test_after_a_write_the_numbers_are_fresh(way: str) -> None:
-    layer = small_layer()
+def test_after_a_write_the_numbers_are_fresh(way: str, computed: str) -> None:
+    layer = small_layer(computed)
     before = numbers(layer)  # fills the cache, both orientations
     for _ in range(2):
         WRITES[way](layer)
@@ -93,23 +125,25 @@ def test_after_a_write_the_numbers_are_fresh(way: str) -> None:
         assert not torch.equal(found[0], before[0])
 
 
-def test_checkpointed_passes_and_those_after_a_step_are_fresh() -> None:
+@by_both
+def test_checkpointed_passes_and_those_after_a_step_are_fresh(computed: str) -> None:
     """The pass is computed again in backward, with the codes of the same weights."""
-    layer, plain = small_layer(), small_layer()
+    layer, plain = small_layer(computed), small_layer(computed)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=True) for each in (layer, plain)]
     for _ in range(3):
         for each, call in ((layer, lambda x: checkpoint(layer, x, use_reentrant=False)), (plain, plain)):
             each.zero_grad()
-            call(batch()).float().square().sum().backward()
+            call(batch(layer)).float().square().sum().backward()
         for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
         for optimizer in optimizers:
             optimizer.step()
 
 
-def test_a_backward_after_the_weights_were_written_is_an_error() -> None:
-    layer = small_layer()
-    loss = layer(batch()).float().sum()
+@by_both
+def test_a_backward_after_the_weights_were_written_is_an_error(computed: str) -> None:
+    layer = small_layer(computed)
+    loss = layer(batch(layer)).float().sum()
     with torch.no_grad():
         layer.experts.down_proj.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -149,17 +183,18 @@ def test_codes_go_with_their_weight() -> None:
     assert len(weight_cache._kept) == before
 
 
-def test_a_layer_that_was_evaluated_under_inference_mode_trains_on() -> None:
-    layer = small_layer()
+@by_both
+def test_a_layer_that_was_evaluated_under_inference_mode_trains_on(computed: str) -> None:
+    layer = small_layer(computed)
     with torch.inference_mode():
-        first = layer(batch())
+        first = layer(batch(layer))
     assert torch.equal(first, numbers(layer)[0])
     step_with(fused=True)(layer)
     found, expected = numbers(layer), numbers(copy.deepcopy(layer))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     step_with(fused=True)(layer)
     with torch.inference_mode():
-        assert torch.equal(layer(batch()), copy.deepcopy(layer)(batch()))
+        assert torch.equal(layer(batch(layer)), copy.deepcopy(layer)(batch(layer)))
 
 
 def test_weights_made_under_inference_mode_have_codes_too() -> None:
